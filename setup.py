@@ -5,7 +5,7 @@ setup(
     version="0.1.0",
     description="GSPMD for PyTorch: one annotated model, sharded over a mesh of devices",
     packages=find_packages(include=["torchgspmd", "torchgspmd.*"]),
-    package_data={"torchgspmd": ["py.typed"], "torchgspmd.report": ["page.html"]},
+    package_data={"torchgspmd": ["py.typed"], "torchgspmd.tools.report": ["page.html"]},
     license="BSD-3-Clause",
     python_requires=">=3.10",
     classifiers=[

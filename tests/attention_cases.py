@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Mesh, parallelize, plan
-from torchgspmd.custom_ops.random import draw_seed, uniform
-from torchgspmd.plan import Plan
+from torchgspmd.compiler.plan import Plan
+from torchgspmd.rules.custom_ops.random import draw_seed, uniform
 
 MESHES = {
     "seq": (Mesh(seq=4), "_ _ seq _"),

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from torchgspmd.compat.operators import AbsentOperator, aten
-from torchgspmd.custom_ops import nd  # noqa: F401 (registers einsum and attention)
+from torchgspmd.rules.custom_ops import nd  # noqa: F401
 
 ours = torch.ops.torchgspmd
 SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}

@@ -25,10 +25,10 @@ from torch import fx
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, ShardSpec
-from torchgspmd.annotate import mark_sharding_op
-from torchgspmd.api import compile_plan
 from torchgspmd.capture import Captured
-from torchgspmd.plan import Plan
+from torchgspmd.compiler.api import compile_plan
+from torchgspmd.compiler.plan import Plan
+from torchgspmd.layout.annotate import mark_sharding_op
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3)]
 FIRST, LAST = map(int, os.environ.get("TORCHGSPMD_FUNCTIONS", "0:500").split(":"))

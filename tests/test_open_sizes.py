@@ -11,7 +11,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.fx_passes.localize.localize import localize
 from torchgspmd.fx_passes.partition.reshard import Resharder
-from torchgspmd.open_sizes import OpenSize, nests
+from torchgspmd.layout.open_sizes import OpenSize, nests
 
 
 def test_an_open_size_is_no_number():

@@ -2,27 +2,28 @@
 tensors, run it on a mesh.
 """
 
-from . import collectives, evaluation, moe
-from .annotate import annotate, mark_sharding
-from .api import Plan, plan
-from .blocks import pipeline, stack
-from .calibrate import calibrate
 from .comm.collective import Collective
-from .compare_with_xla import compare_with_xla
-from .doctor import doctor
+from .comm.hardware import Hardware
+from .compiler.api import Plan, plan
 from .errors import ShardingError
-from .full_state import full_state_dict
-from .hardware import Hardware
-from .layout_rules import Layout
-from .manual import manual
-from .mesh import Mesh
-from .report.visualize import visualize
+from .layout.annotate import annotate, mark_sharding
+from .layout.layout_rules import Layout
+from .layout.mesh import Mesh
+from .layout.spec_notation import UNCONSTRAINED
+from .model_api import collectives, moe, stack
+from .model_api import pipelined_blocks as pipeline
+from .model_api.manual import manual
+from .model_api.train_step import train_step
 from .rules.custom import rule
+from .runtime.full_state import full_state_dict
 from .runtime.parallelize import parallelize, shard_batch
-from .runtime.train_step import train_step
 from .shard_spec import ShardSpec
-from .spec_notation import UNCONSTRAINED
-from .suggest import suggest
+from .tools import evaluation
+from .tools.calibrate import calibrate
+from .tools.compare_with_xla import compare_with_xla
+from .tools.doctor import doctor
+from .tools.report.visualize import visualize
+from .tools.suggest import suggest
 
 __all__ = [
     "UNCONSTRAINED",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import plan_command
-from .doctor import doctor
 from .errors import ShardingError
+from .tools import plan_command
+from .tools.doctor import doctor
 
 
 def main() -> None:

@@ -23,10 +23,10 @@ from functools import cached_property, lru_cache
 from typing import Any, Union
 
 from .errors import ShardingError, user_line
-from .halo import Window
-from .interned import Interned
-from .mesh import Mesh
-from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
+from .layout.halo_window import Window
+from .layout.interned import Interned
+from .layout.mesh import Mesh
+from .layout.spec_notation import Axes, SpecFields, parse_sequence, parse_string
 
 SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 

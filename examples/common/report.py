@@ -11,7 +11,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
-from torchgspmd.layout_rules import MeshLayout
+from torchgspmd.layout.layout_rules import MeshLayout
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

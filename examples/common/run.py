@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import Tensor, nn
 
 from torchgspmd import Mesh
-from torchgspmd.evaluation import evaluate
+from torchgspmd.tools.evaluation import evaluate
 
 from .report import plot_losses, show_plan
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchgspmd as gspmd
-from torchgspmd.evaluation import perplexity
+from torchgspmd.tools.evaluation import perplexity
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save, whole_weights

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Layout, Mesh, mark_sharding
-from torchgspmd.layout_rules import MeshLayout
+from torchgspmd.layout.layout_rules import MeshLayout
 
 # Every weight is on both axes, and so is the residual stream between the layers.
 LAYOUT = Layout(

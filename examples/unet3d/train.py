@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import torchgspmd as gspmd
-from torchgspmd.evaluation import mean_iou
+from torchgspmd.tools.evaluation import mean_iou
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
-from torchgspmd.evaluation import accuracy
+from torchgspmd.tools.evaluation import accuracy
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from common.checkpoint import load, save

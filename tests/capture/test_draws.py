@@ -22,9 +22,9 @@ from torch.utils.checkpoint import (
 
 import torchgspmd as gspmd
 from torchgspmd.capture.draws import draws
-from torchgspmd.custom_ops.random import DRAW_SEED
 from torchgspmd.errors import ShardingError
 from torchgspmd.rules import natively
+from torchgspmd.rules.custom_ops.random import DRAW_SEED
 from torchgspmd.shard_spec import ShardSpec
 
 aten, ours = torch.ops.aten, torch.ops.torchgspmd

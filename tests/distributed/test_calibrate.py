@@ -8,7 +8,7 @@ from ranks import distributed
 
 import torchgspmd as gspmd
 from torchgspmd import calibrate as calibrate_function
-from torchgspmd.hardware import Hardware
+from torchgspmd.comm.hardware import Hardware
 
 
 @distributed("data=2")

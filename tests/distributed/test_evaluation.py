@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
 from torchgspmd import evaluation
-from torchgspmd.evaluation import accuracy, error_rate, evaluate, mean_iou, perplexity
+from torchgspmd.tools.evaluation import accuracy, error_rate, evaluate, mean_iou, perplexity
 
 MESHES = ("data=2", "data=4", "data=2,model=2")
 

@@ -8,7 +8,7 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.hardware import Link
+from torchgspmd.comm.hardware import Link
 
 # As if two of the processes were on one host, and hosts were far from each other.
 HOSTS = gspmd.Hardware(

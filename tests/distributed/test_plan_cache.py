@@ -11,8 +11,8 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.plan_cache.identity import Identity
-from torchgspmd.plan_cache.values import Stale
+from torchgspmd.compiler.plan_cache.identity import Identity
+from torchgspmd.compiler.plan_cache.values import Stale
 from torchgspmd.runtime.sharded_module import ShardedModule
 
 

@@ -11,7 +11,7 @@ from tied_model import close
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import hardware
+from torchgspmd.comm import hardware
 from torchgspmd.comm.kinds import ring_einsum
 from torchgspmd.fx_passes.schedule import collective_matmul
 

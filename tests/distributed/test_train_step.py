@@ -7,7 +7,7 @@ from step_cases import averaged, check, loop, pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
-from torchgspmd.custom_ops.updates import adam_
+from torchgspmd.rules.custom_ops.updates import adam_
 
 C10D = torch.ops._c10d_functional
 

@@ -10,7 +10,7 @@ from language_model import whole
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.custom_ops.random import draw_seed, uniform
+from torchgspmd.rules.custom_ops.random import draw_seed, uniform
 
 WORDS, WIDTH, HIDDEN = 51, 16, 65  # sizes that 2, 3 and 4 do not divide
 

@@ -24,7 +24,7 @@ from torch._higher_order_ops import scan
 import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan, ShardingError
 from torchgspmd.compat.private_apis import _pytree as pytree
-from torchgspmd.plan_cache.plan_files import with_checksum
+from torchgspmd.compiler.plan_cache.plan_files import with_checksum
 
 CASES = int(os.environ.get("FUZZ_CASES", "400"))
 SECONDS = 20  # that a case takes at most

@@ -20,10 +20,10 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan, ShardingError
-from torchgspmd.plan_cache import files
-from torchgspmd.plan_cache.faults import Stale
-from torchgspmd.plan_cache.identity import Identity
-from torchgspmd.plan_cache.plans import decode_plan, encode_plan
+from torchgspmd.compiler.plan_cache import files
+from torchgspmd.compiler.plan_cache.faults import Stale
+from torchgspmd.compiler.plan_cache.identity import Identity
+from torchgspmd.compiler.plan_cache.plans import decode_plan, encode_plan
 from torchgspmd.runtime.shared_plan import packed, unpacked
 
 CASES = int(os.environ.get("FUZZ_CASES", "300"))

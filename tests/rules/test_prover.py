@@ -16,11 +16,11 @@ from torch.utils import _pytree as pytree
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
-from torchgspmd.custom_ops import loops
 from torchgspmd.fx_passes import partition, propagate
 from torchgspmd.fx_passes.ir import Rules, call_of, results_of
 from torchgspmd.fx_passes.propagate.factors import assemble
 from torchgspmd.rules import rule_of
+from torchgspmd.rules.custom_ops import loops
 from torchgspmd.rules.registry import RULES
 from torchgspmd.rules.rewrites import REWRITES, rewrite_of
 

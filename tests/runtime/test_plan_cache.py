@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.plan_cache import decoder, identity, plans, values
-from torchgspmd.plan_cache import files as cache_files
+from torchgspmd.compiler.plan_cache import decoder, identity, plans, values
+from torchgspmd.compiler.plan_cache import files as cache_files
 from torchgspmd.runtime.sharded_module import ShardedModule
 
 SCALE = 1.0

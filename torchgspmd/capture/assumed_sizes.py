@@ -16,8 +16,8 @@ from torch import Tensor, fx
 
 from ..compat.operators import aten
 from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
-from ..custom_ops.numbers import at_least
 from ..errors import user_line
+from ..rules.custom_ops.numbers import at_least
 
 _SIZES = (2, 3, 1009, 1013)  # where a condition has one outcome, it has it for all sizes
 _MOST = 3  # the most sizes of one condition

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from ..annotate import mark_sharding
 from ..compat.private_apis import (
     _engine_run_backward,
     get_unwrapped,
@@ -20,6 +19,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line, user_line
+from ..layout.annotate import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap

@@ -21,9 +21,9 @@ from torch import fx
 from torch.fx import traceback as fx_traceback
 
 from ..compat.private_apis import OpOverload
-from ..custom_ops.random import DRAW_SEED
 from ..errors import ShardingError
 from ..rules import has_own_seed
+from ..rules.custom_ops.random import DRAW_SEED
 from .rewrites.loop_trace import is_unrolling
 
 _calls = count()  # tells the calls of one program apart, if one makes several nodes

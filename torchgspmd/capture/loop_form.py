@@ -21,7 +21,8 @@ from torch import Tensor, fx
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from ..custom_ops.loops import (
+from ..errors import ShardingError
+from ..rules.custom_ops.loops import (
     CARRY,
     CONST,
     ENTRIES,
@@ -35,7 +36,6 @@ from ..custom_ops.loops import (
     nest_of,
     nest_text,
 )
-from ..errors import ShardingError
 
 _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 

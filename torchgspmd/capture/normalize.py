@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compat.fx_nodes import copy_node, drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
-from ..fx_nodes import copy_node, drop_unused
 from .captured import TANGENT, UNKNOWN, Input
 from .draws import draws, number_draws
 from .loop_form import loop_form

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from ..annotate import recorded_mark
 from ..compat.private_apis import FakeTensorMode, make_fx
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..mesh import Mesh
-from ..prefix_specs import argument_names
+from ..layout.annotate import recorded_mark
+from ..layout.mesh import Mesh
+from ..layout.prefix_specs import argument_names
 from .argument_sizes import ArgumentSizes
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced

@@ -25,8 +25,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..mesh import Coordinates, Mesh
-from ..open_sizes import nests
+from ..layout.mesh import Coordinates, Mesh
+from ..layout.open_sizes import nests
 from ..shard_spec import Axes, ShardSpec
 
 Box = tuple[tuple[int, int], ...]  # (first row, row past the last) of every dimension

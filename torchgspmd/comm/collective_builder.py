@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compat.fx_nodes import add_node, allocates
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
-from ..fx_nodes import add_node, allocates
 from .collective import split_axes
 from .process_groups import ProcessGroups
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..halo import Window
+from ..layout.halo_window import Window
 
 
 def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..custom_ops.loops import Loop
+from ..rules.custom_ops.loops import Loop
 from .local_ops import add_rows, copy_rows
 
 

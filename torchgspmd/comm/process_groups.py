@@ -14,7 +14,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..compat.private_apis import _set_pg_timeout
 from ..errors import ShardingError, user_line
-from ..mesh import Coordinates, Mesh
+from ..layout.mesh import Coordinates, Mesh
 from .watcher import watcher_of
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from .stage_call import Link, StageCall, StageRun
 from .stage_schedule import Piece
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, fx
 
-from ..custom_ops.loops import Loop
+from ..rules.custom_ops.loops import Loop
 from .kinds import Step
 from .local_ops import Rows, add_rows, copy_rows, stack_rows
 from .loop_call import Body, BodyCall, copy_of

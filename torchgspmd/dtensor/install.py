@@ -26,7 +26,7 @@ from .fused_optimizers import (
     stack,
 )
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
-from .random import DRAWING, draw
+from .random_draws import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
 from .waits import redistribute_method, with_explained_wait, with_explained_waits
 

@@ -15,12 +15,12 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from ..annotate import copy_mark
 from ..comm.local_ops import take_part
 from ..compat.operators import aten
 from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError, user_line
-from ..mesh import Coordinates, Mesh
+from ..layout.annotate import copy_mark
+from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .first_values import first_values
 

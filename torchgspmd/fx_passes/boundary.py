@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import fx
 
-from ..annotate import mark_sharding_op
 from ..capture import (
     ARGUMENT,
     GRADIENT,
@@ -21,10 +20,11 @@ from ..capture import (
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.storage import storable
 from ..errors import ShardingError
-from ..mesh import Mesh
-from ..prefix_specs import spread
+from ..layout.annotate import mark_sharding_op
+from ..layout.mesh import Mesh
+from ..layout.prefix_specs import spread
+from ..layout.spec_notation import UNCONSTRAINED
 from ..shard_spec import ShardSpec
-from ..spec_notation import UNCONSTRAINED
 from .ir import count_runs, unknown_sizes
 from .partition.partition import partition
 from .program import Program, Request

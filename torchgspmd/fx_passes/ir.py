@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..custom_ops.loops import CARRY, NEXT, nests, runs_of
-from ..open_sizes import with_open_sizes
+from ..layout.open_sizes import with_open_sizes
 from ..rules import Call, FactorRule, rule_of
+from ..rules.custom_ops.loops import CARRY, NEXT, nests, runs_of
 
 
 @dataclass(eq=False, slots=True)

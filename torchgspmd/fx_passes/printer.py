@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ..comm.loop_call import loop_calls
 from ..compat.private_apis import OpOverload
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .fold_rows import like, repetitions
 from .ir import other_shapes, runs, tensors_of

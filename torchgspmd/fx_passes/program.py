@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, fx
 
 from ..capture import Captured
+from ..comm.hardware import Hardware, hardware_of
 from ..comm.loop_call import Body
 from ..comm.process_groups import ProcessGroups
-from ..fx_nodes import copy_node
-from ..hardware import Hardware, hardware_of
-from ..mesh import Mesh
+from ..compat.fx_nodes import copy_node
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules

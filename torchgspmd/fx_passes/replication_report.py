@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import fx
 
-from ..annotate import mark_sharding_op
 from ..capture import ARGUMENT, PARAMETER, Captured, Input
-from ..mesh import Mesh
+from ..layout.annotate import mark_sharding_op
+from ..layout.mesh import Mesh
+from ..layout.sub_axes import sub_axis
 from ..shard_spec import ShardSpec
-from ..sub_axes import sub_axis
 from .ir import operands_of, other_shapes, tensors_of
 from .propagate.layouts import Layouts
 

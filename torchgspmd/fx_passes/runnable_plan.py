@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ..capture import Captured
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from .program import Boundary, Request
 from .replication_report import ReplicatedOp
 

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..comm.kinds import Step
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..rules import FactorRule
 from ..shard_spec import ShardSpec
 from .lower.verify_in_flight import verify_in_flight

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.fx_nodes import drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import (
     DispatchKey,
@@ -26,7 +27,6 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
-from ..fx_nodes import drop_unused
 from .registry import rule_function
 from .rewrites import DECLINED, Declined, rewrite_of
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import fx
 
-from ..halo import Window
+from ..layout.halo_window import Window
 from .notation import FactorRule
 
 

@@ -22,7 +22,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from ..halo import Reach
+from ..layout.halo_window import Reach
 
 Dim = tuple[str, ...]  # factors of one dimension, major first
 Dims = tuple[Dim, ...]

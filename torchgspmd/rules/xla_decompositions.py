@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from ..custom_ops.attention_kernels import attention_backward_by_products, attention_by_products
-from ..custom_ops.updates import adam_formula
+from .custom_ops.attention_kernels import attention_backward_by_products, attention_by_products
+from .custom_ops.updates import adam_formula
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
 from .rewrites import DECLINED, Declined, rewrite, rewrite_of

@@ -12,11 +12,11 @@ from ..capture import ARGUMENT, PARAMETER
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..comm.value_check import ArgumentValues
+from ..compiler.plan import Plan
 from ..dtensor.storage import wrap_local
 from ..fx_passes.ir import global_shape
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
-from ..plan import Plan
 from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
 from .partial_backward import PartialBackward

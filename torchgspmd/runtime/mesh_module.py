@@ -25,11 +25,11 @@ from ..capture import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import RankError
 from ..fx_passes.stages import verifies
-from ..layout_rules import bound
-from ..mesh import Mesh
-from ..prefix_specs import spread_inputs
+from ..layout.layout_rules import bound
+from ..layout.mesh import Mesh
+from ..layout.prefix_specs import spread_inputs
+from ..layout.spec_notation import UNCONSTRAINED
 from ..shard_spec import ShardSpec
-from ..spec_notation import UNCONSTRAINED
 from .changing_sizes import (
     Shapes,
     SizeHistory,

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..annotate import layout_of
 from ..capture import check_dtypes, check_module
+from ..comm.hardware import Hardware
 from ..comm.process_groups import groups_of, part_of
 from ..compat.versions import check_parallelize
-from ..device_mesh import mesh_of
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
-from ..hardware import Hardware
-from ..layout_rules import MeshLayout, bound
-from ..mesh import Mesh
+from ..layout.annotate import layout_of
+from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import MeshLayout, bound
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..api import compile_plan
 from ..capture import ARGUMENT, Captured
 from ..capture.state.value_keys import as_text
 from ..comm.loop_call import with_bodies
@@ -22,16 +21,17 @@ from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..comm.watcher import watched
+from ..compiler.api import compile_plan
+from ..compiler.plan import Plan
+from ..compiler.plan_cache.identity import Identity, identity_of
+from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
 from ..errors import ShardingError, user_line
 from ..fx_passes.pipeline import is_default
-from ..layout_rules import bound
-from ..mesh import Mesh
-from ..plan import Plan
-from ..plan_cache.identity import Identity, identity_of
-from ..plan_cache.values import Unshareable
+from ..layout.layout_rules import bound
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
 from .mesh_module import Call, MeshModule

@@ -25,12 +25,12 @@ from ..capture import State
 from ..capture.without_gc import without_gc
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import check_ranks
-from ..plan import Plan
-from ..plan_cache import files, json_text
-from ..plan_cache.decoder import conforms
-from ..plan_cache.faults import Stale, Unshareable
-from ..plan_cache.identity import Identity
-from ..plan_cache.plans import decode_plan, encode_plan
+from ..compiler.plan import Plan
+from ..compiler.plan_cache import files, json_text
+from ..compiler.plan_cache.decoder import conforms
+from ..compiler.plan_cache.faults import Stale, Unshareable
+from ..compiler.plan_cache.identity import Identity
+from ..compiler.plan_cache.plans import decode_plan, encode_plan
 
 PlanHere = Callable[[Callable[[], None]], Plan]
 _LOG = logging.getLogger("torchgspmd")

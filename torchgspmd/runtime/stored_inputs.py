@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..annotate import copy_mark
 from ..capture import ARGUMENT, MUTATION, OUTPUT, Captured, Source, tensor_sources
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import storable, stored_shape, wrap_local
 from ..errors import user_line
-from ..mesh import Mesh
+from ..layout.annotate import copy_mark
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from ..compiler.units import size_text
 from ..errors import user_line
 from ..fx_passes.replication_report import ReplicatedOp
-from ..report.units import size_text
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
 LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and a mark of biases common.

@@ -25,12 +25,12 @@ from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
 from ..fx_passes.program import Program, Request
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..xla_backend.annotated_program import annotate_for_xla
 from ..xla_backend.host import report_host_operations
 from ..xla_backend.lower import PINS, lower, on_device
-from ..xla_backend.recompute import mark_repeated, separate
+from ..xla_backend.recomputed_nodes import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardingError, user_line
-from ..mesh import Coordinates, Mesh
+from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from .runtime import start
 from .sharding import check, device_order, op_sharding

@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import fx
 
 from ..compat.operators import aten
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
 
 

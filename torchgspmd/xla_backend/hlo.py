@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ..comm.collective import Collective
 from ..comm.kinds import collective_kinds
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 
 KINDS = {kind.xla: kind for kind in collective_kinds().values() if kind.xla}
 # Operations that may stand between an all-reduce and its slices.

@@ -17,14 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..annotate import mark_sharding_op
+from ..compat.fx_nodes import copy_node
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
-from ..fx_nodes import copy_node
 from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
-from ..mesh import Mesh
+from ..layout.annotate import mark_sharding_op
+from ..layout.mesh import Mesh
 from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec
 from .convolutions import operand_specs

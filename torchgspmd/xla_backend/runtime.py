@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from ..errors import ShardingError, user_line
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 
 _INSTALL = (
     "pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"

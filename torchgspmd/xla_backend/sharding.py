@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import ShardingError
-from ..mesh import Mesh
+from ..layout.mesh import Mesh
 from ..shard_spec import Axes, ShardSpec
 
 MOST_DIMS = 5  # torch_xla 2.9 cannot shard tensors with more dimensions

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..annotate import copy_mark
 from ..dtensor.module_tensors import named_tensors, slot_of
 from ..errors import ShardingError, user_line
-from ..mesh import Mesh
+from ..layout.annotate import copy_mark
+from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of
 

@@ -8,8 +8,8 @@ from torch._higher_order_ops import scan
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.compat.operators import aten
-from torchgspmd.custom_ops.loops import STACK, TOTAL
 from torchgspmd.fx_passes.localize.sink_exits import sink_exits
+from torchgspmd.rules.custom_ops.loops import STACK, TOTAL
 
 MESH = gspmd.Mesh(data=2)
 

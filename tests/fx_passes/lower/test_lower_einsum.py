@@ -9,9 +9,9 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.custom_ops.attention import attention, attention_backward
 from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, IN_BLOCKS, lower_einsum
 from torchgspmd.fx_passes.lower.reuse_buffers import reuse_buffers
+from torchgspmd.rules.custom_ops.attention import attention, attention_backward
 
 SIZES = dict(b=2, s=3, m=4, h=5, q=4)
 

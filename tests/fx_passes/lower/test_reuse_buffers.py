@@ -12,8 +12,8 @@ from expecttest import TestCase
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.custom_ops.updates import adam_
 from torchgspmd.fx_passes.lower.reuse_buffers import ADAM, reuse_buffers
+from torchgspmd.rules.custom_ops.updates import adam_
 
 F32 = {"shape": (4, 6), "dtype": torch.float32}
 

@@ -10,8 +10,8 @@ from torch import fx
 
 from torchgspmd.comm.bucket_memory import BucketMemory
 from torchgspmd.compat.operators import aten
-from torchgspmd.custom_ops.updates import adam_
 from torchgspmd.fx_passes.lower.verify_owned import verify_owned
+from torchgspmd.rules.custom_ops.updates import adam_
 
 VIEWS = (
     lambda g, x: x,

@@ -10,7 +10,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware, Mesh
-from torchgspmd.hardware import Link
+from torchgspmd.comm.hardware import Link
 
 HOSTS = Hardware(
     "hosts of two", {4: 1e12}, 1e11, 1e10, (Link(2, 1e10, 1e-6), Link(math.inf, 1e9, 1e-6))

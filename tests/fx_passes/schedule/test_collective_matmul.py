@@ -13,12 +13,13 @@ from helpers import assert_same, eager
 from torch import fx, nn
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, hardware
+from torchgspmd import Mesh
+from torchgspmd.comm import hardware
+from torchgspmd.comm.hardware import CPU, GPU
 from torchgspmd.comm.kinds.ring_einsum import einsum_scatter, gather_einsum
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.schedule import collective_matmul as passed
 from torchgspmd.fx_passes.schedule.collective_matmul import EINSUM, pays
-from torchgspmd.hardware import CPU, GPU
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from helpers import assert_same, eager
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, hardware
+from torchgspmd import Mesh
+from torchgspmd.comm import hardware
 from torchgspmd.comm.collective import start, wait
 from torchgspmd.comm.kinds import all_gather, all_reduce, collective_kinds, reduce_scatter
 from torchgspmd.compat.operators import aten, c10d

@@ -12,7 +12,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.custom_ops.random import uniform
+from torchgspmd.rules.custom_ops.random import uniform
 
 ONE = Mesh(m=1)
 MESHES = [Mesh(m=2), Mesh(m=3), Mesh(a=2, m=2), Mesh(a=2, m=3)]

@@ -25,7 +25,7 @@ from ...compat.private_apis import (
     math_attention,
 )
 from ...compat.private_apis import _pytree as pytree
-from ...custom_ops.flex_attention import flex_attention, is_elementwise
+from ...rules.custom_ops.flex_attention import flex_attention, is_elementwise
 from .loop_trace import is_unrolling
 
 _POSITIONS = ("b", "h", "q", "k")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...custom_ops.updates import adam, adam_formula, rate
+from ...rules.custom_ops.updates import adam, adam_formula, rate
 from ...rules.rewrites import DECLINED
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ...compat.private_apis import _pytree as pytree
-from ...custom_ops.loops import (
+from ...rules.custom_ops.loops import (
     Loop,
     Nest,
     loop_carry,

@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...compat.operators import aten
 from ...compat.private_apis import _grouped_mm
-from ...custom_ops.attention import attention
-from ...custom_ops.grouped import grouped_mm, grouped_outer
-from ...custom_ops.nd import einsum, summed_alone
-from ...custom_ops.random import draw_seed
-from ...mesh import Mesh
+from ...layout.annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.attention import attention
+from ...rules.custom_ops.grouped import grouped_mm, grouped_outer
+from ...rules.custom_ops.nd import einsum, summed_alone
+from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, rewrite
 from ...shard_spec import SpecLike
 from ..trace_context import is_transforming

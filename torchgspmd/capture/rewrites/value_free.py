@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...custom_ops.nd import ctc_losses
 from ...errors import ShardingError, user_line
+from ...rules.custom_ops.nd import ctc_losses
 from ...rules.rewrites import DECLINED, rewrite
 
 

@@ -22,10 +22,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.fx import traceback as fx_traceback
 
-from ...custom_ops.attention import attention
-from ...custom_ops.nd import split_equation
-from ...custom_ops.random import draw_seed, uniform
 from ...errors import user_line
+from ...rules.custom_ops.attention import attention
+from ...rules.custom_ops.nd import split_equation
+from ...rules.custom_ops.random import draw_seed, uniform
 from ...rules.rewrites import DECLINED, rewrite
 from .loop_trace import is_unrolling
 from .repeated_heads import transposed, unrepeated

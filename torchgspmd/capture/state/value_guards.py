@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...compat.fx_nodes import copy_node
 from ...compat.private_apis import OpOverload
-from ...fx_nodes import copy_node
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import c10d
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...halo import Window, sent_rows
-from ...mesh import Mesh
+from ...layout.halo_window import Window, sent_rows
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering

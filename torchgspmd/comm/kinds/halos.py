@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...mesh import Coordinates, Mesh
+from ...layout.mesh import Coordinates, Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..box_exchange import MAX_COUNTED_DEVICES, Box, elements, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering

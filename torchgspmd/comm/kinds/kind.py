@@ -13,7 +13,7 @@ from typing import Any, NoReturn, Protocol
 from torch import Tensor, fx
 
 from ...compat.private_apis import OpOverload
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import Lowering, MergedLowering

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..box_exchange import busiest, elements, exchange, lacking, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...compat.operators import aten, c10d
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering

@@ -23,11 +23,11 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import c10d
-from ...custom_ops.attention import attention_backward_in_blocks, attention_in_blocks
-from ...custom_ops.attention_merge import lse_dtype
-from ...custom_ops.attention_zigzag import Merged
-from ...custom_ops.flex_attention import flex_tiles
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.attention import attention_backward_in_blocks, attention_in_blocks
+from ...rules.custom_ops.attention_merge import lse_dtype
+from ...rules.custom_ops.attention_zigzag import Merged
+from ...rules.custom_ops.flex_attention import flex_tiles
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder
 from .all_gather import all_gather

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import c10d
-from ...custom_ops.flops import einsum_flops
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.flops import einsum_flops
 from ..collective_builder import CollectiveBuilder
 from .all_gather import all_gather
 from .kind import FusedKind

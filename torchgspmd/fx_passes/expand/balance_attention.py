@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...annotate import mark_sharding_op
-from ...custom_ops.attention_zigzag import zigzag
-from ...custom_ops.loops import NEXT
-from ...fx_nodes import add_node, copy_node
+from ...compat.fx_nodes import add_node, copy_node
+from ...layout.annotate import mark_sharding_op
 from ...rules import trace
+from ...rules.custom_ops.attention_zigzag import zigzag
+from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, runs, values

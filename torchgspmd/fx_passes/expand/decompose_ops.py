@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ...compat.fx_nodes import copy_node, drop_unused
 from ...compat.private_apis import _pytree as pytree
-from ...custom_ops.random import DRAW_SEED
-from ...fx_nodes import copy_node, drop_unused
 from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
+from ...rules.custom_ops.random import DRAW_SEED
 from ..ir import is_number, signature
 from .draw_seeds import DrawSeeds
 from .unknown_sizes import with_sizes

@@ -19,10 +19,10 @@ from typing import Any
 
 from torch import fx
 
-from ...custom_ops.loops import ROW, nest_of, nest_text
-from ...custom_ops.random import DRAW_SEED, DRAW_SEEDS
+from ...compat.fx_nodes import add_node
 from ...errors import ShardingError
-from ...fx_nodes import add_node
+from ...rules.custom_ops.loops import ROW, nest_of, nest_text
+from ...rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
 
 
 class DrawSeeds:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
-from ...fx_nodes import drop_unused, inline
+from ...compat.fx_nodes import drop_unused, inline
 from ...rules import DECLINED, trace
 from ...rules.ops.fused.chosen import (
     Choices,

@@ -18,7 +18,7 @@ from dataclasses import replace
 from torch import fx
 
 from ...comm.kinds import Step
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ..ir import Op, Rules
 from ..propagate.layouts import Layouts
 

@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from torch import fx
 
-from ...halo import sent_rows
+from ...layout.halo_window import sent_rows
 from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules

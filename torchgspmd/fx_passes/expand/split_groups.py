@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...compat.fx_nodes import inline
 from ...compat.private_apis import _pytree as pytree
-from ...fx_nodes import inline
 from ...rules import DECLINED, FactorRule, trace
 from ...rules.ops.fused.grouped import Cut, put_blocks_of, taken_blocks_of
 from ..ir import Op, Rules, is_operation, operands_of

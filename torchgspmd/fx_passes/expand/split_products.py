@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from ...fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node
 from ...rules.ops import concat_slice
 from ..ir import Op, Rules, tensors_of
 from ..propagate.layouts import Layouts

@@ -21,13 +21,13 @@ from torch import fx
 
 from ...comm.collective import split_axes
 from ...comm.local_ops import mask_padding
+from ...compat.fx_nodes import copy_node
 from ...compat.operators import aten
-from ...custom_ops.loops import ENTRIES, EXITS
-from ...custom_ops.stages import HEAD, SEND
-from ...fx_nodes import copy_node
-from ...halo import Window
-from ...mesh import Mesh, sub_axis
+from ...layout.halo_window import Window
+from ...layout.mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
+from ...rules.custom_ops.loops import ENTRIES, EXITS
+from ...rules.custom_ops.stages import HEAD, SEND
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes

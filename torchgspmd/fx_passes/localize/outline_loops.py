@@ -18,7 +18,9 @@ import torch
 from torch import fx
 
 from ...comm.loop_call import LoopCall
-from ...custom_ops.loops import (
+from ...errors import ShardingError
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.loops import (
     CONST,
     ENTRIES,
     EXITS,
@@ -30,8 +32,6 @@ from ...custom_ops.loops import (
     nest_of,
     nests,
 )
-from ...errors import ShardingError
-from ...mesh import Mesh
 
 
 def outline_loops(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:

@@ -26,9 +26,9 @@ from ...comm.kinds import CollectiveKind
 from ...comm.loop_call import LoopCall, copy_loops, loop_calls
 from ...comm.stage_call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
 from ...comm.stage_order import Order, order_within
-from ...custom_ops.stages import HEAD, SEND
 from ...errors import ShardingError
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.stages import HEAD, SEND
 from ..schedule.arithmetic import is_view
 from ..schedule.liveness import bytes_of
 from .split_loops import drop_unused_results, split_loop

@@ -20,9 +20,9 @@ from typing import Any
 
 from torch import fx
 
+from ...compat.fx_nodes import copy_node
 from ...compat.operators import aten
-from ...custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
-from ...fx_nodes import copy_node
+from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
 from ..schedule.liveness import bytes_of
 
 # Operations of which each result's element is one of the operand's, or zero.

@@ -13,9 +13,9 @@ import math
 from torch import fx
 
 from ...comm.kinds import permute
-from ...custom_ops.stages import SEND
 from ...errors import ShardingError
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.stages import SEND
 
 
 def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from ...capture import ARGUMENT, GRADIENT, TANGENT
 from ...comm.loop_call import LoopCall
+from ...compat.fx_nodes import viewed_operands
 from ...compat.operators import aten
 from ...dtensor.storage import (
     cut_padding,
@@ -24,7 +25,6 @@ from ...dtensor.storage import (
     slice_global,
     stored_shape,
 )
-from ...fx_nodes import viewed_operands
 from ..program import Program
 
 # Views of all elements of a vector, or of consecutive ones.

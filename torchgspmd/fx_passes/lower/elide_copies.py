@@ -15,8 +15,8 @@ import torch
 from torch import fx
 
 from ...comm.collective import wait
+from ...compat.fx_nodes import allocates
 from ...compat.operators import aten
-from ...fx_nodes import allocates
 
 
 def elide_copies(graph: fx.Graph) -> fx.Graph:

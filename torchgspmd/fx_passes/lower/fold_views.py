@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...compat.fx_nodes import drop_unused
 from ...compat.operators import aten
-from ...fx_nodes import drop_unused
 
 _RESHAPE = aten.reshape.default
 _VIEWS = {

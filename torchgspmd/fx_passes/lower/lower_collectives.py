@@ -30,8 +30,8 @@ from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.process_groups import ProcessGroups
 from ...comm.stage_call import StageCall
 from ...comm.stage_transport import StageTransport
+from ...compat.fx_nodes import add_node
 from ...compat.operators import c10d
-from ...fx_nodes import add_node
 from .gloo_all_to_all import gloo_all_to_all
 from .wire_dtypes import wire_dtypes
 

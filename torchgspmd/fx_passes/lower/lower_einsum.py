@@ -17,16 +17,16 @@ from typing import Any
 
 from torch import fx
 
+from ...compat.fx_nodes import add_node
 from ...compat.operators import aten
-from ...custom_ops.attention import (
+from ...rules.custom_ops.attention import (
     attention,
     attention_backward,
     attention_backward_in_blocks,
     attention_in_blocks,
 )
-from ...custom_ops.matrix_form import Matrix, matrix_form
-from ...custom_ops.nd import einsum, split_equation
-from ...fx_nodes import add_node
+from ...rules.custom_ops.matrix_form import Matrix, matrix_form
+from ...rules.custom_ops.nd import einsum, split_equation
 
 EINSUM = einsum._opoverload
 # past PyTorch's registry of operators

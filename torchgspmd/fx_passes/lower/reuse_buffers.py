@@ -23,10 +23,10 @@ import torch
 from torch import fx
 
 from ...capture import MUTATION
+from ...compat.fx_nodes import allocates
 from ...compat.operators import aten, c10d, find
 from ...compat.private_apis import OpOverload
-from ...custom_ops.updates import adam, adam_
-from ...fx_nodes import allocates
+from ...rules.custom_ops.updates import adam, adam_
 from ..program import Program
 
 ADAM = adam._opoverload

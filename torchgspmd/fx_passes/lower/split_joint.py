@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fx_nodes import copy_node, drop_unused
+from ...compat.fx_nodes import copy_node, drop_unused
 
 
 def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:

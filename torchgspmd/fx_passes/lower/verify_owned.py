@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from torch import fx
 
-from ...fx_nodes import viewed_operands, written_operands
+from ...compat.fx_nodes import viewed_operands, written_operands
 
 
 def verify_owned(graph: fx.Graph, changed: Collection[fx.Node] = ()) -> fx.Graph:

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from ...custom_ops.loops import CARRY
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.loops import CARRY
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
 from .cost_constants import CostConstants

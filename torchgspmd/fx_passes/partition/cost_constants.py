@@ -73,7 +73,7 @@ class CostConstants:
         "bytes sent",
         "what a message costs beside its bytes, after the search by bytes; little beside latency "
         "times bandwidth, 100 KB for gloo and 2 MB for NVLink, as the bytes are to decide",
-        "latencies and bandwidths of torchgspmd/hardware.py",
+        "latencies and bandwidths of torchgspmd/comm/hardware.py",
     )
     message_share: float = _constant(
         1 / 1024,

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from torch import Tensor, fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...rules import FactorRule
 from ...shard_spec import ShardSpec
 from ..ir import Op, runs

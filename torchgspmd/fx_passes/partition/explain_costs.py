@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules
 from .assignment import Assignment

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from ...comm.kinds import Step, window
 from ...comm.kinds.halo import halo_step
 from ...comm.kinds.halos import halos_step
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .cost_constants import CostConstants
 from .reshard_search import step_cost

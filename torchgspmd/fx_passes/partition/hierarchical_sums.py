@@ -19,9 +19,9 @@ from itertools import chain, combinations
 from torch import fx
 
 from ...comm.collective import split_axes
+from ...comm.hardware import Hardware
 from ...comm.kinds import Step, all_gather, all_reduce, reduce_scatter
-from ...hardware import Hardware
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 
 

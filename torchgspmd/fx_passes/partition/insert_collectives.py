@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import fx
 
-from ...custom_ops.loops import CARRY, NEXT, ends_by_value
-from ...fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node
+from ...rules.custom_ops.loops import CARRY, NEXT, ends_by_value
 from ...shard_spec import ShardSpec
 from ..ir import is_number
 from .assignment import Assignment

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..ir import Rules
 from .assignment import Assignment

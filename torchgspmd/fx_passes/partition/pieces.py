@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Iterable
 from functools import lru_cache
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 
 

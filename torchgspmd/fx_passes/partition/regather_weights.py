@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node
 
 
 def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:

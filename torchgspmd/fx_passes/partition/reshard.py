@@ -14,8 +14,8 @@ import math
 
 from ...comm.kinds import Step, term
 from ...comm.kinds.local_steps import shard_step
-from ...mesh import Mesh
-from ...open_sizes import OpenSize, nests
+from ...layout.mesh import Mesh
+from ...layout.open_sizes import OpenSize, nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos

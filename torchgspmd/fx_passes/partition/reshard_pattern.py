@@ -30,8 +30,8 @@ from typing import NamedTuple
 
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind
-from ...mesh import Mesh
-from ...open_sizes import OpenSize
+from ...layout.mesh import Mesh
+from ...layout.open_sizes import OpenSize
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .reshard_search import ReshardSearch, fee_of

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, all_reduce
 from ...comm.kinds.permute import permute, permute_step
-from ...mesh import Mesh
-from ...open_sizes import nests
+from ...layout.mesh import Mesh
+from ...layout.open_sizes import nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 

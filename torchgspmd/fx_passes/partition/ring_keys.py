@@ -20,8 +20,8 @@ from typing import Any
 from torch import fx
 
 from ...comm.kinds.rings import RINGS, Ring
-from ...custom_ops.loops import ROW, STACK
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.loops import ROW, STACK
 from ...shard_spec import Axes, ShardSpec
 from ..ir import results_of
 

@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...rules import FactorRule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from .op_search import OpSearch

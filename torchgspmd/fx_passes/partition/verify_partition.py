@@ -14,7 +14,7 @@ from __future__ import annotations
 from torch import Tensor, fx
 
 from ...errors import ShardingError
-from ...mesh import Mesh, sub_axis
+from ...layout.mesh import Mesh, sub_axis
 from ...rules import FactorRule
 from ..ir import operands_of, unknown_sizes
 

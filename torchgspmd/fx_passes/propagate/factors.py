@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from ...halo import sent_rows
-from ...mesh import Mesh
-from ...open_sizes import OpenSize
+from ...layout.halo_window import sent_rows
+from ...layout.mesh import Mesh
+from ...layout.open_sizes import OpenSize
 from ...rules import FactorRule
 from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec

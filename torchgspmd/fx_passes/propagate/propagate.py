@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from torch import fx
 
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from .factors import project

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import flop_registry
 from ...comm.kinds import FusedKind
 from ...comm.loop_call import loop_calls
 from ...compat.private_apis import OpOverload
-from ...custom_ops import flops as _formulas  # noqa: F401
-from ...custom_ops.loops import nests, runs_of
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops import flops as _formulas  # noqa: F401
+from ...rules.custom_ops.loops import nests, runs_of
 from .liveness import bytes_of
 
 

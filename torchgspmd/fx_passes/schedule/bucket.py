@@ -28,8 +28,8 @@ from typing import Any
 
 from torch import fx
 
+from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind
-from ...hardware import Hardware
 from ...rules import quotient
 from .liveness import bytes_of
 from .start_wait import join

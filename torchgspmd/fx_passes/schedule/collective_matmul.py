@@ -22,10 +22,10 @@ import operator
 from torch import fx
 
 from ...comm.collective import split_axes
+from ...comm.hardware import Hardware
 from ...comm.kinds import einsum_scatter, gather_einsum
-from ...custom_ops.nd import einsum
-from ...hardware import Hardware
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.nd import einsum
 from .arithmetic import flops
 from .liveness import bytes_of
 

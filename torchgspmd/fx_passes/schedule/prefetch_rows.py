@@ -22,7 +22,7 @@ from torch import fx
 from ...comm.collective import start, wait
 from ...comm.kinds import KINDS, CollectiveKind
 from ...comm.loop_call import BodyCall, LoopCall, loop_calls
-from ...mesh import Mesh
+from ...layout.mesh import Mesh
 from .arithmetic import flops
 from .liveness import peak
 from .overlap import EXTRA

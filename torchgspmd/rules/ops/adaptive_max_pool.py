@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.resampling import Line
+from ..custom_ops.resampling import Line
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, Split
 from ..registry import rule_for

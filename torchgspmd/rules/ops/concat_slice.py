@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...halo import Reach
+from ...layout.halo_window import Reach
 from ..notation import FactorRule
 from ..rewrites import DECLINED, Declined
 

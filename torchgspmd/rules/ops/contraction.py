@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.nd import einsum, split_equation, summed_alone
+from ..custom_ops.nd import einsum, split_equation, summed_alone
 from ..notation import Call, FactorRule
 from ..registry import rule, rule_for
 from ..rewrites import rewrite

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
-from ...halo import Reach
+from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, DimNames, FactorRule, LocalForm, Shapes, factors
 from ..registry import rule_for

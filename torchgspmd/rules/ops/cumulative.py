@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
-from ...custom_ops.stages import HEAD, SEND
+from ..custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
+from ..custom_ops.stages import HEAD, SEND
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...custom_ops.resampling import Line, band, bands, computation_dtype, weights
-from ...halo import Reach
+from ...layout.halo_window import Reach
+from ..custom_ops.resampling import Line, band, bands, computation_dtype, weights
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for, shape_argument

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...custom_ops import nd  # noqa: F401 (registers ctc_losses)
+from ..custom_ops import nd  # noqa: F401
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...annotate import mark_sharding_op
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
-from ...custom_ops.updates import adam
+from ...layout.annotate import mark_sharding_op
+from ..custom_ops.updates import adam
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule, rule_for
 from ..rewrites import rewrite

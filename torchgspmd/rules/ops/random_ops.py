@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...custom_ops.random import draw_seed, uniform
+from ..custom_ops.random import draw_seed, uniform
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for

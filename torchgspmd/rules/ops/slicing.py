@@ -15,7 +15,7 @@ from itertools import accumulate
 from typing import Any
 
 from ...compat.operators import aten
-from ...halo import Reach
+from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, Shapes, factors
 from ..registry import rule_for, shape_argument

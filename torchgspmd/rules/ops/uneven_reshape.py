@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...halo import Reach
+from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...compat.operators import aten
-from ...halo import Reach
+from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 

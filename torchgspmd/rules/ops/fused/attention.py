@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ....compat.operators import aten
-from ....custom_ops import attention_zigzag as _zigzag  # noqa: F401 (registers operations)
-from ....custom_ops.attention_merge import merge_parts
+from ...custom_ops import attention_zigzag as _zigzag  # noqa: F401
+from ...custom_ops.attention_merge import merge_parts
 from ...local_builder import LocalBuilder
 from ...notation import Balance, Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
 from ...registry import rule_for

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, fx
 
 from ....compat.operators import aten
-from ....custom_ops.grouped import KERNEL_BYTES
-from ....custom_ops.nd import split_equation
 from ...algebra import constant_of
+from ...custom_ops.grouped import KERNEL_BYTES
+from ...custom_ops.nd import split_equation
 from .grouped import mm_by_blocks, outer_by_blocks
 
 ours = torch.ops.torchgspmd

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ....custom_ops import flex_attention as _flex  # noqa: F401 (registers operations)
+from ...custom_ops import flex_attention as _flex  # noqa: F401
 from ...local_builder import LocalBuilder
 from ...notation import Call, DimNames, FactorRule, LocalForm, factors
 from ...registry import rule_for

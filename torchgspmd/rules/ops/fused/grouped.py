@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, fx
 
 from ....compat.operators import aten
-from ....custom_ops.grouped import (
+from ....errors import ShardingError
+from ...custom_ops.grouped import (
     block_ends,
     groups_of_block,
     put_blocks,
     sorted_groups,
     take_blocks,
 )
-from ....custom_ops.nd import einsum
-from ....custom_ops.numbers import within
-from ....errors import ShardingError
+from ...custom_ops.nd import einsum
+from ...custom_ops.numbers import within
 from ...local_builder import LocalBuilder
 from ...notation import LocalForm, Split
 from ...registry import rule

@@ -1,0 +1,262 @@
+"""Hardware: how fast a device computes, and how devices are linked. No layout depends on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..errors import ShardingError, did_you_mean, user_line
+from ..layout.mesh import Mesh
+
+GB = 1e9
+US = 1e-6
+
+
+@dataclass(frozen=True)
+class Link:
+    """What joins the devices of a group: those of a host, then hosts.
+
+    Args:
+        devices: How many devices it joins, those within one of the link before included.
+        bandwidth: Bytes per second that one device sends over it, in one direction.
+        latency: Seconds until the first byte of a message arrives.
+
+    Example:
+        >>> Link(8, 450e9, 5e-6).bandwidth
+        450000000000.0
+    """
+
+    devices: float
+    bandwidth: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The speed of one device and of the links between devices, for estimates.
+
+    Args:
+        name: What reports print.
+        flops: Operations per second of products, by bytes of an element.
+        memory_bandwidth: Bytes per second that a device reads or writes.
+        memory: Bytes of a device.
+        links: From the nearest devices to all.
+        launch: Seconds to start an operation.
+        efficiency: Share of `flops` that products reach.
+        beside: Whether devices communicate without help of their compute units.
+        source: Where the numbers are from.
+        step: Seconds of a run besides its operations.
+        groups: Measured links, by kind of collective and devices of a group; their latency is that
+            of a whole collective. Others follow from `links`.
+        view: Seconds of an operation that moves nothing; on GPUs it costs no time of the device.
+        attention: Seconds to start an attention, and operations per second that it reaches; None if
+            it is as other products.
+
+    Example:
+        >>> Hardware.of("h100").memory
+        80000000000.0
+    """
+
+    name: str
+    flops: Mapping[int, float]
+    memory_bandwidth: float
+    memory: float
+    links: tuple[Link, ...]
+    launch: float = 5 * US
+    efficiency: float = 0.7
+    beside: bool = True
+    source: str = "ours"
+    step: float = 0.0
+    groups: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    view: float = 0.0
+    attention: tuple[float, float] | None = None
+
+    @property
+    def peak(self) -> float:
+        """Return the most operations per second, of the smallest elements."""
+        return max(self.flops.values())
+
+    @staticmethod
+    def of(name: str | Hardware) -> Hardware:
+        """Return the preset of a name.
+
+        Args:
+            name: A preset, such as "h100", or a Hardware, which is returned.
+
+        Returns:
+            The hardware.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> Hardware.of("a100").links[0].devices
+            8
+        """
+        if isinstance(name, Hardware):
+            return name
+        if name not in PRESETS:
+            raise ShardingError(
+                f"there is no hardware '{name}'",
+                where=user_line(),
+                fix=did_you_mean(name, PRESETS),
+            )
+        return PRESETS[name]
+
+    def link(self, mesh: Mesh, axes: tuple[str, ...], relayed: bool) -> Link:
+        """Return the link over which a group along mesh axes communicates, as one device sees it.
+
+        Args:
+            mesh: The mesh; the devices of a host are neighbours in it.
+            axes: The axes that a group runs over.
+            relayed: Devices pass on what they receive: a message crosses to another host once, and
+                every device of the host has a share of that.
+
+        Returns:
+            A link of as many devices as the group has.
+
+        Example:
+            >>> mesh = Mesh(data=4, model=8)
+            >>> Hardware.of("h100").link(mesh, ("model",), relayed=True).bandwidth
+            450000000000.0
+            >>> Hardware.of("h100").link(mesh, ("data",), relayed=True).bandwidth
+            50000000000.0
+        """
+        group = next(iter(mesh.groups(axes)))
+        bandwidth, latency, inside = math.inf, 0.0, 1
+        for link in self.links:
+            members = sum(rank // link.devices == group[0] // link.devices for rank in group)
+            if members > inside:
+                share = inside if relayed else 1
+                bandwidth = min(bandwidth, share * link.bandwidth)
+                latency = max(latency, link.latency)
+            inside = members
+        return Link(len(group), bandwidth, latency)
+
+    def transfer_seconds(
+        self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool, sent: float
+    ) -> float:
+        """Return the seconds of a collective.
+
+        Args:
+            mesh: The mesh.
+            axes: The axes that a group runs over.
+            kind: Of the collective.
+            relayed: As for `link`.
+            sent: Bytes that one device sends.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> seconds = Hardware.of("h100").transfer_seconds
+            >>> round(seconds(Mesh(model=8), ("model",), "all_gather", True, 450e6) * 1e3, 3)
+            1.015
+        """
+        if (measured := self.groups.get((kind, mesh.count(axes)))) is not None:
+            return measured.latency + sent / measured.bandwidth
+        link = self.link(mesh, axes, relayed)
+        latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
+        return latency + sent / link.bandwidth
+
+    def product_seconds(self, flops: float, itemsize: int) -> float:
+        """Return the seconds that products take.
+
+        Args:
+            flops: Operations.
+            itemsize: Bytes of an element.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> round(Hardware.of("h100").product_seconds(1e12, 2) * 1e3, 2)
+            1.44
+        """
+        sizes = [size for size in self.flops if size >= itemsize] or [max(self.flops)]
+        return flops / (self.efficiency * self.flops[min(sizes)])
+
+
+def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links: tuple) -> Hardware:
+    """Return an NVIDIA GPU of a host of eight."""
+    inside, across = links
+    return Hardware(
+        name,
+        flops,
+        memory[0],
+        memory[1],
+        (Link(8, inside, 5 * US), Link(math.inf, across, 15 * US)),
+        source="NVIDIA's data sheets of the SXM module and of the DGX host; latencies are ours",
+    )
+
+
+def _tpu(name: str, flops: float, memory: tuple[float, float], link: float, text: str) -> Hardware:
+    """Return a TPU whose torus sends in both directions of one dimension at once."""
+    return Hardware(
+        name,
+        {2: flops, 4: flops / 6},  # f32 products take six passes of bf16
+        memory[0],
+        memory[1],
+        (Link(math.inf, link, 2 * US),),
+        launch=1 * US,
+        source=text,
+    )
+
+
+_CLOUD = "Google Cloud's documentation of the version; latencies are ours"
+# Round numbers of a GPU and of one core: the schedule of collectives is chosen by these.
+GPU = Hardware(
+    "gpu", {2: 5e14, 4: 5e13, 8: 3e13}, 3e12, 80 * GB, (Link(math.inf, 2e11, 1e-5),), efficiency=1.0
+)
+CPU = Hardware(
+    "cpu",
+    {2: 5e10, 4: 5e10, 8: 2.5e10},
+    1e10,
+    8 * GB,
+    (Link(math.inf, 1e9, 1e-4),),
+    efficiency=1.0,
+    beside=False,  # the threads of gloo need cores too
+)
+PRESETS = {
+    hardware.name: hardware
+    for hardware in (
+        _gpu(
+            "a100",
+            {2: 312e12, 4: 19.5e12, 8: 19.5e12},
+            (2039 * GB, 80 * GB),
+            (300 * GB, 25 * GB),
+        ),
+        _gpu("h100", {2: 989e12, 4: 67e12, 8: 67e12}, (3350 * GB, 80 * GB), (450 * GB, 50 * GB)),
+        _gpu("h200", {2: 989e12, 4: 67e12, 8: 67e12}, (4800 * GB, 141 * GB), (450 * GB, 50 * GB)),
+        _gpu("b200", {2: 2250e12, 4: 75e12, 8: 37e12}, (7700 * GB, 180 * GB), (900 * GB, 50 * GB)),
+        _tpu(
+            "tpu_v3",
+            61.5e12,
+            (450 * GB, 16 * GB),
+            82 * GB,
+            "one of two cores of a chip; Jouppi et al., CACM 63(7), 2020; latencies are ours",
+        ),
+        _tpu("tpu_v4", 275e12, (1228 * GB, 32 * GB), 100 * GB, _CLOUD),
+        _tpu("tpu_v5p", 459e12, (2765 * GB, 95 * GB), 200 * GB, _CLOUD),
+        GPU,
+        CPU,
+    )
+}
+PRESETS["cpu_gloo"] = CPU
+
+
+def hardware_of(device: str) -> Hardware:
+    """Return the round numbers for a device type.
+
+    Args:
+        device: A device type of torch. "meta" stands for GPUs.
+
+    Returns:
+        The hardware.
+
+    Example:
+        >>> hardware_of("meta").name
+        'gpu'
+    """
+    return CPU if device == "cpu" else GPU

@@ -1,0 +1,119 @@
+"""Nodes of torch.fx graphs: added without torch's search of their arguments for symbols; whose
+memory they write.
+
+`Graph.create_node` of torch 2.13 flattens all arguments to warn of symbols among them: 6 of 10 us.
+Programs have none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from .operators import aten
+from .private_apis import OpOverload
+
+# Views, though their schemas do not say so: their operands are meant to be temporary.
+_UNSAFE = (
+    aten._unsafe_view.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)
+
+
+def add_node(
+    graph: fx.Graph,
+    op: str,
+    target: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    name: str | None = None,
+) -> fx.Node:
+    """Add a node at the insert point of a graph, as `Graph.create_node` does."""
+    node: Any = graph.create_node(op, target, None, None, name)
+    node._update_args_kwargs(args, kwargs)
+    return node
+
+
+def copy_node(
+    graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], Any] = lambda node: node
+) -> fx.Node:
+    """Add a copy of a node, as `Graph.node_copy` does. new: what its operands are there."""
+    args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
+    result = add_node(graph, node.op, node.target, args, kwargs, node.name)
+    result.meta.update(node.meta)
+    return result
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Erase nodes without users, as `Graph.eliminate_dead_code` does, which checks all first."""
+    nodes: Any = graph.nodes
+    for node in reversed(nodes):
+        if not node.users and not node.is_impure():
+            graph.erase_node(node)
+
+
+def inline(
+    graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, Any]
+) -> Any:
+    """Copy a graph of calls to the insert point of another one. Return what its output has.
+
+    inputs: in place of its placeholders. meta: of all copies, besides their values.
+    """
+    values: dict[fx.Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), inputs))
+    for step in inner.nodes:
+        if step.op == "call_function":
+            values[step] = graph.node_copy(step, values.__getitem__)
+            values[step].meta = {**meta, "val": step.meta["val"]}
+    return fx.map_arg(inner.output_node().args[0], values.__getitem__)
+
+
+def allocates(node: fx.Node) -> bool:
+    """Return True if an operation returns memory of its own. Functions of Python say so: `owns`."""
+    op = node.target
+    return getattr(op, "owns", False) or (
+        isinstance(op, OpOverload)
+        and op not in _UNSAFE
+        and not any(each.alias_info for each in op._schema.returns)
+    )
+
+
+def viewed_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands in whose memory the result may lie."""
+    if allocates(node):
+        return []
+    if not isinstance(node.target, OpOverload) or node.target in _UNSAFE:
+        return written_operands(node) or node.all_input_nodes
+    return _operands(node, lambda alias: True)
+
+
+def written_operands(node: fx.Node) -> list[fx.Node]:
+    """Return the operands that a node writes to.
+
+    A function of Python writes to out= and, if its name ends with _, to its first argument, or to
+    those whose positions it says: `writes`.
+    """
+    op: Any = node.target
+    if isinstance(op, OpOverload):
+        return _operands(node, lambda alias: alias.is_write)
+    name = getattr(op, "__name__", "")
+    is_in_place = node.op == "call_function" and name.endswith("_") and not name.endswith("__")
+    written = [node.args[i] for i in getattr(op, "writes", (0,) * is_in_place)]
+    return _nodes_of([*written, node.kwargs.get("out")])
+
+
+def _operands(node: fx.Node, of_alias: Callable[[Any], bool]) -> list[fx.Node]:
+    """Return the operands whose arguments in the operation's schema have such an alias."""
+    op: Any = node.target
+    arguments = op._schema.arguments
+    given = {a.name: x for a, x in zip(arguments, node.args)} | {**node.kwargs}
+    names = [a.name for a in arguments if a.alias_info and of_alias(a.alias_info)]
+    return _nodes_of([given[name] for name in names if name in given])
+
+
+def _nodes_of(values: list[Any]) -> list[fx.Node]:
+    nodes: list[fx.Node] = []
+    fx.map_arg(values, nodes.append)
+    return nodes

@@ -1,0 +1,1 @@
+"""From a module to a Plan: options, programs, what was decided and why."""

@@ -1,0 +1,396 @@
+"""Plan: the layouts, collectives and local program of a function on a mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..capture import (
+    ARGUMENT,
+    BUFFER,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Captured,
+    cotangents_of,
+    opened,
+)
+from ..comm.collective import Collective
+from ..comm.simulator import Simulator, join_global, split_global
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, did_you_mean, user_line
+from ..fx_passes import Layouts
+from ..fx_passes.ir import global_shape, runs
+from ..fx_passes.partition.explain_costs import explain_costs
+from ..fx_passes.printer import dtype_name, graph_text
+from ..fx_passes.replication_report import ReplicatedOp, replication_report
+from ..fx_passes.schedule.liveness import bytes_of, peak
+from ..layout.mesh import Mesh
+from ..shard_spec import ShardSpec
+from ..tools.report.plan_views import PlanViews, weights_against_marks
+from .plan_cache.plan_files import PlanFiles
+from .plan_summary import limits_text, pipelines_text
+from .small_sizes import SmallSizes
+from .units import size_text
+
+NO_COSTS = "no costs: the process that planned has the candidates"
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, padding included."""
+
+    parameters: int
+    inputs: int  # arguments and buffers
+    peak: int  # the most alive at once during a run, parameters and inputs included
+
+    def __str__(self) -> str:
+        return (
+            f"parameters {size_text(self.parameters)}, inputs {size_text(self.inputs)}, "
+            f"peak {size_text(self.peak)}"
+        )
+
+
+class Plan(PlanViews, PlanFiles):
+    """The result of torchgspmd.plan: layouts, collectives and the program of every device.
+
+    Print it for the partitioned graph and a summary.
+
+    Args:
+        mesh: The devices.
+        captured: The program before the passes, at global shapes.
+        sharded: The partitioned graph, at global shapes, with a layout for every value.
+        program: The graph of the program of one device, at local shapes.
+        layouts: The propagated layouts and their reasons.
+        seconds: Seconds of planning, by pass.
+        data_axes: Axes that shard the batch; weights may be stored in parts over these.
+        replanner: Returns what plans the program with other marks; without it none are tried.
+        counts: Work of the searches of planning, by name: equal on every machine.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> result.in_specs == tuple(map(ShardSpec.parse, specs))
+        True
+        >>> result.sent_bytes
+        192.0
+    """
+
+    _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
+
+    def __init__(
+        self,
+        mesh: Mesh,
+        captured: Captured,
+        sharded: fx.Graph,
+        program: fx.Graph,
+        layouts: Layouts | None,
+        seconds: dict[str, float],
+        data_axes: frozenset[str] = frozenset(),
+        replanner: Callable[[], Callable[[Captured], Plan]] | None = None,
+        counts: Mapping[str, int] | None = None,
+    ) -> None:
+        self.mesh, self._data_axes, self._replanner = mesh, data_axes, replanner
+        self.program_graph, self.seconds = program, seconds
+        self.counts = dict(counts or {})
+        self._later = {"program": lambda: fx.GraphModule(captured.constants, program)}
+        self.captured, self.sharded, self._layouts = captured, sharded, layouts
+
+    # ----------------------------------------------------------------------------- what was decided
+
+    @property
+    def layouts(self) -> Layouts:
+        """The propagated layouts and their reasons, which the text of a plan lacks."""
+        if self._layouts is None:
+            raise ShardingError(
+                "this plan was planned by another process, which has the reasons for its layouts",
+                where=user_line(),
+                fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or torchgspmd.plan()",
+            )
+        return self._layouts
+
+    @cached_property
+    def in_specs(self) -> tuple[ShardSpec, ...]:
+        """Layouts of the flat inputs: parameters, buffers, then the tensors of the arguments."""
+        return tuple(
+            spec
+            for spec, inp in zip(self.input_layouts, self.captured.inputs)
+            if inp.kind != TANGENT
+        )
+
+    @cached_property
+    def input_layouts(self) -> tuple[ShardSpec, ...]:
+        """The in_specs, followed by the layouts of the cotangents if grad=True."""
+        return self.boundary.inputs
+
+    @cached_property
+    def out_specs(self) -> tuple[ShardSpec | None, ...]:
+        """Layouts of the flat outputs, then of updated inputs and of gradients."""
+        return self.boundary.results
+
+    @cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """Every communication of a run, in program order."""
+        return tuple(
+            _collective(n, self.mesh)
+            for n in self.sharded.nodes
+            if "step" in n.meta and n.meta["step"].collective
+        )
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in a run, by bandwidth-optimal algorithms.
+
+        comm/kinds has the formulas.
+        """
+        return sum(c.sent_bytes for c in self.collectives)
+
+    @cached_property
+    def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
+        """What is replicated or gathered without a mark for it; the largest is first."""
+        inputs, axes = self.captured.inputs, self._data_axes
+        report = replication_report(self.sharded, self.mesh, inputs, axes, self._layouts)
+        return tuple(sorted(report, key=lambda each: -each.bytes))
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Bytes on one device."""
+        inputs = self.program_graph.find_nodes(op="placeholder")[len(self.mesh.axes) :]
+        kinds, held = [inp.kind for inp in self.captured.inputs], {ARGUMENT, BUFFER, TANGENT}
+        parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
+        others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
+        return Memory(parameters, others, peak(self.program_graph))
+
+    def explain(self, name: str, costs: bool = False) -> str:
+        """Explain the layout of a value: for every axis, the operations back to a mark.
+
+        Args:
+            name: A value of the printed plan, with or without `%`, or the name of an input.
+            costs: Add a table of the layouts in which it could be computed, with their costs.
+
+        Returns:
+            One line for each step, then the table; docs/debugging_a_layout.md tells how to read it.
+
+        Raises:
+            ShardingError: The plan has no such value.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.explain("einsum").splitlines()[0]
+            'data: %einsum [data _] <- einsum: m k, k n -> m n'
+        """
+        by_name = {v.name: v for v in self.layouts.spec}
+        alias = {inp.name: n.name for inp, n in zip(self.captured.inputs, by_name.values())}
+        name = alias.get(name, name.removeprefix("%"))
+        if name not in by_name:
+            raise ShardingError(
+                f"the plan has no value '{name}'",
+                where=user_line(),
+                fix=did_you_mean(name, by_name),
+            )
+        lines = self.layouts.explain(by_name[name])
+        chosen = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
+        if chosen is not None and chosen != self.layouts.spec[by_name[name]]:
+            lines.append(f"chosen by cost: [{chosen}]")
+        if costs:
+            decisions = self.sharded.output_node().meta.get("decisions")
+            lines += ["", explain_costs(decisions, by_name[name]) if decisions else NO_COSTS]
+        return "\n".join(lines)
+
+    def __str__(self) -> str:
+        return "\n".join([graph_text(self.sharded, self.mesh, fold=True), "", self.summary()])
+
+    def summary(self) -> str:
+        """Summarize what a device sends and holds.
+
+        Returns:
+            Lines of text: collectives by kind and axes, with bytes, then the memory of a device.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> print(result.summary())
+            all_reduce     over model           1 x, 192 B sent by a device
+            sent by a device in all: 192 B
+            memory of a device: parameters 0 B, inputs 144 B, peak 400 B
+        """
+        groups: dict[tuple[str, str], list[Collective]] = {}
+        for c in self.collectives:
+            groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
+        lines = [
+            f"{kind:14} over {axes:12} {sum(c.count for c in group):4} x, "
+            f"{size_text(sum(c.sent_bytes for c in group))} sent by a device"
+            for (kind, axes), group in sorted(groups.items())
+        ] or ["no communication"]
+        return "\n".join(
+            [
+                *lines,
+                *weights_against_marks(self.replicated_ops),
+                f"sent by a device in all: {size_text(self.sent_bytes)}",
+                f"memory of a device: {self.memory}",
+                *pipelines_text(self.program_graph),
+                *limits_text(self.counts),
+            ]
+        )
+
+    # ----------------------------------------------------------------------------------- running it
+
+    def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
+        """Run the programs of all devices in this process, on global tensors.
+
+        Inputs that the function mutates are mutated. The gradients of a plan with grad=True are
+        those of the sum of the floating outputs that require one. Outputs in objects that pytree
+        does not know count only if there are no others. Outputs that are put into arguments or
+        attributes do not count.
+
+        Args:
+            args: Positional arguments, of the shapes that the plan was made for.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The result of the function. With grad=True (result, gradients by parameter name).
+
+        Raises:
+            ShardingError: The arguments have another structure, shape or dtype, or a number, an
+                attribute, a mode or a variable is another than when this was planned.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.simulate(x, w).equal(x @ w)
+            True
+        """
+        if self._small_sizes and (small := self._small_sizes.plan_for(args, kwargs)):
+            return small.simulate(*args, _poison=_poison, **kwargs)
+        tensors = self.flat_inputs(args, kwargs)
+        self.captured.check_aliases(tensors)
+        inputs = [
+            split_global(t, spec, self.mesh, _poison)
+            for t, spec in zip(tensors, self.input_layouts)
+        ]
+        with torch.no_grad():
+            results = Simulator(self.program, self.mesh).run_devices(inputs)
+        nodes = self.sharded.output_node().args[0]
+        joined = [
+            None
+            if spec is None
+            else join_global(shards, spec, global_shape(node, shards[0].shape), self.mesh)
+            for shards, spec, node in zip(results, self.out_specs, nodes)
+        ]
+        return self.rebuild(joined, tensors, (args, kwargs))
+
+    def flat_inputs(self, args: tuple, kwargs: dict) -> list[Tensor]:
+        """Return every input as a tensor: the module's state, the arguments, the cotangents.
+
+        Args:
+            args: Positional arguments of the function.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            Global tensors, in the order of input_layouts.
+
+        Raises:
+            ShardingError: The arguments have another structure, shape or dtype than the plan's.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> [list(t.shape) for t in result.flat_inputs((x, w), {})]
+            [[4, 8], [8, 16]]
+        """
+        self.check_complete()
+        for place in self.captured.state_inputs:
+            if not place.holds():
+                raise ShardingError(
+                    f"there is no {place.kind} at '{place.name}' any more, where the plan had one",
+                    where=user_line(),
+                    fix="make a plan of the module as it is now",
+                )
+        leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
+        arguments = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        arguments += self.captured.state_tensors()
+        expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
+        if tree != self.captured.arguments or len(arguments) != len(expected):
+            raise ShardingError(
+                "the arguments have another structure than those that the plan was made for",
+                where=user_line(),
+                fix="call simulate as the function itself was called in plan()",
+            )
+        self.captured.check_unchanged(leaves)
+        self.captured.check_looks()
+        sizes = self.captured.dynamic
+        for i, (tensor, inp) in enumerate(zip(arguments, expected)):
+            if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:
+                raise ShardingError(
+                    f"argument '{inp.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
+                    f"the plan was made for {dtype_name(inp.dtype)}{list(inp.shape)}",
+                    where=user_line(),
+                    fix="make a plan for these shapes",
+                )
+        sizes.check([t.shape for t in arguments])
+        tensors = [*self.captured.module_tensors(), *arguments]
+        return [*tensors, *cotangents_of(self.captured, tensors)]
+
+    def rebuild(
+        self, flat: Sequence[Any], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]
+    ) -> Any:
+        """Return flat results in the function's own structure, and write its mutations.
+
+        Args:
+            flat: The results, in the order of out_specs.
+            tensors: The flat inputs, which mutations change.
+            arguments: (args, kwargs) of the function, whose containers mutations change.
+
+        Returns:
+            The result of the function. With grad=True (result, gradients by parameter name).
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.rebuild([x @ w], [x, w], ((x, w), {})).shape
+            torch.Size([4, 16])
+        """
+        outputs, observed, gradients = [], [], {}
+        for value, out in zip(flat, self.captured.outputs):
+            if out.kind == OUTPUT:
+                outputs.append(value)
+            elif out.kind == GRADIENT:
+                gradients[self.captured.inputs[out.input].name] = value
+            elif out.kind == OBSERVED:
+                observed.append(value)
+            elif out.kind == MUTATION:
+                with torch.no_grad():
+                    tensors[out.input].copy_(value)
+        result = self.captured.result(outputs, arguments)
+        self.captured.observe(observed)
+        return (result, gradients) if self.captured.has_backward else result
+
+
+def _collective(node: fx.Node, mesh: Mesh) -> Collective:
+    """Return the Collective of a node with a step that communicates."""
+    step, val = node.meta["step"], node.meta["val"]
+    return Collective(
+        step.collective,
+        step.axes,
+        mesh.count(step.axes),
+        dtype_name(val.dtype),
+        step.payload,
+        step.sent * runs(node),
+        runs(node),
+        node.meta.get("source"),
+    )

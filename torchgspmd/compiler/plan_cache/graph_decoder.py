@@ -1,0 +1,214 @@
+"""A graph from JSON: a name of it becomes Python code, so that each is checked.
+
+before   a row for every node: op, name, target, arguments, keyword arguments, metadata
+ensures  names are identifiers, each of them once; operands stand before their users; operators have
+         the arguments of their schema; metadata has the types that fx_passes/stages.py lists; the
+         output is the last node, and the only one
+"""
+
+from __future__ import annotations
+
+import keyword
+import re
+from collections.abc import Collection
+from dataclasses import fields
+from functools import cache
+from typing import Any
+
+from torch import Tensor, fx
+
+from ...comm.loop_call import LoopCall
+from ...comm.stage_call import Link, StageBody, StageCall
+from ...comm.stage_order import Order
+from ...compat.fx_nodes import add_node
+from ...compat.private_apis import OpOverload
+from ...fx_passes.stages import META
+from ...rules.custom_ops.loops import Loop
+from .decoder import REFUSALS, Decoder, conforms, field_types, natural, typed
+from .faults import Malformed, Stale
+from .graphs import COUNTS
+
+_IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+# Names of inputs that mean something else in the code of a graph.
+_TAKEN = {*keyword.kwlist, "self", "torch", "device", "inf", "nan"}
+_MOST_ITERATIONS = 1 << 32
+_VALUES = (Tensor, bool, int, float, tuple, list, type(None))
+
+
+def decode_graph(rows: Any, decoder: Decoder, constants: Collection[str] = ()) -> fx.Graph:
+    """Return the graph of these rows. constants: names of the tensors that it may have.
+
+    Raises:
+        Malformed: No graph has these rows.
+    """
+    typed(rows, None, list, "a list of nodes")
+    graph, names = fx.Graph(), set[str]()
+    outer, decoder.nodes = decoder.nodes, []
+    for row in rows:
+        if type(row) is not list or len(row) != 6:
+            raise Malformed(row, None, "a node: op, name, target, args, kwargs and metadata")
+        decoder.nodes.append(_add_node(graph, row, decoder, names, constants))
+    ends = [i for i, row in enumerate(rows) if row[0] == "output"]
+    if ends != [len(rows) - 1]:
+        raise Malformed(rows, ends[0] if ends else None, "nodes of which the last is the output")
+    decoder.nodes = outer
+    return graph
+
+
+def _add_node(
+    graph: fx.Graph, row: list, decoder: Decoder, names: set[str], constants: Collection[str]
+) -> fx.Node:
+    """Add the node of a row. names: those of the nodes before it."""
+    op, name = row[0], identifier(row, 1)
+    if name in names or op == "placeholder" and row[2] in names:
+        raise Malformed(row, 1, "a name that no other node has")
+    names.add(name)
+    target = _decode_target(row, decoder, constants)
+    args, kwargs = decoder.decode(row[3]), decoder.decode(row[4])
+    if type(args) is not tuple:
+        raise Malformed(row, 3, "a tuple of arguments")
+    if type(kwargs) is not dict or not all(map(_is_identifier, kwargs)):
+        raise Malformed(row, 4, "a dict of arguments by identifiers")
+    if op == "output" and (kwargs or len(args) != 1 or type(args[0]) not in (tuple, list)):
+        raise Malformed(row, 3, "the results of a graph in one tuple")
+    if op in ("placeholder", "get_attr") and (args or kwargs):
+        raise Malformed(row, 3, f"no arguments of a {op}")
+    if isinstance(target, OpOverload) and (fault := _arity_fault(target, args, kwargs)):
+        raise Malformed(row, 3, fault)
+    node = add_node(graph, op, target, args, kwargs, name)
+    if node.name != name:
+        node.name = name
+    _add_metadata(node, row, decoder)
+    return node
+
+
+def _add_metadata(node: fx.Node, row: list, decoder: Decoder) -> None:
+    """Decode the metadata of a node."""
+    for key, value in typed(row, 5, dict, "metadata", of=row).items():
+        known = META.get(key)
+        if known is None:
+            raise Malformed(row, 5, f"metadata without {key}, which no pass writes")
+        decoded = node.meta[key] = decoder.decode(value)
+        kinds = _VALUES if known.type is object else known.type
+        if not isinstance(decoded, kinds):
+            raise Malformed(row[5], key, f"metadata: {known.meaning}")
+
+
+def _arity_fault(op: OpOverload, args: tuple, kwargs: dict) -> str | None:
+    """Return which arguments an operator takes, unless it takes these."""
+    names, positional, required = _arguments(op)
+    count = len(args)
+    if count <= positional and required <= {*names[:count], *kwargs}:
+        if not kwargs or names[count:] and {*names[count:]}.issuperset(kwargs):
+            return None
+    return f"the arguments of {op}: {', '.join(names) or 'none'}"
+
+
+@cache
+def _arguments(op: OpOverload) -> tuple[list[str], int, set[str]]:
+    """Return the arguments of an operator, how many are positional, and which have no default."""
+    arguments: Any = op._schema.arguments
+    names = [each.name for each in arguments]
+    required = {each.name for each in arguments if not each.has_default_value()}
+    return names, sum(not each.kwarg_only for each in arguments), required
+
+
+def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> Any:
+    """Return the target of a row, which depends on its op."""
+    op, target = row[0], row[2]
+    if op == "placeholder":
+        if row[2] in _TAKEN:
+            raise Malformed(row, 2, "a name that is free in the code of a graph")
+        return identifier(row, 2)
+    if op == "get_attr":
+        if type(target) is not str or target not in constants:
+            raise Malformed(row, 2, "the name of a constant")
+        return identifier(row, 2)
+    if op == "output":
+        if target != "output":
+            raise Malformed(row, 2, '"output"')
+        return target
+    if op != "call_function":
+        raise Malformed(row, 0, "placeholder, get_attr, call_function or output")
+    tag = target[0] if type(target) is list and target else None
+    try:
+        if tag == "loop":
+            return _decode_loop(target, decoder)
+        if tag == "stages":
+            return _decode_stages(target, decoder)
+    except Stale:
+        raise
+    except REFUSALS as error:
+        raise Malformed(row, 2, f"the parts of {tag}") from error
+    if tag not in ("operator", "function", "kind"):
+        raise Malformed(row, 2, "an operator, a function or a kind that programs call")
+    return decoder.decode(target)
+
+
+def _decode_loop(target: list[Any], decoder: Decoder) -> LoopCall:
+    """Return the loop of a target."""
+    _, loop, *counts, empty, rows = target
+    others = dict(zip(COUNTS, map(natural, counts), strict=True))
+    shapes = decoder.decode(empty)
+    if not conforms(shapes, field_types(LoopCall)["empty"]):
+        raise ValueError(shapes)
+    return LoopCall(_loop(loop), decode_graph(rows, decoder), **others, empty=shapes)
+
+
+def _loop(text: Any) -> Loop:
+    """Return the loop of a text that prints so."""
+    loop = Loop.parse(text)
+    if str(loop) != text or not 0 < loop.length <= _MOST_ITERATIONS:
+        raise ValueError(text)
+    return loop
+
+
+def _decode_stages(target: list[Any], decoder: Decoder) -> StageCall:
+    """Return the pipeline of a target."""
+    _, loop, axis, order, pieces, links, names, kept_bytes = target
+    schedule = Order.parse(order)
+    if str(schedule) != order or decoder.mesh and axis not in decoder.mesh.names:
+        raise ValueError(order)
+    bodies = (
+        StageBody(kind, natural(number), decode_graph(rows, decoder), tuple(inputs), tuple(outputs))
+        for kind, number, rows, inputs, outputs in pieces
+    )
+    carries, rows, others, stacks, totals = map(tuple, names)
+    call = StageCall(
+        loop=_loop(loop),
+        axis=axis,
+        order=schedule,
+        pieces=tuple(bodies),
+        links=tuple(
+            Link(a, b, c, sent, tuple(to), decoder.decode(message))
+            for a, b, c, sent, to, message in links
+        ),
+        carries=carries,
+        rows=rows,
+        others=others,
+        stacks=stacks,
+        totals=totals,
+        kept_bytes=natural(kept_bytes),
+    )
+    for part in (call, *call.pieces, *call.links):
+        _check_fields(part)
+    return call
+
+
+def _check_fields(part: Any) -> None:
+    """Raise ValueError if a field of a pipeline has another type than it declares."""
+    for each in fields(part):
+        hint = field_types(type(part))[each.name]
+        if each.name != "transport" and not conforms(getattr(part, each.name), hint):
+            raise ValueError(each.name)
+
+
+def identifier(row: list, key: int) -> str:
+    """Return the identifier in a row; a graph's code has it as it is."""
+    if not _is_identifier(row[key]):
+        raise Malformed(row, key, "an identifier of Python")
+    return row[key]
+
+
+def _is_identifier(name: Any) -> bool:
+    return type(name) is str and _IDENTIFIER.fullmatch(name) is not None

@@ -1,0 +1,68 @@
+"""A graph as JSON: its nodes with the metadata that later stages and a Plan read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from ...comm.loop_call import LoopCall
+from ...comm.stage_call import StageCall
+from .values import Encoder
+
+# What only `Plan.explain` reads, or the passes that have run.
+COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
+_LINK = "kind", "round", "leaf", "sent", "carries"  # of a StageCall
+_LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
+
+
+def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
+    """Return a row for every node: op, name, target, arguments, keyword arguments, metadata."""
+    outer, encoder.nodes = encoder.nodes, {}
+    rows = []
+    for i, node in enumerate(graph.nodes):
+        meta = {key: encoder.encode(v) for key, v in node.meta.items() if key not in _LEFT_OUT}
+        args, kwargs = encoder.encode(node.args), encoder.encode(dict(node.kwargs))
+        rows.append([node.op, node.name, _encode_target(node, encoder), args, kwargs, meta])
+        encoder.nodes[node] = i
+    encoder.nodes = outer
+    return rows
+
+
+def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
+    """Return the target of a node, with the body of a loop."""
+    call = node.target
+    if isinstance(call, StageCall):
+        pieces = [
+            [
+                body.kind,
+                body.round,
+                encode_graph(body.graph, encoder),
+                body.inputs,
+                body.outputs,
+            ]
+            for body in call.pieces
+        ]
+        links = [
+            [*map(link.__dict__.get, _LINK), encoder.encode(link.message)] for link in call.links
+        ]
+        names = [call.carries, call.rows, call.others, call.stacks, call.totals]
+        return [
+            "stages",
+            str(call.loop),
+            call.axis,
+            str(call.order),
+            pieces,
+            links,
+            names,
+            call.kept_bytes,
+        ]
+    if not isinstance(call, LoopCall):
+        return encoder.encode(call)
+    return [
+        "loop",
+        str(call.loop),
+        *map(call.__dict__.get, COUNTS),
+        encoder.encode(call.empty),
+        encode_graph(call.graph, encoder),
+    ]

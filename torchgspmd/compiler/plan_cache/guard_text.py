@@ -1,0 +1,206 @@
+"""Guards as JSON, and back.
+
+    self.blocks[0].scale            [["module", "blocks.0"], [".scale"]], content 2.0
+    global settings.SCALE           [["globals", "settings"], ["SCALE"]], content 0.5
+    self.config.layers              [["value", [["module", ""], [".config"]]], [".layers"]]
+
+A process that reads a text looks for each source, and compares the content that is there. Then
+the guard is on its own value, as after a capture.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ...capture import Captured
+from ...capture.state.guards import (
+    ANY,
+    Contents,
+    Guard,
+    Guards,
+    HasAttributes,
+    Kind,
+    leaves_of,
+    snapshot,
+    snapshot_components,
+)
+from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
+from ...capture.state.source import ABSENT, LISTS, Attribute, Source
+from ...capture.state.state_inputs import Conditions
+from .contents import content
+from .decoder import typed
+from .faults import Malformed, Stale, Unshareable
+
+_SHOWN = 200  # characters of a content in the log
+_OF_THE_STATE = (Kind, Conditions, HasAttributes)
+
+
+class GuardEncoder:
+    """Encodes the guards of a program of a model."""
+
+    def __init__(self, model: nn.Module, guards: Guards) -> None:
+        self.guards = guards.guards
+        self.names = module_names(model)
+        self.values: dict[int, Source] = {}  # sources of objects, by id
+        for guard in self.guards:
+            self.values.setdefault(id(guard.source.read()), guard.source)
+
+    def encode(self) -> list[Any]:
+        """Return a row for every guard: its source, its form, and the content there.
+
+        Raises:
+            Unshareable: A source has no name, or its content no text.
+        """
+        return [self._row(guard) for guard in self.guards]
+
+    def _row(self, guard: Guard) -> list[Any]:
+        of_state = [*leaves_of(guard.predicate)] if isinstance(guard.predicate, Contents) else []
+        if any(x is ANY or isinstance(x, _OF_THE_STATE) for x in (guard.predicate, *of_state)):
+            raise Unshareable(f"it takes {guard.source} as an argument")
+        value = guard.source.read()
+        has_attributes = isinstance(guard.predicate, Contents) and not isinstance(
+            value, (dict, tuple, *LISTS)
+        )
+        return [
+            self._source(guard.source, frozenset()),
+            "attributes" if has_attributes else "value",
+            self._content(value, has_attributes),
+        ]
+
+    def _content(self, value: Any, has_attributes: bool) -> str:
+        return content_of(value, has_attributes, self.names)
+
+    def _source(self, source: Source, around: frozenset[int]) -> list[Any]:
+        steps = []
+        for step in source.steps:
+            if not isinstance(step, Attribute) and type(step) not in (str, int):
+                raise Unshareable(f"it reads {source}, whose key is an object")
+            steps.append(f".{step.name}" if isinstance(step, Attribute) else [step])
+        return [self._root(source.root, around), steps]
+
+    def _root(self, root: Any, around: frozenset[int]) -> list[Any]:
+        """Return what leads another process to its root."""
+        if id(root) in self.names:
+            return ["module", self.names[id(root)]]
+        if isinstance(root, dict) and (module := sys.modules.get(str(root.get("__name__")))):
+            if module.__dict__ is root:
+                return ["globals", module.__name__]
+        if isinstance(root, type) and _class(root.__module__, root.__qualname__) is root:
+            return ["class", root.__module__, root.__qualname__]
+        if (source := self.values.get(id(root))) is not None and id(root) not in around:
+            return ["value", self._source(source, around | {id(root)})]
+        raise Unshareable(f"it reads an attribute of a {type(root).__qualname__} without a name")
+
+
+def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
+    """Return what a run of a plan is compared with, besides the values of its arguments.
+
+    Raises:
+        Unshareable: What forward reads has no text.
+    """
+    if (guards := captured.run_guards) is None:
+        return None
+    facts, reads = guards.module, []
+    if facts is not None:
+        reads = GuardEncoder(facts.module, captured.reads).encode()
+    return {
+        "names": list(guards.arguments.names),
+        "module": None if facts is None else facts.described(),
+        "reads": reads,
+    }
+
+
+def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module | None) -> None:
+    """Put what a run is compared with on a program of a file, and on the model of it.
+
+    Raises:
+        Stale: The model, or what its forward reads, is another than when it was planned.
+        Malformed: The rows are of another type.
+    """
+    names = typed(rows, "names", list, "a name for each argument")
+    if len(names) != len(captured.leaves) or not all(type(name) is str for name in names):
+        raise Malformed(rows, "names", "a name for each argument")
+    facts = None
+    if model is not None and rows["module"] is not None:
+        facts = ModuleFacts(model)
+        then = typed(rows, "module", list, "pairs of a name and a value")
+        for (name, now), row in zip(facts.described(), then):
+            if [name, now] != row:
+                raise Stale(f"{name} is {now}, and was another when it was planned")
+        if len(facts.then) != len(then):
+            raise Stale("the model has other modules than when it was planned")
+        captured.reads = GuardDecoder(model).decode(typed(rows, "reads", list, "rows of guards"))
+    arguments = ArgumentKeys.of_file(names, captured.leaves)
+    captured.run_guards = RunGuards(arguments, facts, FunctionFacts((), True))
+
+
+class GuardDecoder:
+    """Puts the guards of a text on the model of this process."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules = dict(model.named_modules())
+        self.names = module_names(model)
+
+    def decode(self, rows: list[Any]) -> Guards:
+        """Return the guards.
+
+        Raises:
+            Stale: A source has another content here.
+        """
+        return Guards(self._guards(rows))
+
+    def _guards(self, rows: list[Any]) -> Iterator[Guard]:
+        for row, form, text in rows:
+            source = self._source(row)
+            value = source.read()
+            if (here := content_of(value, form == "attributes", self.names)) != text:
+                raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
+            yield Guard(source, (snapshot_components if form == "attributes" else snapshot)(value))
+
+    def _source(self, row: list[Any]) -> Source:
+        root, steps = row
+        return Source(
+            self._root(*root),
+            tuple(Attribute(s[1:]) if isinstance(s, str) else s[0] for s in steps),
+        )
+
+    def _root(self, kind: str, *name: Any) -> Any:
+        if kind == "module":
+            root = self.modules.get(name[0])
+        elif kind == "globals":
+            root = getattr(sys.modules.get(name[0]), "__dict__", None)
+        elif kind == "class":
+            root = _class(*name)
+        else:
+            root = self._source(name[0]).read()
+        if root is None or root is ABSENT:
+            raise Stale(f"there is no {kind} {name[0]}")
+        return root
+
+
+def module_names(model: nn.Module) -> dict[int, str]:
+    """Return the names of a model's modules by id."""
+    return {id(module): name for name, module in model.named_modules()}
+
+
+def content_of(value: Any, has_attributes: bool, names: dict[int, str]) -> str:
+    """Return the content of a value, or of the attributes of an object."""
+    if has_attributes:
+        value = {str(k): v for k, v in zip(*_keys_and_items(snapshot_components(value)))}
+    return content(value, names)
+
+
+def _keys_and_items(contents: Contents) -> tuple[tuple, tuple]:
+    return contents.keys, contents.items
+
+
+def _class(module: str, name: str) -> Any:
+    """Return a class of a module that is loaded."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = vars(found).get(part) if hasattr(found, "__dict__") else None
+    return found if isinstance(found, type) else None

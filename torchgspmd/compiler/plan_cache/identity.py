@@ -1,0 +1,149 @@
+"""What a plan depends on, besides what its guards compare: the key of its text."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...capture.state.bytecode_names import is_installed
+from ...comm.kinds import KINDS
+from ...layout.annotate import recorded_mark
+from ...layout.mesh import Mesh
+from .contents import content
+from .guard_text import module_names
+from .values import Stale, Unshareable
+
+_FORMAT = 1
+_OWN = __name__.partition(".")[0]
+_NO_OPTIONS = ("TORCHGSPMD_CACHE", "TORCHGSPMD_DUMP", "TORCHGSPMD_CHECK")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """The key of a plan.
+
+    call: what is asked, the same on all ranks. code: a checksum of each of the user's modules that
+    are loaded, and the version of each installed package.
+    """
+
+    call: str
+    code: dict[str, str]
+
+    @property
+    def text(self) -> str:
+        """Return the whole key as text."""
+        return json.dumps([self.call, self.code], sort_keys=True)
+
+    def check_code(self, code: dict[str, str]) -> None:
+        """Raise Stale if a module that is loaded here is another, or not loaded, there."""
+        for name, version in self.code.items():
+            if code.get(name) != version:
+                raise Stale(f"module {name} is another")
+
+
+def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, Any]) -> Identity:
+    """Return the key of the plan for a call of a model.
+
+    text: the call, and the modes of the model. options: of parallelize.
+
+    Raises:
+        Unshareable: A hook or an option has no text.
+    """
+    names = module_names(model)
+    rows = [
+        _FORMAT,
+        [torch.__version__, platform.python_version(), platform.machine(), _own_code()],
+        [*map(str, _settings()), *sorted(KINDS)],
+        [str(mesh), text],
+        content(options, names),
+        [*_description(model, names)],
+    ]
+    return Identity(json.dumps(rows), _loaded_code())
+
+
+def _settings() -> Iterator[Any]:
+    """Yield the settings of torch that decide what it traces."""
+    yield torch.are_deterministic_algorithms_enabled()
+    with warnings.catch_warnings():  # torch 2.9 advises another way to set it
+        warnings.simplefilter("ignore")
+        yield torch.get_float32_matmul_precision()
+    yield torch.backends.cudnn.enabled
+    yield torch.backends.mkldnn.enabled
+    for kind in ("flash", "mem_efficient", "math", "cudnn"):
+        yield getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()
+    if torch.cuda.is_available():
+        yield torch.cuda.get_device_properties(0)
+    for name, value in sorted(os.environ.items()):
+        if name.startswith("TORCHGSPMD_") and name not in _NO_OPTIONS:
+            yield f"{name}={value}"
+
+
+def _description(model: nn.Module, names: dict[int, str]) -> Iterator[Any]:
+    """Yield classes, hooks, parameters and buffers, with the marks of these."""
+    for name, module in model.named_modules(remove_duplicate=False):
+        hooks = [hook for table in _HOOKS for hook in getattr(module, table).values()]
+        cls = type(module)
+        yield [name, f"{cls.__module__}.{cls.__qualname__}", [content(h, names) for h in hooks]]
+    tensors = [
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
+    order: dict[int, int] = {}
+    for name, tensor in tensors:
+        kind = tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
+        mark = recorded_mark(tensor)
+        yield [
+            name,
+            order.setdefault(id(tensor), len(order)),  # tied ones have one number
+            str((*kind, getattr(tensor, "placements", None))),
+            str(mark and mark[:2]),
+        ]
+
+
+@cache
+def _own_code() -> str:
+    """Return a checksum of the files of this package."""
+    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+def _loaded_code() -> dict[str, str]:
+    """Return a checksum of each module of the user, and the version of each installed package.
+
+    Raises:
+        Unshareable: Code was typed in, so that nobody can compare it.
+    """
+    code: dict[str, str] = {}
+    for name, module in list(sys.modules.items()):
+        top, file = name.partition(".")[0], getattr(module, "__file__", None)
+        if top in sys.stdlib_module_names or top in ("torch", _OWN):
+            if name != "__main__":
+                continue
+        if name == "__main__" and file is None:
+            raise Unshareable("its code was typed in")
+        if file is None or is_installed(name):
+            if name == top and file is not None:
+                size = os.path.getsize(file) if os.path.exists(file) else 0
+                code[name] = f"{vars(module).get('__version__', '')} {size}"
+        elif os.path.isfile(file):
+            code[name] = _checksum(file, os.stat(file).st_mtime_ns)
+    return code
+
+
+@cache
+def _checksum(file: str, time: int) -> str:
+    """Return the checksum of a file as it was at a time of change."""
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()

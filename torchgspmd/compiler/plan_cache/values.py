@@ -1,0 +1,161 @@
+"""Values of a program as JSON; decoder.py reads it, and evaluates nothing of it.
+
+    1, "a", None                 themselves
+    (1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
+    torch.float32                ["torch", "float32"]
+    aten.mm.default              ["operator", "aten.mm.default"]
+    %mm                          ["node", 7]: the eighth node of its graph
+    ShardSpec, Step, ...         ["record", 3]: equal ones are in the text once
+
+A value of another type cannot be shared: the program is planned by every process then.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import fields
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.immutable_collections import immutable_dict, immutable_list
+
+from ...capture import ArgumentSizes, Input, Output
+from ...comm import local_ops
+from ...comm.collective import start, wait
+from ...comm.hardware import Hardware, Link
+from ...comm.kinds import Step
+from ...comm.kinds.kind import Kind
+from ...compat.private_apis import OpOverload
+from ...compat.private_apis import _pytree as pytree
+from ...fx_passes.partition.cost_constants import CostConstants
+from ...fx_passes.replication_report import ReplicatedOp
+from ...layout.halo_window import Window
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.numbers import at_least
+from ...shard_spec import ShardSpec
+from .faults import Stale as Stale
+from .faults import Unshareable
+from .operators import is_emitted
+
+_SEQUENCES: dict[type, str] = {
+    tuple: "tuple",
+    list: "list",
+    immutable_list: "list",
+    torch.Size: "Size",
+    frozenset: "frozenset",
+}
+OF_TORCH = (torch.dtype, torch.layout, torch.memory_format)
+RECORDS = {
+    cls.__name__: cls
+    for cls in (
+        *(ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes),
+        *(CostConstants, Hardware, Link),
+    )
+}
+# The functions besides operators that are targets of nodes.
+FUNCTIONS: dict[tuple[str, str], Any] = {
+    (f.__module__, f.__name__): f
+    for f in (
+        *(f for f in vars(local_ops).values() if isinstance(f, FunctionType)),
+        *(start, wait, at_least, operator.getitem, operator.neg),
+        *(operator.add, operator.sub, operator.mul, operator.floordiv, operator.truediv),
+        *(operator.mod, operator.pow, operator.and_, operator.or_),
+        *(operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge),
+        *(torch.sym_max, torch.sym_min, torch.sym_not, torch.sym_float, torch.sym_int, math.ceil),
+        *(math.floor, math.trunc),
+    )
+}
+
+
+class Encoder:
+    """Encodes values; `records` are the frozen dataclasses that it has met."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[fx.Node, int] = {}
+        self.records: list[Any] = []
+        self._numbers: dict[Any, int] = {}  # of records
+
+    def encode(self, value: Any) -> Any:
+        """Return a value as JSON.
+
+        Raises:
+            Unshareable: Its type has no encoding.
+        """
+        cls = type(value)
+        if value is None or cls in (bool, int, str):
+            return value
+        if cls is float:
+            return value if math.isfinite(value) else ["float", repr(value)]
+        if cls is fx.Node:
+            return ["node", self.nodes[value]]
+        if cls in _SEQUENCES:
+            return [_SEQUENCES[cls], *map(self.encode, value)]
+        if cls.__name__ in RECORDS and cls is RECORDS[cls.__name__]:
+            return ["record", self._number(value)]
+        return self._encode_other(cls, value)
+
+    def _encode_other(self, cls: type, value: Any) -> Any:
+        """Return a value of a less frequent type as JSON."""
+        if cls in (dict, immutable_dict):
+            return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
+        if cls in OF_TORCH:
+            return ["torch", str(value).removeprefix("torch.")]
+        if cls is torch.device:
+            return ["device", str(value)]
+        if isinstance(value, OpOverload):
+            if not is_emitted(value):
+                raise Unshareable(f"it calls {value}, which has no rule: gspmd.rule() gives it one")
+            return ["operator", str(value)]
+        if isinstance(value, Kind):
+            return ["kind", value.name]
+        if cls in (FunctionType, BuiltinFunctionType):
+            return self._encode_function(value)
+        if cls is slice:
+            return ["slice", *map(self.encode, (value.start, value.stop, value.step))]
+        if cls is complex:
+            return ["complex", repr(value.real), repr(value.imag)]
+        if cls is Mesh:
+            return ["mesh", str(value)]
+        if isinstance(value, Tensor):
+            shape, strides = list(value.shape), list(value.stride())
+            return ["tensor", shape, strides, self.encode(value.dtype), str(value.device)]
+        if isinstance(value, pytree.TreeSpec):
+            return self._encode_tree(value)
+        raise Unshareable(f"it has a {cls.__qualname__}")
+
+    def _number(self, record: Any) -> int:
+        """Return the position of a record among all; reports tell steps apart by identity."""
+        key = id(record) if type(record) in (Step, Hardware) else record
+        if (number := self._numbers.get(key)) is None:
+            row = [type(record).__name__]
+            row += [self.encode(getattr(record, f.name)) for f in fields(record)]
+            number = self._numbers[key] = len(self.records)
+            self.records.append(row)
+        return number
+
+    def _encode_function(self, function: Any) -> Any:
+        key = function.__module__, function.__name__
+        if FUNCTIONS.get(key) is not function:
+            raise Unshareable(f"it calls {'.'.join(key)}")
+        return ["function", *key]
+
+    def _encode_tree(self, tree: Any) -> Any:
+        """Return a structure: for each node its class, its context, and its children."""
+
+        def encode(value: Any) -> Any:
+            if type(value) is int:  # a leaf
+                return None
+            if (node := pytree.SUPPORTED_NODES.get(type(value))) is None:
+                raise Unshareable(f"an argument or result is a {type(value).__qualname__}")
+            children, context = node.flatten_fn(value)
+            return [class_name(type(value)), self.encode(context), *map(encode, children)]
+
+        return ["tree", encode(pytree.tree_unflatten([*range(tree.num_leaves)], tree))]
+
+
+def class_name(cls: type) -> str:
+    """Return the name of a class with its module."""
+    return f"{cls.__module__}.{cls.__qualname__}"

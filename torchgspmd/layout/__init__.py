@@ -1,0 +1,1 @@
+"""Meshes, axes, layouts of tensors, and the marks of users."""

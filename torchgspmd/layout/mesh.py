@@ -1,0 +1,397 @@
+"""Mesh: a named grid of devices. Pure arithmetic, without process groups or devices."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..errors import ShardingError, did_you_mean, user_line
+from .sub_axes import check_size, common_splits, finer_axes, merge_axes, split_axes, sub_axis
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+Coordinates = dict[str, int]  # axis name -> index along it
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """Ordered axes with their sizes, the first one major.
+
+    `Mesh(data=2, model=4)` is 8 devices, with rank = data * 4 + model.
+
+    Args:
+        axes: Number of devices along each axis, by name.
+
+    Raises:
+        ShardingError: The name of an axis is no identifier, or a size is below 1.
+
+    Example:
+        >>> Mesh(data=2, model=4).size
+        8
+    """
+
+    axes: tuple[tuple[str, int], ...]
+    _sizes: dict[str, int] = field(repr=False, compare=False)
+    _wholes: dict[str, int] = field(repr=False, compare=False)  # sizes before any split()
+    _counts: dict[tuple[str, ...], int] = field(repr=False, compare=False)  # memo of count()
+
+    def __init__(self, **axes: int) -> None:
+        for name, size in axes.items():
+            check_size(name, size)
+            if not name.isidentifier() or name == "_":
+                raise ShardingError(
+                    f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
+                    where=user_line(),
+                )
+        object.__setattr__(self, "axes", tuple(axes.items()))
+        object.__setattr__(self, "_sizes", dict(axes))
+        object.__setattr__(self, "_wholes", dict(axes))
+        object.__setattr__(self, "_counts", {})
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
+        """Return the mesh of a torch DeviceMesh.
+
+        Args:
+            device_mesh: The DeviceMesh, with named dimensions.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ShardingError: The dimensions have no names.
+
+        Example:
+            >>> import torch.distributed as dist
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> devices = init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+            >>> Mesh.from_device_mesh(devices)
+            Mesh(data=1)
+            >>> dist.destroy_process_group()
+        """
+        if device_mesh.mesh_dim_names is None:
+            raise ShardingError(
+                "the DeviceMesh has no dimension names",
+                where=user_line(),
+                fix="init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+            )
+        return cls(**dict(zip(device_mesh.mesh_dim_names, map(int, device_mesh.mesh.shape))))
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Parse the notation of str().
+
+        Args:
+            text: Axes with their sizes.
+
+        Returns:
+            The mesh.
+
+        Raises:
+            ShardingError: The text is malformed, or an axis occurs twice.
+
+        Example:
+            >>> Mesh.parse("data=2,model=4")
+            Mesh(data=2, model=4)
+        """
+        try:
+            axes = [
+                (name.strip(), int(size))
+                for name, size in (entry.split("=") for entry in text.split(",") if entry)
+            ]
+        except ValueError:
+            raise ShardingError(
+                f"'{text}' is not a mesh; write it as 'data=2,model=4'", where=user_line()
+            ) from None
+        twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
+        if twice is not None:
+            raise ShardingError(f"'{twice}' occurs twice in mesh '{text}'", where=user_line())
+        return cls(**dict(axes))
+
+    def __str__(self) -> str:
+        return ",".join(f"{name}={size}" for name, size in self.axes)
+
+    def __repr__(self) -> str:
+        return f"Mesh({', '.join(f'{name}={size}' for name, size in self.axes)})"
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of the axes, the major one first."""
+        return tuple(name for name, _ in self.axes)
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """Number of devices along every axis."""
+        return tuple(size for _, size in self.axes)
+
+    @cached_property
+    def size(self) -> int:
+        """Number of devices."""
+        return math.prod(self.shape)
+
+    def count(self, axes: Iterable[str]) -> int:
+        """Return the number of devices along some axes together: the size of a group.
+
+        Args:
+            axes: Names of axes.
+
+        Returns:
+            The product of their sizes; 1 for no axes.
+
+        Example:
+            >>> Mesh(data=2, model=4).count(("data", "model"))
+            8
+        """
+        axes = tuple(axes)
+        count = self._counts.get(axes)
+        if count is None:
+            count = self._counts[axes] = math.prod(map(self._size_of, axes))
+        return count
+
+    def _size_of(self, axis: str) -> int:
+        if axis in self._sizes:
+            return self._sizes[axis]
+        sub = sub_axis(axis)
+        return sub[2] if sub else self._wholes[axis]
+
+    def check_axis(self, axis: str) -> None:
+        """Raise an error if the mesh has no such axis.
+
+        Args:
+            axis: The name.
+
+        Raises:
+            ShardingError: The mesh has no axis of that name.
+
+        Example:
+            >>> Mesh(data=2).check_axis("data")
+        """
+        if axis not in self._sizes:
+            raise ShardingError(
+                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}",
+                where=user_line(),
+            )
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Return the position of a device on each axis.
+
+        Args:
+            rank: The device.
+
+        Returns:
+            Positions by axis.
+
+        Example:
+            >>> Mesh(data=2, model=4).coordinates(5)
+            {'data': 1, 'model': 1}
+        """
+        result: Coordinates = {}
+        for name, size in reversed(self.axes):
+            rank, result[name] = divmod(rank, size)
+        return {name: result[name] for name in self.names}
+
+    def rank(self, coordinates: Coordinates) -> int:
+        """Return the rank of a device, given its position on each axis.
+
+        Args:
+            coordinates: Positions by axis.
+
+        Returns:
+            The rank.
+
+        Example:
+            >>> Mesh(data=2, model=4).rank({"data": 1, "model": 1})
+            5
+        """
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinates[name]
+        return rank
+
+    def place(self, axis: str, coordinates: Coordinates) -> int:
+        """Return the position of a device on an axis or a sub-axis.
+
+        Args:
+            axis: The axis, or a sub-axis such as `model:(2)4`.
+            coordinates: Positions of the device by axis.
+
+        Returns:
+            The position.
+
+        Example:
+            >>> Mesh(model=8).place("model:(2)4", {"model": 6})
+            2
+        """
+        if axis in coordinates:
+            return coordinates[axis]
+        sub = sub_axis(axis)
+        assert sub is not None, axis
+        whole, before, size = sub
+        return coordinates[whole] // (self._wholes[whole] // (before * size)) % size
+
+    def index(self, axes: Iterable[str], coordinates: Coordinates) -> int:
+        """Return the position of a device in a group over `axes`.
+
+        Args:
+            axes: The axes of the group, the first one major.
+            coordinates: Positions of the device by axis.
+
+        Returns:
+            The position.
+
+        Example:
+            >>> Mesh(data=2, model=4).index(("model", "data"), {"data": 1, "model": 2})
+            5
+        """
+        index = 0
+        for axis in axes:
+            index = index * self.count((axis,)) + self.place(axis, coordinates)
+        return index
+
+    def groups(self, axes: tuple[str, ...]) -> Iterator[list[int]]:
+        """Yield the ranks of every group over `axes`.
+
+        Args:
+            axes: The axes of the groups.
+
+        Returns:
+            Groups; each is ordered by index().
+
+        Example:
+            >>> list(Mesh(data=2, model=2).groups(("data",)))
+            [[0, 2], [1, 3]]
+        """
+        mesh = self.divided(axes)
+        axes = mesh.refine(axes)
+        others = [name for name in mesh.names if name not in axes]
+        for fixed in itertools.product(*(range(mesh._sizes[a]) for a in others)):
+            yield [
+                mesh.rank({**dict(zip(others, fixed)), **dict(zip(axes, moving))})
+                for moving in itertools.product(*(range(mesh._sizes[a]) for a in axes))
+            ]
+
+    # ---------------------------------------------------------------------------------- sub-axes
+
+    def split(self, splits: Mapping[str, tuple[int, ...]]) -> Mesh:
+        """Return the same devices in the same order, with axes split into sub-axes.
+
+        Args:
+            splits: Sizes of the sub-axes by axis, the major one first.
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).names
+            ('model:(1)2', 'model:(2)4')
+        """
+        if not splits:
+            return self
+        axes = split_axes(self.axes, splits)
+        mesh = object.__new__(Mesh)
+        object.__setattr__(mesh, "axes", axes)
+        object.__setattr__(mesh, "_sizes", dict(axes))
+        object.__setattr__(mesh, "_wholes", self._wholes)
+        object.__setattr__(mesh, "_counts", {})
+        return mesh
+
+    def unsplit(self) -> Mesh:
+        """Return the mesh before any split().
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).unsplit()
+            Mesh(model=8)
+        """
+        return Mesh(**self._wholes)
+
+    def divided(self, axes: Iterable[str]) -> Mesh:
+        """Return the mesh split so that all sub-axes among `axes` are its axes.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The mesh.
+
+        Example:
+            >>> Mesh(model=8).divided(("model:(2)2",)).shape
+            (2, 2, 2)
+        """
+        return self.split(common_splits(axes, self._sizes))
+
+    def refine(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return axes of the mesh before split(), or larger sub-axes, as axes of this one.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            Axes of this mesh.
+
+        Example:
+            >>> Mesh(model=8).split({"model": (2, 4)}).refine(("model",))
+            ('model:(1)2', 'model:(2)4')
+        """
+        refined: list[str] = []
+        for axis in axes:
+            refined += [axis] if axis in self._sizes else finer_axes(axis, self.names)
+        return tuple(refined)
+
+    def merge(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Merge sub-axes that follow on each other: the inverse of refine().
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The axes; all sub-axes of an axis have become the axis.
+
+        Example:
+            >>> Mesh(model=8).merge(("model:(1)2", "model:(2)4"))
+            ('model',)
+        """
+        return merge_axes(axes, self._wholes)
+
+    def whole(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return those of the axes that make up whole axes of the mesh before split().
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            Axes of this mesh.
+
+        Example:
+            >>> Mesh(data=2, model=8).whole(("data", "model:(2)4"))
+            ('data',)
+        """
+        return self.refine(tuple(a for a in self.merge(axes) if a in self._wholes))
+
+    def in_order(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Sort axes and sub-axes as they lie in the mesh: the major one first.
+
+        Args:
+            axes: Axes and sub-axes.
+
+        Returns:
+            The sorted axes.
+
+        Example:
+            >>> Mesh(data=2, model=4).in_order(("model", "data"))
+            ('data', 'model')
+        """
+
+        def key(axis: str) -> tuple[int, int]:
+            name, before, _ = sub_axis(axis) or (axis, 0, 0)
+            return self.names.index(name), 0 if axis in self._sizes else before
+
+        return tuple(sorted(axes, key=key))

@@ -1,0 +1,106 @@
+"""in_specs and out_specs: pytree prefixes of layouts, spread over the tensors of a structure."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from ..shard_spec import ShardSpec
+from .mesh import Mesh
+from .spec_notation import UNCONSTRAINED
+
+
+def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
+    """Return a spec, or None, for every tensor leaf of `tree`.
+
+    A leaf of the prefix is a string, a ShardSpec, None or UNCONSTRAINED; it applies to every tensor
+    below it. Containers of the prefix must be those of the tree.
+    """
+    if prefix is UNCONSTRAINED:
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        return [ShardSpec.unconstrained(leaf.dim()) for leaf in leaves]
+    if prefix is None or isinstance(prefix, (str, ShardSpec)):
+        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+        parsed = None if prefix is None else ShardSpec.parse(prefix)
+        if parsed is not None and parsed.pending:
+            raise ShardingError(
+                f"spec '{parsed}' for {what} asks for a pending reduction", where=user_line()
+            )
+        return [
+            parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves
+        ]
+    if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
+        unknown = [key for key in prefix if key not in tree]
+        if unknown:
+            raise ShardingError(
+                f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}",
+                where=user_line(),
+            )
+        return [
+            spec
+            for key in tree
+            for spec in spread(prefix.get(key), tree[key], mesh, f"{what}[{key!r}]")
+        ]
+    if isinstance(prefix, Sequence) and isinstance(tree, Sequence):
+        if len(prefix) != len(tree):
+            raise ShardingError(
+                f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
+                where=user_line(),
+                fix="one spec for each, None where it is open; "
+                "a spec itself is a string here, a tuple is a container",
+            )
+        return [
+            spec
+            for i, (p, t) in enumerate(zip(prefix, tree))
+            for spec in spread(p, t, mesh, f"{what}[{i}]")
+        ]
+    raise ShardingError(
+        f"the specs given for {what} are a {type(prefix).__name__}, "
+        f"where the value is a {type(tree).__name__}",
+        where=user_line(),
+        fix="specs in string form, in the containers of the value",
+    )
+
+
+def argument_names(fn: Callable, args: tuple) -> list[str]:
+    """Return the names of positional arguments in the signature of fn; arg3 where it has none."""
+    try:
+        parameters = list(
+            inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
+        )
+    except (TypeError, ValueError):
+        parameters = []
+    positional = [
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    ]
+    return positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
+
+
+def spread_inputs(
+    prefix: Any, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
+) -> list[ShardSpec | None]:
+    """Return a spec, or None, for every tensor of (args, kwargs).
+
+    A tuple or list is a prefix of args, a mapping one of all arguments by name. A single spec needs
+    a single argument. fn: what is called.
+    """
+    if isinstance(prefix, Mapping):
+        return spread(
+            prefix, {**dict(zip(argument_names(fn, args), args)), **kwargs}, mesh, "arguments"
+        )
+    if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
+        prefix = (prefix,)
+    elif isinstance(prefix, (str, ShardSpec)):
+        raise ShardingError(
+            f"one spec, '{prefix}', is given for {len(args)} arguments",
+            where=user_line(),
+            fix="a tuple with one spec for each",
+        )
+    return spread(
+        tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args"
+    ) + spread(None, kwargs, mesh, "kwargs")

@@ -1,0 +1,117 @@
+"""Parse the notation of layouts into the fields of a ShardSpec; shard_spec.py describes it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from ..errors import ShardingError, user_line
+from .halo_window import Window
+from .sub_axes import sub_axis
+
+Axes = tuple[str, ...]
+# dims, open, pending, reduction, windows, priorities
+SpecFields = tuple[
+    tuple[Axes, ...], tuple[bool, ...], Axes, str, tuple[Window | None, ...], tuple[int, ...]
+]
+REDUCTIONS = ("sum", "max", "min", "prod")
+
+
+class _Unconstrained:
+    """Entry of a spec that lets propagation decide how a dimension is sharded."""
+
+    def __repr__(self) -> str:
+        return "UNCONSTRAINED"
+
+
+UNCONSTRAINED: Final = _Unconstrained()
+
+
+def _is_axis(name: Any) -> bool:
+    return isinstance(name, str) and (
+        name.isidentifier() and name != "_" or sub_axis(name) is not None
+    )
+
+
+_WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
+_PRIORITY = re.compile(r":p(\d+)$")
+
+
+def parse_string(text: str) -> SpecFields:
+    """Return the fields of a spec in string form, such as "data _ sum@model"."""
+    words, pending, reduction = _WORD.findall(text), (), "sum"
+    if words and "@" in words[-1]:
+        reduction, _, names = words.pop().partition("@")
+        pending = tuple(names.split("+"))
+        if reduction not in REDUCTIONS:
+            raise ShardingError(
+                f"'{reduction}' in spec '{text}' is not a reduction; "
+                f"known are {', '.join(REDUCTIONS)}",
+                where=user_line(),
+            )
+        if not all(map(_is_axis, pending)):
+            raise ShardingError(
+                f"'{names}' in spec '{text}' is not an axis name",
+                where=user_line(),
+                fix="behind '@' an axis, or axes joined by '+'",
+            )
+    dims, opens, windows, priorities = [], [], [], []
+    for word in words:
+        word, window = _split_window(word)
+        windows.append(window)
+        word, priority = split_priority(word)
+        priorities.append(priority)
+        is_open = word.endswith("?")
+        word = word[:-1] if is_open else word
+        axes = () if word in ("", "_") else tuple(word.split("+"))
+        if not all(map(_is_axis, axes)):
+            raise ShardingError(
+                f"'{word}' in spec '{text}' is not an axis name",
+                where=user_line(),
+                fix="one word per dimension: '_', '?', an axis, or axes joined by '+'",
+            )
+        dims.append(axes)
+        opens.append(is_open)
+    return tuple(dims), tuple(opens), pending, reduction, tuple(windows), tuple(priorities)
+
+
+def split_priority(word: str) -> tuple[str, int]:
+    """Split `data:p1` into axes and priority, which is 0 where none is written."""
+    match = _PRIORITY.search(word)
+    return (word[: match.start()], int(match[1])) if match else (word, 0)
+
+
+def _split_window(word: str) -> tuple[str, Window | None]:
+    """Split `s[8i-1:+10 in 0:64]` into axes and window; a word without a window stays as it is."""
+    axes, _, text = word.removesuffix("]").partition("[")
+    try:
+        return axes, Window.parse(text)
+    except ValueError:
+        return word, None
+
+
+def parse_sequence(entries: Any) -> SpecFields:
+    """Return the fields of a spec in tuple form, such as ("data", None)."""
+    if not isinstance(entries, Sequence):
+        raise ShardingError(
+            "a spec is a string such as 'data _' or a tuple such as ('data', None), "
+            f"not {entries!r}",
+            where=user_line(),
+        )
+    dims, opens = [], []
+    for entry in entries:
+        opens.append(entry is UNCONSTRAINED)
+        if entry is None or entry is UNCONSTRAINED:
+            dims.append(())
+        elif _is_axis(entry):
+            dims.append((entry,))
+        elif isinstance(entry, (tuple, list)) and all(map(_is_axis, entry)):
+            dims.append(tuple(entry))
+        else:
+            raise ShardingError(
+                f"{entry!r} is not an entry of a spec; "
+                "use None, an axis name, a tuple of axis names or UNCONSTRAINED",
+                where=user_line(),
+            )
+    return tuple(dims), tuple(opens), (), "sum", (), ()

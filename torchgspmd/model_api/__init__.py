@@ -1,0 +1,1 @@
+"""The functions that models call: stack, pipeline, train_step, manual regions, experts."""

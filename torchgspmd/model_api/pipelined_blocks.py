@@ -1,0 +1,374 @@
+"""pipeline: like blocks as stages of a pipeline, in place of a loop over a ModuleList.
+
+    tick     stage 0   stage 1   stage 2        p stages, m microbatches: m + p - 1 ticks
+    0        0                                  of which a stage computes in m
+    1        1         0
+    2        2         1         0
+    3                  2         1
+    4                            2
+
+The weights of all stages are one tensor, whose first dimension is sharded over the axis, and so is
+what the stages work on. A tick is the stages' block under torch.vmap; then each stage's result goes
+to the next: a shift along that dimension, one permute. So the program is the same on all devices,
+and other axes are sharded inside of the stages as ever. Source: section 3.3 of the GSPMD paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..capture import is_capturing
+from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
+from ..capture.rewrites.recomputed_loops import recomputed
+from ..comm.list_scheduler import Places
+from ..comm.stage_order import Order, order_within
+from ..comm.stage_schedule import Schedule, Times, in_ticks
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, did_you_mean, user_line
+from ..layout.annotate import mark_sharding
+from ..layout.device_mesh import mesh_of
+from ..layout.mesh import Mesh
+from ..layout.spec_notation import UNCONSTRAINED
+from .pipeline_schedules import check_schedule
+from .row_arguments import RowArguments, Shared
+from .scheduled import ScheduledStages
+from .stacked_blocks import StackedBlocks
+
+Loss = Callable[..., Tensor]
+
+
+def pipeline(
+    blocks: Iterable[nn.Module],
+    mesh: Mesh | DeviceMesh,
+    axis: str = "stage",
+    *,
+    microbatches: int,
+    schedule: str = "auto",
+    repeats: int = 1,
+    recompute: bool = False,
+    loss: Loss | None = None,
+    memory: int | None = None,
+    rows: Sequence[str] | None = None,
+) -> nn.Module:
+    """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
+
+    On one device it is that loop. Its state_dict has the names of nn.ModuleList(blocks).
+
+    Args:
+        blocks: Modules with the same parameters and code. Each takes what the one before returns:
+            a tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
+        mesh: The devices, also as torch's DeviceMesh.
+        axis: The axis whose devices are the stages.
+        microbatches: How many parts the batch is divided into.
+        schedule: "gpipe": a stage has neighboring blocks. "circular": a stage has `repeats` groups
+            of blocks, and each microbatch goes round so often; less time is lost at the start and
+            the end. "auto": circular if there are repeats.
+        repeats: How often a microbatch passes each stage.
+        recompute: Whether the backward computes the stages again, so that only what passes from
+            stage to stage is kept.
+        loss: What comes after the blocks: a function of what the last one returns for a
+            microbatch, and of its part of the keyword arguments of the call, to a loss. The module
+            returns the mean over the microbatches then, and backwards run between forwards:
+            "1f1b", "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first).
+            "auto" is the zero-bubble schedule that loses least time within `memory`. With two
+            repeats 1F1B is interleaved, and zero-bubble is a V: the second round goes back.
+        memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
+            "zero_bubble" the activations of 1F1B, one for each stage.
+        rows: Names of further arguments of the blocks that have a row for each row of the batch,
+            as a mask of padding: a stage gets those of its microbatch.
+
+    Returns:
+        A module that is called with the batch, and with further arguments that all blocks get
+        (masks, tables of rotary positions). With a loss these are positional.
+
+    Raises:
+        ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
+            the microbatches.
+
+    Example:
+        >>> from torchgspmd import Mesh, plan
+        >>> blocks = [torch.nn.Linear(8, 8) for _ in range(4)]
+        >>> model = pipeline(blocks, Mesh(stage=4), microbatches=8)
+        >>> x = torch.ones(16, 8)
+        >>> [(c.kind, c.count) for c in plan(model, x, mesh=Mesh(stage=4)).collectives][0]
+        ('permute', 11)
+    """
+    mesh = mesh_of(mesh)
+    if axis not in mesh.names:
+        raise ShardingError(
+            f"pipeline names axis '{axis}', which mesh {mesh} does not have",
+            where=user_line(),
+            fix=did_you_mean(axis, mesh.names),
+        )
+    check_schedule(schedule, repeats, microbatches, loss, memory)
+    if repeats > 1 and microbatches < mesh.count((axis,)):
+        raise ShardingError(
+            f"a circular pipeline of {mesh.count((axis,))} stages and {microbatches} microbatches",
+            where=user_line(),
+            why="a microbatch comes round when all others have been begun",
+            fix="as many microbatches as stages, or more",
+        )
+    vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
+    stages = mesh.count((axis,))
+    order = Order(schedule, stages, microbatches, 0, memory or 0, recompute, repeats, vee)
+    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss, rows)
+
+
+class Pipeline(StackedBlocks):
+    """Module of pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
+
+    def __init__(
+        self,
+        blocks: list[nn.Module],
+        mesh: Mesh,
+        axis: str,
+        microbatches: int,
+        repeats: int,
+        recompute: bool,
+        order: Order,
+        loss: Loss | None = None,
+        rows: Sequence[str] | None = None,
+    ) -> None:
+        stages = mesh.count((axis,))
+        layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
+        places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
+        super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
+        self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
+        self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
+        self.order, self.loss, self.row_arguments = order, loss, rows
+
+    def schedule(self, times: Times | None = None) -> Schedule:
+        """Return what each device does when; times: of the pieces of a stage.
+
+        With a loss: of a plan that needs no other order to stay within a memory.
+        """
+        if self.loss is not None:
+            return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
+        return in_ticks(self.stages, self.microbatches, self.repeats, times)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.count} blocks, {self.stages} stages along '{self.axis}', "
+            f"{self.microbatches} microbatches, {self.repeats} repeats"
+        )
+
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the last block returns for the batch; its loss, if there is one."""
+        if self.loss is None:
+            return self.outputs(x, *args, **kwargs)
+        if self.stages == 1 or not is_capturing() or is_unrolling():
+            return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
+        return self._scheduled(self.loss, x, Shared(args), kwargs)
+
+    def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
+        """Return the mean of the losses of the microbatches."""
+        leaves, tree = pytree.tree_flatten((results, targets))
+        parts = [self._divided(x) if isinstance(x, Tensor) else x for x in leaves]
+        losses = []
+        for i in range(self.microbatches):
+            row = [x[i] if isinstance(x, Tensor) else x for x in parts]
+            y, others = pytree.tree_unflatten(row, tree)
+            losses.append(loss(y, **others))
+        return torch.stack(losses).mean()
+
+    def _scheduled(self, loss: Loss, x: Any, shared: Shared, targets: dict[str, Any]) -> Tensor:
+        """Return the loss of a pipeline that computes forward and backward in turn."""
+        leaves, tree = pytree.tree_flatten(x)
+        others, of_targets = pytree.tree_flatten(targets)
+        tensors = [t for t in others if isinstance(t, Tensor)]
+        own = self._row_arguments(shared, leaves)
+        shape = self.stages, self.repeats, self.layers
+        is_block = self._is_block(leaves[0].device).unbind(1)
+        weights = {
+            name: [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)]
+            for name, w in self.weights().items()
+        }
+
+        def stages(
+            round_: int, state: Sequence[Tensor], rows: Sequence[Tensor]
+        ) -> Sequence[Tensor]:
+            shape, real = (self.stages, self.layers), is_block[round_]
+            present = {name: w[round_].unflatten(0, shape) for name, w in weights.items()}
+            mine = [x.expand(self.stages, *x.shape) for x in rows[len(tensors) :]]
+            return self._stage_of_all(present, real, state, tree, own, mine)
+
+        def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+            remaining = iter(rows)
+            kwargs = pytree.tree_unflatten(
+                [next(remaining) if isinstance(t, Tensor) else t for t in others], of_targets
+            )
+
+            def one(*leaves: Tensor) -> Tensor:
+                return loss(pytree.tree_unflatten([*leaves], tree), **kwargs)
+
+            return _of_all_stages(one, *state)
+
+        run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
+        parts = [self._divided(each) for each in leaves]
+        return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
+
+    def _row_arguments(self, shared: Shared, leaves: Sequence[Tensor]) -> RowArguments:
+        """Return the arguments of all blocks. leaves: of what the first one takes."""
+        return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
+
+    def outputs(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return what the last block returns for the batch, without the loss."""
+        shared = Shared(args, kwargs)
+        if self.stages == 1 or not is_capturing():
+            return self.one_by_one(x, shared)
+        rows = self.stages, self.repeats, self.layers
+        weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
+        leaves, tree = pytree.tree_flatten(x)
+        parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
+        is_block, own = self._is_block(leaves[0].device), self._row_arguments(shared, leaves)
+        if self.order.vee:  # the second round begins where the first one ends
+            for r, shift in enumerate((1, -1)):
+                present = {name: w[:, r : r + 1] for name, w in weights.items()}
+                parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, own, shift)
+        else:
+            parts = self._ticks(weights, is_block, parts, tree, own)
+        return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in parts], tree)
+
+    def _is_block(self, device: torch.device) -> Tensor:
+        """Return which rows are those of blocks: [stages, repeats, layers]."""
+        rows = torch.tensor([row in self.places for row in range(self.rows)], device=device)
+        return rows.view(self.stages, self.repeats, self.layers)
+
+    def _ticks(
+        self,
+        weights: dict[str, Tensor],
+        is_block: Tensor,
+        parts: list[Tensor],
+        tree: Any,
+        shared: RowArguments,
+        shift: int = 1,
+    ) -> list[Tensor]:
+        """Return the leaves of the last block's results, [microbatches, rows, ...].
+
+        weights, is_block: [stages, rounds, layers, ...]. shift: from a stage to the next one.
+        """
+        m, p, rounds = self.microbatches, self.stages, is_block.shape[1]
+        first, last = (0, p - 1)[::shift]
+        ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
+        count_up = partial(torch.arange, device=parts[0].device)
+        stage, own = count_up(p), [self._divided(x) for x in shared.tensors]
+        position = stage if shift > 0 else stage.flip(0)
+        # Stages without work compute on the first microbatch: values as real ones, and no gradient.
+        entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
+        state = [self._along(x[:1].expand(p, *x.shape[1:])) for x in parts]
+        # what has left the last stage and waits for its next round, the oldest first
+        queue = [x[:1].expand(waiting, p, *x.shape[1:]) for x in parts] if waiting else []
+
+        def tick(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            count = len(parts)
+            state, queue = inputs[:count], list(inputs[count : len(carry)])
+            number, *new = inputs[len(carry) :]
+            passed = [torch.roll(x, shift, 0) for x in state]
+            if rounds > 1:
+                again = [q[0] for q in queue] if queue else passed
+                queue = [torch.cat([q[1:], x[None]]) for q, x in zip(queue, passed)]
+                is_new = number < m
+                new = [torch.where(is_new, x, old) for x, old in zip(new, again)]
+            else:
+                new = [x[None] for x in new]
+            moved = [self._along(_only(first, x, old)) for x, old in zip(new, passed)]
+            begun = (number - position).clamp(min=0)
+            round_of = (begun // m).clamp(max=rounds - 1)
+            mine = [self._along(x.index_select(0, begun % m)) for x in own]
+            present = {name: _rows(w, round_of) for name, w in weights.items()}
+            real = _rows(is_block, round_of)
+            args = present, real, moved, tree, shared, mine, self.recompute
+            results = self._stage_of_all(*args)
+            results = [*map(self._along, results)]
+            return [*results, *queue], results
+
+        carry = [*state, *queue]
+        _, states = run_loop(tick, carry, [count_up(ticks), *entering], ticks)
+        return [leaves[-m:, last] for leaves in states]
+
+    def _stage_of_all(
+        self,
+        weights: dict[str, Tensor],
+        real: Tensor,
+        state: Sequence[Tensor],
+        tree: Any,
+        shared: RowArguments,
+        mine: Sequence[Tensor],
+        recompute: bool = False,
+    ) -> list[Tensor]:
+        """Run the blocks of every stage on what it has, in a loop.
+
+        weights: [stages, layers, ...]. mine: rows of arguments, [stages, ...].
+        """
+        is_full = self.count == self.stages * self.repeats * self.layers
+
+        def layer(
+            weights: dict[str, Tensor], real: Tensor, mine: Sequence[Tensor], *leaves: Tensor
+        ) -> tuple[Tensor, ...]:
+            arguments, x = shared.with_rows(mine), pytree.tree_unflatten([*leaves], tree)
+            y = self.run(self.block, weights, x, arguments)
+            computed = pytree.tree_leaves(y)
+            if is_full:
+                return tuple(computed)
+            return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
+
+        def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
+            def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+                row = dict(zip(weights, inputs[len(leaves) :]))
+                return _of_all_stages(layer, row, inputs[-1], mine, *inputs[: len(leaves)]), ()
+
+            rows = [*(w.transpose(0, 1) for w in weights.values()), real.T]
+            if self.layers > 1:
+                return tuple(run_loop(body, leaves, rows, self.layers)[0])
+            return tuple(body(*leaves, *(x[0] for x in rows))[0])
+
+        if recompute:
+            return [*recomputed(all_stages, weights, *state)]
+        return [*all_stages(weights, *state)]
+
+    def _along(self, leaf: Tensor) -> Tensor:
+        """Mark a value [stages, ...]."""
+        return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
+
+    def _divided(self, leaf: Tensor) -> Tensor:
+        """Return [microbatches, rows, ...] of [batch, ...]; each has rows of all devices."""
+        if leaf.shape[0] % self.microbatches:
+            raise ShardingError(
+                f"a batch of {leaf.shape[0]} is divided into {self.microbatches} microbatches",
+                where=user_line(),
+                fix="a batch that they divide",
+            )
+        return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
+
+
+def _of_all_stages(function: Callable[..., Any], *args: Any) -> Any:
+    """Return the results of a function of one stage for values of all."""
+    results = torch.vmap(function, randomness="different")(*args)
+    note_results(pytree.tree_leaves(results))
+    return results
+
+
+def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
+    """Return what the stages get: one of them `new` [1 or stages, ...], others `old`."""
+    places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
+    return torch.where(places == stage, new, old)
+
+
+def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
+    """Return the weights [stages, layers, ...] of the round that each stage is in."""
+    if weight.shape[1] == 1:
+        return weight[:, 0]
+    return weight[torch.arange(len(round_of), device=round_of.device), round_of]
+
+
+def _place(layer: int, layers: int, places: Places) -> int:
+    """Return the row of a block's weights: those of a device are together, round by round."""
+    stage, position = divmod(layer, layers)
+    return (places.device(stage) * places.rounds + places.round(stage)) * layers + position

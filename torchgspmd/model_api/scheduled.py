@@ -1,0 +1,214 @@
+"""A pipeline whose loss is a part of it: forward and backward of all microbatches at once.
+
+A backward that begins before the last forward needs the loss of a microbatch, so the forward of
+`scheduled` computes the gradients as well. Its backward multiplies them by the gradient of the
+loss. In the graph it is one loop over the microbatches (custom_ops/stages.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..capture.rewrites.loop_trace import TracedLoop, open_loop, outer_tensors, replaced
+from ..comm.stage_order import Order
+from ..rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
+from ..rules.custom_ops.stages import stage_head, stage_send
+
+Stages = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
+Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
+
+
+class ScheduledStages:
+    """The trace of a pipeline with its loss.
+
+    stages: returns what the stages of a round return, [devices, rows, ...], of what they take and
+    of the rows of the targets. losses: returns [devices], of that. along: marks what they have.
+    """
+
+    def __init__(
+        self,
+        stages: Stages,
+        losses: Loss,
+        along: Callable[[Tensor], Tensor],
+        axis: str,
+        order: Order,
+    ) -> None:
+        self.stages, self.losses, self.along = stages, losses, along
+        self.axis, self.order = axis, order
+
+    def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
+        """Return the mean loss of microbatches [m, rows, ...]."""
+        count, p = len(xs), self.order.devices
+
+        def body(*rows: Tensor) -> tuple[tuple, list[Tensor]]:
+            results: Sequence[Tensor] = [x.expand(p, *x.shape) for x in rows[:count]]
+            for round_ in range(self.order.rounds):
+                results = self.stages(round_, results, rows[count:])
+            return (), [self.losses(results, rows[count:])]
+
+        outer = outer_tensors(body, (), [*xs, *targets]).outer.values()
+        return _Run.apply(self, len(xs), len(targets), *xs, *targets, *outer)  # pyright: ignore
+
+    def trace(
+        self, xs: Sequence[Tensor], targets: Sequence[Tensor], outer: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Return the loss, and its gradients of the microbatches and of values of outside."""
+        with open_loop(len(xs[0])) as traced:
+            return _Trace(self, traced, xs, targets, outer).run()
+
+
+@dataclass
+class _Round:
+    """The stages of a round: what arrives ahead and behind, what they take and return."""
+
+    number: int
+    ahead: list[Tensor]
+    behind: list[Tensor]  # gradients, of the values that have one
+    taken: list[Tensor]
+    results: list[Tensor]
+
+
+class _Trace:
+    """One trace of the loop's body."""
+
+    def __init__(
+        self,
+        pipeline: ScheduledStages,
+        traced: TracedLoop,
+        xs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        outer: Sequence[Tensor],
+    ) -> None:
+        self.pipeline, self.text, self.places = (
+            pipeline,
+            traced.text(traced.loop),
+            pipeline.order.places,
+        )
+        self.microbatches, self.xs, self.outer = traced.loop.length, xs, outer
+        self.with_gradient = [i for i, x in enumerate(xs) if x.is_floating_point()]
+        self.rows = [loop_row(x, self.text) for x in xs]
+        self.targets = [loop_row(x, self.text) for x in targets]
+        self.last = self.places.device(self.places.stages - 1)
+
+    def carry(self, x: Tensor) -> Tensor:
+        """Return what a neighboring stage has sent, for microbatches x."""
+        zeros = x.new_zeros([self.places.devices, *x.shape[1:]])
+        return loop_carry(self.pipeline.along(zeros), self.text)
+
+    def only(self, device: int, x: Tensor, other: Tensor) -> Tensor:
+        """Return x [devices, ...] on one device, and `other` on all others."""
+        shape = [-1, *[1] * (x.dim() - 1)]
+        places = torch.arange(self.places.devices, device=x.device).view(shape)
+        return torch.where(places == device, x, other)
+
+    def forward(self, number: int) -> _Round:
+        """Trace the forward of a round."""
+        ahead = [self.carry(x) for x in self.xs]
+        behind = [self.carry(self.xs[i]) for i in self.with_gradient]
+        taken = ahead
+        if not number:
+            taken = [
+                self.only(0, row.expand(self.places.devices, *row.shape), sent)
+                for row, sent in zip(self.rows, ahead)
+            ]
+        taken = [self.pipeline.along(x).detach() for x in taken]
+        for i in self.with_gradient:
+            taken[i].requires_grad_()
+        results = [
+            self.pipeline.along(y) for y in self.pipeline.stages(number, taken, self.targets)
+        ]
+        return _Round(number, ahead, behind, taken, results)
+
+    def run(self) -> tuple[Tensor, list[Tensor | None]]:
+        """Trace the body; return the loss and the gradients."""
+        leaves = [x.detach().requires_grad_() for x in self.outer]
+        totals: list[list[Tensor]] = [[] for _ in leaves]
+        with torch.enable_grad(), replaced({id(x): leaf for x, leaf in zip(self.outer, leaves)}):
+            rounds = [self.forward(number) for number in range(self.places.rounds)]
+            loss, seeds = self.loss(rounds[-1].results, leaves, totals)
+            of_taken: list[Tensor] = []
+            for each in reversed(rounds):
+                outputs = [each.results[i] for i in self.with_gradient]
+                arrived = [*map(self.pipeline.along, each.behind)]
+                if each is rounds[-1]:
+                    arrived = [self.only(self.last, *pair) for pair in zip(seeds, arrived)]
+                    arrived = [*map(self.pipeline.along, arrived)]
+                inner = [each.taken[i] for i in self.with_gradient]
+                of_taken = self.gradients(outputs, inner, leaves, arrived, totals)
+                self.send_back(rounds, each, [*map(self.pipeline.along, of_taken)])
+            for each in rounds:
+                self.send_on(rounds, each)
+        gradients: list[Tensor | None] = [None] * (len(self.rows) + len(self.targets))
+        for i, g in zip(self.with_gradient, of_taken):
+            gradients[i] = loop_stack(self.only(0, g, g.new_zeros([])).sum(0), self.text)
+        gradients += [reduce(torch.add, terms) if terms else None for terms in totals]
+        return loop_total(loss.detach(), self.text), gradients
+
+    def loss(
+        self, results: Sequence[Tensor], leaves: Sequence[Tensor], totals: list[list[Tensor]]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Trace the loss of what the last stage returns; return it, and the gradients of that."""
+        heads = [self.pipeline.along(stage_head(y.detach())) for y in results]
+        ends = [heads[i].requires_grad_() for i in self.with_gradient]
+        losses = self.pipeline.losses(heads, self.targets)
+        loss = self.only(self.last, losses, losses.new_zeros([])).sum() / self.microbatches
+        return loss, self.gradients([loss], ends, leaves, None, totals)
+
+    def gradients(
+        self,
+        outputs: Sequence[Tensor],
+        inner: Sequence[Tensor],
+        leaves: Sequence[Tensor],
+        seeds: Sequence[Tensor] | None,
+        totals: list[list[Tensor]],
+    ) -> list[Tensor]:
+        """Return the gradients of values of the body; add up those of outside."""
+        found = torch.autograd.grad(outputs, [*inner, *leaves], seeds, allow_unused=True)
+        for terms, g in zip(totals, found[len(inner) :]):
+            terms += [] if g is None else [loop_total(g, self.text)]
+        pairs = zip(inner, found[: len(inner)])
+        return [torch.zeros_like(x) if g is None else g for x, g in pairs]
+
+    def send_on(self, rounds: Sequence[_Round], each: _Round) -> None:
+        """Send what the stages of a round return: from the last one it goes to the next round."""
+        after = rounds[(each.number + 1) % len(rounds)]
+        for leaf, (y, carry) in enumerate(zip(each.results, after.ahead)):
+            self._send(y.detach(), 1, [each.number, leaf], carry)
+
+    def send_back(
+        self, rounds: Sequence[_Round], each: _Round, gradients: Sequence[Tensor]
+    ) -> None:
+        """Send the gradients of what the stages of a round take."""
+        before = rounds[(each.number - 1) % len(rounds)]
+        for leaf, g, carry in zip(self.with_gradient, gradients, before.behind):
+            self._send(g, -1, [each.number, leaf], carry)
+
+    def _send(self, x: Tensor, shift: int, place: list[int], carry: Tensor) -> None:
+        sent = stage_send(x, shift, place, self.pipeline.axis, str(self.pipeline.order))
+        loop_next(sent, sent, carry, self.text)
+
+
+class _Run(torch.autograd.Function):
+    """(microbatches, targets, values of outside) -> the loss, whose gradients are known then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, pipeline: ScheduledStages, xs: int, targets: int, *tensors: Tensor
+    ) -> Tensor:
+        values = tensors[:xs], tensors[xs : xs + targets], tensors[xs + targets :]
+        loss, gradients = pipeline.trace(*values)
+        needed = ctx.needs_input_grad[3:]
+        saved = [g if need else None for g, need in zip(gradients, needed)]
+        ctx.save_for_backward(*saved)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple:
+        results = [None if g is None else g * grads[0] for g in ctx.saved_tensors]
+        return None, None, None, *results

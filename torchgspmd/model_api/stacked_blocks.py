@@ -1,0 +1,214 @@
+"""StackedBlocks: like blocks with stacked weights; its state_dict has the names of the blocks.
+
+ModuleList(blocks)      0.up.weight [h, m], 1.up.weight [h, m], ...
+StackedBlocks           block.up.weight [rows, h, m]; `places` has the row of each block
+its state_dict          0.up.weight [h, m], 1.up.weight [h, m], ...
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from operator import attrgetter
+from types import NoneType
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ShardingError, user_line
+from ..layout.annotate import Row, mark_sharding, raw_mark
+from ..layout.mesh import Mesh
+from .row_arguments import Shared
+
+
+class StackedBlocks(nn.Module):
+    """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...].
+
+    A loop over it runs once, and calls all blocks at once: `for block in blocks: x = block(x)`, as
+    models of others have it, needs no change.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        what: str,
+        places: Sequence[int],
+        rows: int,
+        mesh: Mesh | None = None,
+        axis: str = "_",
+    ) -> None:
+        """Stack the weights of blocks.
+
+        Args:
+            blocks: The blocks.
+            what: What the blocks are made, for messages.
+            places: The row of each block's weights. The first block stands in other rows.
+            rows: How many there are.
+            mesh: The devices, of weights without a mark of their own.
+            axis: What the rows are sharded over.
+        """
+        super().__init__()
+        self.places, self.rows, self.count = tuple(places), rows, len(blocks)
+        self.row_axis = axis
+        self.names = _common_names(blocks, what)
+        stacked = {
+            name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
+        }
+        self.block = copy.deepcopy(blocks[0])
+        for name, tensor in stacked.items():
+            first = blocks[0].get_parameter(name)
+            parameter = nn.Parameter(tensor, first.requires_grad)
+            _mark(parameter, first, mesh, axis)
+            owner, _, last = name.rpartition(".")
+            self.block.get_submodule(owner)._parameters[last] = parameter
+        self.register_state_dict_post_hook(_to_names_of_blocks)
+        self.register_load_state_dict_pre_hook(_from_names_of_blocks)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the module that stands for a block of this number, as state_dict names it."""
+        if name.isdigit() and int(name) < self.count:
+            return self.block
+        return super().__getattr__(name)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return the module that stands for a block; of all of them, a list that a loop takes."""
+        if isinstance(index, int):
+            return self.block
+        if [*range(self.count)[index]] != [*range(self.count)]:
+            raise ShardingError(
+                f"a part of {self.count} stacked blocks: {index}",
+                where=user_line(),
+                why="all of them are one call",
+                fix="stack the parts by themselves",
+            )
+        return [self]
+
+    def place(self, layer: int) -> int:
+        """Return the row of a block's weights."""
+        return self.places[layer]
+
+    def named_rows(self) -> Iterator[tuple[str, Row]]:
+        """Yield the weights of all blocks, by their names."""
+        for name, tensor in self.weights().items():
+            for layer in range(self.count):
+                yield f"{layer}.{name}", Row(tensor, self.row_axis)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the stacked weights by their names in a block."""
+        return {name: attrgetter(name)(self.block) for name in self.names}
+
+    def one_by_one(self, x: Any, shared: Shared) -> Any:
+        """Return what the last block returns; call one after the other."""
+        weights = self.weights()
+        for place in self.places:
+            x = self.run(self.block, {name: w[place] for name, w in weights.items()}, x, shared)
+        return x
+
+    @staticmethod
+    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: Shared) -> Any:
+        """Return what a block with these weights returns."""
+        args = x, *shared.args
+        return torch.func.functional_call(block, weights, args, {**shared.kwargs})
+
+    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors of all blocks as one; the first stands for blocks that are missing."""
+        rows = [tensors[0].detach()] * self.rows
+        for place, tensor in zip(self.places, tensors):
+            rows[place] = tensor.detach()
+        return torch.stack(rows)
+
+
+def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> None:
+    """Mark stacked parameters as those of the first block are, and along their rows."""
+    mark = raw_mark(first)
+    if mark is None and mesh is None:
+        return
+    mesh, spec, _ = mark or (mesh, " ".join("_" * first.dim()), None)
+    stacked = f"{axis} {spec}".strip()
+    mark_sharding(parameter, mesh, stacked) if mesh else mark_sharding(parameter, stacked)
+
+
+def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
+    """Return the names of the parameters. Raise unless the blocks differ in values alone."""
+    if not blocks:
+        raise ShardingError(f"a {what} of no blocks", where=user_line())
+    if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
+        raise ShardingError(
+            f"a {what} of stacked blocks",
+            where=user_line(),
+            fix=f"give the blocks themselves to {what}",
+        )
+    first, *others = [
+        {name: (tuple(t.shape), t.dtype) for name, t in block.named_parameters()}
+        for block in blocks
+    ]
+    for i, other in enumerate(others, 1):
+        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
+        if differ or type(blocks[i]) is not type(blocks[0]):
+            raise ShardingError(
+                f"blocks 0 and {i} of a {what} differ: {differ or type(blocks[i]).__name__}",
+                where=user_line(),
+                why="all blocks run one program, on weights that are stacked",
+                fix=f"leave out of the {what} what is before and after the like blocks",
+            )
+        _check_attributes(blocks, i, what)
+        buffers = zip(blocks[0].buffers(), blocks[i].buffers())
+        if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
+            raise ShardingError(
+                f"blocks 0 and {i} of a {what} have buffers that differ",
+                where=user_line(),
+                fix="pass what differs as arguments, or make it a parameter",
+            )
+    return [*first]
+
+
+def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
+    """Raise unless the modules of two blocks have the same numbers and texts."""
+    for (name, one), (_, other) in zip(blocks[0].named_modules(), blocks[i].named_modules()):
+        for key, value in vars(one).items():
+            its = vars(other).get(key)
+            if isinstance(value, (bool, int, float, str, NoneType)) and its != value:
+                raise ShardingError(
+                    f"blocks 0 and {i} of a {what} differ in {name}{'.' * bool(name)}{key}: "
+                    f"{value!r}, {its!r}",
+                    where=user_line(),
+                    why="all blocks run one program, with the numbers of the first",
+                    fix="a parameter or an argument, or, if forward does not use it, set it alike",
+                )
+
+
+def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Put the weights of each block into a state_dict, under its own names."""
+    blocks = cast(StackedBlocks, module)
+    stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in blocks.names}
+    shared = f"{prefix}block."
+    buffers = {key: state.pop(key) for key in [k for k in state if k.startswith(shared)]}
+    for layer in range(blocks.count):
+        for name, weight in stacked.items():
+            if weight is not None:
+                state[f"{prefix}{layer}.{name}"] = weight[blocks.place(layer)]
+        for key, value in buffers.items():
+            state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
+
+
+def _from_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Stack the weights of all blocks in a state_dict that is loaded."""
+    blocks = cast(StackedBlocks, module)
+    for name in blocks.names:
+        keys = [f"{prefix}{layer}.{name}" for layer in range(blocks.count)]
+        if all(key in state for key in keys):
+            tensors = [state.pop(key) for key in keys]
+            whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+            state[f"{prefix}block.{name}"] = blocks._stacked(whole)
+    for name in dict(blocks.block.named_buffers()):
+        values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(blocks.count)]
+        if values[0] is not None:
+            state[f"{prefix}block.{name}"] = values[0]

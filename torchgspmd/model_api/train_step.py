@@ -1,0 +1,228 @@
+"""train_step: forward, backward, clipping and update of a model as one module, for one program.
+
+    step = parallelize(train_step(model, optimizer), mesh, shard_updates="data")
+    loss = step(tokens, targets)
+
+The module computes on one device what a training loop does. Planned as a whole, its updates are
+sharded as the weights are stored (weight-update sharding, arXiv 2004.13336): gradients are
+reduce-scattered, and weights gathered in the dtype that the model computes in, where they are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..errors import ShardingError, user_line
+from ..layout.annotate import follow_mark
+from .update_rules import rule_of
+
+
+class TrainStep(nn.Module):
+    """One step of training: call it with a batch, and it returns the loss.
+
+    model: the model. optimizer: the optimizer; its states are buffers of this module, too, by
+    the name of the state, then that of the parameter: "exp_avg.blocks.0.weight".
+    """
+
+    steps: Tensor
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        loss: Callable[..., Any] | None,
+        clip: float | None,
+        average: float | None,
+        param_dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.clip, self.decay, self.param_dtype = clip, average, param_dtype
+        self.names = _names_of(model, optimizer)  # of the parameters, by group
+        rule = rule_of(optimizer)
+        self.update, self.counts = rule.update, rule.counts
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=_device(model)))
+        self.states: dict[str, list[str]] = {}  # of each parameter: names of its states
+        for group, names in zip(optimizer.param_groups, self.names):
+            for name in names:
+                self._add_states(name, rule.states(tensor_of(model, name), group))
+        self._adopt()
+        vars(optimizer)["_opt_called"] = True  # for schedules of torch, which warn otherwise
+        optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+
+    def _add_states(self, name: str, states: dict[str, Tensor]) -> None:
+        parameter = tensor_of(self.model, name)
+        self.states[name] = [*states]
+        if self.decay is not None:
+            states["average"] = parameter.detach().clone()
+        for kind, state in states.items():
+            follow_mark(state, parameter)
+            _put(self, f"{kind}.{name}", state)
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Take over the states that the optimizer has, and give it the buffers in their place."""
+        for name, kinds in self.states.items():
+            state = self.optimizer.state[tensor_of(self.model, name)]
+            shared = [("step", "steps")] if self.counts else []
+            for kind, key in [*((kind, f"{kind}.{name}") for kind in kinds), *shared]:
+                buffer, present = tensor_of(self, key), state.get(kind)
+                if isinstance(present, Tensor) and present is not buffer:
+                    buffer.copy_(present)
+                state[kind] = buffer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.enable_grad():
+            outputs = self._outputs(args, kwargs)
+        loss = outputs[0] if isinstance(outputs, Sequence) else outputs
+        names = [name for group in self.names for name in group]
+        parameters = [tensor_of(self.model, name) for name in names]
+        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+        with torch.no_grad():
+            self._update(dict(zip(names, gradients)))
+        if isinstance(outputs, Sequence):
+            return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
+        return outputs.detach()
+
+    def _outputs(self, args: tuple, kwargs: dict) -> Any:
+        model: Callable[..., Any] = self.model
+        if self.param_dtype is not None:
+            model = _in_dtype(self.model, self.param_dtype)
+        return model(*args, **kwargs) if self.loss is None else self.loss(model, *args, **kwargs)
+
+    def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
+        scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)
+        self.steps.add_(1)
+        for group, names in zip(self.optimizer.param_groups, self.names):
+            trained = {name: g for name in names if (g := gradients[name]) is not None}
+            self.update(
+                [tensor_of(self.model, name) for name in trained],
+                [g if scale is None else g * scale.to(g.dtype) for g in trained.values()],
+                [
+                    {kind: tensor_of(self, f"{kind}.{name}") for kind in self.states[name]}
+                    for name in trained
+                ],
+                tensor_of(self, "steps"),
+                group,
+            )
+            if self.decay is not None:
+                for name in names:
+                    average, parameter = (
+                        tensor_of(self, f"average.{name}"),
+                        tensor_of(self.model, name),
+                    )
+                    average.lerp_(parameter, 1 - self.decay)
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Callable[..., Any] | None = None,
+    *,
+    clip: float | None = None,
+    average: float | None = None,
+    param_dtype: torch.dtype | None = None,
+) -> TrainStep:
+    """Return a module whose call is a whole step of training: forward, backward and update.
+
+    It is plain PyTorch, for one device; `parallelize` and `plan` make one program of it. States of
+    the optimizer have the layout of their parameters, that of `shard_updates` too, and stay the
+    optimizer's: its learning rate may change between steps, and its state_dict is as usual.
+
+    Args:
+        model: The model, before `parallelize`.
+        optimizer: AdamW, Adam, SGD or Adafactor of torch.optim, of its parameters. Of any other
+            the own `step` is in the program, which may compute with tensors only.
+        loss: A function of the model and the batch that returns the loss, or a tuple whose first
+            entry it is. By default the model returns it.
+        clip: The largest norm of all gradients together.
+        average: The decay of exponential moving averages of the weights, the buffers "average.*".
+        param_dtype: The dtype in which the model computes, such as torch.bfloat16. Weights, their
+            gradients, updates and averages stay in their own.
+
+    Returns:
+        The module. Its arguments are the batch; it returns what `loss` does, detached.
+
+    Raises:
+        ShardingError: The optimizer has parameters of other models.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, plan, train_step
+        >>> model = torch.nn.Linear(8, 8, bias=False)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> step = train_step(model, optimizer, lambda model, x: model(x).square().mean())
+        >>> weight = mark_sharding(model.weight, Mesh(data=4), "data _")
+        >>> result = plan(step, torch.ones(1024, 8), mesh=Mesh(data=4), in_specs="data _")
+        >>> [c.kind for c in result.collectives]
+        ['all_gather', 'reduce_scatter', 'all_reduce']
+    """
+    return TrainStep(model, optimizer, loss, clip, average, param_dtype)
+
+
+def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
+    """Return the names of the optimizer's parameters that are trained, by group."""
+    known = {id(p): name for name, p in model.named_parameters()}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if id(parameter) not in known:
+                raise ShardingError(
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
+                    "the model's",
+                    where=user_line(),
+                    fix="train_step(model, AdamW(model.parameters()), loss)",
+                )
+    return [
+        [known[id(p)] for p in group["params"] if p.requires_grad]
+        for group in optimizer.param_groups
+    ]
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
+    """Return the model with copies of its floating parameters and arguments in a dtype."""
+
+    def cast(value: Any) -> Any:
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        return value.to(dtype) if is_floating else value
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        copies = {name: cast(p) for name, p in model.named_parameters()}
+        kwargs = {name: cast(value) for name, value in kwargs.items()}
+        return torch.func.functional_call(model, copies, tuple(map(cast, args)), kwargs)
+
+    return call
+
+
+def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
+    """Return what gradients are multiplied by, so that their norm is at most `clip`."""
+    if clip is None or not gradients:
+        return None
+    squares = torch.stack(
+        [g.float().square().sum() if g.dtype.itemsize < 4 else g.square().sum() for g in gradients]
+    )
+    return (clip / (squares.sum().sqrt() + 1e-6)).clamp_max(1.0)
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Register a buffer under a dotted name."""
+    *path, last = name.split(".")
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module._modules[part]  # pyright: ignore[reportAssignmentType]
+    module.register_buffer(last, tensor)
+
+
+def tensor_of(module: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer of a dotted name, or what is traced in its place."""
+    path, _, last = name.rpartition(".")
+    return getattr(module.get_submodule(path), last)

@@ -1,0 +1,140 @@
+"""What one step of an optimizer does to the parameters of a group, in place: train_step's table.
+
+The numbers are those of torch.optim; one that changes (the step, the learning rate) may be a
+tensor, or a symbol in a capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+from ..rules.custom_ops.updates import adam, adam_, rate
+from .own_step import first_states, own_step
+
+Group = Mapping[str, Any]
+States = Mapping[str, Tensor]
+
+
+class Rule(NamedTuple):
+    """A row of the table.
+
+    states: the states of a parameter before the first step. update: one step of parameters, from
+    (parameters, gradients, states of each, step, group). counts: whether the step is a number that
+    they share. refused: options that have to be off.
+    """
+
+    states: Callable[[Tensor, Group], dict[str, Tensor]]
+    update: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[States], Tensor, Group], None]
+    refused: tuple[str, ...] = ()
+    counts: bool = True
+
+
+def rule_of(optimizer: Optimizer) -> Rule:
+    """Return the row of an optimizer, or else its own step."""
+    rule = RULES.get(type(optimizer))
+    if rule and not any(g.get(option) for g in optimizer.param_groups for option in rule.refused):
+        return rule
+    states = first_states(optimizer)
+    return Rule(
+        lambda parameter, group: states[parameter], partial(own_step, optimizer), counts=False
+    )
+
+
+def _adam_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def _adam(
+    ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
+) -> None:
+    beta1, beta2 = group["betas"]
+    options = (
+        *(step, rate(group["lr"], step), beta1, beta2, group["weight_decay"], group["eps"]),
+        *(group["decoupled_weight_decay"], group["maximize"]),
+    )
+    alike: dict[Any, list[int]] = {}
+    for i, p in enumerate(ps):
+        alike.setdefault((p.dtype, p.device), []).append(i)
+    for members in alike.values():
+        lists = (
+            [ps[i] for i in members],
+            [gs[i] for i in members],
+            [states[i]["exp_avg"] for i in members],
+            [states[i]["exp_avg_sq"] for i in members],
+        )
+        if torch.compiler.is_compiling():
+            for p, g, m, v in zip(*lists):
+                for old, new in zip((p, m, v), adam(p, g, m, v, *options)):
+                    old.copy_(new)
+        else:
+            adam_(*lists, *options)
+
+
+def _sgd_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
+    return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
+
+
+def _sgd(
+    ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
+) -> None:
+    for p, g, state in zip(ps, gs, states):
+        g = -g if group["maximize"] else g
+        if group["weight_decay"]:
+            g = g + p * group["weight_decay"]
+        if group["momentum"]:
+            # The first buffer is the gradient itself, whatever the dampening.
+            fresh = torch.where(step == 1, 1.0, 1 - group["dampening"]).to(g.dtype)
+            moving = state["momentum_buffer"].mul_(group["momentum"]).add_(g * fresh)
+            g = g + moving * group["momentum"] if group["nesterov"] else moving
+        p.sub_(g * group["lr"])
+
+
+def _adafactor_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
+    if parameter.dim() < 2:
+        return {"variance": torch.zeros_like(parameter)}
+    rows, columns = [*parameter.shape[:-1], 1], [*parameter.shape[:-2], 1, parameter.shape[-1]]
+    return {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}
+
+
+def _adafactor(
+    ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
+) -> None:
+    """Adafactor (arXiv 1804.04235): torch.optim's reads norms, these stay tensors."""
+    lr, (eps1, eps2), count = group["lr"], group["eps"], step.double()
+    decay = count ** group["beta2_decay"]
+    rho = torch.minimum(count.rsqrt(), torch.ones_like(count) * lr)  # lr may be a symbol
+    for p, g, state in zip(ps, gs, states):
+        g = -g if group["maximize"] else g
+        floor = torch.finfo(p.dtype).eps if eps1 is None else eps1
+        alpha = _root_mean_square(p).clamp_min(eps2) * rho
+        if group["weight_decay"]:
+            p.mul_(1 - lr * group["weight_decay"])
+        squares = g.square()
+        if g.dim() < 2:
+            variance = state["variance"].lerp_(squares, decay.to(p.dtype))
+        else:
+            rows = state["row_var"].lerp_(squares.mean(-1, keepdim=True), decay.to(p.dtype))
+            columns = state["col_var"].lerp_(squares.mean(-2, keepdim=True), decay.to(p.dtype))
+            variance = rows * columns / rows.mean(-2, keepdim=True).clamp_min(floor)
+        change = variance.clamp_min(floor * floor).rsqrt() * g
+        shrink = (_root_mean_square(change) / group["d"]).clamp_min(1.0)
+        p.sub_(change * (alpha / shrink).to(p.dtype))
+
+
+def _root_mean_square(x: Tensor) -> Tensor:
+    return x.square().mean().sqrt().double()
+
+
+_REFUSED = ("amsgrad", "differentiable")  # the optimizer's own step has them
+RULES: dict[type[Optimizer], Rule] = {
+    Adam: Rule(_adam_states, _adam, _REFUSED),
+    AdamW: Rule(_adam_states, _adam, _REFUSED),
+    Adafactor: Rule(_adafactor_states, _adafactor),
+    SGD: Rule(_sgd_states, _sgd, _REFUSED[1:]),
+}

@@ -1,0 +1,242 @@
+"""Attention with a user's functions of positions: those of torch's flex_attention.
+
+    out, lse = flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "", "", scale, region)
+
+    mask        of b, h, q, k: what is seen; tiles in which nothing is seen are not computed
+    score       of score, b, h, q, k: the score that takes its place
+    gradient    of grad, score, b, h, q, k: that of the score
+
+The functions are expressions of elementwise operations, written by capture/rewrites/flex.py. An
+empty one changes nothing. b, h, q and k are positions in all shards together; u0, u1, ... are the
+buffers. Names that an expression assigns are t0, t1, ...
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from collections.abc import Sequence
+from functools import cache
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...compat.operators import aten, find
+from ...compat.private_apis import OpOverload
+from ...errors import ShardingError, user_line
+from .attention_merge import empty_gradients, empty_results
+from .attention_tiles import Place, Tiles
+
+_NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
+
+
+# Operations besides elementwise ones that have no dimension in, and none out.
+OF_NO_DIMENSION = {
+    aten.scalar_tensor.default,
+    aten.full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.new_full.default,
+    aten.ones.default,
+    aten.zeros.default,
+    aten.ones_like.default,
+    aten.zeros_like.default,
+    aten.full_like.default,
+    aten.detach.default,
+    aten.alias.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.lift_fresh_copy.default,
+}
+_VARIABLE = re.compile(r"b|h|q|k|score|grad|inf|nan|[ut]\d+")
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@cache
+def _compiled(text: str) -> CodeType:
+    """Return the code of an expression, which a file of a plan may have.
+
+    Raises:
+        ShardingError: It is none of elementwise operations.
+    """
+    try:
+        tree = ast.parse(text, mode="eval")
+        if _is_expression(tree.body):
+            return compile(tree, "<flex_attention>", "eval")
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        pass
+    raise ShardingError(
+        "a function of flex_attention is no expression of elementwise operations",
+        where=user_line(),
+        why=f"it is {text[:80]!r}",
+        fix="plan the model again",
+    )
+
+
+def _is_expression(node: ast.AST) -> bool:
+    """Return whether code is operators of numbers, variables and other such expressions."""
+    if isinstance(node, ast.Constant):
+        return type(node.value) in _PLAIN
+    if isinstance(node, ast.Name):
+        return _VARIABLE.fullmatch(node.id) is not None
+    if isinstance(node, ast.UnaryOp):
+        return isinstance(node.op, ast.USub) and _is_expression(node.operand)
+    if isinstance(node, ast.List):
+        return all(map(_is_expression, node.elts))
+    if isinstance(node, ast.NamedExpr):
+        return _is_expression(node.target) and _is_expression(node.value)
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+        return isinstance(vars(torch).get(node.attr), torch.dtype)
+    if not isinstance(node, ast.Call) or any(each.arg is None for each in node.keywords):
+        return False
+    values = [*node.args, *(each.value for each in node.keywords)]
+    return is_elementwise(_operator(node.func)) and all(map(_is_expression, values))
+
+
+def _operator(node: ast.AST) -> Any:
+    """Return the operator of a name such as aten.ge.Tensor, or None."""
+    names = ast.unparse(node).split(".")
+    if len(names) != 3 or names[0] != "aten" or not all(map(str.isidentifier, names)):
+        return None
+    return find(*names)
+
+
+def is_elementwise(op: Any) -> bool:
+    """Return whether an expression may have an operator."""
+    if not isinstance(op, OpOverload) or op._schema.is_mutable:
+        return False
+    return torch.Tag.pointwise in op.tags or op is aten.index.Tensor or op in OF_NO_DIMENSION
+
+
+class Flex(NamedTuple):
+    """A Change of attention by expressions. buffers: tensors that they read, whole."""
+
+    buffers: Sequence[Tensor]
+    mask: str
+    score: str
+    gradient: str
+
+    def _value(
+        self,
+        text: str,
+        place: Place,
+        shape: Sequence[int],
+        device: torch.device,
+        **values: Tensor,
+    ) -> Tensor:
+        """Return the value of an expression at the positions of a tile."""
+        of = [
+            torch.arange(first, first + size, device=device)
+            for first, size in zip(place.first, shape)
+        ]
+        batch, heads, groups, queries, keys = of
+        heads = heads.view(-1, 1) * place.whole[2] + groups
+        last = place.whole[0] - 1, place.whole[1] * place.whole[2] - 1
+        names = {f"u{i}": x if x.dim() else x.view(1) for i, x in enumerate(self.buffers)}
+        names |= {
+            "b": batch.clamp_max(last[0]).view(-1, 1, 1, 1, 1),  # Behind the last is padding.
+            "h": heads.clamp_max(last[1]).view(*heads.shape, 1, 1),
+            "q": queries.view(-1, 1),
+            "k": keys,
+            **values,
+        }
+        return eval(_compiled(text), {**_NAMES, **names})
+
+    def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
+        if not self.mask:
+            return True
+        seen = self._value(self.mask, place, shape, device)
+        return True if seen.all() else seen
+
+    def scores(self, scores: Tensor, place: Place) -> Tensor:
+        if not self.score:
+            return scores
+        changed = self._value(self.score, place, scores.shape, scores.device, score=scores)
+        return changed.to(scores.dtype).expand_as(scores)
+
+    def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
+        if not self.gradient:
+            return grad
+        values = {"score": scores, "grad": grad}
+        result = self._value(self.gradient, place, scores.shape, scores.device, **values)
+        return result.to(grad.dtype).expand_as(grad)
+
+    def factors(self, weights: Tensor, place: Place) -> None:
+        return None
+
+
+def flex_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    functions: Sequence[Any],
+    scale: float,
+    region: Sequence[int] | None,
+) -> Tiles:
+    """Return the tiles of a call. functions: the buffers and the three expressions."""
+    return Tiles(q, k, v, False, scale, None, region, Flex(*functions))
+
+
+@torch.library.custom_op("torchgspmd::flex_attention", mutates_args=())
+def flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    buffers: Sequence[Tensor],
+    mask: str,
+    score: str,
+    gradient: str,
+    scale: float,
+    region: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return softmax of the changed scores, times v, and the logsumexp of these scores.
+
+    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as of `attention` with dropout.
+    """
+    functions = (buffers, mask, score, gradient)
+    out, lse = flex_tiles(q, k, v, functions, scale, region).forward()
+    return out.contiguous(), lse
+
+
+flex_attention.register_fake(empty_results)
+
+
+@torch.library.custom_op("torchgspmd::flex_attention_backward", mutates_args=())
+def flex_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    buffers: Sequence[Tensor],
+    mask: str,
+    score: str,
+    gradient: str,
+    scale: float,
+    region: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
+    functions = (buffers, mask, score, gradient)
+    return flex_tiles(q, k, v, functions, scale, region).backward(grad, out, lse)
+
+
+flex_attention_backward.register_fake(empty_gradients)
+
+
+def _context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    q, k, v, buffers, *ctx.options = inputs[:8]  # A program before it is sharded has no regions.
+    ctx.save_for_backward(q, k, v, *output, *buffers)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    q, k, v, out, lse, *buffers = ctx.saved_tensors
+    grads = flex_attention_backward(grad, q, k, v, out, lse, buffers, *ctx.options)
+    return (*grads, [None] * len(buffers), *(None,) * len(ctx.options))
+
+
+flex_attention.register_autograd(_backward, setup_context=_context)

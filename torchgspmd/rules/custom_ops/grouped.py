@@ -1,0 +1,231 @@
+"""Products of groups of rows with one matrix each, as experts compute them.
+
+    grouped_mm(x, w, ends)          rows ends[i-1]:ends[i] of x [t, k] times w[i], of w [e, k, n]
+    grouped_outer(x, y, ends)       the sum of outer products of the rows of each group: [e, k, n]
+
+torch._grouped_mm and F.grouped_mm become these in a capture: for every type, without an alignment,
+and rows behind the last group are 0. Experts on several devices are blocks of groups, one each:
+
+    take_blocks(x, ends, 2)         [2, t, k]: block b begins with the first row of its groups
+    block_mm(xs, ws, ends, 2)       [2, t, n]: each block by its own matrices
+    put_blocks(ys, ends, 2)         [t, n]: the rows of all blocks, each back at its place
+
+A block has room for all rows, as all may choose its experts; a device multiplies only its own. Rows
+that are not sorted come with the group of each in place of the ends, and with the number of groups:
+
+    take_blocks(x, index, 2, 8)     block b begins with the rows of its groups, sorted
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.private_apis import _grouped_mm
+
+KERNEL_BYTES = 16  # PyTorch's kernel needs rows of a multiple of so many bytes
+
+
+@torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=())
+def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    """Return [t, n]: each row of x [t, k] times the matrix of its group, of w [e, k, n].
+
+    ends: the row behind each group. Rows behind the last group are 0.
+    """
+    if _has_kernel(x, w):
+        out = _grouped_mm(x, w, offs=ends.to(torch.int32))
+        rows = torch.arange(len(x), device=x.device).unsqueeze(1)
+        return torch.where(rows < ends[-1], out, 0)
+    out, start = x.new_zeros(x.shape[0], w.shape[2]), 0
+    for matrix, end in zip(w, ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end], matrix, out=out[start:end])
+            start = end
+    return out
+
+
+@torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=())
+def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Return [e, k, n]: of each group the product of x [t, k], transposed, and y [t, n]."""
+    if _has_kernel(x.t(), y):
+        return _grouped_mm(x.t(), y, offs=ends.to(torch.int32))
+    out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
+    for matrix, end in zip(out, ends.tolist()):
+        if end > start:
+            torch.mm(x[start:end].t(), y[start:end], out=matrix)
+            start = end
+    return out
+
+
+def _has_kernel(a: Tensor, b: Tensor) -> bool:
+    """Return whether PyTorch's kernel on GPUs takes the operands."""
+    return (
+        a.is_cuda
+        and a.dtype == torch.bfloat16
+        and all(
+            sorted(t.stride()[-2:])[0] == 1
+            and max(t.stride()[-2:]) * t.itemsize % KERNEL_BYTES == 0
+            for t in (a, b)
+        )
+    )
+
+
+@grouped_mm.register_fake
+def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    if x.shape[1] != w.shape[1] or ends.shape[0] != w.shape[0]:
+        raise RuntimeError(
+            f"shapes {list(x.shape)}, {list(w.shape)} and {list(ends.shape)} of groups differ"
+        )
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@grouped_outer.register_fake
+def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
+    x, w, ends = ctx.saved_tensors
+    return (
+        grouped_mm(grad, w.mT, ends) if ctx.needs_input_grad[0] else None,
+        grouped_outer(x, grad, ends) if ctx.needs_input_grad[1] else None,
+        None,
+    )
+
+
+def _outer_backward(ctx: Any, grad: Tensor) -> tuple:
+    x, y, ends = ctx.saved_tensors
+    return (
+        grouped_mm(y, grad.mT, ends) if ctx.needs_input_grad[0] else None,
+        grouped_mm(x, grad, ends) if ctx.needs_input_grad[1] else None,
+        None,
+    )
+
+
+grouped_mm.register_autograd(_mm_backward, setup_context=_save)
+grouped_outer.register_autograd(_outer_backward, setup_context=_save)
+
+
+# ----------------------------------------------------------------------------- blocks of groups
+
+
+def groups_of_block(groups: int, blocks: int) -> int:
+    """Return how many groups a block has; the last ones may have fewer, or none."""
+    return -(-groups // blocks)
+
+
+def sorted_groups(ends: Tensor, groups: int) -> tuple[Tensor | None, Tensor]:
+    """Return (the rows in the order of their groups, or None, the ends of the groups then).
+
+    groups: 0, if the rows are sorted. Else `ends` is the group of each row, of so many.
+    """
+    if not groups:
+        return None, ends
+    index = ends.remainder(groups)  # negative ones count from the end
+    counts = index.new_zeros(groups).scatter_add(0, index, torch.ones_like(index))
+    return index.argsort(stable=True), counts.cumsum(0)
+
+
+def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return of `count` blocks from `first` on: (first row [count], ends [count, p] from there)."""
+    width = groups_of_block(ends.shape[0], blocks)
+    padding = width * max(blocks, first + count) - len(ends)  # a device may have empty blocks
+    borders = torch.cat([ends.new_zeros(1), ends, ends[-1:].expand(padding)])
+    start = borders[:-1:width].narrow(0, first, count)
+    last = borders[1:].reshape(-1, width).narrow(0, first, count)
+    return start, last - start.unsqueeze(1)
+
+
+@torch.library.custom_op("torchgspmd::take_blocks", mutates_args=())
+def take_blocks(
+    x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
+) -> Tensor:
+    """Return [count, t, ...]: x [t, ...], turned so that each block begins at row 0.
+
+    The groups are cut into `blocks`; those from `first` on are taken.
+    """
+    order, ends = sorted_groups(ends, groups)
+    start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
+    rows = torch.arange(len(x), device=x.device)
+    rows = (rows + start.unsqueeze(1)) % max(len(x), 1)
+    return x[rows if order is None else order[rows]]
+
+
+@torch.library.custom_op("torchgspmd::put_blocks", mutates_args=())
+def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
+    """Return [t, ...]: the rows of each block of ys [count, t, ...], where take_blocks read them.
+
+    Rows that no block has are 0.
+    """
+    order, ends = sorted_groups(ends, groups)
+    start, last = block_ends(ends, blocks, first, len(ys))
+    out = ys.new_zeros(ys.shape[1:])
+    for y, begin, size in zip(ys, start, last[:, -1]):
+        rows = torch.arange(len(out), device=out.device) - begin
+        inside = ((rows >= 0) & (rows < size)).reshape([-1] + [1] * (out.dim() - 1))
+        out = torch.where(inside, y[rows.clamp(0)], out)
+    return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
+
+
+@torch.library.custom_op("torchgspmd::block_mm", mutates_args=())
+def block_mm(
+    xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
+) -> Tensor:
+    """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
+    last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
+    return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
+
+
+@torch.library.custom_op("torchgspmd::block_outer", mutates_args=())
+def block_outer(
+    xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
+) -> Tensor:
+    """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
+    last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
+    return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
+
+
+@take_blocks.register_fake
+def _(
+    x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
+) -> Tensor:
+    return x.new_empty([blocks if count is None else count, *x.shape])
+
+
+@put_blocks.register_fake
+def _(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
+    return ys.new_empty(ys.shape[1:])
+
+
+@block_mm.register_fake
+def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
+    return xs.new_empty(*xs.shape[:2], ws.shape[3])
+
+
+def _save_blocks(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.blocks = inputs[3:]
+
+
+def _blocks_backward(ctx: Any, grad: Tensor) -> tuple:
+    xs, ws, ends = ctx.saved_tensors
+    return (
+        block_mm(grad, ws.mT, ends, *ctx.blocks) if ctx.needs_input_grad[0] else None,
+        block_outer(xs, grad, ends, *ctx.blocks) if ctx.needs_input_grad[1] else None,
+        *[None] * (1 + len(ctx.blocks)),
+    )
+
+
+block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
+
+
+@block_outer.register_fake
+def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
+    width = groups_of_block(groups or ends.shape[0], blocks)
+    return xs.new_empty(xs.shape[0], width, xs.shape[2], ys.shape[2])

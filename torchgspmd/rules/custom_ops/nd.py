@@ -1,0 +1,117 @@
+"""Operations that keep all dimensions: linear, matmul and einsum become these.
+
+    linear(x, w)        einsum("bsk,nk->bsn", x, w)
+
+PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a
+layout of a merged dimension. The gradients use the same operations, so that the backward keeps all
+dimensions too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compat.operators import aten
+
+# ------------------------------------------------------------------------- einsum of two tensors
+
+
+@torch.library.custom_op("torchgspmd::einsum", mutates_args=())
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """Return torch.einsum of two tensors, as a contiguous tensor.
+
+    No letter is repeated in a tensor or broadcast. Every letter occurs in two of a, b, result.
+    """
+    return torch.einsum(equation, a, b).contiguous()
+
+
+def split_equation(equation: str) -> tuple[str, str, str]:
+    """Split 'ab,bc->ac' into ('ab', 'bc', 'ac')."""
+    left, out = equation.split("->")
+    a, b = left.split(",")
+    return a, b, out
+
+
+def summed_alone(x: Tensor, letters: str, others: str) -> tuple[Tensor, str]:
+    """Sum x over its letters that are not among `others`. Returns the letters left, too."""
+    dims = [i for i, c in enumerate(letters) if c not in others]
+    return (x.sum(dims), "".join(c for c in letters if c in others)) if dims else (x, letters)
+
+
+@einsum.register_fake
+def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    a_letters, b_letters, out = split_equation(equation)
+    sizes = {**dict(zip(a_letters, a.shape)), **dict(zip(b_letters, b.shape))}
+    for letter, size in zip(a_letters, a.shape):
+        if type(size) is type(sizes[letter]) is int and size != sizes[letter]:
+            raise RuntimeError(
+                f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: "
+                f"'{letter}' of {equation} is {size} and {sizes[letter]}"
+            )
+    return a.new_empty([sizes[letter] for letter in out])
+
+
+def _einsum_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+    ctx.equation, a, b = inputs
+    ctx.save_for_backward(a, b)
+
+
+def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
+    x, y = ctx.saved_tensors
+    a, b, out = split_equation(ctx.equation)
+    return (
+        None,
+        einsum(f"{out},{b}->{a}", grad, y.conj_physical()) if ctx.needs_input_grad[1] else None,
+        einsum(f"{out},{a}->{b}", grad, x.conj_physical()) if ctx.needs_input_grad[2] else None,
+    )
+
+
+einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
+
+
+# --------------------------------------------------------- connectionist temporal classification
+
+
+@torch.library.custom_op("torchgspmd::ctc_losses", mutates_args=())
+def ctc_losses(
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return the loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
+
+    targets: [n, s], or all of them concatenated. PyTorch's operation cannot be captured: it saves
+    a tensor whose size depends on the lengths.
+    """
+    lengths = [n.tolist() for n in (input_lengths, target_lengths)]
+    losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
+    grad = aten._ctc_loss_backward.default(
+        torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank, zero_infinity
+    )
+    losses = losses.masked_fill(losses.isinf(), 0) if zero_infinity else losses.clone()
+    return losses, grad.contiguous()
+
+
+@ctc_losses.register_fake
+def _(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
+        log_probs, memory_format=torch.contiguous_format
+    )
+
+
+def _ctc_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _ctc_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+    return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None, None, None, None
+
+
+ctc_losses.register_autograd(_ctc_backward, setup_context=_ctc_context)

@@ -1,0 +1,142 @@
+"""One step of Adam (arXiv 1412.6980) or AdamW (arXiv 1711.05101), as one operation.
+
+    adam(p, g, m, v, step, lr, ...)         (p, m, v) after the step
+    adam_([p, ...], [g, ...], ...)          the same for many parameters, in place
+
+torch._fused_adam_ and torch._fused_adamw_ become the first in a capture; a program calls the second
+where the old values are needed no more. PyTorch's kernel reads and writes each number once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.types import Number
+
+from ...compat.private_apis import _fused_adam_, _fused_adamw_
+
+KERNELS = ("cpu", "cuda")  # devices that have one
+
+
+@torch.library.custom_op("torchgspmd::adam", mutates_args=())
+def adam(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    step: Tensor,
+    lr: Tensor,
+    beta1: Number,
+    beta2: Number,
+    weight_decay: Number,
+    eps: Number,
+    decoupled: bool,
+    maximize: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return parameter, mean and mean square after a step.
+
+    step: the number of this step, from 1, and lr are 0-d tensors. decoupled: AdamW's weight decay.
+    """
+    new = p.clone(), m.clone(), v.clone()
+    options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
+    adam_([new[0]], [g], [new[1]], [new[2]], step, *options)
+    return new
+
+
+@adam.register_fake
+def _(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
+
+
+def rate(lr: Any, step: Tensor) -> Tensor:
+    """Return a learning rate as adam takes it; it may be a number of a program."""
+    return lr if isinstance(lr, Tensor) else torch.ones_like(step, dtype=torch.float64) * lr
+
+
+def adam_(
+    ps: Sequence[Tensor],
+    gs: Sequence[Tensor],
+    ms: Sequence[Tensor],
+    vs: Sequence[Tensor],
+    step: Tensor,
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    decoupled: bool,
+    maximize: bool,
+) -> None:
+    """Step parameters of one dtype and device, in place."""
+    options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
+    lists: list[tuple[Tensor, ...]] = []
+    for row in zip(ps, gs, ms, vs):
+        if _is_for_kernel(row):
+            lists.append(row)
+        elif row[0].numel():
+            p, g, m, v = row
+            new, m_new, v_new, _ = adam_formula(p, g, m, v, None, step, *options)
+            for old, value in ((p, new), (m, m_new), (v, v_new)):
+                old.copy_(value)
+    if lists:
+        kernel = _fused_adamw_ if decoupled else _fused_adam_
+        kernel(
+            *map(list, zip(*lists)),
+            [],
+            [step] * len(lists),
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+            amsgrad=False,
+            maximize=maximize,
+        )
+
+
+vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
+
+
+def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the kernel takes these tensors: it goes through their memory as it lies."""
+    first = tensors[0]
+    return (
+        first.device.type in KERNELS
+        and first.is_contiguous()
+        and first.numel() > 0
+        and all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+    )
+
+
+def adam_formula(
+    p: Tensor,
+    g: Tensor,
+    m: Tensor,
+    v: Tensor,
+    largest: Tensor | None,
+    step: Tensor,
+    lr: Any,
+    beta1: Any,
+    beta2: Any,
+    weight_decay: Any,
+    eps: Any,
+    decoupled: bool,
+    maximize: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return parameter, mean, mean square and its maximum after a step, by plain operations.
+
+    largest: the maximum of amsgrad, or None.
+    """
+    g, count = -g if maximize else g, step.double()  # as torch.optim computes the corrections
+    if decoupled:
+        p = p * (1 - lr * weight_decay)
+    elif weight_decay:
+        g = g + p * weight_decay
+    m = m.lerp(g, 1 - beta1)
+    v = v * beta2 + g * g * (1 - beta2)
+    largest = None if largest is None else torch.maximum(largest, v)
+    root = (v if largest is None else largest).sqrt() / (1 - beta2**count).sqrt() + eps
+    return p - m / root * (lr / (1 - beta1**count)), m, v, largest

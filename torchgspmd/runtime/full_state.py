@@ -1,0 +1,224 @@
+"""full_state_dict: the whole state of a sharded model on the CPU, as one device's model has it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..comm.process_groups import ProcessGroups, find_groups
+from ..comm.rank_check import check_ranks
+from ..comm.rank_mismatch import Account, raise_difference
+from ..compat.private_apis import _pytree as pytree
+from ..dtensor.ours import is_ours
+from ..dtensor.pickling import is_sharded
+from ..dtensor.storage import spec_of, stored_shape
+from ..errors import ShardingError, user_line
+from ..layout.mesh import Coordinates
+from ..shard_spec import ShardSpec
+from .module_proxy import ModuleProxy
+
+Table = dict[str, Any]  # tensors or None: of parameters or buffers of a module, by name
+
+
+def full_state_dict(
+    model: nn.Module, optimizer: Optimizer | None = None, rank0_only: bool = True
+) -> dict[str, Any]:
+    """Return the state of a model on a mesh as the one-device model has it, on the CPU.
+
+    Call it identically on every rank. Names are those of the unwrapped model, and tensors are plain
+    and contiguous, without padding: the one-device model loads them with strict=True. Tied
+    weights share their memory. The values are copies: training may go on while they are written.
+    One tensor is gathered at a time, through memory of the CPU, so that a device needs no more
+    memory than its shards.
+
+    Args:
+        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        optimizer: The optimizer of its parameters, if its state is wanted too.
+        rank0_only: Whether rank 0 of the mesh alone gets the state; the others get {}.
+
+    Returns:
+        The model's state_dict. With an optimizer {"model": the model's state_dict, "optimizer": the
+        optimizer's state_dict}: what `load_state_dict` of an optimizer takes whose parameters are
+        those of the one-device model in the same order.
+
+    Raises:
+        ShardingError: The ranks call it differently, the model is not on a mesh of processes, or a
+            tensor is on meta.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torchgspmd import full_state_dict, parallelize
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = parallelize(torch.nn.Linear(4, 8), Mesh(data=1))
+        >>> state = full_state_dict(model)
+        >>> torch.nn.Linear(4, 8).load_state_dict(state, strict=True)
+        <All keys matched successfully>
+        >>> dist.destroy_process_group()
+    """
+    if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
+        wrong = model if not isinstance(model, nn.Module) else optimizer
+        raise ShardingError(
+            f"full_state_dict takes a model and an optimizer, and got {type(wrong).__name__}",
+            where=user_line(),
+            fix="full_state_dict(model, optimizer)",
+        )
+    tables = [*_tables(model)]
+    stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
+    states: Any = {} if optimizer is None else optimizer.state_dict()
+    leaves, structure = pytree.tree_flatten(states)
+    tensors = [*stored.values()]
+    tensors += [(f"optimizer.{i}", t) for i, t in enumerate(leaves) if isinstance(t, Tensor)]
+    gather = _Gather(_check(tensors), rank0_only)
+    wholes = {id(t): gather.whole(t) for _, t in stored.values()}
+    leaves = [gather.whole(t) if isinstance(t, Tensor) else t for t in leaves]
+    if not gather.keeps:
+        return {}
+    with _in_place_of(tables, wholes):
+        state = model.state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+            state[name] = value.clone(memory_format=torch.contiguous_format)
+    if optimizer is None:
+        return state
+    return {"model": state, "optimizer": pytree.tree_unflatten(leaves, structure)}
+
+
+def _tables(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
+    """Yield each module's tables of parameters and of buffers, with what state_dict has of them.
+
+    The second is by the names of state_dict.
+    """
+    for prefix, module in model.named_modules():
+        owner = module._model if isinstance(module, ModuleProxy) else module
+        for table in (owner._parameters, owner._buffers):
+            left_out = owner._non_persistent_buffers_set if table is owner._buffers else ()
+            yield (
+                table,
+                {
+                    f"{prefix}.{name}" if prefix else name: tensor
+                    for name, tensor in table.items()
+                    if tensor is not None and name not in left_out
+                },
+            )
+
+
+def _check(tensors: list[tuple[str, Tensor]]) -> ProcessGroups:
+    """Return the groups of the mesh. Raise ShardingError on every rank if one has other tensors."""
+    ours = (t for _, t in tensors if isinstance(t, DTensor) and is_ours(t))
+    groups = next((find_groups(t.device_mesh) for t in ours), None)
+    if groups is None:
+        raise ShardingError(
+            "no tensor of the model is on a mesh of processes",
+            where=user_line(),
+            fix="model.state_dict() has the whole tensors already",
+        )
+    described = [(name, f"{t.dtype} {list(t.shape)} {_placements(t)}") for name, t in tensors]
+    meta = next((name for name, t in tensors if t.device.type == "meta"), None)
+    if meta is not None:
+        raise ShardingError(
+            f"'{meta}' is on meta: it has no values",
+            where=user_line(),
+            fix=f"model.to_empty(device='{groups.device_type}'), "
+            "then initialize it or load its values",
+        )
+    for _, t in tensors:
+        if isinstance(t, DTensor):
+            spec_of(t, groups.mesh)  # raises for one that no gather is known for
+    account = Account(f"calls full_state_dict at {user_line()}", model=described)
+    number = zlib.crc32(str(described).encode())
+    groups.watcher.run(check_ranks, groups, number, lambda: raise_difference(groups, account))
+    return groups
+
+
+def _placements(tensor: Tensor) -> str:
+    return str(tensor.placements) if isinstance(tensor, DTensor) else "whole"
+
+
+class _Gather:
+    """Gathers one tensor at a time. keeps: whether this rank gets the whole tensors."""
+
+    def __init__(self, groups: ProcessGroups, rank0_only: bool) -> None:
+        self.groups, self.mesh, self.rank0_only = groups, groups.mesh, rank0_only
+        self.keeps = groups.rank == 0 or not rank0_only
+
+    @torch.no_grad()
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """Return a tensor on the CPU, in memory of its own; None if this rank does not get it."""
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        if not isinstance(tensor, DTensor) or not is_sharded(tensor):
+            copy = torch.empty(local.shape, dtype=local.dtype, device="cpu") if self.keeps else None
+            return copy if copy is None else copy.copy_(local)
+        spec, shape = spec_of(tensor, self.mesh), tuple(tensor.shape)
+        result = torch.empty(shape, dtype=tensor.dtype) if self.keeps else None
+        axes = spec.sharding_axes
+        for rank in range(self.mesh.size):
+            at = self.mesh.coordinates(rank)
+            sizes = stored_shape(spec, shape, self.mesh, at)
+            if 0 in sizes or any(at[a] for a in self.mesh.names if a not in axes):
+                continue  # an empty shard, or a replica
+            shard = self.groups.watcher.run(self._shard, rank, local, sizes)
+            if result is not None:
+                _region(result, spec, self.mesh.count, self.mesh.index, at, sizes).copy_(shard)
+        return result
+
+    def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
+        """Return the shard of a rank where it is wanted. It travels as bytes, for all dtypes."""
+        groups = self.groups
+        is_mine, source = rank == groups.rank, groups.processes[rank]
+        if not is_mine and not self.keeps or is_mine and self.rank0_only and rank == 0:
+            return local if is_mine else None
+        shard = (
+            local.to(groups.checked_on, memory_format=torch.contiguous_format).contiguous()
+            if is_mine
+            else torch.empty(sizes, dtype=local.dtype, device=groups.checked_on)
+        )
+        message = shard.view(-1).view(torch.uint8)
+        if not self.rank0_only:
+            dist.broadcast(message, source, group=groups.checks)
+        elif is_mine:
+            dist.send(message, groups.processes[0], group=groups.checks)
+        else:
+            dist.recv(message, source, group=groups.checks)
+        return shard
+
+
+def _region(
+    whole: Tensor, spec: ShardSpec, count: Any, index: Any, at: Coordinates, sizes: tuple[int, ...]
+) -> Tensor:
+    """Return the part of a whole tensor that the device at some coordinates has."""
+    for d, (axes, size) in enumerate(zip(spec.dims, sizes)):
+        if axes:
+            whole = whole.narrow(d, index(axes, at) * -(-whole.shape[d] // count(axes)), size)
+    return whole
+
+
+@contextmanager
+def _in_place_of(
+    tables: list[tuple[Table, dict[str, Tensor]]], wholes: dict[int, Tensor | None]
+) -> Iterator[None]:
+    """Have whole tensors in the tables, so that the hooks of state_dict see one device's model."""
+    before = [dict(table) for table, _ in tables]
+    replaced: dict[int, Tensor] = {}
+    try:
+        for table, _ in tables:
+            for name, tensor in table.items():
+                whole = wholes.get(id(tensor))
+                if whole is not None:
+                    new = (
+                        nn.Parameter(whole, requires_grad=False)
+                        if isinstance(tensor, nn.Parameter)
+                        else whole
+                    )
+                    table[name] = replaced.setdefault(id(tensor), new)
+        yield
+    finally:
+        for (table, _), tensors in zip(tables, before):
+            table.update(tensors)

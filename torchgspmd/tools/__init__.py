@@ -1,0 +1,1 @@
+"""Tools around a plan. The library below imports none of them."""

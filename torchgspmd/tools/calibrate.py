@@ -1,0 +1,317 @@
+"""calibrate: measure the devices and links at hand, for estimates of their own plans.
+
+Steps of small models, whose weights are whole, give the speed of one device while all
+devices work: their times are fitted by operations of products, bytes of all else, a launch for each
+operation, and constants for an attention, for its operations and for a step. Then collectives of
+two sizes are timed, over axes and all.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..comm.hardware import Hardware, Link, hardware_of
+from ..comm.kinds import KINDS, CollectiveKind, all_gather, all_reduce, all_to_all, reduce_scatter
+from ..comm.process_groups import ProcessGroups, groups_of
+from ..compat.private_apis import OpOverload
+from ..compiler.plan import Plan
+from ..errors import ShardingError, user_line
+from ..fx_passes.lower.lower_collectives import CollectiveOfAnySize
+from ..fx_passes.schedule.arithmetic import flops, is_attention, traffic
+from ..layout.device_mesh import mesh_of
+from ..layout.mesh import Mesh
+from ..layout.spec_notation import Axes
+from ..runtime.parallelize import parallelize
+
+# (rows, width, layers) of the models: launches and what a step costs besides differ by the layers
+SHAPES = ((16, 16, 1), (16, 16, 8), (64, 64, 4), (256, 128, 2), (512, 256, 2), (1024, 256, 1))
+SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # of attentions: (heads, length, width)
+ROWS = ((64, 256), (512, 256), (512, 1024))  # of models without products
+DTYPES = (torch.float64, torch.bfloat16)  # whose products are compared with those of float32
+SIDES = (32, 1024)  # of the square tensors that are sent
+PRIOR = 0.3  # weight of what is measured alone beside a model
+RANGE = 0.4, 4.0  # of a coefficient, over what is measured alone
+SECONDS = 0.2  # that each measurement takes at least
+
+
+def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
+    """Measure the processes at hand; every one of them calls it alike, and gets the same.
+
+    It takes some seconds. The current accelerator is measured if the process group is not gloo's.
+
+    Args:
+        mesh: The devices; collectives are measured over each of its axes, and over all. By default
+            one axis of all processes.
+
+    Returns:
+        A Hardware for plan.estimate, plan.report and suggest.
+
+    Raises:
+        ShardingError: There is no process group with one process per device.
+
+    Example:
+        >>> import torch.distributed as dist  # here one process; under torchrun one a device
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> calibrate().product_seconds(1e9, 4) > 0
+        True
+        >>> dist.destroy_process_group()
+    """
+    if not dist.is_initialized():
+        raise ShardingError(
+            "there is no process group to measure",
+            where=user_line(),
+            fix="torch.distributed.init_process_group() first, under torchrun",
+        )
+    device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
+    return _Calibration(mesh_of(mesh or Mesh(data=dist.get_world_size())), str(device)).run()
+
+
+class _Model(nn.Module):
+    """Layers of a norm and two products, and a softmax."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        self.layers = layers
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.layers):
+            x = x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x.log_softmax(-1).square().mean()
+
+
+class _Pointwise(nn.Module):
+    """Norms, activations and a softmax, without products."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + nn.functional.gelu(self.norm(x))
+        return x.log_softmax(-1).square().mean()
+
+
+class _Attention(nn.Module):
+    """Causal attentions of a tensor that is scaled."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            q = x * self.scale
+            x = nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+        return x.square().mean()
+
+
+def _step(model: nn.Module, x: Tensor) -> None:
+    """Run a training step without an optimizer."""
+    model.zero_grad()
+    model(x).sum().backward()
+
+
+def _input(size: int, width: int) -> Tensor:
+    """Return a tensor that is the same on all ranks."""
+    return torch.linspace(-1, 1, size * width).view(size, width)
+
+
+class _Calibration:
+    """What is measured on one mesh."""
+
+    def __init__(self, mesh: Mesh, device: str) -> None:
+        self.mesh, self.device = mesh, device
+        self.view = 0.0  # of a launch
+        self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
+
+    def run(self) -> Hardware:
+        """Return the measured hardware."""
+        launch, step, product, moved, attention, score = self._device()
+        groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
+        reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))
+        steps = math.ceil(math.log2(max(self.mesh.size, 2)))
+        return Hardware(
+            f"{self.mesh.size} processes of {self.device}",
+            {4: 1 / product, **self._other_products(1 / product)},
+            1 / moved,
+            hardware_of(self.device).memory,
+            (Link(math.inf, reduction.bandwidth, reduction.latency / steps),),
+            launch=launch,
+            efficiency=1.0,
+            beside=self.device != "cpu",
+            source="measured by calibrate",
+            step=step,
+            groups=groups,
+            view=launch * self.view if self.device == "cpu" else 0.0,
+            attention=(attention, 1 / score),
+        )
+
+    def _device(self) -> tuple[float, ...]:
+        """Return the seconds of a launch, of a step, of an operation and of a byte moved; of the
+        start of an attention and of one of its operations.
+        """
+        alone, rows, seconds = self._alone(), [], []
+        models: list[tuple[nn.Module, Tensor]] = [
+            *((_Model(width, layers), _input(size, width)) for size, width, layers in SHAPES),
+            *((_Pointwise(width), _input(size, width)) for size, width in ROWS),
+            *((_Attention(n[-1]), _input(n[0] * n[1], n[2]).view(1, *n)) for n in SEQUENCES),
+        ]
+        for model, x in models:
+            module, x = parallelize(model.to(self.device), self.mesh), x.to(self.device)
+            seconds.append(self._time(lambda module=module, x=x: _step(module, x)))
+            rows.append(_work(cast(Plan, module.plan), self.view))
+        fit = _fit(rows, seconds, alone)
+        return tuple(map(self._most, fit))  # the last bit of a fit may differ between processes
+
+    def _alone(self) -> tuple[float, ...]:
+        """Return the same, each measured by itself. A view takes `view` of a launch."""
+        small, large, square = (
+            _input(*n).to(self.device) for n in ((2, 4), (512, 1024), (256, 256))
+        )
+        launch = self._time(lambda: [small + 1 for _ in range(100)]) / 100
+        view = self._time(lambda: [small.view(8) for _ in range(100)]) / 100
+        self.view = view / launch if self.device == "cpu" else 0.0
+        empty = parallelize(nn.Linear(2, 2).to(self.device), self.mesh)
+        step = self._time(lambda x=_input(2, 2).to(self.device): _step(empty, x))
+        product = self._time(lambda: square @ square) / (2 * 256**3)
+        mixed = self._time(lambda: nn.functional.gelu(large + large)) / (5 * large.nbytes)
+        begin, end = (self._attention_seconds(*n) for n in (SEQUENCES[0], SEQUENCES[-1]))
+        score = max(end[0] - begin[0], 0.1 * end[0]) / (end[1] - begin[1])
+        return launch, step, product, mixed, begin[0], score
+
+    def _attention_seconds(self, heads: int, length: int, width: int) -> tuple[float, float]:
+        """Return the seconds of an attention without backward, and its operations."""
+        x = _input(heads * length, width).view(1, heads, length, width).to(self.device)
+        attend = nn.functional.scaled_dot_product_attention
+        return self._time(lambda: attend(x, x, x, is_causal=True)), 4 * x.numel() * length
+
+    def _other_products(self, rate: float) -> dict[int, float]:
+        """Return the operations per second of other dtypes, by bytes of an element."""
+        times = {}
+        for dtype in (torch.float32, *DTYPES):
+            x = torch.randn(256, 256, device=self.device).to(dtype)
+            times[dtype] = self._time(lambda x=x: x @ x)
+        return {d.itemsize: rate * times[torch.float32] / times[d] for d in DTYPES}
+
+    def _axes(self) -> list[Axes]:
+        """Return the axes over which collectives are measured: one for each size of a group."""
+        choices = [(name,) for name in self.mesh.names] + [self.mesh.names]
+        by_size = {self.mesh.count(axes): axes for axes in choices}
+        return [axes for size, axes in by_size.items() if size > 1]
+
+    def _collectives(self, axes: Axes) -> list[tuple[tuple[str, int], Link]]:
+        """Return the link of each kind over some axes. Kinds that are sent alike are alike."""
+        text, count = "+".join(axes), self.mesh.count(axes)
+        links = {
+            kind.name: self._link(kind, arguments, count)
+            for kind, arguments in (
+                (all_reduce, ("sum", text)),
+                (all_gather, (0, text)),
+                (reduce_scatter, ("sum", 0, text)),
+                (all_to_all, (0, 1, text)),
+            )
+        }
+        by_wire = {w.op: link for kind, link in links.items() for w in _wire(KINDS[kind])}
+        for name, kind in KINDS.items():
+            for wire in _wire(kind):
+                links.setdefault(name, by_wire[wire.op])
+        return [((name, count), link) for name, link in links.items()]
+
+    def _link(self, kind: CollectiveKind, arguments: tuple[Any, ...], count: int) -> Link:
+        """Return the bytes per second and the latency of a kind, from two sizes."""
+        run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
+        for side in SIDES:
+            side = -(-side // count) * count  # that the group divides
+            x = _input(side, side).to(self.device)  # zeros would have no pages of their own
+            payload = x.nbytes * (count if kind.gathers else 1)
+            seconds = self._time(lambda x=x: run(x, *arguments))
+            points.append((kind.sent(payload, count), seconds))
+        (small, first), (large, second) = points
+        slope = max((second - first) / (large - small), 1e-15)
+        return Link(count, 1 / slope, max(first - small * slope, 0.0))
+
+    def _time(self, run: Callable[[], Any]) -> float:
+        """Return the median of the seconds of a call, each until the slowest device is through.
+
+        Where devices take turns on few cores, it is another one each time.
+        """
+        for _ in range(2):
+            run()
+        repeats = min(max(5, int(self._most(SECONDS / max(self._once(run), 1e-6)))), 200)
+        times = [self._once(run) for _ in range(repeats)]
+        return statistics.median(self._slowest(times))
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        """Return the seconds of one call that all devices begin together."""
+        dist.barrier()
+        start = time.perf_counter()
+        run()
+        if self.device != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - start
+
+    def _most(self, value: float) -> float:
+        """Return the largest of a number of all devices."""
+        return self._slowest([value])[0]
+
+    def _slowest(self, values: list[float]) -> list[float]:
+        """Return the largest of each of some numbers of all devices."""
+        numbers = torch.tensor(values, dtype=torch.float64, device=self.groups.checked_on)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers.tolist()
+
+
+def _wire(kind: Any) -> Sequence[Any]:
+    return kind.wire if isinstance(kind, CollectiveKind) else ()
+
+
+def _work(plan: Plan, view: float) -> tuple[float, ...]:
+    """Return the launches of a program, 1, its operations, and the bytes that the others move; its
+    attentions and their operations. view: the share of a launch that a view takes.
+    """
+    launches = products = moved = attentions = scores = 0.0
+    for node in plan.program.graph.nodes:
+        count, size = flops(node, plan.mesh), traffic(node)
+        if is_attention(node):
+            attentions, scores = attentions + 1, scores + count
+            continue
+        launches += 1 if count or size else view * isinstance(node.target, OpOverload)
+        products += count
+        moved += 0 if count else size
+    return launches, 1.0, products, moved, attentions, scores
+
+
+def _fit(
+    rows: Sequence[tuple[float, ...]], seconds: Sequence[float], alone: Sequence[float]
+) -> tuple[float, ...]:
+    """Return coefficients that give the seconds of the rows, and are near those measured alone.
+
+    The sum of squared relative errors is least, of coefficients within RANGE of those.
+    """
+    scale = torch.tensor(alone, dtype=torch.float64)
+    models = torch.tensor(rows, dtype=torch.float64) * scale / torch.tensor(seconds)[:, None]
+    matrix = torch.cat([models, PRIOR * torch.eye(len(alone), dtype=torch.float64)])
+    ones = torch.cat([torch.ones(len(rows)), torch.full((len(alone),), PRIOR)]).double()
+    factors, free = torch.ones(len(alone), dtype=torch.float64), [*range(len(alone))]
+    while free:  # until all others are within; those that are not stay at the end of the range
+        fixed = [i for i in range(len(alone)) if i not in free]
+        rest = ones - matrix[:, fixed] @ factors[fixed]
+        factors[free] = torch.linalg.lstsq(matrix[:, free], rest[:, None]).solution.flatten()
+        within = [i for i in free if RANGE[0] <= factors[i] <= RANGE[1]]
+        factors = factors.clamp(*RANGE)
+        if within == free:
+            break
+        free = within
+    return tuple((factors * scale).tolist())

@@ -1,0 +1,99 @@
+"""`python -m torchgspmd plan FILE.py`: plan the example of a file, without devices.
+
+The file has a function `example(mesh, **options)` that returns (model, arguments). It runs on the
+meta device, so that nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..comm.hardware import PRESETS
+from ..compiler.api import plan
+from ..compiler.plan import Plan
+from ..errors import ShardingError
+from ..layout.mesh import Mesh
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to a parser."""
+    add = parser.add_argument
+    add("file", type=Path, help="a file with example(mesh, **options) -> (model, arguments)")
+    add("options", nargs="*", metavar="NAME=VALUE", help="options of example, such as layout=tp")
+    add("--mesh", required=True, help="the devices, such as data=64,model=32")
+    add("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
+    add("--forward", action="store_true", help="without the backward")
+    add("--print", action="store_true", help="print the partitioned graph too")
+    add("--explain", metavar="NAME", help="tell why a value has its layout")
+    add("--html", type=Path, metavar="FILE", help="write a page that shows the plan")
+    add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
+    add("--save", type=Path, metavar="FILE", help="write the plan, for Plan.load and --diff")
+    add("--diff", type=Path, metavar="FILE", help="compare with a plan that was written")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Return what the command prints."""
+    result = plan_file(args.file, args.mesh, args.options, grad=not args.forward)
+    if args.trace:
+        args.trace.write_text(result.trace(args.hardware))
+    if args.save:
+        result.save(args.save)
+    if args.html:
+        name = args.file.stem if args.file.stem != "model" else args.file.resolve().parent.name
+        result.html(args.html, args.hardware, " ".join([name, *args.options]))
+    return "\n\n".join(
+        [
+            *([str(result)] if args.print else []),
+            *([result.explain(args.explain, costs=True)] if args.explain else []),
+            str(result.report(args.hardware)),
+            *([str(Plan.load(args.diff).diff(result, args.hardware))] if args.diff else []),
+        ]
+    )
+
+
+def plan_file(file: Path, mesh: str, options: list[str], grad: bool = True) -> Plan:
+    """Plan the example of a file.
+
+    Args:
+        file: A Python file with a function `example(mesh, **options)`.
+        mesh: The devices, such as "data=64,model=32".
+        options: Options of example, each "name=value".
+        grad: Plan the backward too, if the example is a module.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ShardingError: The file has no such function.
+    """
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        example = runpy.run_path(str(file)).get("example")
+    finally:
+        sys.path.pop(0)
+    if example is None:
+        raise ShardingError(
+            f"{file} has no function 'example'",
+            fix="def example(mesh): return model, (tokens, targets)",
+        )
+    devices = Mesh.parse(mesh)
+    with torch.device("meta"):
+        model, arguments = example(devices, **dict(map(_option, options)))
+    return plan(model, *arguments, mesh=devices, grad=grad and isinstance(model, nn.Module))
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """Return the name and the value of an option; digits are a number, also with a point."""
+    name, equals, value = text.partition("=")
+    if not equals:
+        raise ShardingError(f"'{text}' is no option of example", fix="name=value")
+    if value.replace(".", "", 1).isdecimal():
+        return name, float(value) if "." in value else int(value)
+    return name, value

@@ -1,0 +1,291 @@
+"""Estimate: the time of a step, from the program of one device and the speed of the hardware.
+
+The program runs on two streams, in its own order. An operation takes the time of its products
+(roofline: or of its memory traffic, whichever is longer), a collective that of its bytes on the
+slowest link that its group crosses, and a latency for each doubling of the group. A collective
+begins at its start, when the one before it has ended; a wait holds the device until it has arrived.
+The events of a loop are those of one iteration, each as long as those of all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch import fx
+
+from ...comm.collective import start, wait
+from ...comm.hardware import Hardware
+from ...comm.kinds import FusedKind, Step
+from ...comm.loop_call import LoopCall
+from ...comm.stage_call import StageCall
+from ...comm.stage_schedule import Times
+from ...compat.private_apis import OpOverload
+from ...compiler.units import time_text
+from ...fx_passes.schedule.arithmetic import flops, graph_flops, is_attention, traffic
+from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
+from ...layout.mesh import Mesh
+
+COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
+
+
+@dataclass(frozen=True)
+class Event:
+    """An interval of a step: an operation, a collective, or a wait for one.
+
+    name: of the node. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: of the step.
+    alive: bytes of the device meanwhile. steps: what a collective consists of. runs: how often it
+    happens in this time, in a loop.
+    """
+
+    name: str
+    stream: str
+    begin: float
+    seconds: float
+    alive: int
+    source: str | None
+    backward: bool
+    steps: tuple[Step, ...] = ()
+    runs: int = 1
+
+    @property
+    def sent(self) -> float:
+        """Return the bytes that are sent."""
+        return self.runs * sum(step.sent for step in self.steps)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The time of one run of a program on one device of a mesh.
+
+    Args:
+        hardware: The device and its links.
+        mesh: The devices.
+        events: In the order in which the device comes to them.
+        flops: Operations of the products of one device.
+        model_flops: Those of the whole model, without what the program repeats.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> [event.stream for event in result.estimate("h100").events]
+        ['compute', 'communication', 'exposed']
+    """
+
+    hardware: Hardware
+    mesh: Mesh
+    events: tuple[Event, ...]
+    flops: int
+    model_flops: int
+
+    @cached_property
+    def seconds(self) -> float:
+        """Return the seconds of a step."""
+        end = max((e.begin + e.seconds for e in self.events), default=0.0)
+        return end + self.hardware.step
+
+    def busy(self, stream: str) -> float:
+        """Return the seconds that a stream is busy.
+
+        Args:
+            stream: "compute", "communication", or "exposed": the device waits for communication.
+
+        Returns:
+            Seconds.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> times = result.estimate("h100")
+            >>> times.busy("exposed") <= times.busy("communication")
+            True
+        """
+        return sum(e.seconds for e in self.events if e.stream == stream)
+
+    @property
+    def mfu(self) -> float:
+        """Return the model's operations, as a share of what all devices could do in that time."""
+        return self._share(self.model_flops / self.mesh.size)
+
+    @property
+    def hfu(self) -> float:
+        """Return the device's operations, repeated ones too, as a share of what it could do."""
+        return self._share(self.flops)
+
+    def _share(self, count: float) -> float:
+        return count / (self.seconds * self.hardware.peak) if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        compute, exposed = self.busy(COMPUTE), self.busy(EXPOSED)
+        hidden = max(self.busy(COMMUNICATION) - exposed, 0.0)
+        return (
+            f"{self.hardware.name}: step {time_text(self.seconds)}, of it compute "
+            f"{time_text(compute)} and exposed communication {time_text(exposed)} "
+            f"(hidden {time_text(hidden)}); MFU {self.mfu:.1%}, HFU {self.hfu:.1%}"
+        )
+
+
+def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware) -> Estimate:
+    """Return the estimate of a program of one device.
+
+    Args:
+        program: The scheduled program.
+        model: The captured graph, at global shapes.
+        mesh: The devices.
+        hardware: The device and its links.
+
+    Returns:
+        The estimate.
+    """
+    events = tuple(_Streams(mesh, hardware, Ledger(program)).run(program))
+    return Estimate(hardware, mesh, events, graph_flops(program, mesh), graph_flops(model, mesh))
+
+
+class _Streams:
+    """The clock of the two streams while a program runs."""
+
+    def __init__(self, mesh: Mesh, hardware: Hardware, ledger: Ledger) -> None:
+        self.mesh, self.hardware, self.ledger = mesh, hardware, ledger
+        self.now = self.free = 0.0  # of the device; of the links
+        self.arrival: dict[fx.Node, float] = {}
+
+    def run(self, program: fx.Graph) -> Iterator[Event]:
+        """Yield the events of a program."""
+        for node in program.nodes:
+            alive = self.ledger.emit(node)
+            if node.target is start:
+                steps = tuple(user.meta["step"] for user in node.users)
+                yield self.send(node, steps, alive)
+                if not self.hardware.beside:
+                    yield from self.hold(node, node, alive)
+            elif node.target is wait:
+                yield from self.hold(node, node.args[0], alive)
+            elif isinstance(node.target, LoopCall):
+                yield from self.loop(node, node.target, alive)
+            elif isinstance(node.target, StageCall):
+                yield from self.stages(node, node.target, alive)
+            elif isinstance(node.target, FusedKind):
+                yield self.ring(node, alive)
+            elif node.op == "call_function" and (seconds := self.seconds(node)):
+                yield self.event(node, COMPUTE, self.now, seconds, alive)
+                self.now += seconds
+
+    def event(
+        self,
+        node: fx.Node,
+        stream: str,
+        begin: float,
+        seconds: float,
+        alive: int,
+        steps: tuple[Step, ...] = (),
+    ) -> Event:
+        """Return an event of a node."""
+        source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
+        return Event(node.name, stream, begin, seconds, alive, source, backward, steps)
+
+    def seconds(self, node: fx.Node) -> float:
+        """Return the seconds of an operation."""
+        count, moved = flops(node, self.mesh), traffic(node)
+        if not count and not moved:
+            return self.hardware.view if isinstance(node.target, OpOverload) else 0.0
+        if self.hardware.attention is not None and is_attention(node):
+            begin, rate = self.hardware.attention
+            return begin + count / rate
+        dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
+        itemsize = next((dtype.itemsize for dtype in dtypes if dtype), 4)
+        product = self.hardware.product_seconds(count, itemsize)
+        return self.hardware.launch + max(product, moved / self.hardware.memory_bandwidth)
+
+    def transfer(self, steps: Sequence[Step]) -> float:
+        """Return the seconds of collectives that are sent as one."""
+        first, sent = steps[0], sum(step.sent for step in steps)
+        kind = first.target
+        return self.hardware.transfer_seconds(self.mesh, first.axes, kind.name, kind.relays, sent)
+
+    def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
+        """Return the event of a collective that starts now."""
+        begin, seconds = max(self.now, self.free), self.transfer(steps)
+        self.free = self.arrival[node] = begin + seconds
+        return self.event(node, COMMUNICATION, begin, seconds, alive, steps)
+
+    def hold(self, node: fx.Node, collective: fx.Node, alive: int) -> Iterator[Event]:
+        """Yield the time that the device waits for a collective, if it does."""
+        late = self.arrival[collective] - self.now
+        if late > 0:
+            yield self.event(node, EXPOSED, self.now, late, alive)
+            self.now += late
+
+    def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
+        """Yield the events of a loop: of an iteration, and the rows and sums that it writes."""
+        one, count, begin = (
+            _Streams(self.mesh, self.hardware, Ledger(call.graph)),
+            call.loop.length,
+            self.now,
+        )
+        before = alive - self.ledger.iterations[node]
+        if call.held:  # what the first iteration needs has nothing to travel beside
+            waits = call.graph.output_node().args[0][call.carries :][: call.held]
+            steps = [x.meta["step"] for x in waits]
+            late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
+            yield late
+            self.now = begin = self.now + late.seconds
+        outside = inputs_bytes(call.graph)
+        for event in one.run(call.graph):
+            yield replace(
+                event,
+                begin=begin + event.begin * count,
+                seconds=event.seconds * count,
+                alive=before + event.alive - outside,
+                runs=event.runs * count,
+            )
+        self.now += one.now * count
+        self.free = max(self.free, begin + one.free * count)
+        written = call.graph.output_node().args[0][2 * call.carries + call.held :]
+        if written:
+            moved = sum(2 * bytes_of(value) for value in written)
+            each = len(written) * self.hardware.launch + moved / self.hardware.memory_bandwidth
+            yield replace(self.event(node, COMPUTE, self.now, each * count, alive), runs=count)
+            self.now += each * count
+
+    def stages(self, node: fx.Node, call: StageCall, alive: int) -> Iterator[Event]:
+        """Yield the events of a pipeline's pieces, and how long a stage waits for others.
+
+        What stages send is taken to arrive while they compute. The last stage has the loss.
+        """
+        start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
+        kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
+        for body in call.bodies:
+            one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
+            outside, begin = inputs_bytes(body.graph), self.now
+            for event in one.run(body.graph):
+                yield replace(
+                    event,
+                    begin=begin + event.begin * count,
+                    seconds=event.seconds * count,
+                    alive=kept + event.alive - outside,
+                    runs=event.runs * count,
+                )
+            self.now = begin + one.now * count
+            seconds[call.kind_of(body)] += one.now
+        rounds = call.order.rounds  # whose pieces are taken to be alike
+        times = Times(*(seconds[kind] / rounds for kind in "FBW"))
+        idle = call.order.timed(times).end - count * rounds * times.whole
+        yield self.event(node, EXPOSED, self.now, idle, alive)
+        for link in call.links:
+            busy = self.transfer([link.message]) * count
+            sent = self.event(node, COMMUNICATION, start, busy, alive, (link.message,))
+            yield replace(sent, name=link.sent, backward=link.kind == "B", runs=count)
+        self.now += idle
+
+    def ring(self, node: fx.Node, alive: int) -> Event:
+        """Return the event of products in a ring: each hides the transfer of a chunk."""
+        step = node.meta["step"]
+        n = self.mesh.count(step.axes)
+        products = self.seconds(node)
+        chunk = max(products / n, self.transfer([step]) / (n - 1))
+        seconds = (n - 1) * chunk + products / n
+        self.now, begin = self.now + seconds, self.now
+        return self.event(node, COMPUTE, begin, seconds, alive, (step,))

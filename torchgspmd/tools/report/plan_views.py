@@ -1,0 +1,188 @@
+"""PlanViews: what a plan shows of itself, for some hardware."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import fx
+
+from ...capture import Captured
+from ...comm.hardware import Hardware
+from ...compiler.plan_summary import limits_text
+from ...compiler.units import size_text
+from ...fx_passes import Layouts
+from ...fx_passes.replication_report import ReplicatedOp
+from ...layout.mesh import Mesh
+from .chrome_trace import trace_text
+from .diff import PlanDiff, layout_changes
+from .estimate import Estimate, estimate
+from .page import page_data, page_text
+from .report import Report, report
+from .tried_marks import try_marks
+
+_MOST_WEIGHTS = 3  # that a summary names
+
+
+class PlanViews:
+    """The methods of a plan that estimate and report; Plan has the attributes."""
+
+    mesh: Mesh
+    captured: Captured
+    sharded: fx.Graph
+    program_graph: fx.Graph
+    layouts: Layouts
+    counts: dict[str, int]
+    replicated_ops: tuple[ReplicatedOp, ...]
+    _replanner: Callable[[], Callable[[Captured], PlanViews]] | None = (
+        None  # a plan that was read plans nothing
+    )
+
+    def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
+        """Estimate the time of a run on some hardware.
+
+        Args:
+            hardware: A preset ("h100", "h200", "a100", "b200", "tpu_v3", "tpu_v4", "tpu_v5p",
+                "cpu_gloo"), or a Hardware.
+
+        Returns:
+            The time line of the program of one device, without the optimizer.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.estimate("h100").seconds > result.estimate("h100").busy("compute")
+            True
+        """
+        return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+
+    def trace(self, hardware: str | Hardware = "h100") -> str:
+        """Return the time line of a run as a trace, for Perfetto or chrome://tracing.
+
+        Args:
+            hardware: As for estimate.
+
+        Returns:
+            The text of a JSON file.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> "all_reduce" in result.trace()
+            True
+        """
+        return trace_text(self.estimate(hardware))
+
+    def diff(self, other: PlanViews, hardware: str | Hardware = "h100") -> PlanDiff:
+        """Compare with another plan of the same model: with other marks, or on another mesh.
+
+        Args:
+            other: The other plan.
+            hardware: As for estimate.
+
+        Returns:
+            What differs. Print it.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> mesh = Mesh(data=2, model=4)
+            >>> one = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+            >>> two = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data _", "_ model"))
+            >>> len(one.diff(two).changes) > 1, len(one.diff(one).changes)
+            (True, 0)
+        """
+        changes = layout_changes(self.sharded, other.sharded)
+        return PlanDiff(self.report(hardware), other.report(hardware), changes)
+
+    def html(
+        self, path: str | Path, hardware: str | Hardware = "h100", title: str = "Plan"
+    ) -> None:
+        """Write a page that shows the plan: one HTML file, which needs no network.
+
+        Args:
+            path: The file.
+            hardware: As for estimate.
+            title: Of the page.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
+            >>> result.html(path)
+            >>> os.path.exists(path)
+            True
+        """
+        Path(path).write_text(self._page(title, self.report(hardware)), encoding="utf-8")
+
+    def _page(self, title: str, report: Report) -> str:
+        graphs = self.captured, self.sharded, self.program_graph
+        return page_text(page_data(title, *graphs, self.layouts, report))
+
+    def _repr_html_(self) -> str:
+        """Return the page, framed, for notebooks."""
+        page = self._page("Plan", self.report())
+        return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
+
+    def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
+        """Report what a device holds, computes and sends, and what nobody asked for.
+
+        Args:
+            hardware: As for estimate.
+            tried: Whether to plan the marks that are proposed for the three largest tensors that
+                are whole, if these have 1 MiB and a 64th of the peak or more.
+
+        Returns:
+            The report. Print it, or read its parts.
+
+        Raises:
+            ShardingError: There is no such preset.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.report("h100").memory.inputs
+            144
+        """
+        alone = report(
+            self.captured,
+            self.sharded,
+            self.program_graph,
+            self.replicated_ops,
+            self.estimate(hardware),
+        )
+        alone = replace(alone, limits=tuple(limits_text(self.counts)))
+        if self._replanner is None or not tried:
+            return alone
+        replan = self._replanner()
+        whole = try_marks(alone, self.captured, lambda marked: replan(marked).report(hardware))
+        return replace(alone, whole=whole)
+
+
+def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
+    """Return the lines of a summary for weights that are gathered against their marks."""
+    weights = [each for each in replicated if each.weight is not None]
+    lines = [
+        f"gathered against its mark: '{each.weight}', {size_text(each.bytes)}"
+        for each in weights[:_MOST_WEIGHTS]
+    ]
+    more = len(weights) - _MOST_WEIGHTS
+    return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])

@@ -1,0 +1,379 @@
+"""Report: what a device holds, computes and sends, where, and what nobody asked for."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ...capture import ARGUMENT, BUFFER, GRADIENT, PARAMETER, Captured
+from ...compiler.units import count_text, short_source, size_text, table_text, time_text
+from ...fx_passes.replication_report import ReplicatedOp
+from ...fx_passes.schedule.liveness import bytes_of
+from ...layout.mesh import Mesh
+from ...shard_spec import ShardSpec
+from .estimate import COMPUTE, Estimate
+
+ROWS = 12  # of each table as text
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes of one device, by what they are for.
+
+    optimizer: two float32 values a parameter, as of Adam. saved: of the forward, for the backward.
+    peak: the most alive in a run, without the optimizer. where: the operation then, and its line.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    inputs: int
+    saved: int
+    peak: int
+    where: str
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Like collectives: one kind over the same axes, at one line, with the same change of layout.
+
+    seconds: of the links, for all of them. reason: the layouts before and after. value: the name of
+    the first result.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    backward: bool
+    source: str
+    reason: str
+    count: int
+    sent_bytes: float
+    seconds: float
+    value: str
+
+
+@dataclass(frozen=True)
+class TriedMark:
+    """What a plan with one more mark changes: seconds of a step, bytes of a device, bytes sent."""
+
+    seconds: float
+    memory: int
+    sent_bytes: float
+
+    def __str__(self) -> str:
+        memory, sent = (_signed(size_text, n) for n in (self.memory, self.sent_bytes))
+        return f"memory {memory}, sent {sent}, step {_signed(time_text, self.seconds)}"
+
+
+def _signed(text: Callable[[float], str], change: float) -> str:
+    return f"{'-' if change < 0 else '+'}{text(abs(change))}"
+
+
+@dataclass(frozen=True)
+class WholeTensor:
+    """Like parameters or buffers that every device holds whole, and a mark that divides them.
+
+    name: with * for the number of a layer. tried: what the mark changes, if it was planned.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    count: int
+    bytes: int
+    mark: str
+    tried: TriedMark | None = None
+
+    def is_like(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether a parameter or buffer is one of these."""
+        return self.name == _like(name) and self.shape == shape
+
+    @property
+    def proposal(self) -> str:
+        """Return the mark, with what it changes."""
+        return f"{self.mark} ({self.tried})" if self.tried else self.mark
+
+
+def _like(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+@dataclass(frozen=True)
+class UnaskedRow:
+    """Like gathers, or like operations that run whole, at one line: of all layers together."""
+
+    op: str
+    source: str
+    why: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Report:
+    """The parts of a report. Print it for all of them.
+
+    Args:
+        estimate: The time of a step.
+        memory: What a device holds.
+        collectives: Like ones together; those that take longest first.
+        whole: Tensors that every device holds whole, largest first.
+        unasked: Gathers and whole operations that no mark asks for, largest first.
+        limits: A line if searches of the plan ended at their limit.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> [row.kind for row in result.report("h100").collectives]
+        ['all_reduce']
+    """
+
+    estimate: Estimate
+    memory: MemoryReport
+    collectives: tuple[CollectiveRow, ...]
+    whole: tuple[WholeTensor, ...]
+    unasked: tuple[UnaskedRow, ...]
+    limits: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n\n".join(
+            [
+                self._step(),
+                self._memory(),
+                self._collectives(),
+                *([self._whole()] if self.whole else []),
+                *([self._unasked()] if self.unasked else []),
+                *self.limits,
+            ]
+        )
+
+    def _step(self) -> str:
+        times, mesh = self.estimate, self.estimate.mesh
+        even = times.model_flops / mesh.size
+        arithmetic = f"{count_text(times.flops)} operations of a device in products" + (
+            f", {times.flops / even:.2f} of an even split" if even else ""
+        )
+        return (
+            f"{mesh.size} devices ({' '.join(f'{n}={s}' for n, s in mesh.axes)}) of "
+            f"{times}\n{arithmetic}"
+        )
+
+    def _memory(self) -> str:
+        usage, total = self.memory, self.estimate.hardware.memory
+        rows = [
+            ("parameters", size_text(usage.parameters)),
+            ("gradients", size_text(usage.gradients)),
+            ("optimizer states (Adam)", size_text(usage.optimizer)),
+            ("inputs and buffers", size_text(usage.inputs)),
+            ("kept for the backward", size_text(usage.saved)),
+            ("peak of a run", f"{size_text(usage.peak)} at {usage.where}"),
+            (
+                "with optimizer",
+                f"{size_text(usage.peak + usage.optimizer)} of {size_text(total)}"
+                + (": TOO MUCH" if usage.peak + usage.optimizer > total else ""),
+            ),
+        ]
+        return "memory of a device\n" + table_text(("", ""), rows).split("\n", 1)[1]
+
+    def _collectives(self) -> str:
+        if not self.collectives:
+            return "no communication"
+        rows = [
+            (
+                row.kind,
+                "+".join(row.axes),
+                "backward" if row.backward else "forward",
+                f"{row.count} x",
+                size_text(row.sent_bytes),
+                time_text(row.seconds),
+                row.source,
+                row.reason,
+            )
+            for row in self.collectives[:ROWS]
+        ]
+        header = ("kind", "axes", "phase", "count", "sent", "time", "source", "layout")
+        return "\n".join(
+            [
+                "communication of a device",
+                table_text(header, rows, "count sent time"),
+                *_rest(self.collectives),
+            ]
+        )
+
+    def _whole(self) -> str:
+        rows = [
+            (t.name, f"{t.count} x", str(list(t.shape)), size_text(t.bytes), t.proposal)
+            for t in self.whole[:ROWS]
+        ]
+        header = ("name", "count", "shape", "bytes", "a mark that divides it")
+        table = table_text(header, rows, "count bytes")
+        return "\n".join(["whole on every device", table, *_rest(self.whole)])
+
+    def _unasked(self) -> str:
+        rows = [
+            (row.op, f"{row.count} x", size_text(row.bytes), row.source, row.why)
+            for row in self.unasked[:ROWS]
+        ]
+        header = ("operation", "count", "bytes", "source", "why")
+        table = table_text(header, rows, "count bytes")
+        return "\n".join(
+            ["gathered or whole, and no mark asks for it", table, *_rest(self.unasked)]
+        )
+
+
+def _rest(rows: Sequence[object]) -> list[str]:
+    return [f"  and {len(rows) - ROWS} more"] if len(rows) > ROWS else []
+
+
+def report(
+    captured: Captured,
+    sharded: fx.Graph,
+    program: fx.Graph,
+    replicated: Sequence[ReplicatedOp],
+    estimate: Estimate,
+) -> Report:
+    """Return the report of a plan.
+
+    Args:
+        captured: The program before the passes.
+        sharded: The partitioned graph.
+        program: The program of one device.
+        replicated: The plan's replicated_ops.
+        estimate: Of the program.
+
+    Returns:
+        The report.
+    """
+    return Report(
+        estimate,
+        _memory_report(captured, sharded, program, estimate),
+        _collective_rows(sharded, estimate),
+        _whole_tensors(captured, sharded, estimate.mesh),
+        _unasked_rows(replicated),
+    )
+
+
+def _memory_report(
+    captured: Captured, sharded: fx.Graph, program: fx.Graph, estimate: Estimate
+) -> MemoryReport:
+    placeholders = program.find_nodes(op="placeholder")[len(estimate.mesh.axes) :]
+    parameters = inputs = states = 0
+    trained = {out.input for out in captured.outputs if out.kind == GRADIENT}
+    for i, (node, inp) in enumerate(zip(placeholders, captured.inputs)):
+        if inp.kind == PARAMETER:
+            parameters += bytes_of(node)
+            states += 2 * 4 * math.prod(node.meta["shape"]) if i in trained else 0
+        elif inp.kind in (ARGUMENT, BUFFER):
+            inputs += bytes_of(node)
+    results = program.output_node().args[0]
+    gradients = sum(
+        bytes_of(node)
+        for node, out in zip(results, captured.outputs)
+        if out.kind == GRADIENT and isinstance(node, fx.Node)
+    )
+    stored = parameters + inputs
+    first = next((e for e in estimate.events if e.backward), None)
+    peak = max(estimate.events, key=lambda e: e.alive, default=None)
+    where = (
+        f"%{peak.name}" + (f" ({short_source(peak.source)})" if peak.source else "")
+        if peak
+        else "no event"
+    )
+    return MemoryReport(
+        parameters,
+        gradients,
+        states,
+        inputs,
+        max(first.alive - stored, 0) if first else 0,
+        max(peak.alive if peak else 0, stored),
+        where,
+    )
+
+
+def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveRow, ...]:
+    """Return like collectives of the partitioned graph together.
+
+    A collective has the share of its message's time that its bytes are of the message.
+    """
+    nodes = [node for node in sharded.nodes if node.meta.get("step") is not None]
+    before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
+    sources = {id(node.meta["step"]): _source(node) for node in nodes}
+    names = {id(node.meta["step"]): node.name for node in nodes}
+    groups: dict[
+        tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float, str, int]]
+    ] = defaultdict(list)
+    for event in estimate.events:
+        total = sum(step.sent for step in event.steps) or 1.0
+        for step in event.steps:
+            if not step.collective:
+                continue
+            reason, source = step_text(before.get(id(step)), step.spec), sources.get(id(step))
+            key = (step.collective, step.axes, event.backward, short_source(source), reason)
+            share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
+            name = names.get(id(step), event.name)
+            groups[key].append((step.sent * event.runs, share, name, event.runs))
+    rows = [
+        CollectiveRow(
+            *key,
+            sum(g[3] for g in group),
+            sum(g[0] for g in group),
+            sum(g[1] for g in group),
+            group[0][2],
+        )
+        for key, group in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.sent_bytes)))
+
+
+def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
+    """Return like operations together: names of values differ in their numbers alone."""
+    groups: dict[tuple[str, str, str], list[ReplicatedOp]] = defaultdict(list)
+    for op in replicated:
+        value = re.sub(r"_\d+", "_*", op.value or "")
+        why = op.why.replace(f"%{op.value}", f"%{value}") if op.value else op.why
+        groups[op.op, short_source(op.source), why].append(op)
+    rows = [
+        UnaskedRow(*key, len(group), sum(op.bytes for op in group)) for key, group in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.bytes))
+
+
+def _source(node: fx.Node) -> str | None:
+    """Return the line of a step between layouts, or of the operation that needs it."""
+    while node.meta.get("source") is None and node.users:
+        node = next(iter(node.users))
+    return node.meta.get("source")
+
+
+def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
+    """Return the layouts that a collective is between."""
+    return f"[{before}] -> [{after}]" if before is not None else f"-> [{after}]"
+
+
+def _whole_tensors(captured: Captured, sharded: fx.Graph, mesh: Mesh) -> tuple[WholeTensor, ...]:
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
+    for node, inp in zip(sharded.find_nodes(op="placeholder"), captured.inputs):
+        whole = not any(node.meta["spec"].dims) and inp.shape
+        if inp.kind in (PARAMETER, BUFFER) and whole:
+            groups[_like(inp.name), inp.shape].append(math.prod(inp.shape) * inp.dtype.itemsize)
+    tensors = [
+        WholeTensor(name, shape, len(sizes), sum(sizes), _mark(shape, mesh))
+        for (name, shape), sizes in groups.items()
+    ]
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.bytes))
+
+
+def _mark(shape: tuple[int, ...], mesh: Mesh) -> str:
+    """Return a mark that divides the largest dimension along the largest axis."""
+    return mark_largest(shape, max(mesh.axes, key=lambda pair: pair[1])[0])
+
+
+def mark_largest(shape: tuple[int, ...], axis: str) -> str:
+    """Return the mark that divides the largest dimension along an axis."""
+    largest = max(range(len(shape)), key=shape.__getitem__)
+    return " ".join(axis if d == largest else "_" for d in range(len(shape)))

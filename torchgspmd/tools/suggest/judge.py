@@ -1,0 +1,345 @@
+"""The judge of a search: programs of a model, captured once, and what a plan of them costs."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...capture import BUFFER, MUTATION, PARAMETER, Captured, capture
+from ...comm.hardware import Hardware
+from ...compat.private_apis import _pytree as pytree
+from ...compiler.api import compile_plan
+from ...errors import ShardingError
+from ...fx_passes.program import Shared
+from ...fx_passes.schedule.arithmetic import graph_flops
+from ...layout.layout_rules import Layout, Unmarked, bound
+from ...layout.mesh import Mesh
+from ...layout.prefix_specs import argument_names
+from ...shard_spec import ShardSpec
+from ..report.report import Report
+from .layers import Layers, Recomputed
+from .proposal import DATA, Group, Marks, Savings, groups_of
+from .recompute import Way, choose, has_solver
+
+ONE_DEVICE = Mesh(data=1, model=1)
+ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Of a step on one device: seconds, and bytes. saved: of memory, for the backward."""
+
+    seconds: float
+    memory: float
+    sent_bytes: float
+    gradients: float
+    saved: float
+
+    @classmethod
+    def of(cls, report: Report) -> Numbers:
+        """Return those of a report."""
+        memory = report.memory
+        return cls(
+            report.estimate.seconds,
+            float(memory.peak + memory.optimizer),
+            sum(row.sent_bytes for row in report.collectives),
+            float(memory.gradients),
+            float(memory.saved),
+        )
+
+    def towards(self, other: Numbers, share: float) -> Numbers:
+        """Return numbers between these and others: 0 is these, 1 the others, 2 twice as far."""
+        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return Numbers(*(a + share * (b - a) for a, b in pairs))
+
+    def plus(self, other: Numbers, less: Numbers) -> Numbers:
+        """Return these with the change from `less` to `other` added."""
+        names = [f.name for f in fields(self)]
+        change = {n: getattr(other, n) - getattr(less, n) for n in names}
+        return Numbers(*(getattr(self, n) + change[n] for n in names))
+
+    def repeated(self, count: int, hardware: Hardware) -> Numbers:
+        """Return those of so many microbatches, whose gradients add up."""
+        if count == 1:
+            return self
+        adding = (count - 1) * ACCUMULATION * self.gradients / hardware.memory_bandwidth
+        return replace(
+            self,
+            seconds=count * self.seconds + adding,
+            memory=self.memory + self.gradients,
+            sent_bytes=count * self.sent_bytes,
+        )
+
+
+Key = tuple[Mesh, Marks, Savings, int, int]  # of what is planned: rows of a call, and `first`
+
+
+@dataclass
+class Judge:
+    """Plans programs of a model: of the whole, or of few of its layers and of one more.
+
+    first: the layers of the smaller one. With one layer the search often finds another layout, so
+    numbers that are shown are of two and three. layers: of the model. recomputable: those that may
+    be computed twice: none that changes a buffer. arguments: the tensors of the call. shared: what
+    plans of like programs share. stored: the layouts of parameters, by glob. counts: of all plans.
+    """
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    hardware: Hardware
+    layers: Layers = field(init=False)
+    recomputable: Layers = field(init=False)
+    groups: tuple[Group, ...] = field(init=False)
+    flops: float = field(init=False)  # of a step of the model, on all devices
+    layer_flops: float = field(init=False)  # of a layer
+    first: int = 1
+    shared: Shared = field(default_factory=Shared)
+    captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
+    known: dict[Key, Numbers] = field(default_factory=dict)
+    counts: Counter[str] = field(default_factory=Counter)
+    stored: dict[Key, dict[str, set[ShardSpec]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.recomputable = self.layers = Layers.of(self.model)
+        programs = self.programs((), self.rows)
+        written = [
+            p.inputs[out.input] for p in programs for out in p.outputs if out.kind == MUTATION
+        ]
+        buffers = [inp.name for inp in written if inp.kind == BUFFER]
+        self.recomputable = self.layers.without(buffers)
+        self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
+        counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
+        self.layer_flops = counts[-1] - counts[0]
+        self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the batch; 0 if the arguments are not all tensors of so many rows."""
+        rows = {len(arg) if isinstance(arg, Tensor) and arg.dim() else 0 for arg in self.args}
+        keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
+        return rows.pop() if len(rows) == 1 and not keywords else 0
+
+    def arguments(self, rows: int) -> list[Tensor]:
+        """Return the tensors of a call with so many rows."""
+        leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+
+    def _args(self, rows: int) -> tuple[Any, ...]:
+        if rows == self.rows:
+            return self.args
+        return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
+
+    def programs(self, recomputed: Recomputed, rows: int) -> tuple[Captured, ...]:
+        """Return the programs that stand for the model, captured once.
+
+        Raises ShardingError if the model cannot be called in another way than it was.
+        """
+        sizes = (self.first, self.first + 1) if self.layers.alike else (0,)
+        programs = [self._captured(size, recomputed, rows) for size in sizes]
+        if None in programs:
+            raise ShardingError(f"the model takes no {rows} rows, or cannot be recomputed")
+        return tuple(program for program in programs if program)
+
+    def _captured(self, size: int, recomputed: Recomputed, rows: int) -> Captured | None:
+        key = size, recomputed, rows
+        if key not in self.captures:
+            try:
+                self.captures[key] = self._capture(*key)
+            except Exception:  # whatever the code of a model raises
+                if not recomputed and rows == self.rows:
+                    raise
+                self.captures[key] = None
+        return self.captures[key]
+
+    def _capture(self, size: int, recomputed: Recomputed, rows: int) -> Captured:
+        with ExitStack() as block:
+            if size:
+                block.enter_context(self.layers.shortened(size))
+            block.enter_context(self.recomputable.recomputed(recomputed))
+            block.enter_context(bound(Unmarked(Layout({}), ONE_DEVICE)))
+            return capture(self.model, self._args(rows), self.kwargs, ONE_DEVICE, grad=True)
+
+    def can_take(self, rows: int) -> bool:
+        """Return whether the model takes a batch of so many rows."""
+        try:
+            self.programs((), rows)
+        except ShardingError:
+            return False
+        return True
+
+    def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
+        """Return the numbers of the whole model from those of the programs.
+
+        If the larger one is not the smaller one and a like layer (the layer costs less than its
+        products), no more can be said than that all layers are so many times the larger one's.
+        """
+        if len(values) == 1:
+            return values[0]
+        few, more = values
+        least = self.layer_flops / mesh.size / self.hardware.peak
+        if more.seconds - few.seconds < least or more.memory < few.memory:
+            share = self.layers.length / (self.first + 1)
+            return Numbers(0, 0, 0, 0, 0).towards(more, share)
+        return few.towards(more, self.layers.length - self.first)
+
+    def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
+        """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
+
+        Where two layers stand for all, some recomputed layers are between none and all: at most so
+        much memory, as the peak is the largest of sums to which a layer adds the same.
+        """
+        total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
+        if self._is_mixed(savings):
+            none = mixed = self.numbers(mesh, marks, replace(savings, recomputed=()), rows)
+            for path, number in savings.recomputed:
+                uniform = replace(savings, recomputed=((path, total),))
+                every = self.numbers(mesh, marks, uniform, rows)
+                mixed = mixed.plus(none.towards(every, number / total), none)
+            return mixed
+        key = mesh, marks, savings, rows, self.first
+        if key not in self.known:
+            each = [self._plan(p, key) for p in self.programs(savings.recomputed, rows)]
+            self.known[key] = self._whole(each, mesh).repeated(savings.microbatches, self.hardware)
+        return self.known[key]
+
+    def fewest_recomputed(
+        self, mesh: Mesh, marks: Marks, savings: Savings, limit: float
+    ) -> Savings:
+        """Return savings with the fewest recomputed layers that keep to the limit.
+
+        Those are all layers, if none or too few would do.
+        """
+        total = self.recomputable.length
+
+        def ways(number: int) -> Savings:
+            return replace(savings, recomputed=(("", number),) if number else ())
+
+        def fits(number: int) -> bool:
+            return self.numbers(mesh, marks, ways(number)).memory <= limit
+
+        try:
+            return ways(bisect_left(range(total), True, key=fits))
+        except ShardingError:  # of the model: it cannot be recomputed
+            return savings
+
+    def best_recomputed(
+        self, mesh: Mesh, marks: Marks, savings: Savings, limit: float
+    ) -> tuple[Savings, float] | None:
+        """Return the fastest savings that recompute layers or submodules of theirs, and a bound.
+
+        None where layers are not alike, where nothing fits, and without HiGHS.
+        """
+        total = self.recomputable.length
+        if not has_solver() or not self.layers.alike or not total:
+            return None
+        known: dict[str | None, Numbers] = {}
+        for path in [None, "", *self.recomputable.submodules()]:
+            recomputed = () if path is None else ((path, total),)
+            try:
+                known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
+            except ShardingError:  # of the model
+                continue
+        ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
+        choice = choose(ways, total, limit)
+        if choice is None:
+            return None
+        counts = [(path, n) for path, n in zip(known, choice.counts) if path is not None and n]
+        return replace(savings, recomputed=tuple(counts)), choice.bound
+
+    def most_rows(self, mesh: Mesh, marks: Marks, savings: Savings, limit: float) -> int:
+        """Return the rows of the largest batch that keeps to the limit; at least those of now.
+
+        Memory is the largest of sums that grow with the batch, so between two batches it is at most
+        what lies on the straight line; beyond them a plan says whether it fits.
+        """
+        step = mesh.count((DATA,))
+
+        def reached(low: int, high: int) -> int:
+            """Return the rows at which the line through two batches reaches the limit."""
+            first, last = (self.numbers(mesh, marks, savings, rows).memory for rows in (low, high))
+            share = (limit - first) / max(last - first, 1.0)
+            return low + max(int(share * (high - low)), 0) // step * step
+
+        low, high = self.rows, 2 * self.rows
+        if not low or low % step or not self.can_take(high):
+            return low
+        rows = reached(low, high)
+        if rows <= high or not self.can_take(rows):
+            return min(rows, high)
+        fits = self.numbers(mesh, marks, savings, rows).memory <= limit
+        return rows if fits else reached(high, rows)
+
+    def _is_mixed(self, savings: Savings) -> bool:
+        """Return whether numbers are between those of plans: some like layers are recomputed."""
+        total = self.recomputable.length
+        return self.layers.alike and any(number < total for _, number in savings.recomputed)
+
+    def _plan(self, program: Captured, key: Key) -> Numbers:
+        (mesh, marks, savings, rows, _), groups = key, groups_of(program)
+        marked = [
+            replace(inp, mark=marks.spec(groups[inp.name], mesh))
+            if inp.kind == PARAMETER and inp.shape
+            else inp
+            for inp in program.inputs
+        ]
+        inputs = self.in_specs(mesh, marks, rows)
+        result = compile_plan(
+            replace(program, inputs=marked),
+            mesh,
+            [*inputs, *[None for _ in program.state_inputs]],
+            regather=savings.regather,
+            device="meta" if self.hardware.beside else "cpu",
+            shared=self.shared,
+        )
+        self.counts.update({"plans": 1, **result.counts})
+        stored: dict[str, set[ShardSpec]] = {group.pattern: set() for group in self.groups}
+        for inp, spec in zip(marked, result.input_layouts):
+            if inp.name in groups:
+                priorities = inp.mark.priorities if inp.mark else ()
+                stored[groups[inp.name].pattern].add(spec.with_priorities(priorities))
+        self.stored[key] = stored  # of the larger program, which comes last
+        return Numbers.of(result.report(self.hardware, tried=False))
+
+    def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:
+        """Return the layouts of the parameters that are not whole, by glob.
+
+        They are marked, and those that propagation has found: `parallelize` takes no others. None
+        where like layers have different ones.
+        """
+        if self._is_mixed(savings):
+            savings = replace(savings, recomputed=())
+        stored = self.stored[mesh, marks, savings, self.rows // savings.microbatches, self.first]
+        alike = {pattern: next(iter(specs)) for pattern, specs in stored.items() if len(specs) == 1}
+        return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
+
+    def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
+        """Return the layouts of the arguments, of so many rows."""
+        tensors = enumerate(self.arguments(rows))
+        return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
+
+    def call_specs(self, mesh: Mesh, marks: Marks, rows: int) -> tuple[Any, ...] | dict[str, Any]:
+        """Return the in_specs of a call with so many rows, by name if it has keyword arguments."""
+        specs = iter(self.in_specs(mesh, marks, rows))
+
+        def text(leaf: object) -> str | None:
+            spec = next(specs) if isinstance(leaf, Tensor) else None
+            return None if spec is None else str(spec)
+
+        args, kwargs = pytree.tree_map(text, (self._args(rows), self.kwargs))
+        named = {**dict(zip(argument_names(self.model, args), args)), **kwargs}
+        return named if self.kwargs else args
+
+    def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
+        """Return the numbers of the arguments by shape."""
+        numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for i, tensor in enumerate(self.arguments(self.rows)):
+            shape = tuple(tensor.shape)
+            numbers[shape] = (*numbers.get(shape, ()), i)
+        return numbers

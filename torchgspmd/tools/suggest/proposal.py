@@ -1,0 +1,248 @@
+"""Marks that a search tries, and a Proposal: a mesh and marks, as code to paste."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ...capture import PARAMETER, Captured
+from ...comm.hardware import Hardware
+from ...compiler.units import size_text, time_text
+from ...layout.mesh import Mesh
+from ...shard_spec import ShardSpec
+
+DATA, MODEL = "data", "model"
+
+RECOMPUTE = """\
+from functools import partial
+from torch.utils.checkpoint import checkpoint
+for layer in LAYERS:
+    layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+"""
+ACCUMULATE = """
+for rows in zip(*(each.chunk(COUNT) for each in batch)):
+    (model(*rows) / COUNT).backward()"""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Like parameters of all layers, which are marked alike. pattern: a glob of annotate."""
+
+    pattern: str
+    shape: tuple[int, ...]
+    bytes: int  # of all of them together
+
+
+def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
+    """Return the glob of each parameter and of its like in other layers, by name.
+
+    Numbers are wild, the last ones only if what the glob matches has one shape: if "blocks.0.2.w"
+    and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and "blocks.*.4.w".
+    """
+    patterns: dict[str, str] = {}
+    names, wild = list(shapes), max((len(name.split(".")) for name in shapes), default=0)
+    while names:
+        globs = {name: _glob(name, wild) for name in names}
+        alike: dict[str, set[tuple[int, ...]]] = {}
+        for name, glob in globs.items():
+            alike.setdefault(glob, set()).add(shapes[name])
+        patterns |= {name: glob for name, glob in globs.items() if len(alike[glob]) == 1}
+        names, wild = [name for name in names if name not in patterns], wild - 1
+    return patterns
+
+
+def _glob(name: str, wild: int) -> str:
+    """Return a name with so many of its parts, the first ones, wild if they are numbers."""
+    parts = name.split(".")
+    return ".".join("*" if part.isdecimal() and i < wild else part for i, part in enumerate(parts))
+
+
+def groups_of(captured: Captured) -> dict[str, Group]:
+    """Return the groups of parameters of a program by name, those with most bytes first."""
+    inputs = {i.name: i for i in captured.inputs if i.kind == PARAMETER and i.shape}
+    patterns = patterns_of({name: inp.shape for name, inp in inputs.items()})
+    sizes: dict[str, int] = {}
+    for name, inp in inputs.items():
+        size = math.prod(inp.shape) * inp.dtype.itemsize
+        sizes[patterns[name]] = sizes.get(patterns[name], 0) + size
+    groups = {
+        name: Group(patterns[name], inp.shape, sizes[patterns[name]])
+        for name, inp in inputs.items()
+    }
+    return dict(sorted(groups.items(), key=lambda pair: -pair[1].bytes))
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What a search decides: which dimensions MODEL and DATA shard.
+
+    model: dimensions of groups on MODEL, by pattern; patterns without a mark are missing. zero:
+    every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,
+    its gradient reduced to shards. by_cost: as far as that costs less; these marks then have the
+    priority of the batch's layout, and otherwise the next one. stacked: groups of matrices of which
+    DATA shards the first dimension, such as experts. arguments: dimensions on MODEL, by the number
+    of an argument.
+    """
+
+    model: tuple[tuple[str, int], ...] = ()
+    zero: bool = False
+    by_cost: bool = False
+    stacked: frozenset[str] = frozenset()
+    arguments: tuple[tuple[int, int], ...] = ()
+
+    def with_dim(self, pattern: str, dim: int | None) -> Marks:
+        """Return the marks with another dimension of a group on MODEL, or none."""
+        others = {p: d for p, d in self.model if p != pattern}
+        chosen = others if dim is None else {**others, pattern: dim}
+        return replace(self, model=tuple(sorted(chosen.items())))
+
+    def with_arguments(self, numbers: tuple[int, ...], dim: int | None) -> Marks:
+        """Return the marks with another dimension of arguments on MODEL, or none."""
+        others = {n: d for n, d in self.arguments if n not in numbers}
+        chosen = others if dim is None else {**others, **dict.fromkeys(numbers, dim)}
+        return replace(self, arguments=tuple(sorted(chosen.items())))
+
+    def on(self, mesh: Mesh) -> Marks:
+        """Return those whose axes have more than one device."""
+        model, data = (mesh.count((axis,)) > 1 for axis in (MODEL, DATA))
+        return Marks(
+            self.model if model else (),
+            self.zero and data,
+            self.by_cost and self.zero and data,
+            self.stacked if data else frozenset(),
+            self.arguments if model else (),
+        )
+
+    def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
+        """Return the mark of a group on a mesh; None for no mark."""
+        dims: list[tuple[str, ...]] = [()] * len(group.shape)
+        dim = dict(self.model).get(group.pattern)
+        if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
+            dims[dim] = (MODEL,)
+        priorities = [0] * len(dims)
+        free = 0 if group.pattern in self.stacked else None
+        if free is None and self.zero:
+            free = self._zero_dim(group, mesh, dims)
+            if free is not None and not dims[free] and not self.by_cost:
+                priorities[free] = 1
+        if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
+            dims[free] = (*dims[free], DATA)
+        spec = ShardSpec(tuple(dims)).with_priorities(tuple(priorities))
+        return spec if any(dims) else None
+
+    def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
+        """Return the layout of an argument: its first dimension along DATA, if that divides it."""
+        dims: list[tuple[str, ...]] = [()] * len(shape)
+        if shape and shape[0] % mesh.count((DATA,)) == 0:
+            dims[0] = (DATA,)
+        dim = dict(self.arguments).get(number)
+        if dim is not None and shape[dim] % mesh.count((*dims[dim], MODEL)) == 0:
+            dims[dim] = (*dims[dim], MODEL)
+        return ShardSpec(tuple(dims)) if any(dims) else None
+
+    def _zero_dim(self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]]) -> int | None:
+        """Return the dimension that DATA shards: the largest that is free, else any it divides."""
+        rows = [n // mesh.count(axes) for n, axes in zip(group.shape, dims)]
+        fitting = [d for d, n in enumerate(rows) if n % mesh.count((DATA,)) == 0 and n]
+        return max(fitting, key=lambda d: (not dims[d], rows[d]), default=None)
+
+
+@dataclass(frozen=True)
+class Savings:
+    """How a plan saves memory. regather: an option of parallelize.
+
+    recomputed: what is computed again of so many layers, the first ones, the next ones and so on: a
+    submodule, or all of them (""). microbatches: that a batch is divided into; gradients add up.
+    """
+
+    regather: str = "auto"
+    recomputed: tuple[tuple[str, int], ...] = ()
+    microbatches: int = 1
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A mesh and marks, with what they are estimated to cost.
+
+    Args:
+        mesh: The devices.
+        marks: Specs by glob, for annotate.
+        in_specs: Layouts of the arguments, as parallelize takes them.
+        hardware: What the times are for.
+        seconds: Of a step, without the optimizer.
+        memory: Bytes of a device: the peak of a step and the states of Adam.
+        sent_bytes: Bytes that a device sends in a step.
+        mfu: Model FLOPs utilization.
+        bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
+        layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
+        savings: What memory asks for: weights that are gathered again for the backward, layers that
+            it computes again, microbatches.
+        recomputed: The code of these layers, such as model.layers[:8]; none if empty.
+        largest_batch: Rows of a batch that fit, if it was searched.
+        recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
+            below, on this mesh with these marks in this memory, if HiGHS is there.
+        limit: Bytes of a device that may be used. A proposal that needs more says so.
+        counts: Work of the whole search: plans judged, and the sums of their counts.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, device="meta")
+        >>> x = torch.empty(32, 64, device="meta")
+        >>> best = suggest(model, (x,), devices=4, seconds=5)[0]
+        >>> best.mesh.size
+        4
+    """
+
+    mesh: Mesh
+    marks: Mapping[str, str]
+    in_specs: tuple[Any, ...] | Mapping[str, Any]
+    hardware: Hardware
+    seconds: float
+    memory: float
+    sent_bytes: float
+    mfu: float
+    bound: float
+    layers: tuple[int, int] | None = None
+    savings: Savings = Savings()
+    recomputed: str = ""
+    largest_batch: int | None = None
+    recompute_bound: float | None = None
+    limit: float = math.inf
+    counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def code(self) -> str:
+        """Return the code that applies the proposal to `model`, and steps, if they need some."""
+        axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
+        marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
+        specs = repr(self.in_specs).replace("'", '"')
+        how, count = self.savings.regather, self.savings.microbatches
+        regather = f', regather="{how}"' if how != "auto" else ""
+        return (
+            f"mesh = gspmd.Mesh({axes})\n"
+            + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
+            + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
+            + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{regather})"
+            + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
+        )
+
+    def __str__(self) -> str:
+        kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))
+        memory, planned, largest, least = size_text(self.memory), "", "", ""
+        if self.memory > self.limit:
+            memory += f" (too much: {size_text(self.limit)} may be used)"
+        if self.layers:
+            planned = f"; extrapolated from {self.layers[0]} of {self.layers[1]} layers"
+        if self.largest_batch:
+            largest = f"; a batch of {self.largest_batch} rows fits"
+        if self.recompute_bound:
+            ratio = self.seconds / self.recompute_bound
+            least = f"; {ratio:.3f} of the bound of recomputing (a linear program)"
+        return (
+            f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
+            f"memory {memory}, {size_text(self.sent_bytes)} sent by a device, "
+            f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
+            f"{planned}{largest}{least}\n{self.code}"
+        )

@@ -1,0 +1,388 @@
+"""The search: mesh shapes, then marks group by group, while a step gets shorter.
+
+A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
+like parameters is tried along each of its dimensions on MODEL, so are the arguments (rows of an
+image, the sequence), and all parameters together along DATA; stacks of matrices (experts) along
+DATA by themselves. A change stays if it makes the step shorter, or a program that needs too much
+memory smaller. These marks are the start on the other meshes, of which the best are searched in
+turn. A plan that needs too much memory gathers weights again for the backward, then computes layers
+again; where no plan fits, the batch is divided. Propagation and partition decide all else, so that
+few marks say much.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from ...comm.hardware import Hardware
+from ...errors import ShardingError, user_line
+from ...layout.mesh import Mesh
+from .judge import Judge
+from .proposal import DATA, MODEL, Marks, Proposal, Savings
+
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
+MIN_GAIN = 0.005  # of a step's time, or of its bytes in equal time: what brings less is left out
+POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
+HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
+BEST = 5
+FRUGAL = 1.25  # times the time of the best: of what is not slower the one that sends least is shown
+RECHECK = 0.2  # of the time, in which the best are planned again with one layer more
+
+
+def suggest(
+    model: nn.Module,
+    args: Any = (),
+    *,
+    devices: int,
+    hardware: str | Hardware = "h100",
+    memory: str | float | None = None,
+    seconds: float = 60.0,
+    kwargs: dict[str, Any] | None = None,
+) -> list[Proposal]:
+    """Search a mesh and marks for a model, and return the best as code to paste.
+
+    Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
+    dimension of every argument is taken for the batch. Where memory asks for it, layers are
+    recomputed, and the batch is divided into microbatches. The states of Adam are counted.
+
+    Args:
+        model: Its own marks do not count.
+        args: Positional arguments of a call, of the global batch; a tuple, or the only one.
+        devices: How many.
+        hardware: A preset, or a Hardware.
+        memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
+        seconds: Time of the search; what is best by then is returned.
+        kwargs: Keyword arguments of a call.
+
+    Returns:
+        At most five proposals, the fastest first; those that need too much memory last, and say so.
+        One of them sends least of all that are little slower than the best.
+
+    Raises:
+        ShardingError: The model cannot be captured, or `memory` is no size.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 64, device="meta")
+        >>> x = torch.empty(65536, 64, device="meta")
+        >>> print(suggest(model, (x,), devices=2, seconds=5)[0].code)
+        mesh = gspmd.Mesh(data=2, model=1)
+        model = gspmd.parallelize(model, mesh, in_specs=("data _",))
+    """
+    end = time.monotonic() + seconds
+    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    speed = Hardware.of(hardware)
+    limit = speed.memory if memory is None else size_of(memory)
+    search = _Search(Judge(model, args, kwargs or {}, speed), limit, end - RECHECK * seconds, end)
+    search.run(list(_meshes(devices)))
+    counts = dict(search.judge.counts)
+    return [replace(each, counts=counts) for each in search.best()]
+
+
+def size_of(memory: str | float) -> float:
+    """Return the bytes of a size, such as "80GB" or 80e9.
+
+    Args:
+        memory: A number, or one with a unit.
+
+    Returns:
+        Bytes.
+
+    Raises:
+        ShardingError: The text is no size.
+    """
+    if isinstance(memory, (int, float)):
+        return float(memory)
+    text = memory.strip().upper().replace(" ", "")
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    try:
+        return float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
+    except ValueError:
+        raise ShardingError(
+            f"memory '{memory}' is no size", where=user_line(), fix='"80GB" or 80e9'
+        ) from None
+
+
+def _meshes(devices: int) -> Iterator[Mesh]:
+    """Yield the meshes of so many devices: those with a small MODEL axis first."""
+    for model in range(1, devices + 1):
+        if devices % model == 0:
+            yield Mesh(data=devices // model, model=model)
+
+
+@dataclass
+class _Search:
+    """The proposals that were tried, by mesh, marks, and microbatches of the batch."""
+
+    judge: Judge
+    limit: float
+    deadline: float  # of the search; what follows it has until the end
+    end: float = math.inf
+    tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
+    microbatches: int = 1
+    tight: set[Mesh] = field(default_factory=set)  # on which weights with ZeRO are gathered again
+    unhelpful: set[Mesh] = field(default_factory=set)  # on which recomputing is too slow
+
+    def run(self, meshes: Sequence[Mesh]) -> None:
+        """Search; where nothing fits, search again with the fewest microbatches that may fit."""
+        self._search(meshes)
+        if not self._fits():
+            for count in self._divisions():
+                if self.is_over() or self._fits_in(count):
+                    break
+            if self.microbatches > 1:
+                self._search(meshes)
+        self._recheck()
+        self._refine()
+        self._enlarge()
+
+    def _fits(self) -> bool:
+        return self.best()[0].memory <= self.limit
+
+    def _divisions(self) -> Iterator[int]:
+        """Yield the numbers of microbatches that divide the batch: powers of two."""
+        rows = self.judge.rows
+        for count in (2**n for n in range(1, rows.bit_length())):
+            if rows % count == 0 and self.judge.can_take(rows // count):
+                yield count
+
+    def _fits_in(self, count: int) -> bool:
+        """Try the smallest proposals with so many microbatches; return whether one fits."""
+        before, self.microbatches = self.microbatches, count
+        smallest = sorted(self.tried, key=lambda key: self.tried[key].memory)[:BEST]
+        for mesh, marks, _ in smallest:
+            if self._is_divisible(mesh, count) and not self.is_over():
+                self.propose(mesh, marks)
+        if not self._fits():
+            self.microbatches = before
+        self.tight.clear()
+        self.unhelpful.clear()
+        return self._fits()
+
+    def _is_divisible(self, mesh: Mesh, count: int) -> bool:
+        """Return whether the rows of a microbatch are, by the devices along DATA."""
+        return count == 1 or self.judge.rows // count % mesh.count((DATA,)) == 0
+
+    def _search(self, meshes: Sequence[Mesh]) -> None:
+        """Search every mesh from few marks; then the best, mark by mark."""
+        meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
+        found: dict[Mesh, Marks] = {}
+        marks = Marks()
+        for mesh in meshes:
+            if self.is_over():
+                return
+            found[mesh] = self._best_start(mesh, marks)
+            if not marks.model and not marks.arguments:
+                marks = found[mesh] = self._descend(mesh, found[mesh])
+        for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
+            if not self._is_hopeless(self.propose(mesh, found[mesh])):
+                self._descend(mesh, found[mesh])
+
+    def _recheck(self) -> None:
+        """Leave the best proposals, planned again with one layer more."""
+        keys = self._best_keys()
+        if self.judge.layers.length > self.judge.first + 1:
+            self.judge.first += 1
+            self.tried = {}
+            for key in keys:
+                if not self.tried or time.monotonic() < self.end:
+                    self.tried[key] = self._plan(*key)
+
+    def _refine(self) -> None:
+        """Try what else saves memory, for the best proposals that save some at a cost."""
+        for key in self._best_keys():
+            mesh, marks, _ = key
+            proposal = self.tried[key]
+            for savings in self._others(proposal):
+                if self.is_over():
+                    return
+                self._improve(key, self._proposal(mesh, marks, savings))
+            if proposal.savings.recomputed:
+                self._solve(key, proposal.savings)
+
+    def _solve(self, key: tuple[Mesh, Marks, int], savings: Savings) -> None:
+        """Recompute what is fastest to, of layers or of their submodules, if HiGHS is there."""
+        mesh, marks, _ = key
+        solved = self.judge.best_recomputed(mesh, marks, savings, self.limit)
+        if solved is not None:
+            proposal = self._proposal(mesh, marks, solved[0])
+            self._improve(key, replace(proposal, recompute_bound=solved[1]))
+
+    def _improve(self, key: tuple[Mesh, Marks, int], other: Proposal) -> None:
+        """Take another proposal in place of one, if it is better."""
+        if self._order(other) <= self._order(self.tried[key]):
+            self.tried[key] = other
+
+    def _others(self, proposal: Proposal) -> Iterator[Savings]:
+        """Yield ways with less work: more microbatches, weights that are not gathered again."""
+        savings = proposal.savings
+        if savings.regather != "auto":
+            yield replace(savings, regather="auto")
+        for count in self._divisions() if savings.recomputed else ():
+            if count > savings.microbatches and self._is_divisible(proposal.mesh, count):
+                yield Savings(savings.regather, (), count)
+
+    def _enlarge(self) -> None:
+        """Say of the best proposal how large a batch may be."""
+        mesh, marks, count = self._best_keys()[0]
+        best = self.tried[mesh, marks, count]
+        if best.memory <= self.limit and best.savings.microbatches == 1 and not self.is_over():
+            rows = self.judge.most_rows(mesh, marks, best.savings, self.limit)
+            self.tried[mesh, marks, count] = replace(best, largest_batch=rows)
+
+    def _is_hopeless(self, proposal: Proposal) -> bool:
+        best = self.best()[0]
+        return proposal.seconds > HOPELESS * best.seconds or proposal.memory > HOPELESS * max(
+            self.limit, best.memory
+        )
+
+    def is_over(self) -> bool:
+        """Return whether there is no time left, and something to return."""
+        return bool(self.tried) and time.monotonic() > self.deadline
+
+    def _best_start(self, mesh: Mesh, marks: Marks) -> Marks:
+        """Return the best of no marks and those of another mesh, with and without ZeRO."""
+        pairs = itertools.product((Marks(), marks), (False, True))
+        starts = [replace(start, zero=zero).on(mesh) for start, zero in pairs]
+        return min(dict.fromkeys(starts), key=lambda marks: self.score(mesh, marks))
+
+    def _descend(self, mesh: Mesh, best: Marks) -> Marks:
+        """Return the marks that single changes lead to, each to a shorter step or fewer bytes."""
+        settled: set[Marks] = set()
+        poor: set[int] = set()  # the numbers of changes that are not tried again
+        while best not in settled:
+            settled.add(best)
+            steps: dict[int, float] = {}
+            for number, change in enumerate(self._changes(mesh)):
+                if number in poor or change(best) == best:
+                    continue
+                if self.is_over():
+                    return best
+                excess, step = self.score(mesh, best)
+                changed = self.score(mesh, change(best))
+                steps[number] = changed[1]
+                sent = [self.propose(mesh, marks).sent_bytes for marks in (change(best), best)]
+                lighter = changed <= (excess, step) and sent[0] < (1 - MIN_GAIN) * sent[1]
+                if changed < (excess, step * (1 - MIN_GAIN)) or lighter:
+                    best = change(best)
+            excess, step = self.score(mesh, best)
+            if not excess:
+                poor |= {number for number, each in steps.items() if each > POOR * step}
+        return best
+
+    def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
+        """Yield functions that change marks."""
+        model, data = mesh.count((MODEL,)), mesh.count((DATA,))
+        smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
+        matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
+        for group in matrices if model > 1 else ():
+            for dim in _divisible(group.shape, model):
+                yield lambda marks, group=group, dim=dim: marks.with_dim(group.pattern, dim)
+        for shape, numbers in self.judge.like_arguments().items() if model > 1 else ():
+            for dim in _divisible(shape, model):
+                yield lambda marks, numbers=numbers, dim=dim: marks.with_arguments(numbers, dim)
+        for group in matrices if data > 1 else ():
+            if len(group.shape) > 2 and group.shape[0] % data == 0:
+                this = frozenset([group.pattern])
+                yield lambda marks, this=this: replace(marks, stacked=marks.stacked ^ this)
+        if data > 1:
+            yield lambda marks: replace(marks, zero=not marks.zero, by_cost=False)
+            yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
+
+    def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
+        """Return what is compared: bytes above the limit first, then seconds."""
+        return self._order(self.propose(mesh, marks))
+
+    def _order(self, proposal: Proposal) -> tuple[float, float]:
+        return max(proposal.memory - self.limit, 0.0), proposal.seconds
+
+    def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
+        """Return the proposal of marks on a mesh, planned once."""
+        key = mesh, marks, self.microbatches
+        if key not in self.tried:
+            self.tried[key] = self._plan(*key)
+        return self.tried[key]
+
+    def _plan(self, mesh: Mesh, marks: Marks, microbatches: int) -> Proposal:
+        """Plan marks on a mesh; save memory where it is too little, at what costs least."""
+        ways = [Savings("auto", (), microbatches)]
+        if marks.zero:
+            ways.append(Savings("always", (), microbatches))
+        if marks.zero and mesh in self.tight:
+            ways = ways[1:]
+        tried = []
+        for savings in ways:
+            tried.append(self._proposal(mesh, marks, savings))
+            if tried[-1].memory <= self.limit:
+                return tried[-1]
+            if len(ways) > 1:
+                self.tight.add(mesh)
+        savings, kept = ways[-1], self.judge.numbers(mesh, marks, ways[-1])
+        hopeless = self._is_slower(tried[0]) or mesh in self.unhelpful
+        if kept.memory - kept.saved <= self.limit and not hopeless:
+            savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
+            tried.append(self._proposal(mesh, marks, savings))
+            if self._is_slower(tried[-1], POOR):
+                self.unhelpful.add(mesh)
+        return min(tried, key=self._order)
+
+    def _is_slower(self, proposal: Proposal, ratio: float = 1.0) -> bool:
+        """Return whether one that fits is faster, so many times: recomputing makes none faster."""
+        fitting = (each.seconds for each in self.tried.values() if each.memory <= self.limit)
+        return ratio * min(fitting, default=math.inf) < proposal.seconds
+
+    def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+        judge, speed = self.judge, self.judge.hardware
+        numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
+        in_specs = judge.call_specs(mesh, marks, judge.rows // savings.microbatches)
+        return Proposal(
+            mesh,
+            judge.marks(mesh, marks, savings),
+            in_specs,
+            speed,
+            numbers.seconds,
+            numbers.memory,
+            numbers.sent_bytes,
+            flops / (numbers.seconds * speed.peak),
+            flops / (speed.efficiency * speed.peak),
+            (judge.first + 1, judge.layers.length) if judge.layers.alike else None,
+            savings,
+            judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
+            limit=self.limit,
+        )
+
+    def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:
+        chosen: dict[tuple[Mesh, bool], tuple[Mesh, Marks, int]] = {}
+        for key in sorted(self.tried, key=lambda key: self._order(self.tried[key])):
+            chosen.setdefault((key[0], key[1].zero), key)
+        keys = list(chosen.values())[:BEST]
+        frugal = self._frugal_key(keys[0])
+        return keys if frugal in keys else [*keys[: BEST - 1], frugal]
+
+    def _frugal_key(self, best: tuple[Mesh, Marks, int]) -> tuple[Mesh, Marks, int]:
+        """Return what sends least of those that are little slower than the best."""
+        excess, seconds = self._order(self.tried[best])
+        close = [
+            key
+            for key, each in self.tried.items()
+            if self._order(each) <= (excess, FRUGAL * seconds)
+        ]
+        return min(
+            close, key=lambda key: (self.tried[key].sent_bytes, self._order(self.tried[key]))
+        )
+
+    def best(self) -> list[Proposal]:
+        """Return the best: one of each mesh, with and without ZeRO, and one that sends least."""
+        return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
+
+
+def _divisible(shape: tuple[int, ...], count: int) -> list[int | None]:
+    """Return the dimensions of which so many devices have equal parts; and None, for no mark."""
+    return [*(dim for dim, size in enumerate(shape) if size % count == 0), None]
