@@ -2,28 +2,26 @@
 tensors, run it on a mesh.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .comm.collective import Collective
 from .comm.hardware import Hardware
+from .compat import moved_modules
 from .compiler.api import Plan, plan
 from .errors import ShardingError
 from .layout.annotate import annotate, mark_sharding
 from .layout.layout_rules import Layout
 from .layout.mesh import Mesh
 from .layout.spec_notation import UNCONSTRAINED
-from .model_api import collectives, moe, stack
-from .model_api import pipelined_blocks as pipeline
-from .model_api.manual import manual
-from .model_api.train_step import train_step
 from .rules.custom import rule
 from .runtime.full_state import full_state_dict
 from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec
-from .tools import evaluation
-from .tools.calibrate import calibrate
-from .tools.compare_with_xla import compare_with_xla
-from .tools.doctor import doctor
-from .tools.report.visualize import visualize
-from .tools.suggest import suggest
+
+if TYPE_CHECKING:
+    from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
 
 __all__ = [
     "UNCONSTRAINED",
@@ -54,3 +52,26 @@ __all__ = [
     "train_step",
     "visualize",
 ]
+
+_LATER = {  # Names that load their folder when they are first asked for.
+    **dict.fromkeys(["collectives", "manual", "moe", "pipeline", "stack", "train_step"], "nn"),
+    **dict.fromkeys(
+        ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("nn", "tools"):
+        return import_module(f".{name}", __name__)
+    if name not in _LATER:
+        raise AttributeError(f"module 'torchgspmd' has no attribute '{name}'")
+    value = globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "nn", "tools"])
+
+
+moved_modules.install(__name__)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
+from types import MethodType
 from typing import Any
 
 import torch
@@ -35,9 +37,8 @@ from ..fx_passes.replication_report import ReplicatedOp, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
-from ..tools.report.plan_views import PlanViews, weights_against_marks
 from .plan_cache.plan_files import PlanFiles
-from .plan_summary import limits_text, pipelines_text
+from .plan_summary import limits_text, pipelines_text, weights_against_marks
 from .small_sizes import SmallSizes
 from .units import size_text
 
@@ -59,7 +60,19 @@ class Memory:
         )
 
 
-class Plan(PlanViews, PlanFiles):
+class View:
+    """A method of Plan that tools/report/plan_views.py defines; it is loaded when it is called."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: Plan | None, owner: type | None = None) -> Callable[..., Any]:
+        views = import_module("..tools.report.plan_views", __package__).PlanViews
+        method = getattr(views, self._name)
+        return method if plan is None else MethodType(method, plan)
+
+
+class Plan(PlanFiles):
     """The result of torchgspmd.plan: layouts, collectives and the program of every device.
 
     Print it for the partitioned graph and a summary.
@@ -86,6 +99,9 @@ class Plan(PlanViews, PlanFiles):
     """
 
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
+    estimate, trace, diff, html, report, _repr_html_ = (View() for _ in range(6))
+    # A plan that was read plans nothing.
+    _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
     def __init__(
         self,

@@ -1,8 +1,8 @@
-"""Lines of a summary: pipelines with their bubble and memory; searches that ended at a limit."""
+"""Lines of a summary: weights against marks, bubbles of pipelines, searches at their limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import fx
 
@@ -10,7 +10,21 @@ from ..comm.list_scheduler import curve
 from ..comm.loop_call import loop_calls
 from ..comm.stage_call import StageCall
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
+from ..fx_passes.replication_report import ReplicatedOp
 from .units import size_text
+
+_MOST_WEIGHTS = 3  # that a summary names
+
+
+def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
+    """Return the lines of a summary for weights that are gathered against their marks."""
+    weights = [each for each in replicated if each.weight is not None]
+    lines = [
+        f"gathered against its mark: '{each.weight}', {size_text(each.bytes)}"
+        for each in weights[:_MOST_WEIGHTS]
+    ]
+    more = len(weights) - _MOST_WEIGHTS
+    return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
 
 
 def limits_text(counts: Mapping[str, int]) -> list[str]:

@@ -1,4 +1,4 @@
-"""halo(x, dim, axes, window, size): every device gets the rows of its window (see halo.py).
+"""halo(x, dim, axes, window, size): every device gets the rows of its window (see halo_window.py).
 
 x is a shard of a dimension of global length `size`.
 """

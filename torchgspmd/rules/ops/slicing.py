@@ -4,8 +4,8 @@
     x[::2]      h[2p:2p+1] -> h         cat         h[p:p+1], h[p-8:p-7] -> h
     pad         h[p-2:p-1] -> h
 
-Along a sharded dimension, a device needs the rows that its positions come from (halo.py). Most are
-its own, a few are its neighbours'.
+Along a sharded dimension, a device needs the rows that its positions come from (halo_window.py).
+Most are its own, a few are its neighbours'.
 """
 
 from __future__ import annotations

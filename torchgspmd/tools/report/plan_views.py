@@ -1,21 +1,14 @@
-"""PlanViews: what a plan shows of itself, for some hardware."""
+"""The views of a plan: methods that estimate, compare and show it. Plan loads them when called."""
 
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import fx
-
-from ...capture import Captured
 from ...comm.hardware import Hardware
+from ...compiler.plan import Plan
 from ...compiler.plan_summary import limits_text
-from ...compiler.units import size_text
-from ...fx_passes import Layouts
-from ...fx_passes.replication_report import ReplicatedOp
-from ...layout.mesh import Mesh
 from .chrome_trace import trace_text
 from .diff import PlanDiff, layout_changes
 from .estimate import Estimate, estimate
@@ -23,22 +16,9 @@ from .page import page_data, page_text
 from .report import Report, report
 from .tried_marks import try_marks
 
-_MOST_WEIGHTS = 3  # that a summary names
 
-
-class PlanViews:
-    """The methods of a plan that estimate and report; Plan has the attributes."""
-
-    mesh: Mesh
-    captured: Captured
-    sharded: fx.Graph
-    program_graph: fx.Graph
-    layouts: Layouts
-    counts: dict[str, int]
-    replicated_ops: tuple[ReplicatedOp, ...]
-    _replanner: Callable[[], Callable[[Captured], PlanViews]] | None = (
-        None  # a plan that was read plans nothing
-    )
+class PlanViews(Plan):
+    """The methods that Plan takes from here, by name."""
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
         """Estimate the time of a run on some hardware.
@@ -83,7 +63,7 @@ class PlanViews:
         """
         return trace_text(self.estimate(hardware))
 
-    def diff(self, other: PlanViews, hardware: str | Hardware = "h100") -> PlanDiff:
+    def diff(self, other: Plan, hardware: str | Hardware = "h100") -> PlanDiff:
         """Compare with another plan of the same model: with other marks, or on another mesh.
 
         Args:
@@ -130,15 +110,11 @@ class PlanViews:
             >>> os.path.exists(path)
             True
         """
-        Path(path).write_text(self._page(title, self.report(hardware)), encoding="utf-8")
-
-    def _page(self, title: str, report: Report) -> str:
-        graphs = self.captured, self.sharded, self.program_graph
-        return page_text(page_data(title, *graphs, self.layouts, report))
+        Path(path).write_text(_page(self, title, self.report(hardware)), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         """Return the page, framed, for notebooks."""
-        page = self._page("Plan", self.report())
+        page = _page(self, "Plan", self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
@@ -177,12 +153,6 @@ class PlanViews:
         return replace(alone, whole=whole)
 
 
-def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
-    """Return the lines of a summary for weights that are gathered against their marks."""
-    weights = [each for each in replicated if each.weight is not None]
-    lines = [
-        f"gathered against its mark: '{each.weight}', {size_text(each.bytes)}"
-        for each in weights[:_MOST_WEIGHTS]
-    ]
-    more = len(weights) - _MOST_WEIGHTS
-    return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
+def _page(plan: Plan, title: str, report: Report) -> str:
+    graphs = plan.captured, plan.sharded, plan.program_graph
+    return page_text(page_data(title, *graphs, plan.layouts, report))

@@ -1,0 +1,10 @@
+"""The names that a model is written with: `gspmd.nn.stack`, also `gspmd.stack`."""
+
+from .model_api import collectives as collectives
+from .model_api import moe as moe
+from .model_api.manual import manual as manual
+from .model_api.pipelined_blocks import pipeline as pipeline
+from .model_api.stack import stack as stack
+from .model_api.train_step import train_step as train_step
+
+__all__ = ["collectives", "manual", "moe", "pipeline", "stack", "train_step"]
