@@ -16,7 +16,7 @@ INSTALL := -m pip install --quiet --no-compile
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
+.PHONY: help lint house fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -57,6 +57,10 @@ lint: venv  ## ruff check, ruff format --check, pyright
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/typings.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+house: venv  ## how the package measures against its goals, each with the goal
+	$(BIN)/python $(INSTALL) -e .
+	$(BIN)/python tools/house.py
 
 fast: venv  ## tests that start no processes and take no minutes
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
