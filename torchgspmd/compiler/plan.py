@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from types import MethodType
@@ -38,26 +37,11 @@ from ..fx_passes.schedule.liveness import bytes_of, peak
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
-from .plan_summary import limits_text, pipelines_text, weights_against_marks
+from .plan_summary import Memory, limits_text, pipelines_text, weights_against_marks
 from .small_sizes import SmallSizes
 from .units import size_text
 
 NO_COSTS = "no costs: the process that planned has the candidates"
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes on one device, padding included."""
-
-    parameters: int
-    inputs: int  # arguments and buffers
-    peak: int  # the most alive at once during a run, parameters and inputs included
-
-    def __str__(self) -> str:
-        return (
-            f"parameters {size_text(self.parameters)}, inputs {size_text(self.inputs)}, "
-            f"peak {size_text(self.peak)}"
-        )
 
 
 class View:

@@ -1,8 +1,9 @@
-"""Lines of a summary: weights against marks, bubbles of pipelines, searches at their limit."""
+"""A summary of a plan: memory, weights against marks, pipelines, searches at their limit."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -14,6 +15,21 @@ from ..fx_passes.replication_report import ReplicatedOp
 from .units import size_text
 
 _MOST_WEIGHTS = 3  # that a summary names
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device, padding included."""
+
+    parameters: int
+    inputs: int  # arguments and buffers
+    peak: int  # the most alive at once during a run, parameters and inputs included
+
+    def __str__(self) -> str:
+        return (
+            f"parameters {size_text(self.parameters)}, inputs {size_text(self.inputs)}, "
+            f"peak {size_text(self.peak)}"
+        )
 
 
 def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:

@@ -97,7 +97,7 @@ def test_a_kind_is_registered_for_a_block() -> None:
 # What may ask for one kind rather than for what a kind says, and why.
 ASKS_FOR_ONE = {
     # it times each by itself, with the arguments of that one; others are sent like one of them
-    "calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
+    "tools.calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
     "fx_passes.partition.reshard": {"term"},  # it makes a value a sum
     "fx_passes.localize.stage_sends": {"permute"},  # what a plan reports of neighboring stages
     # one sum in steps, which are these
