@@ -83,7 +83,7 @@ class Plan(PlanFiles):
     """
 
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
-    estimate, trace, diff, html, report, _repr_html_ = (View() for _ in range(6))
+    estimate, trace, diff, html, report, _page, _repr_html_ = (View() for _ in range(7))
     # A plan that was read plans nothing.
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 

@@ -110,11 +110,15 @@ class PlanViews(Plan):
             >>> os.path.exists(path)
             True
         """
-        Path(path).write_text(_page(self, title, self.report(hardware)), encoding="utf-8")
+        Path(path).write_text(self._page(title, self.report(hardware)), encoding="utf-8")
+
+    def _page(self, title: str, report: Report) -> str:
+        graphs = self.captured, self.sharded, self.program_graph
+        return page_text(page_data(title, *graphs, self.layouts, report))
 
     def _repr_html_(self) -> str:
         """Return the page, framed, for notebooks."""
-        page = _page(self, "Plan", self.report())
+        page = self._page("Plan", self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
@@ -151,8 +155,3 @@ class PlanViews(Plan):
         replan = self._replanner()
         whole = try_marks(alone, self.captured, lambda marked: replan(marked).report(hardware))
         return replace(alone, whole=whole)
-
-
-def _page(plan: Plan, title: str, report: Report) -> str:
-    graphs = plan.captured, plan.sharded, plan.program_graph
-    return page_text(page_data(title, *graphs, plan.layouts, report))
