@@ -107,7 +107,8 @@ def folder(tmp_path_factory):
 
 
 def rows(folder: Path, case: Case, rank: int) -> list[dict]:
-    return [json.loads(line) for line in (folder / f"{case.name}.{rank}.out").open()]
+    lines = (folder / f"{case.name}.{rank}.out").open()  # gloo of torch 2.9 prints here, too
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def survivors(case: Case) -> list[int]:
