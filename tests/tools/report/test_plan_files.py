@@ -193,3 +193,10 @@ def test_large_constants_are_refused(path):
     plan = gspmd.plan(lambda x: x * table, torch.ones(1 << 21), mesh=Mesh(data=2))
     with pytest.raises(gspmd.ShardingError, match="(?s)is large.*buffers"):
         plan.save(path)
+
+
+def test_a_tensor_of_many_dimensions_is_read(tmp_path):
+    x = torch.randn(2, 1, 1, 32, 3, 4, 8)
+    made = gspmd.plan(torch.neg, x, mesh=Mesh(data=2), in_specs="data _ _ _ _ _ _")
+    made.save(tmp_path / "plan.json")
+    assert torch.equal(Plan.load(tmp_path / "plan.json").simulate(x), -x)

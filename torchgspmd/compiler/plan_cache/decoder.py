@@ -148,7 +148,8 @@ class Decoder:
         dtype = self.decode(dtype)
         if len(sizes[0]) != len(sizes[1]) or type(dtype) is not torch.dtype:
             raise ValueError(shape)
-        if max(map(math.prod, sizes)) > _LARGEST_SIZE:
+        reach = 1 + sum((n - 1) * step for n, step in zip(*sizes) if n)  # elements of its memory
+        if max(math.prod(sizes[0]), reach) > _LARGEST_SIZE:
             raise ValueError(shape)
         meta = torch.empty_strided(*sizes, dtype=dtype, device="meta")
         return FakeTensor(self.fake_mode, meta, torch.device(device))
