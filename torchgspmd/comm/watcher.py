@@ -338,6 +338,13 @@ def watcher_of(processes: Sequence[int], limit: float) -> Watcher:
     return watcher
 
 
+def say_farewell() -> None:
+    """Tell all ranks that this process ends the default process group."""
+    for watcher in _WATCHERS.values():
+        if watcher.world is dist.group.WORLD:
+            watcher._close()
+
+
 def explain(error: RuntimeError) -> None:
     """Raise RankError for the error of a wait that ended, in whatever mesh; else return."""
     for watcher in _WATCHERS.values():

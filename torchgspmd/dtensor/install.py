@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..compat.operators import AbsentOperator, aten
@@ -28,7 +29,12 @@ from .fused_optimizers import (
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random_draws import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
-from .waits import redistribute_method, with_explained_wait, with_explained_waits
+from .waits import (
+    redistribute_method,
+    with_explained_wait,
+    with_explained_waits,
+    with_farewell,
+)
 
 _LOSSES = (
     "mse_loss",
@@ -82,6 +88,7 @@ def _losses(suffix: str, gradients: int) -> list[Patch]:
 _DISPATCHER: Any = DTensor._op_dispatcher
 _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no sharding strategy"
 _SHARDED = "fully_shard would shard what is sharded already"
+_FAREWELL = "a process that ends at once after it is taken for one that has died"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
@@ -228,6 +235,7 @@ PATCHES = (
         for owner in (AsyncCollectiveTensor,)
         if not is_missing(owner)
     ),
+    Patch(dist, "destroy_process_group", with_farewell, _FAREWELL),
     # wrappers
     *(
         Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)

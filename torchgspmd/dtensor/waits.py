@@ -13,7 +13,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from ..comm.process_groups import find_groups
-from ..comm.watcher import explain
+from ..comm.watcher import explain, say_farewell
 
 
 def redistribute_method(before: Callable) -> Callable:
@@ -50,6 +50,21 @@ def with_explained_wait(before: Callable) -> Callable:
             raise
 
     return trigger_wait
+
+
+def with_farewell(before: Callable) -> Callable:
+    """Wrap destroy_process_group: the others hear that this process ends as it should.
+
+    It may end at once afterwards (os._exit), and would be taken for one that has died.
+    """
+
+    @functools.wraps(before)
+    def destroy(group: Any = None) -> None:
+        if group is None:
+            say_farewell()
+        return before(group)
+
+    return destroy
 
 
 def _explained(mesh: Any, function: Callable, *args: Any, **options: Any) -> Any:

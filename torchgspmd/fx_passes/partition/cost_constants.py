@@ -130,7 +130,10 @@ class CostConstants:
         "judged; of more only those in which one axis does something else than in a layout around",
     )
     max_layouts: int = _constant(
-        1000, "layouts", "a search of steps that visits more takes the direct path"
+        1000,
+        "layouts",
+        "a search of steps that visits more takes the best steps up to there; the plan and its "
+        "report say so",
     )
 
     def override(self, values: Mapping[str, float] | None) -> CostConstants:
