@@ -523,6 +523,30 @@ def test_random_trees():
         assert value_key(changed(value)) != value_key(value)
 
 
+def test_a_wide_circle():
+    """Each of 40 objects leads to all others: the walk visits each once, not each path."""
+    around = [Options(float(i), []) for i in range(40)]
+    for each in around:
+        each.parts = around
+    key = value_key(around)
+    around[-1].scale = -1.0
+    assert value_key(around) != key
+
+
+def test_what_parallelize_leaves():
+    """The forward of a wrapped model leads to its programs: the key is that of the object."""
+
+    class Proxy:
+        def __init__(self):
+            self.programs = []
+
+    Proxy.__module__ = "torchgspmd.runtime.submodule_calls"
+    proxy = Proxy()
+    key = value_key([proxy])
+    proxy.programs.append(1)
+    assert value_key([proxy]) == key != value_key([Proxy()])
+
+
 def test_the_error():
     plan = gspmd.plan(kept, X, Options(), mesh=MESH, in_specs=("data _", None))
     with pytest.raises(ShardingError) as error:

@@ -24,51 +24,100 @@ from torch import Tensor
 from .source import ABSENT, Attribute, attributes, slots_of
 
 _BY_NAME = (type, ModuleType)
+_PLAIN = {bool, int, float, complex, str, bytes, type(None)}
 _OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
 _DEEP = 24  # limit of nesting
 _FEW = 8  # numbers of an array in a message
 _SHOWN = 60  # characters of a key in a message
 
 
-def value_key(value: Any, around: tuple[int, ...] = ()) -> Any:
-    """Return a key that equal values share. around: ids of what contains the value.
+def value_key(value: Any) -> Any:
+    """Return a key that equal values share.
 
     A function, module or tensor is its own key, with what it holds, since its address may be
-    reused.
+    reused. What parallelize leaves on a module (its forward) leads to whole programs: these
+    objects of the library are their own keys too.
     """
-    if id(value) in around or len(around) > _DEEP:
-        return "itself"
-    if isinstance(value, _BY_NAME) or _is_own_record(value):
-        return value
-    inside = (*around, id(value))
-    if isinstance(value, Tensor):
-        kind = tuple(value.shape), str(value.dtype), value.requires_grad
-        return f"a tensor at 0x{id(value):x}", *kind
-    if isinstance(value, np.ndarray):
-        return _array_key(value, inside)
-    if callable(value) or isinstance(value, CellType):
-        return _callable_key(value, inside)
-    if isinstance(value, Mapping):
-        return type(value), *((repr(name), value_key(v, inside)) for name, v in value.items())
-    if isinstance(value, (list, tuple)):
-        return type(value), *(value_key(v, inside) for v in value)
-    if isinstance(value, (set, frozenset)):
-        return type(value), *sorted(map(repr, value))  # Their order differs between processes.
-    table = _attributes(value)
-    if not table:
-        return repr(value)
-    bases = type(value).__mro__[1:-1]
-    is_of_python = all(base.__flags__ & _OF_PYTHON for base in bases)
-    own = "" if is_of_python else as_text(repr(value))  # what a number or text has besides
-    return type(value), own, value_key(table, inside)
+    return _Keys().key_of(value)
 
 
-def _is_own_record(value: Any) -> bool:
-    """Return whether a value is a mesh, a spec or the like; what else it holds are memos."""
-    kind = type(value)
-    parameters = getattr(kind, "__dataclass_params__", None)
-    is_own = kind.__module__.partition(".")[0] == __name__.partition(".")[0]
-    return is_own and parameters is not None and parameters.frozen and parameters.eq
+class _Keys:
+    """Keys of what one value reaches; each object has one, so that the walk is linear."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.known: dict[int, tuple[Any, Any]] = {}  # The value too: its id is not used again.
+
+    def key_of(self, value: Any) -> Any:
+        if isinstance(value, _BY_NAME) or _is_own(value):
+            return value
+        if type(value) in _PLAIN:
+            return repr(value)
+        if id(value) in self.known:
+            return self.known[id(value)][1]
+        if self.depth > _DEEP:
+            return "itself"
+        self.known[id(value)] = value, "itself"
+        self.depth += 1
+        key = self._key(value)
+        self.depth -= 1
+        self.known[id(value)] = value, key
+        return key
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            kind = tuple(value.shape), str(value.dtype), value.requires_grad
+            return f"a tensor at 0x{id(value):x}", *kind
+        if isinstance(value, np.ndarray):
+            return self._array_key(value)
+        if callable(value) or isinstance(value, CellType):
+            return self._callable_key(value)
+        if isinstance(value, Mapping):
+            return type(value), *((repr(name), self.key_of(v)) for name, v in value.items())
+        if isinstance(value, (list, tuple)):
+            return type(value), *(self.key_of(v) for v in value)
+        if isinstance(value, (set, frozenset)):
+            return type(value), *sorted(map(repr, value))  # Their order differs between processes.
+        table = _attributes(value)
+        if not table:
+            return repr(value)
+        bases = type(value).__mro__[1:-1]
+        is_of_python = all(base.__flags__ & _OF_PYTHON for base in bases)
+        own = "" if is_of_python else as_text(repr(value))  # what a number or text has besides
+        return type(value), own, self.key_of(table)
+
+    def _array_key(self, value: np.ndarray) -> Any:
+        if value.dtype.hasobject:
+            return np.ndarray, value.shape, self.key_of(value.tolist())
+        checksum = hashlib.sha256(value.tobytes()).hexdigest()
+        shown = str(value.tolist()) if value.size <= _FEW else f"other numbers ({checksum[:8]})"
+        return np.ndarray, value.shape, str(value.dtype), shown, checksum
+
+    def _callable_key(self, value: Any) -> Any:
+        """Return the key of a function or module: itself, and what it holds."""
+        if isinstance(value, CellType):
+            return "<empty>" if value == CellType() else self.key_of(value.cell_contents)
+        if isinstance(value, MethodType):
+            return MethodType, self.key_of(value.__func__), self.key_of(value.__self__)
+        if isinstance(value, functools.partial):
+            parts = value.func, value.args, value.keywords
+            return functools.partial, *(self.key_of(part) for part in parts)
+        identity = value if isinstance(value, Hashable) else repr(value)
+        held: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
+        if isinstance(value, FunctionType):
+            names = zip(value.__code__.co_freevars, value.__closure__ or ())
+            held |= {f"closure {name}": cell for name, cell in names}
+            defaults = {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
+            held |= {name: each for name, each in defaults.items() if each}
+            identity = value if not held else (value, value.__code__)
+        return identity if not held else (identity, self.key_of(held))
+
+
+def _is_own(value: Any) -> bool:
+    """Return whether a value is a mesh, a wrapped model or the like, but no layer of ours."""
+    package, _, folder = type(value).__module__.partition(".")
+    is_own = package == __name__.partition(".")[0] and not folder.startswith("model_api")
+    return is_own and isinstance(value, Hashable)
 
 
 def _attributes(value: Any) -> dict[str, Any]:
@@ -80,34 +129,6 @@ def _attributes(value: Any) -> dict[str, Any]:
         for step, item in attributes(value).items()
         if isinstance(step, Attribute) and item is not ABSENT
     }
-
-
-def _array_key(value: np.ndarray, inside: tuple[int, ...]) -> Any:
-    if value.dtype.hasobject:
-        return np.ndarray, value.shape, value_key(value.tolist(), inside)
-    checksum = hashlib.sha256(value.tobytes()).hexdigest()
-    shown = str(value.tolist()) if value.size <= _FEW else f"other numbers ({checksum[:8]})"
-    return np.ndarray, value.shape, str(value.dtype), shown, checksum
-
-
-def _callable_key(value: Any, inside: tuple[int, ...]) -> Any:
-    """Return the key of a function or module: itself, and what it holds."""
-    if isinstance(value, CellType):
-        return "<empty>" if value == CellType() else value_key(value.cell_contents, inside)
-    if isinstance(value, MethodType):
-        return MethodType, value_key(value.__func__, inside), value_key(value.__self__, inside)
-    if isinstance(value, functools.partial):
-        parts = value.func, value.args, value.keywords
-        return functools.partial, *(value_key(part, inside) for part in parts)
-    identity = value if isinstance(value, Hashable) else repr(value)
-    held: dict[str, Any] = dict(getattr(value, "__dict__", None) or {})
-    if isinstance(value, FunctionType):
-        names = zip(value.__code__.co_freevars, value.__closure__ or ())
-        held |= {f"closure {name}": cell for name, cell in names}
-        defaults = {"__defaults__": value.__defaults__, "__kwdefaults__": value.__kwdefaults__}
-        held |= {name: each for name, each in defaults.items() if each}
-        identity = value if not held else (value, value.__code__)
-    return identity if not held else (identity, value_key(held, inside))
 
 
 def as_text(key: Any) -> str:
