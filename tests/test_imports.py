@@ -20,6 +20,8 @@ LAYERS = (  # a file imports only from the lines below its own
     ("model_api",),
     ("runtime",),
     ("xla_backend", "compiler"),
+    ("fx_passes.pipeline",),  # the page that names passes of the core and of features
+    ("features",),
     ("fx_passes",),
     ("capture", "dtensor"),
     ("comm",),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchgspmd as gspmd
-from torchgspmd.comm.kinds.ring_attention import ring_attention, ring_attention_backward
+from torchgspmd.features.attention.ring import ring_attention, ring_attention_backward
 
 
 class Attention(nn.Module):

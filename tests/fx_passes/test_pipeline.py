@@ -142,15 +142,16 @@ def test_each_file_of_a_pass_is_a_row() -> None:
     """
     headers = {
         path.stem
-        for path in (ROOT / "fx_passes").rglob("*.py")
+        for folder in ("fx_passes", "features")
+        for path in (ROOT / folder).rglob("*.py")
         if path.parent.name != "partition"
         and {"before", "after"}
         <= {line[:6].strip() for line in path.read_text().split('"""')[1].split("\n")}
     }
     rows = {each.name for each in pipeline.passes()}
     assert headers - rows <= {"convert_boundary"}  # two rows
-    elsewhere = {"partition", "regather_weights", "ring_keys", "merge_axes", "draw_natively"}
-    elsewhere |= {"hierarchical_sums"}
+    elsewhere = {"partition", "regather_weights", "merge_axes", "draw_natively"}
+    elsewhere |= {"hierarchical_sums", "attention_kernels"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
 
 

@@ -22,7 +22,7 @@ from ..compat.private_apis import _pytree as pytree
 from .captured import TANGENT, UNKNOWN, Input
 from .draws import draws, number_draws
 from .loop_form import loop_form
-from .rewrites.written_attention import SITE
+from .rewrite_sites import SITE
 from .stand_in_sizes import StandInSizes
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}

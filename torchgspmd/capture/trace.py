@@ -31,7 +31,7 @@ from .compute_dtype import Casts
 from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
-from .rewrites.written_attention import Sites, recognizing
+from .rewrite_sites import RewriteSites, rewriting
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
@@ -81,7 +81,7 @@ def capture(
         while len(reasons) < MOST_RETRACES:
             inputs = state.inputs(module_tensor_ids, varying.now)
             readable = _readable_inputs(fn, module_state, (args, kwargs), inputs)
-            value_guards, sites = ValueGuards(readable, state), Sites(state.kept_weights)
+            value_guards, sites = ValueGuards(readable, state), RewriteSites(state.kept_sites)
             try:
                 with (
                     _conclusive(
@@ -90,7 +90,7 @@ def capture(
                         state,
                         value_guards,
                     ),
-                    recognizing(sites),
+                    rewriting(sites),
                 ):
                     captured, fill_constants = _trace_once(
                         fn,
@@ -109,8 +109,8 @@ def capture(
                     )
                     fill_constants()
                 if needed := sites.needed(captured.graph):
-                    keep = partial(state.kept_weights.update, needed)
-                    raise Retrace("it uses weights of attention", keep)
+                    keep = partial(state.kept_sites.update, needed)
+                    raise Retrace(f"it uses a value of {min(needed)}", keep)
                 return captured
             except Retrace as retrace:
                 retrace.learn()

@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributions import Distribution
-from torch.nn.attention import flex_attention
 from torch.nn.modules import transformer
 from torch.utils import checkpoint as checkpointing
 
@@ -35,7 +34,6 @@ from ..compat.private_apis import (
 )
 from .draws import recomputing_dispatch
 from .functional_values import SavedValue
-from .rewrites.flex import flexible_attention, with_returns
 
 
 class _Checkpoint:
@@ -73,7 +71,7 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-def _always(value: Any) -> Callable[[Any], Any]:
+def always(value: Any) -> Callable[[Any], Any]:
     """Return the replacement of anything by a value."""
     return lambda _: value
 
@@ -89,30 +87,29 @@ def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Callable], Call
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _COMPILED = "masks of transformers ask whether the code is being compiled"
-_FLEX = "flex_attention is compiled; it is traced as one operation, or as a softmax of scores"
 _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
 
-PATCHES = (
-    Patch(torch.compiler, "_is_compiling_flag", _always(True), _COMPILED),
-    Patch(torch.compiler, "_is_exporting_flag", _always(True), _COMPILED),
+PATCHES = [  # features add rows
+    Patch(torch.compiler, "_is_compiling_flag", always(True), _COMPILED),
+    Patch(torch.compiler, "_is_exporting_flag", always(True), _COMPILED),
     Patch(
         checkpointing,
         "CheckpointFunction",
-        _always(_Checkpoint),
+        always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
     ),
     Patch(
         checkpointing,
         "_is_compiling",
-        _always(lambda *_: False),
+        always(lambda *_: False),
         "a selective checkpoint would save everything, and leave it to a compiler to recompute",
     ),
     Patch(
         checkpointing,
         "_VersionWrapper",
-        _always(SavedValue),
+        always(SavedValue),
         "a selective checkpoint refuses tensors that are changed later: values in a trace",
     ),
     Patch(
@@ -121,51 +118,54 @@ PATCHES = (
         recomputing_dispatch,
         "a draw after a saved one would have other numbers; what is saved in place would be lost",
     ),
-    Patch(flex_attention, "flex_attention_hop", _always(flexible_attention), _FLEX),
-    Patch(
-        flex_attention,
-        "_apply_kernel_options",
-        with_returns,
-        "its statistics are differentiable; an operation does not know whether they are returned",
-    ),
-    Patch(flex_attention, "_validate_device", _always(lambda *_: None), _FLEX),
     Patch(
         transformer,
         "_detect_is_causal_mask",
-        _always(lambda mask, is_causal=None, size=None: is_causal is True),
+        always(lambda mask, is_causal=None, size=None: is_causal is True),
         "nn.Transformer reads whether a mask is causal, which only chooses a kernel",
     ),
     Patch(
         Distribution,
         "_validate_args",
-        _always(False),
+        always(False),
         "distributions read their parameters to check the range",
     ),
     *(
-        Patch(FunctionalTensor, name, _always(getattr(Tensor, name)), "it has a method of its own")
+        Patch(FunctionalTensor, name, always(getattr(Tensor, name)), "it has a method of its own")
         for name in ("tolist", "to_dense")
     ),
     Patch(torch.SymBool, "__eq__", _comparison(operator.eq), _TRUTH),
     Patch(torch.SymBool, "__ne__", _comparison(operator.ne), _TRUTH),
-    Patch(_BatchNorm, "forward", _always(_cumulative_batch_norm), _BATCHES),
-    Patch(nn.SyncBatchNorm, "forward", _always(_cumulative_batch_norm), _BATCHES),
+    Patch(_BatchNorm, "forward", always(_cumulative_batch_norm), _BATCHES),
+    Patch(nn.SyncBatchNorm, "forward", always(_cumulative_batch_norm), _BATCHES),
     Patch(
         nn.RNNBase,
         "_flat_weights",
-        _always(
+        always(
             property(lambda self: [getattr(self, name, None) for name in self._flat_weights_names])
         ),
         _WEIGHTS,
     ),
-    Patch(nn.RNNBase, "_update_flat_weights", _always(lambda self: None), _WEIGHTS),
-    Patch(nn.RNNBase, "flatten_parameters", _always(lambda self: None), _WEIGHTS),
+    Patch(nn.RNNBase, "_update_flat_weights", always(lambda self: None), _WEIGHTS),
+    Patch(nn.RNNBase, "flatten_parameters", always(lambda self: None), _WEIGHTS),
     Patch(
         _FAKE_LOG,
         "disabled",
         lambda before: before or not _FAKE_LOG.isEnabledFor(logging.DEBUG),
         "shapes that do not fit are logged with 60 lines of torch before the error",
     ),
-)
+]
+
+
+@contextmanager
+def without_patches(feature: str) -> Iterator[None]:
+    """Take the rows of a feature out of the table while in this context."""
+    before = list(PATCHES)
+    PATCHES[:] = [each for each in before if each.feature != feature]
+    try:
+        yield
+    finally:
+        PATCHES[:] = before
 
 
 class capturing:

@@ -26,7 +26,8 @@ class Patch:
     """A replaced attribute of a class, module or object, or a replaced entry of a dict.
 
     replace: takes the present value, None if there is none, and returns the new one. why: what is
-    wrong without the patch. versions: the checked releases of torch that need it.
+    wrong without the patch. versions: the checked releases of torch that need it. feature: the
+    folder of features/ that the row belongs to; "core" for none.
     """
 
     owner: Any
@@ -34,6 +35,7 @@ class Patch:
     replace: Callable[[Any], Any]
     why: str
     versions: tuple[str, ...] = CHECKED
+    feature: str = "core"
 
     def is_needed(self) -> bool:
         """Whether this torch needs it. A release between checked ones is as the next of these."""

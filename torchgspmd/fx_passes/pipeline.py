@@ -13,14 +13,25 @@ to precede, and `because` says why; `order_faults` of pass_types.py checks them.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 
 from torch import fx
 
+from ..capture.trace_context import without_patches
+from ..comm.kinds import without_kinds
 from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
+from ..features import tables as _tables  # noqa: F401 (features add rows to the other tables)
+from ..features.attention.passes import (
+    attention_kernels,
+    attention_rings,
+    balance_attention,
+    ring_keys,
+)
 from ..rules import natively
+from ..rules.registry import without_rules
+from ..rules.rewrites import without_rewrites
 from .boundary import partition_program, propagate_program
 from .localize.outline_loops import outline_loops
 from .localize.outline_stages import outline_stages
@@ -52,7 +63,6 @@ from .pass_types import (
 )
 from .program import Program, Rank, Request
 from .program_passes import (
-    balance_attention,
     bucket,
     fits_device,
     has_hosts,
@@ -63,7 +73,6 @@ from .program_passes import (
     prefetch_rows,
     reduce_dtype,
     regather_weights,
-    ring_keys,
     sent_bytes,
     split_axes,
     split_fused,
@@ -73,7 +82,6 @@ from .program_passes import (
     splits_products,
 )
 from .runnable_plan import RunnablePlan
-from .schedule.attention_rings import attention_rings
 from .schedule.collective_matmul import collective_matmul
 from .schedule.start_wait import start_wait
 from .stages import (
@@ -217,7 +225,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass(
                 "attention_rings",
-                _of(attention_rings),
+                attention_rings,
                 LOCAL,
                 LOCAL,
                 feature="attention",
@@ -305,8 +313,18 @@ PIPELINE: tuple[Step, ...] = (
         in_loops=True,
     ),
     Pass(
+        "attention_kernels",
+        attention_kernels,
+        LOWERED,
+        LOWERED,
+        in_loops=True,
+        feature="attention",
+        before=("reuse_buffers",),
+        because="reuse_buffers writes over operands of operators, not of these functions",
+    ),
+    Pass(
         "lower_einsum",
-        lambda p: lower_einsum(p.graph, p.request.device),
+        _of(lower_einsum),
         LOWERED,
         LOWERED,
         in_loops=True,
@@ -464,9 +482,10 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
 
 @contextmanager
 def without_feature(name: str) -> Generator[None, None, None]:
-    """Leave out the rows of a feature while in this context, to see who depends on them."""
-    token = _current.set(tuple(without_rows(_current.get(), name)))
-    try:
+    """Take the rows of a feature out of all tables while in this context."""
+    with ExitStack() as tables:
+        for without in (without_rules, without_rewrites, without_kinds, without_patches):
+            tables.enter_context(without(name))
+        token = _current.set(tuple(without_rows(_current.get(), name)))
+        tables.callback(_current.reset, token)
         yield
-    finally:
-        _current.reset(token)

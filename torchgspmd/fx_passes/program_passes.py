@@ -11,7 +11,6 @@ import torch
 from torch import fx
 
 from ..capture import GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
-from .expand import balance_attention as balance
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
@@ -22,7 +21,6 @@ from .ir import runs
 from .localize.localize import localize as localize_graph
 from .lower.split_joint import split_joint as split_graph
 from .partition import regather_weights as weights
-from .partition import ring_keys as rings
 from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
 from .partition.insert_collectives import inserted
 from .program import Program
@@ -45,22 +43,6 @@ def split_fused(program: Program) -> fx.Graph | None:
     """Decompose operations that are sharded along a dimension which they need whole."""
     splitting = fused.ops_to_split(program.graph, program.layouts, program.rules)
     return program.request.expand(program.graph, splitting) if splitting else None
-
-
-def balance_attention(program: Program) -> fx.Graph | None:
-    """Put tokens into an order that gives all devices the same work under a causal mask."""
-    changed = balance.balance_attention(
-        program.graph, program.layouts, program.rules, program.request.constants
-    )
-    return program.graph if changed else None
-
-
-def ring_keys(program: Program) -> fx.Graph | None:
-    """Mark attention whose keys travel round a ring."""
-    request = program.request
-    flops = 0.0 if request.regather == "all" else request.constants.link_flops_per_byte
-    changed = request.regather != "never" and rings.ring_keys(program.graph, program.mesh, flops)
-    return program.graph if changed else None
 
 
 def split_products(program: Program) -> fx.Graph | None:

@@ -6,13 +6,15 @@ rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an ope
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any
 
 from ..compat.operators import AbsentOperator, find
 from ..compat.private_apis import OpOverload
 from .notation import Call, FactorRule, LocalForm, Sentence, Shapes, factors
-from .rewrites import Declined, is_present
+from .rewrites import Declined, feature_of, is_present
 
 RuleFunction = Callable[[Call], FactorRule | Declined]
 RULES: dict[Any, RuleFunction] = {}
@@ -24,7 +26,12 @@ def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) 
     keywords: see make_rule.
     """
     parsed = Sentence.parse(sentence)
-    rule_for(op)(lambda call: parsed.bind(call, **keywords))
+
+    def bound(call: Call) -> FactorRule:
+        return parsed.bind(call, **keywords)
+
+    bound.__module__ = sys._getframe(1).f_globals["__name__"]  # as namedtuple does: feature_of
+    rule_for(op)(bound)
 
 
 def rule_function(op: Any) -> RuleFunction | None:
@@ -44,6 +51,20 @@ def rule_for(*ops: OpOverload | AbsentOperator | str) -> Callable[[RuleFunction]
         return function
 
     return register
+
+
+@contextmanager
+def without_rules(feature: str) -> Generator[None, None, None]:
+    """Take the rows of a feature out of the table while in this context."""
+    before = dict(RULES)
+    for op, function in before.items():
+        if feature_of(function) == feature:
+            del RULES[op]
+    try:
+        yield
+    finally:
+        RULES.clear()
+        RULES.update(before)
 
 
 def is_registered(name: str) -> bool:

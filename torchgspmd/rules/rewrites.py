@@ -6,6 +6,7 @@
     vmap        a function of torch         the same as that, which torch.vmap takes too
     body        a function of torch         computes it by calls that the trace sees
     sparse      a function, or its name     the same for sparse operands
+    contract    the operator einsum         computes a product of two operands during a trace
     decompose   an operator                 computes it by others; applied to all calls
     split       an operator with a rule     the same, where shards of a replicated factor, or of one
                                             with a halo, are asked for; `shards` is their number
@@ -18,7 +19,8 @@ and in the end the call stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -26,7 +28,10 @@ from typing import Any
 from ..compat.operators import AbsentOperator
 from ..compat.private_apis import OpOverload
 
-LEVELS = ("product", "value", "vmap", "body", "sparse", "decompose", "split", "xla", "simplify")
+LEVELS = (
+    *("product", "value", "vmap", "body", "sparse", "contract"),
+    *("decompose", "split", "xla", "simplify"),
+)
 
 
 class Declined(Enum):
@@ -49,6 +54,28 @@ class Rewrite:
 
 REWRITES: dict[tuple[str, Any], list[Rewrite]] = {}  # filled at import, and only read afterwards
 SKIPPED: list[str] = []  # names of registered operators that this torch lacks
+
+
+def feature_of(function: Callable) -> str:
+    """Return the folder of features/ that defines a function of a row; "core" for others."""
+    _, _, path = getattr(function, "__module__", "").partition(".features.")
+    return path.partition(".")[0] or "core"
+
+
+@contextmanager
+def without_rewrites(feature: str) -> Generator[None, None, None]:
+    """Take the rows of a feature out of the table while in this context."""
+    before = dict(REWRITES)
+    for key, entries in before.items():
+        others = [entry for entry in entries if feature_of(entry.apply) != feature]
+        REWRITES[key] = others
+        if not others:
+            del REWRITES[key]
+    try:
+        yield
+    finally:
+        REWRITES.clear()
+        REWRITES.update(before)
 
 
 def rewrite(level: str, *targets: Any) -> Callable:

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from .custom_ops.attention_kernels import attention_backward_by_products, attention_by_products
 from .custom_ops.updates import adam_formula
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
@@ -38,10 +37,6 @@ def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return function
     return function or decomposition_of(op, splitting=splitting or int(op in NORMS))
-
-
-rewrite("xla", ours.attention.default)(attention_by_products)
-rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
 
 
 @rewrite("xla", ours.adam.default)

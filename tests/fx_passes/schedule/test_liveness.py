@@ -51,7 +51,7 @@ def lowered(equation, x, y):
     for node, value in zip(operands, (x, y)):
         node.meta |= {"shape": tuple(value.shape), "dtype": value.dtype}
     graph.output(graph.call_function(einsum._opoverload, (equation, *operands)))
-    return fx.GraphModule(nn.Module(), lower_einsum(graph, "cpu"))
+    return fx.GraphModule(nn.Module(), lower_einsum(graph))
 
 
 class Allocated(TorchDispatchMode):

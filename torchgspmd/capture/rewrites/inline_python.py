@@ -12,25 +12,23 @@ from types import FunctionType
 from typing import Any
 
 from ...rules.rewrites import rewrite_of
-from . import embedding_bag, loops, multihead_attention, rnn  # noqa: F401 (they register bodies)
+from . import embedding_bag, loops, rnn  # noqa: F401 (they register bodies)
 from .foreach import tensor_by_tensor
 
 
-@cache
 def bodies(function: Callable) -> tuple[Callable, ...]:
     """Return functions that compute the same by calls that a mode sees, the better first.
 
     One that declines is followed by the next.
     """
-    return tuple(
-        body
-        for body in (
-            rewrite_of("body", function),
-            tensor_by_tensor(function),
-            _copy_without_dispatch(function),
-        )
-        if body is not None
-    )
+    row = rewrite_of("body", function)
+    return _copies(function) if row is None else (row, *_copies(function))
+
+
+@cache
+def _copies(function: Callable) -> tuple[Callable, ...]:
+    copies = tensor_by_tensor(function), _copy_without_dispatch(function)
+    return tuple(copy for copy in copies if copy is not None)
 
 
 def _copy_without_dispatch(function: Callable) -> Callable | None:

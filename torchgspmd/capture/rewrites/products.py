@@ -1,4 +1,4 @@
-"""Products, attention and losses of volumes as operations that keep their dimensions.
+"""Products and losses of volumes as operations that keep their dimensions.
 
     F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
 
@@ -22,16 +22,10 @@ from ...compat.operators import aten
 from ...compat.private_apis import _grouped_mm
 from ...layout.annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.attention import attention
 from ...rules.custom_ops.grouped import grouped_mm, grouped_outer
 from ...rules.custom_ops.nd import einsum, summed_alone
-from ...rules.custom_ops.random import draw_seed
-from ...rules.rewrites import DECLINED, rewrite
+from ...rules.rewrites import DECLINED, apply_first, rewrite
 from ...shard_spec import SpecLike
-from ..trace_context import is_transforming
-from .loop_trace import is_unrolling
-from .repeated_heads import unrepeated
-from .written_attention import attention_of_product, marked_product
 
 
 @rewrite("product", mark_sharding)
@@ -42,7 +36,7 @@ def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike | None = None) -> Ten
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
+def autocast(*tensors: Tensor) -> list[Tensor]:
     """Return the operands as autocast would pass them to a matmul."""
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -55,12 +49,11 @@ def _autocast(*tensors: Tensor) -> list[Tensor]:
 
 def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
     """Contract two operands; autocast applies."""
-    a, b = _autocast(a, b)
+    a, b = autocast(a, b)
     if a.dtype != b.dtype or a.is_sparse or b.is_sparse:
         return DECLINED
-    if (result := attention_of_product(equation, a, b)) is not DECLINED:
-        return result
-    return marked_product(einsum(equation, a, b), equation, a, b)
+    result = apply_first("contract", einsum, equation, a, b)
+    return einsum(equation, a, b) if result is DECLINED else result
 
 
 @rewrite("product", F.linear)
@@ -166,67 +159,6 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     if len(terms) != len(operands) or len(set(out)) != len(out) or not set(out) <= set(sizes):
         return None
     return [*terms, out]
-
-
-@rewrite("vmap", F.scaled_dot_product_attention)
-@rewrite("product", F.scaled_dot_product_attention)
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
-    """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
-
-    It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
-    of our own, nor does torch.func.
-    """
-    if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
-        return DECLINED
-    if query.shape[-1] != key.shape[-1]:  # an error of PyTorch's own
-        return DECLINED
-    fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
-    fused &= not (dropout_p and (is_transforming() or is_unrolling()))
-    if attn_mask is not None:
-        fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
-    if is_transforming() and not fused:
-        return DECLINED
-    if fused:
-        key, value = unrepeated(key, value)
-    query, key, value = _autocast(query, key, value)
-    if scale is None and isinstance(query.shape[-1], torch.SymInt):
-        query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    if fused:
-        mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]
-        options = () if mask is None else (mask,)
-        if dropout_p:
-            options = (mask, None, draw_seed(), dropout_p)
-        return attention(query, key, value, is_causal, scale, *options)[0]
-    if query.shape[-3] != key.shape[-3]:
-        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    lead = "abcdefgh"[: query.dim() - 2]
-    scores = einsum(f"{lead}sx,{lead}tx->{lead}st", query, key) * scale
-    if is_causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        scores = scores.masked_fill(future, float("-inf"))
-    if attn_mask is not None:
-        empty = None
-        if attn_mask.dtype == torch.bool:
-            scores = scores.masked_fill(~attn_mask, float("-inf"))
-            empty = ~attn_mask.any(-1, keepdim=True)  # a row without keys is 0, not NaN
-        else:
-            scores = scores + attn_mask
-        weights = scores.softmax(-1)
-        weights = weights if empty is None else weights.masked_fill(empty, 0)
-    else:
-        weights = scores.softmax(-1)
-    weights = F.dropout(weights, dropout_p).to(value.dtype)
-    return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
 @rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))

@@ -158,7 +158,7 @@ class State:
         self.is_looking = False  # whether traces read values of buffers (value_guards.py)
         self.shapes: set[Any] = set()  # values of buffers that decided on a shape
         self.is_counting = True  # whether a trace may use symbolic numbers
-        self.kept_weights: set[str] = set()  # lines of softmaxes that stay (written_attention.py)
+        self.kept_sites: set[str] = set()  # lines that rewrites leave alone (rewrite_sites.py)
         # in which int() and the like take numbers that only a run knows (builtin_numbers.py)
         self.namespaces: list[dict[str, Any]] = []
 
@@ -173,7 +173,7 @@ class State:
         """Return what is known that another trace would not know, as text; empty if nothing is."""
         facts = [f"the program changes {source}" for source in (*self.entries, *self.counted)]
         facts += ["it depends on values of buffers"] if self.is_looking or self.shapes else []
-        facts += ["weights of attention stay"] if self.kept_weights else []
+        facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
         return ", ".join(facts)
 

@@ -1,7 +1,7 @@
 """The table of all kinds of collectives, and of the other steps between layouts.
 
-What is known of a kind lies in its file. With B bytes of payload and n devices in a group,
-bandwidth-optimal algorithms send per device
+What is known of a kind lies in its file. Features add rows (`add_kinds`). With B bytes of payload
+and n devices in a group, bandwidth-optimal algorithms send per device
 
     all_reduce      2 (n-1)/n B         payload: the reduced tensor
     all_gather        (n-1)/n B         payload: the gathered tensor, padding included
@@ -35,7 +35,6 @@ from .kind import no_moves
 from .local_steps import shard, term, window
 from .permute import permute
 from .reduce_scatter import reduce_scatter
-from .ring_attention import ring_attention, ring_attention_backward
 from .ring_einsum import einsum_scatter, gather_einsum
 
 # By name, in the order in which a search of steps tries them.
@@ -54,8 +53,6 @@ KINDS: dict[str, Kind] = {
         window,
         gather_einsum,
         einsum_scatter,
-        ring_attention,
-        ring_attention_backward,
     )
 }
 SEARCHED: list[StepKind] = []  # The kinds of steps that a search may take.
@@ -75,18 +72,43 @@ def _index() -> None:
     WIRE_OPS.update({w.op: w for kind in collective_kinds().values() for w in kind.wire})
 
 
-@contextmanager
-def registered(kind: StepKind) -> Generator[None]:
-    """Have a further kind in the table, for what is planned and run in the block."""
-    if kind.name in KINDS:
-        raise ValueError(f"there is a kind '{kind.name}' already")
-    KINDS[kind.name] = kind
+def add_kinds(*kinds: Kind) -> None:
+    """Add rows to the table, behind those that it has."""
+    for kind in kinds:
+        if kind.name in KINDS:
+            raise ValueError(f"there is a kind '{kind.name}' already")
+        KINDS[kind.name] = kind
     _index()
+
+
+@contextmanager
+def _restored() -> Generator[None]:
+    """Restore the table at the end of the block."""
+    before = dict(KINDS)
     try:
         yield
     finally:
-        del KINDS[kind.name]
+        KINDS.clear()
+        KINDS.update(before)
         _index()
+
+
+@contextmanager
+def registered(kind: StepKind) -> Generator[None]:
+    """Have a further kind in the table, for what is planned and run in the block."""
+    with _restored():
+        add_kinds(kind)
+        yield
+
+
+@contextmanager
+def without_kinds(feature: str) -> Generator[None]:
+    """Take the rows of a feature out of the table while in this context."""
+    with _restored():
+        for name in [name for name, kind in KINDS.items() if kind.feature == feature]:
+            del KINDS[name]
+        _index()
+        yield
 
 
 _index()

@@ -175,9 +175,11 @@ class Kind:
 
     signature: an example that the tests run, such as all_gather(f32[8@a, 6], 0, a) -> f32[8, 6].
     meaning: what it does, and what that is on one device. picture: devices before and after.
+    feature: the folder of features/ that the row belongs to; "core" for none.
     """
 
     name: str
+    feature: str = "core"
     signature: str = ""
     meaning: str = ""
     picture: str = ""

@@ -1,4 +1,4 @@
-"""Lower einsum and attention nodes of the local program to ATen operations.
+"""Lower einsum nodes of the local program to ATen operations.
 
 before   y = einsum("bsm,hm->bsh", x, w)
 after    y = linear(x, w)
@@ -19,28 +19,15 @@ from torch import fx
 
 from ...compat.fx_nodes import add_node
 from ...compat.operators import aten
-from ...rules.custom_ops.attention import (
-    attention,
-    attention_backward,
-    attention_backward_in_blocks,
-    attention_in_blocks,
-)
 from ...rules.custom_ops.matrix_form import Matrix, matrix_form
 from ...rules.custom_ops.nd import einsum, split_equation
 
 EINSUM = einsum._opoverload
-# past PyTorch's registry of operators
-IN_BLOCKS = {
-    attention._opoverload: attention_in_blocks,
-    attention_backward._opoverload: attention_backward_in_blocks,
-}
 
 
-def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
-    """Rewrite the graph in place and return it. On the CPU attention calls PyTorch's kernel."""
+def lower_einsum(graph: fx.Graph) -> fx.Graph:
+    """Rewrite the graph in place and return it."""
     for node in list(graph.nodes):
-        if node.target in IN_BLOCKS and device == "cpu" and not _has_dropout(node):
-            node.target = IN_BLOCKS[node.target]
         # Views of rows and columns need sizes.
         if node.target is EINSUM and not any(n.meta.get("unknown") for n in node.args[1:]):
             product = _Product(graph, node)
@@ -51,12 +38,6 @@ def lower_einsum(graph: fx.Graph, device: str) -> fx.Graph:
                 replaced.replace_all_uses_with(result)
                 graph.erase_node(replaced)
     return graph
-
-
-def _has_dropout(node: fx.Node) -> bool:
-    """Return True if attention is computed tile by tile. A compiler is not to trace that."""
-    names = [argument.name for argument in node.target._schema.arguments]
-    return any(node.args[names.index("seed") :])
 
 
 def _is_product(node: fx.Node) -> bool:

@@ -1,3 +1,3 @@
 """Operations that compute several products at once. The import registers them."""
 
-from . import attention, flex_attention, grouped  # noqa: F401
+from . import grouped  # noqa: F401

@@ -3,11 +3,16 @@
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
 A device that has some of the queries computes by their positions, with all keys. A causal mask
-leaves later queries more to do, unless tokens are in zigzag order (custom_ops/attention_zigzag.py).
+leaves later queries more to do, unless tokens are in zigzag order (zigzag.py).
 A device that has some of the keys computes a part for all queries: parts are merged by sums,
 weighted by their logsumexp, in the place of the keys' being gathered. Then the part is a dimension
 `p` of its own. Gradients are sums over queries, or over keys, of terms that need nothing but the
 merged result.
+
+Attention with functions of positions (flex_attention) computes queries by their positions in all,
+with all keys and whole buffers:
+
+    b (h g) s d, b h t d, b h t e, buffers -> b (h g) s e, b (h g) s
 """
 
 from __future__ import annotations
@@ -19,13 +24,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ....compat.operators import aten
-from ...custom_ops import attention_zigzag as _zigzag  # noqa: F401
-from ...custom_ops.attention_merge import merge_parts
-from ...local_builder import LocalBuilder
-from ...notation import Balance, Call, DimNames, FactorRule, Instead, LocalForm, Split, factors
-from ...registry import rule_for
-from ...rewrites import rewrite
+from ...compat.operators import aten
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import (
+    Balance,
+    Call,
+    DimNames,
+    FactorRule,
+    Instead,
+    LocalForm,
+    Split,
+    factors,
+)
+from ...rules.registry import rule_for
+from ...rules.rewrites import rewrite
+from . import flex_op as _flex  # noqa: F401
+from . import zigzag as _zigzag  # noqa: F401
+from .tiles import merge_parts
 
 ours = torch.ops.torchgspmd
 LSE_ITEMSIZE = 4  # bytes of an element of a result that is merged
@@ -270,3 +285,59 @@ def _split_keys(
     region = [0, 0, q.shape[-2], keys]
     out, lse = ours.attention_parts(q, k, v, causal, scale, mask, region, shards, *modifiers)
     return merge_parts(out, lse, q.dtype)
+
+
+# ------------------------------------------------------------------------------ flex_attention
+
+
+def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
+    """Return the factors of each buffer, and all of these, which every device needs whole."""
+    names = [factors(f"u{i}_", x.dim()) for i, x in enumerate(buffers)]
+    return [*names], [name for dims in names for name in dims]
+
+
+@rule_for(ours.flex_attention.default)
+def _flex_attention(call: Call) -> FactorRule:
+    q, k, _, *buffers = call.tensors
+    names, (dims, whole) = Names(q.shape, k.shape), _buffers(buffers)
+    return call.rule(
+        [names.q, names.k, names.v, *dims],
+        [names.out, names.rows],
+        names.sizes,
+        replicated=["t", "d", "e", *whole],
+        contraction=True,
+        instead=instead(q, k),
+        local=LocalForm(_emit_flex, when=["s", "t", *names.before], positional="s t"),
+    )
+
+
+@rule_for(ours.flex_attention_backward.default)
+def _flex_attention_backward(call: Call) -> FactorRule:
+    _, q, k, _, _, _, *buffers = call.tensors
+    names, (dims, whole) = Names(q.shape, k.shape), _buffers(buffers)
+    return call.rule(
+        [names.out, names.q, names.k, names.v, names.out, names.rows, *dims],
+        [names.q, names.k, names.v],
+        names.sizes,
+        reduce="s t g",
+        replicated=["d", "e", *whole],
+        contraction=True,
+        instead=instead(q, k),
+        local=LocalForm(_emit_flex_backward, when=["s", "t", *names.before], positional="s t"),
+    )
+
+
+def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Compute the device's queries, with all keys."""
+    return results_of(local, local.node.target, *args[:8], _region(local, 0))
+
+
+def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+    """Compute the device's queries and keys; gradients are terms of sums."""
+    return results_of(local, local.node.target, *args[:11], _region(local, 1))
+
+
+def _region(local: LocalBuilder, q: int) -> list[Any]:
+    """Return the region of a device. q: the place of the queries among the operands."""
+    sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
+    return [local.start("s"), local.start("t"), *sizes, *place_of(local, q)]

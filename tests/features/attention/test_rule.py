@@ -12,8 +12,8 @@ from attention_cases import KINDS, MESHES, Case, check, mask_of
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
-from torchgspmd.rules.custom_ops import attention_tiles
-from torchgspmd.rules.custom_ops.attention_zigzag import zigzag as zigzag_order
+from torchgspmd.features.attention import tiles as attention_tiles
+from torchgspmd.features.attention.zigzag import zigzag as zigzag_order
 
 HEADS = ((4, 4), (8, 2), (4, 1))  # of queries, of keys
 # Every pair of values of two columns occurs, and every kind on every mesh.

@@ -8,7 +8,7 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %q, %k, %v = ... %x
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
 needs    a propagated graph, rules
-source   ours. The order is that of Ring Flash Attention (custom_ops/attention_zigzag.py).
+source   ours. The order is that of Ring Flash Attention (zigzag.py).
 
 An operation that has the same rule for all tokens (a norm, a product, a loss) takes them in any
 order. So the values between attention and the inputs of a program may be in zigzag order as well,
@@ -26,18 +26,18 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...compat.fx_nodes import add_node, copy_node
+from ...fx_passes.expand.min_cut import Cut
+from ...fx_passes.expand.split_fused import axes_along
+from ...fx_passes.ir import Op, Rules, runs, values
+from ...fx_passes.partition.cost_constants import CostConstants
+from ...fx_passes.partition.cost_model import local_bytes
+from ...fx_passes.propagate.layouts import Layouts
 from ...layout.annotate import mark_sharding_op
 from ...rules import trace
-from ...rules.custom_ops.attention_zigzag import zigzag
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules, runs, values
-from ..partition.cost_constants import CostConstants
-from ..partition.cost_model import local_bytes
-from ..propagate.layouts import Layouts
-from .min_cut import Cut
-from .split_fused import axes_along
+from .zigzag import zigzag
 
 
 class Order(NamedTuple):
@@ -66,9 +66,7 @@ class Tokens(NamedTuple):
 NATURAL, ZIGZAG = "natural", "zigzag"  # the sides of a cut
 
 
-def balance_attention(
-    graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants
-) -> bool:
+def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants) -> bool:
     """Rewrite the graph in place; return whether anything changed."""
     changed = False
     ops = {op.node: op for op in rules.ops(graph)}

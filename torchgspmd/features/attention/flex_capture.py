@@ -18,15 +18,11 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
+from ...capture.rewrites.loop_trace import is_unrolling
 from ...compat.operators import aten
-from ...compat.private_apis import (
-    _disable_current_modes,
-    get_interpreter_stack,
-    math_attention,
-)
+from ...compat.private_apis import _disable_current_modes, get_interpreter_stack, math_attention
 from ...compat.private_apis import _pytree as pytree
-from ...rules.custom_ops.flex_attention import flex_attention, is_elementwise
-from .loop_trace import is_unrolling
+from .flex_op import flex_attention, is_elementwise
 
 _POSITIONS = ("b", "h", "q", "k")
 

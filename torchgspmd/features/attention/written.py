@@ -12,26 +12,24 @@ the scores, masks that need a gradient, and scores that are not more than what t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch.fx import traceback as fx_traceback
 
+from ...capture.rewrite_sites import SITE, current_sites
+from ...capture.rewrites.loop_trace import is_unrolling
 from ...errors import user_line
-from ...rules.custom_ops.attention import attention
-from ...rules.custom_ops.nd import split_equation
+from ...rules.custom_ops.nd import einsum, split_equation
 from ...rules.custom_ops.random import draw_seed, uniform
 from ...rules.rewrites import DECLINED, rewrite
-from .loop_trace import is_unrolling
+from .op import attention
 from .repeated_heads import transposed, unrepeated
 
 _NAME = "_torchgspmd_attention"
-SITE = "softmax"  # the name of a site in the metadata of its softmax
 
 
 class _Scores(NamedTuple):
@@ -50,36 +48,6 @@ class _Weights(NamedTuple):
     scores: _Scores
     site: str
     dropout: tuple[Any, ...] = ()
-
-
-class Sites:
-    """The lines of softmaxes. kept: those whose weights the program needs.
-
-    Lines, as a checkpoint computes a softmax again, in the same way.
-    """
-
-    def __init__(self, kept: set[str]) -> None:
-        self.kept, self.rewritten = kept, set[str]()
-
-    def needed(self, graph: fx.Graph) -> set[str]:
-        """Return the sites that are rewritten, and whose weights a graph needs all the same.
-
-        The metadata that says so is taken off.
-        """
-        return self.rewritten & {node.meta.pop(SITE, "") for node in graph.nodes}
-
-
-_sites: ContextVar[Sites | None] = ContextVar("sites", default=None)
-
-
-@contextmanager
-def recognizing(sites: Sites) -> Iterator[None]:
-    """Rewrite attention that is written by hand."""
-    token = _sites.set(sites)
-    try:
-        yield
-    finally:
-        _sites.reset(token)
 
 
 def _versions(*tensors: Tensor) -> tuple[int, ...]:
@@ -117,12 +85,20 @@ def _weights_of(x: Any) -> _Weights | None:
 # ------------------------------------------------------------------------------------- products
 
 
-def marked_product(result: Tensor, equation: str, a: Tensor, b: Tensor) -> Tensor:
+@rewrite("contract", einsum)
+def _contract(equation: str, a: Tensor, b: Tensor) -> Any:
+    """Compute weights times values as attention, and mark a product that may be scores."""
+    if (result := _attention_of_product(equation, a, b)) is not DECLINED:
+        return result
+    return _marked_product(einsum(equation, a, b), equation, a, b)
+
+
+def _marked_product(result: Tensor, equation: str, a: Tensor, b: Tensor) -> Tensor:
     """Return a product, marked if it may be scores: "bshd,bthd->bhst"."""
     left, right, out = split_equation(equation)
     inner = [c for c in left if c in right and c not in out]
     wide = result.dtype in (torch.float32, torch.float64)
-    if len(out) < 3 or len(inner) != 1 or not wide or _sites.get() is None or is_unrolling():
+    if len(out) < 3 or len(inner) != 1 or not wide or current_sites() is None or is_unrolling():
         return result
     lead, s, t = out[:-2], out[-2], out[-1]
     if {*left} != {*lead, s, *inner} or {*right} != {*lead, t, *inner}:
@@ -140,9 +116,9 @@ def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
     return x.permute([letters.index(c) for c in order])
 
 
-def attention_of_product(equation: str, a: Tensor, b: Tensor) -> Any:
+def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Any:
     """Return the product of weights and values as attention: "bhst,bthe->bshe"."""
-    if (weights := _weights_of(a)) is None or (sites := _sites.get()) is None:
+    if (weights := _weights_of(a)) is None or (sites := current_sites()) is None:
         return DECLINED
     left, right, out = split_equation(equation)
     lead, s, t = left[:-2], left[-2], left[-1]
@@ -253,7 +229,7 @@ def _where(condition: Any, input: Any = None, other: Any = None) -> Any:
 
 @rewrite("product", torch.softmax, Tensor.softmax, F.softmax)
 def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
-    scores, sites = _scores_of(input), _sites.get()
+    scores, sites = _scores_of(input), current_sites()
     if scores is None or sites is None or dim not in (-1, input.dim() - 1):
         return DECLINED
     if dtype not in (None, input.dtype):

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from torchgspmd import Mesh, ShardingError, plan
 from torchgspmd.compiler.plan import Plan
-from torchgspmd.rules.custom_ops import attention_tiles
+from torchgspmd.features.attention import tiles as attention_tiles
 
 LENGTH = 24
 SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)

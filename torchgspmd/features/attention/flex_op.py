@@ -6,7 +6,7 @@
     score       of score, b, h, q, k: the score that takes its place
     gradient    of grad, score, b, h, q, k: that of the score
 
-The functions are expressions of elementwise operations, written by capture/rewrites/flex.py. An
+The functions are expressions of elementwise operations, written by flex_capture.py. An
 empty one changes nothing. b, h, q and k are positions in all shards together; u0, u1, ... are the
 buffers. Names that an expression assigns are t0, t1, ...
 """
@@ -27,8 +27,7 @@ from torch import Tensor
 from ...compat.operators import aten, find
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError, user_line
-from .attention_merge import empty_gradients, empty_results
-from .attention_tiles import Place, Tiles
+from .tiles import Place, Tiles, empty_gradients, empty_results
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 

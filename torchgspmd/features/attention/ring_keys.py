@@ -5,28 +5,107 @@ before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)
 after    %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)              ring
          %k_g_1 = all_gather(%k, 2, seq);  %dq, ... = attention_backward(..., %k_g_1)  ring
 needs    the partitioned program
-ensures  schedule/attention_rings.py can put a ring in the place of gathers and reduce_scatters
+ensures  attention_rings.py can put a ring in the place of gathers and reduce_scatters
 source   Ring Attention, arXiv 2310.01889
 
 A ring sends what the gathers send, and keeps no more than two blocks. Its transfers are hidden if a
 device computes with a block for longer than the next one is on its way. Only then, or if memory is
 asked for, keys are sent again in the backward. A loop stacks the shards that its backward gathers.
+The table RINGS says which operations a ring computes, and how.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
+import torch
 from torch import fx
 
-from ...comm.kinds.rings import RINGS, Ring
+from ...comm.kinds import CollectiveKind, FusedKind, reduce_scatter
+from ...fx_passes.ir import results_of
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK
 from ...shard_spec import Axes, ShardSpec
-from ..ir import results_of
+from .ring import ring_attention, ring_attention_backward
 
 
-def ring_keys(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
+class Ring(NamedTuple):
+    """How an operation is computed in a ring.
+
+    factor: of the queries, which the axes of the ring shard. queries: their place among the
+    operands; keys and values follow. scatters: what becomes of the gradients of these. shards: the
+    place of the number of shards for which tokens are in zigzag order; None if they are not.
+    arguments: returns causal, the scale, and the options of a ring.
+    """
+
+    kind: FusedKind
+    factor: str
+    queries: int
+    scatters: CollectiveKind | None
+    shards: int | None
+    arguments: Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]
+
+    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the tensors of a call, but for those of the options."""
+        return args[: self.queries + 3 + (2 if self.scatters else 0)]
+
+
+def _after(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+    """Return `arguments` of a call that has causal, the scale and perhaps options at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        causal, scale, *rest = args[at:]
+        mask, region = (rest[i] if len(rest) > i else None for i in range(2))
+        place = tuple(region[4:] if region else ())
+        return causal, scale, (mask, place, tuple(rest[2:]), ())
+
+    return arguments
+
+
+def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+    """Return `arguments` of a call in zigzag order, which has the scale at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        return True, args[scale], (None, (), (), ())
+
+    return arguments
+
+
+def _flex(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+    """Return `arguments` of a call that has buffers, and functions of positions, at this place."""
+
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+        buffers, *texts, scale = args[at : at + 5]
+        place = tuple(args[at + 5][4:] if len(args) > at + 5 else ())
+        return False, scale, (None, place, (), (tuple(buffers), *texts))
+
+    return arguments
+
+
+_ours = torch.ops.torchgspmd
+RINGS: dict[Any, Ring] = {
+    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _after(3)),
+    _ours.attention_backward.default: Ring(
+        ring_attention_backward,
+        "s",
+        1,
+        reduce_scatter,
+        None,
+        _after(6),
+    ),
+    _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
+    _ours.flex_attention_backward.default: Ring(
+        ring_attention_backward, "s", 1, reduce_scatter, None, _flex(6)
+    ),
+    _ours.zigzag_attention.default: Ring(ring_attention, "s", 0, None, 4, _zigzag(3)),
+    _ours.zigzag_attention_backward.default: Ring(
+        ring_attention_backward, "s", 1, reduce_scatter, 7, _zigzag(6)
+    ),
+}
+
+
+def mark_rings(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
     """Rewrite the graph in place. Returns whether anything changed.
 
     flops_per_byte: operations of a device in the time of a byte sent. 0: memory counts, not time.

@@ -1,4 +1,7 @@
-"""nn.MultiheadAttention with batch, position and head as dimensions of their own.
+"""Attention of PyTorch as operations that keep their dimensions.
+
+    F.scaled_dot_product_attention(q, k, v)     attention(q, k, v, False, 0.1)
+    nn.MultiheadAttention                       with batch, position and head as dimensions
 
 PyTorch flattens [position, batch] and [batch, head], which would lose a layout of the batch.
 """
@@ -13,7 +16,78 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...capture.rewrites.loop_trace import is_unrolling
+from ...capture.rewrites.products import autocast
+from ...capture.trace_context import is_transforming
+from ...rules.custom_ops.nd import einsum
+from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, rewrite
+from .op import attention
+from .repeated_heads import unrepeated
+
+
+@rewrite("vmap", F.scaled_dot_product_attention)
+@rewrite("product", F.scaled_dot_product_attention)
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
+
+    It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
+    of our own, nor does torch.func.
+    """
+    if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
+        return DECLINED
+    if query.shape[-1] != key.shape[-1]:  # an error of PyTorch's own
+        return DECLINED
+    fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
+    fused &= not (dropout_p and (is_transforming() or is_unrolling()))
+    if attn_mask is not None:
+        fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
+    if is_transforming() and not fused:
+        return DECLINED
+    if fused:
+        key, value = unrepeated(key, value)
+    query, key, value = autocast(query, key, value)
+    if scale is None and isinstance(query.shape[-1], torch.SymInt):
+        query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    if fused:
+        mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]
+        options = () if mask is None else (mask,)
+        if dropout_p:
+            options = (mask, None, draw_seed(), dropout_p)
+        return attention(query, key, value, is_causal, scale, *options)[0]
+    if query.shape[-3] != key.shape[-3]:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    lead = "abcdefgh"[: query.dim() - 2]
+    scores = einsum(f"{lead}sx,{lead}tx->{lead}st", query, key) * scale
+    if is_causal:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(future, float("-inf"))
+    if attn_mask is not None:
+        empty = None
+        if attn_mask.dtype == torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+            empty = ~attn_mask.any(-1, keepdim=True)  # a row without keys is 0, not NaN
+        else:
+            scores = scores + attn_mask
+        weights = scores.softmax(-1)
+        weights = weights if empty is None else weights.masked_fill(empty, 0)
+    else:
+        weights = scores.softmax(-1)
+    weights = F.dropout(weights, dropout_p).to(value.dtype)
+    return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
+
+
+# ------------------------------------------------------------------------ nn.MultiheadAttention
 
 # Letters: n batch, l and s positions of queries and of keys, h heads, d width of a head, i and o
 # width of inputs and results.

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .attention import attention_backward_in_blocks, attention_in_blocks
-from .attention_merge import empty_gradients, empty_results, lse_dtype, merge
+from .op import attention_backward_in_blocks, attention_in_blocks
+from .tiles import empty_gradients, empty_results, lse_dtype, merge
 
 
 class Merged:

@@ -7,7 +7,7 @@
                home, where the term of step 0 is added.
 
 The bytes of gathers and reduce_scatters are sent, and nobody has all keys. Blocks that only later
-queries see stay away from earlier ones. In zigzag order (custom_ops/attention_zigzag.py) a causal
+queries see stay away from earlier ones. In zigzag order (zigzag.py) a causal
 mask leaves all devices the same work.
 Source: Ring Attention, arXiv 2310.01889.
 """
@@ -22,17 +22,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from ...comm.collective import split_axes
+from ...comm.collective_builder import CollectiveBuilder
+from ...comm.kinds.all_gather import all_gather
+from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.attention import attention_backward_in_blocks, attention_in_blocks
-from ...rules.custom_ops.attention_merge import lse_dtype
-from ...rules.custom_ops.attention_zigzag import Merged
-from ...rules.custom_ops.flex_attention import flex_tiles
-from ..collective import split_axes
-from ..collective_builder import CollectiveBuilder
-from .all_gather import all_gather
-from .kind import FusedKind
+from .flex_op import flex_tiles
+from .op import attention_backward_in_blocks, attention_in_blocks
 from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
+from .tiles import lse_dtype
+from .zigzag import Merged
 
 Options = tuple[Tensor | None, tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
 """The mask, the place of the dimensions before the queries, the seed and p of dropout, and the
@@ -289,6 +289,7 @@ _PICTURE = """
         device 1   q1 k1 v1   ->   attention of q1 to k0 and k1
     """
 ring_attention = FusedKind(
+    feature="attention",
     name="ring_attention",
     signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
@@ -301,6 +302,7 @@ ring_attention = FusedKind(
     runs=ring_forward,
 )
 ring_attention_backward = FusedKind(
+    feature="attention",
     name="ring_attention_backward",
     signature="ring_attention_backward(grad, q, k, v, out, lse, options, axes, causal, ...)",
     meaning="Return the gradients of the device's queries, keys and values.",

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import fx
 
-from ...comm.kinds.rings import RINGS, Ring
 from ...compat.operators import aten
-from .liveness import bytes_of
+from ...fx_passes.schedule.liveness import bytes_of
+from .ring_keys import RINGS, Ring
 
 _TRIMS = (aten.contiguous.default, aten.narrow.default)  # what cuts off padding behind a gather
 

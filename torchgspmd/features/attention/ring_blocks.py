@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rules.custom_ops.attention_zigzag import runs_of_rows
+from .zigzag import runs_of_rows
 
 # Position in the ring -> what is sent to it; position -> how many elements are received from it.
 Message = tuple[dict[int, Tensor], dict[int, int]]

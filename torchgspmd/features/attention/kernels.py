@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from .nd import einsum
+from ...rules.custom_ops.nd import einsum
 
 LSE_ROWS = 32  # the GPU kernel needs a multiple of this many rows in its logsumexp
 BIAS_COLUMNS = 16  # and a multiple of this many columns in the memory of a mask

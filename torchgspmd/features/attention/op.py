@@ -20,9 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .attention_kernels import backward_kernel, kernel
-from .attention_merge import empty_gradients, empty_results, lse_dtype, merge
-from .attention_tiles import Dropout, Tiles
+from .kernels import backward_kernel, kernel
+from .tiles import Dropout, Tiles, empty_gradients, empty_results, lse_dtype, merge
 
 
 class Block(NamedTuple):

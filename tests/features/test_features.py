@@ -1,0 +1,125 @@
+"""Features add rows to the tables of the core, which knows none of their operators by name."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+from torchgspmd.capture.trace_context import PATCHES
+from torchgspmd.comm.kinds import KINDS
+from torchgspmd.fx_passes import pipeline
+from torchgspmd.rules.registry import RULES
+from torchgspmd.rules.rewrites import REWRITES, feature_of
+
+ROOT = Path(gspmd.__file__).parent
+FEATURES = sorted(path.parent.name for path in (ROOT / "features").glob("*/rows.py"))
+CORE = ("layout", "rules", "comm", "capture", "fx_passes", "compiler", "dtensor", "runtime")
+MESH = Mesh(data=2, model=2)
+
+
+def operators_of(feature: str) -> set[str]:
+    """The names of the operators that the files of a feature define."""
+    files = (ROOT / "features" / feature).rglob("*.py")
+    text = "\n".join(path.read_text() for path in files)
+    return set(re.findall(r'"torchgspmd::(\w+)"', text))
+
+
+def named_operators(path: Path) -> Iterator[str]:
+    """Yield the names of our operators in a file: ours.attention, "torchgspmd::attention"."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.search(
+            r"(^_?ours|torchgspmd)$", ast.unparse(node.value), re.I
+        ):
+            yield node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield from re.findall(r"^torchgspmd(?:::|\.)(\w+)", node.value)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_no_file_of_the_core_names_an_operator_of_a_feature(feature: str) -> None:
+    operators = operators_of(feature)
+    assert operators
+    files = [path for folder in CORE for path in (ROOT / folder).rglob("*.py")]
+    named = {(str(p.relative_to(ROOT)), n) for p in files for n in named_operators(p)}
+    assert {(path, name) for path, name in named if name in operators} == set()
+
+
+def test_every_feature_has_a_readme_of_one_screen() -> None:
+    assert FEATURES
+    for feature in FEATURES:
+        text = (ROOT / "features" / feature / "README.md").read_text()
+        assert len(text.splitlines()) <= 50
+        rows = [each.name for each in pipeline.passes() if each.feature == feature]
+        assert [name for name in rows if f"`{name}`" not in text] == []
+
+
+# ---------------------------------------------------------------- programs without a feature's rows
+
+
+def attention(x: torch.Tensor) -> torch.Tensor:
+    q = x.view(4, 8, 2, 4).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q, is_causal=True)
+
+
+def layers(x: torch.Tensor) -> torch.Tensor:
+    return F.layer_norm(F.gelu(x @ torch.ones(8, 16)) @ torch.ones(16, 8), [8])
+
+
+def experts(x: torch.Tensor) -> torch.Tensor:
+    rows, ends = x.reshape(32, 8), torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    return F.grouped_mm(rows.bfloat16(), torch.ones(4, 8, 16).bfloat16(), offs=ends)
+
+
+def windows(x: torch.Tensor) -> torch.Tensor:
+    return F.avg_pool1d(F.conv1d(x, torch.ones(8, 8, 3), padding=1), 2)
+
+
+def unknown_sizes(x: torch.Tensor) -> torch.Tensor:
+    return x[x.sum(-1) > 0] * 2
+
+
+PROGRAMS: dict[str, Callable] = {
+    "core": layers,
+    "attention": attention,
+    "experts": experts,
+    "loops": gspmd.stack([nn.Linear(8, 8) for _ in range(3)]),
+    "windows": windows,
+    "unknown_sizes": unknown_sizes,
+}
+
+
+def text_of(program: Callable) -> str:
+    x = torch.ones(4, 8, 8)
+    torch.manual_seed(0)
+    return str(gspmd.plan(program, x, mesh=MESH, in_specs="data model _"))
+
+
+@pytest.fixture(scope="module")
+def texts() -> dict[str, str]:
+    return {name: text_of(program) for name, program in PROGRAMS.items()}
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_without_a_feature_all_else_is_planned_as_with_it(
+    feature: str, texts: dict[str, str]
+) -> None:
+    sizes = [len(table) for table in (RULES, REWRITES, KINDS, PATCHES)]
+    with pipeline.without_feature(feature):
+        assert feature not in {each.feature for each in pipeline.passes()}
+        assert feature not in {kind.feature for kind in KINDS.values()}
+        assert feature not in set(map(feature_of, RULES.values()))
+        assert feature not in {feature_of(e.apply) for rows in REWRITES.values() for e in rows}
+        for name in PROGRAMS.keys() - {feature}:
+            assert text_of(PROGRAMS[name]) == texts[name]
+    assert sizes == [len(table) for table in (RULES, REWRITES, KINDS, PATCHES)]
+    if feature in PROGRAMS:
+        assert text_of(PROGRAMS[feature]) == texts[feature]

@@ -1,0 +1,48 @@
+"""Lines of a program whose values a rewrite leaves out, as the results need others of them only.
+
+A softmax whose weights only attention needs is no part of the captured program. If the program
+needs the weights elsewhere, too, it is traced again and the rewrite keeps that site. A site is a
+line, as a checkpoint computes a value again, in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from torch import fx
+
+SITE = "site"  # the key of a site in the metadata of its node
+
+
+class RewriteSites:
+    """The sites of one trace. kept: those whose values the program needs."""
+
+    def __init__(self, kept: set[str]) -> None:
+        self.kept, self.rewritten = kept, set[str]()
+
+    def needed(self, graph: fx.Graph) -> set[str]:
+        """Return the sites that are rewritten, and whose values a graph needs all the same.
+
+        The metadata that says so is taken off.
+        """
+        return self.rewritten & {node.meta.pop(SITE, "") for node in graph.nodes}
+
+
+_sites: ContextVar[RewriteSites | None] = ContextVar("sites", default=None)
+
+
+def current_sites() -> RewriteSites | None:
+    """Return the sites of the trace that runs; None if rewrites may leave out nothing."""
+    return _sites.get()
+
+
+@contextmanager
+def rewriting(sites: RewriteSites) -> Iterator[None]:
+    """Let rewrites leave out values while in this context."""
+    token = _sites.set(sites)
+    try:
+        yield
+    finally:
+        _sites.reset(token)

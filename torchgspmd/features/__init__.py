@@ -1,0 +1,1 @@
+"""Features: each folder adds rows to the tables of the core, which knows none of them by name."""

@@ -1,0 +1,1 @@
+"""Attention: one operation, sharded along batch, heads, queries and keys."""

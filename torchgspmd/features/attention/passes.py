@@ -1,0 +1,56 @@
+"""The passes of attention, as rows of PIPELINE call them."""
+
+from __future__ import annotations
+
+from torch import fx
+
+from ...fx_passes.program import Program
+from . import attention_rings as rings
+from .balance_attention import balance
+from .op import (
+    attention,
+    attention_backward,
+    attention_backward_in_blocks,
+    attention_in_blocks,
+)
+from .ring_keys import mark_rings
+
+# past PyTorch's registry of operators
+_IN_BLOCKS = {
+    attention._opoverload: attention_in_blocks,
+    attention_backward._opoverload: attention_backward_in_blocks,
+}
+
+
+def balance_attention(program: Program) -> fx.Graph | None:
+    """Put tokens into an order that gives all devices the same work under a causal mask."""
+    constants = program.request.constants
+    changed = balance(program.graph, program.layouts, program.rules, constants)
+    return program.graph if changed else None
+
+
+def ring_keys(program: Program) -> fx.Graph | None:
+    """Mark attention whose keys travel round a ring."""
+    request = program.request
+    flops = 0.0 if request.regather == "all" else request.constants.link_flops_per_byte
+    changed = request.regather != "never" and mark_rings(program.graph, program.mesh, flops)
+    return program.graph if changed else None
+
+
+def attention_rings(program: Program) -> fx.Graph:
+    """Put rings in the place of gathers, where `ring_keys` marked attention."""
+    return rings.attention_rings(program.graph)
+
+
+def attention_kernels(program: Program) -> fx.Graph:
+    """Call PyTorch's kernels block by block on the CPU, past its registry of operators."""
+    for node in program.graph.nodes if program.request.device == "cpu" else ():
+        if node.target in _IN_BLOCKS and not _has_dropout(node):
+            node.target = _IN_BLOCKS[node.target]
+    return program.graph
+
+
+def _has_dropout(node: fx.Node) -> bool:
+    """Return True if attention is computed tile by tile. A compiler is not to trace that."""
+    names = [argument.name for argument in node.target._schema.arguments]
+    return any(node.args[names.index("seed") :])

@@ -1,0 +1,53 @@
+"""The rows that attention adds to the tables of the core; PIPELINE has its passes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.nn.attention import flex_attention
+from torch.utils.flop_counter import register_flop_formula
+
+from ...capture.trace_context import PATCHES, always
+from ...comm.kinds import add_kinds
+from ...compat.patches import Patch
+from ...rules.rewrites import rewrite
+from . import capture, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
+from .flex_capture import flexible_attention, with_returns
+from .kernels import attention_backward_by_products, attention_by_products
+from .ring import ring_attention, ring_attention_backward
+
+ours = torch.ops.torchgspmd
+_FLEX = "flex_attention is compiled; it is traced as one operation, or as a softmax of scores"
+_RETURNS = "its statistics are differentiable; an operation does not know whether they are returned"
+
+add_kinds(ring_attention, ring_attention_backward)
+PATCHES += [
+    Patch(flex_attention, name, replace, why, feature="attention")
+    for name, replace, why in (
+        ("flex_attention_hop", always(flexible_attention), _FLEX),
+        ("_apply_kernel_options", with_returns, _RETURNS),
+        ("_validate_device", always(lambda *_: None), _FLEX),
+    )
+]
+rewrite("xla", ours.attention.default)(attention_by_products)
+rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
+
+
+register_flop_formula([ours.attention, ours.attention_parts, ours.zigzag_attention])(
+    _attention_flops
+)
+register_flop_formula(ours.flex_attention)(_attention_flops)
+register_flop_formula(ours.flex_attention_backward)(_attention_backward_flops)
+register_flop_formula([ours.attention_backward, ours.zigzag_attention_backward])(
+    _attention_backward_flops
+)
