@@ -116,7 +116,7 @@ def sizes_of(
     tensors = [(name, x) for name, x in zip(names, leaves) if isinstance(x, Tensor)]
     dims: dict[tuple[int, int], tuple[str, int]] = {}
     for pattern, asked in (dynamic or {}).items():
-        chosen = [i for i, (name, _) in enumerate(tensors) if fnmatchcase(name, pattern)]
+        chosen = [i for i, (name, _) in enumerate(tensors) if fnmatchcase(name, str(pattern))]
         if not chosen:
             raise ShardingError(
                 f"dynamic names '{pattern}', which is no tensor among the arguments",

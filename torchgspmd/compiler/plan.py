@@ -27,10 +27,9 @@ from ..capture import (
 from ..comm.collective import Collective
 from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, user_line
 from ..fx_passes import Layouts
 from ..fx_passes.ir import global_shape, runs
-from ..fx_passes.partition.explain_costs import explain_costs
 from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
@@ -40,8 +39,6 @@ from .plan_cache.plan_files import PlanFiles
 from .plan_summary import Memory, limits_text, pipelines_text, weights_against_marks
 from .small_sizes import SmallSizes
 from .units import size_text
-
-NO_COSTS = "no costs: the process that planned has the candidates"
 
 
 class View:
@@ -83,7 +80,7 @@ class Plan(PlanFiles):
     """
 
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
-    estimate, trace, diff, html, report, _page, _repr_html_ = (View() for _ in range(7))
+    estimate, explain, trace, diff, html, report, _page, _repr_html_ = (View() for _ in range(8))
     # A plan that was read plans nothing.
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
@@ -169,44 +166,6 @@ class Plan(PlanFiles):
         parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
         others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
         return Memory(parameters, others, peak(self.program_graph))
-
-    def explain(self, name: str, costs: bool = False) -> str:
-        """Explain the layout of a value: for every axis, the operations back to a mark.
-
-        Args:
-            name: A value of the printed plan, with or without `%`, or the name of an input.
-            costs: Add a table of the layouts in which it could be computed, with their costs.
-
-        Returns:
-            One line for each step, then the table; docs/debugging_a_layout.md tells how to read it.
-
-        Raises:
-            ShardingError: The plan has no such value.
-
-        Example:
-            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
-            >>> specs = ("data model", "model _")
-            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
-            >>> result.explain("einsum").splitlines()[0]
-            'data: %einsum [data _] <- einsum: m k, k n -> m n'
-        """
-        by_name = {v.name: v for v in self.layouts.spec}
-        alias = {inp.name: n.name for inp, n in zip(self.captured.inputs, by_name.values())}
-        name = alias.get(name, name.removeprefix("%"))
-        if name not in by_name:
-            raise ShardingError(
-                f"the plan has no value '{name}'",
-                where=user_line(),
-                fix=did_you_mean(name, by_name),
-            )
-        lines = self.layouts.explain(by_name[name])
-        chosen = next((n.meta.get("spec") for n in self.sharded.nodes if n.name == name), None)
-        if chosen is not None and chosen != self.layouts.spec[by_name[name]]:
-            lines.append(f"chosen by cost: [{chosen}]")
-        if costs:
-            decisions = self.sharded.output_node().meta.get("decisions")
-            lines += ["", explain_costs(decisions, by_name[name]) if decisions else NO_COSTS]
-        return "\n".join(lines)
 
     def __str__(self) -> str:
         return "\n".join([graph_text(self.sharded, self.mesh, fold=True), "", self.summary()])

@@ -81,6 +81,11 @@ class ReshardSearch:
         bound = sum(step_cost(step, self.constants) for step in direct)
         return direct if bound <= least else self._search(before, direct, bound)
 
+    def alternatives(self, before: ShardSpec) -> Iterator[tuple[Step, ...]]:
+        """Yield paths that begin with each step that a search may take, the cheapest of each."""
+        for move in self._moves(before, math.inf):
+            yield move, *self.run(move.spec)
+
     def _search(self, before: ShardSpec, steps: tuple[Step, ...], bound: float) -> tuple[Step, ...]:
         """Return the cheapest steps that cost less than `bound`, or those that cost that."""
         order = itertools.count()

@@ -12,6 +12,7 @@ from ...compiler.plan_summary import limits_text
 from .chrome_trace import trace_text
 from .diff import PlanDiff, layout_changes
 from .estimate import Estimate, estimate
+from .explanation import explain
 from .page import page_data, page_text
 from .report import Report, report
 from .tried_marks import try_marks
@@ -41,6 +42,33 @@ class PlanViews(Plan):
             True
         """
         return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+
+    def explain(self, name: str, costs: bool = False, hardware: str | Hardware = "h100") -> str:
+        """Explain a line of the printed plan.
+
+        Args:
+            name: A name that the plan prints, with or without `%`, or the name of an input.
+            costs: Add a table of the layouts in which a value could be computed, with their costs.
+            hardware: As for estimate; for the time of the ways between two layouts.
+
+        Returns:
+            Of a value: one line for each axis and each operation back to a mark. Of a step that
+            moves a value: the operations that need it, the ways there with bytes and time, and
+            the marks. docs/debugging_a_layout.md tells how to read it.
+
+        Raises:
+            ShardingError: The plan has no such name.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.explain("einsum").splitlines()[0]
+            'data: %einsum [data _] <- einsum: m k, k n -> m n'
+            >>> result.explain("einsum_r").splitlines()[0]
+            '%einsum_r moves %einsum from [data _ sum@model] to [data _]'
+        """
+        return explain(self, name, costs, Hardware.of(hardware))
 
     def trace(self, hardware: str | Hardware = "h100") -> str:
         """Return the time line of a run as a trace, for Perfetto or chrome://tracing.
