@@ -1,15 +1,22 @@
 """stack(): loss and gradients of the loop over the blocks, size of the program, names, errors."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._higher_order_ops import scan
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
+from torchgspmd.rules.custom_ops.loops import STACK
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64
 MESH = gspmd.Mesh(data=2, model=2)
@@ -104,6 +111,49 @@ def test_recompute_keeps_what_passes_from_block_to_block():
         < 2 * (count + 2) * passed
         < saved[0]
     )
+
+
+class CheckpointedBlock(Block):
+    """The product with `up` and what follows it are computed again."""
+
+    def forward(self, x, scale=None):
+        def part(y):
+            return torch.tanh(torch.tanh(F.gelu(self.up(y)))) @ self.down.weight.T
+
+        return x + checkpoint(part, self.norm(x), use_reentrant=False, **self.options)
+
+
+def _saves_products(context, op, *args, **kwargs):
+    is_product = "einsum" in str(op) or op is torch.ops.aten.mm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_a_checkpoint_in_a_block_keeps_what_it_takes_and_what_its_policy_saves():
+    selective = partial(create_selective_checkpoint_contexts, _saves_products)
+    x = torch.randn(4, 3, 4, dtype=torch.double)
+    stacked = {}
+    for kind, options in (("all", {}), ("selective", {"context_fn": selective})):
+        torch.manual_seed(0)
+        CheckpointedBlock.options = options
+        blocks = [CheckpointedBlock(hidden=64).double() for _ in range(3)]
+        loss = nn.Sequential(*blocks)(x).square().mean()
+        loss.backward()
+        plan = gspmd.plan(Model(blocks), x, mesh=MESH, in_specs="data _ _", grad=True)
+        result, gradients = plan.simulate(x)
+        torch.testing.assert_close(result, loss.detach(), **EXACT)
+        for layer, block in enumerate(blocks):
+            expected = block.up.weight.grad
+            torch.testing.assert_close(
+                gradients["blocks.block.up.weight"][layer], expected, **EXACT
+            )
+        stacks = plan.sharded.find_nodes(op="call_function", target=STACK)
+        stacked[kind] = sum(n.meta["val"].shape[-1] == 64 for n in stacks if _is_kept(n))
+    assert stacked == {"all": 0, "selective": 1}
+
+
+def _is_kept(stack):
+    """Return whether a loop stacks a value of its blocks for the backward."""
+    return not stack.meta["backward"] and stack.meta["val"].dim() == 4
 
 
 @pytest.mark.parametrize("recompute", (False, True))

@@ -23,6 +23,7 @@ from .captured import TANGENT, UNKNOWN, Input
 from .draws import draws, number_draws
 from .loop_form import loop_form
 from .rewrite_sites import SITE
+from .rewrites.recomputed_regions import REGION, recompute_regions
 from .stand_in_sizes import StandInSizes
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
@@ -72,6 +73,7 @@ def normalize(
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     number_draws(graph)
     _merge_equal_views(graph)
+    recompute_regions(graph)
     loop_form(graph)
     drop_unused(graph)
     return graph, inputs
@@ -130,6 +132,8 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         "backward": _is_of_backward(source, differentiated),
         "captured": target.name,
     }
+    if REGION in source.meta:
+        target.meta[REGION] = source.meta[REGION]
     if SITE in custom:
         target.meta[SITE] = custom[SITE]
     if "draw" in custom and draws(source.target):

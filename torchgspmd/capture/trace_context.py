@@ -34,6 +34,7 @@ from ..compat.private_apis import (
 )
 from .draws import recomputing_dispatch
 from .functional_values import SavedValue
+from .rewrites.recomputed_regions import region_or
 
 
 class _Checkpoint:
@@ -99,6 +100,12 @@ PATCHES = [  # features add rows
         "CheckpointFunction",
         always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
+    ),
+    Patch(
+        checkpointing,
+        "_checkpoint_without_reentrant_generator",
+        region_or,
+        "a block of a stack or pipeline would be recomputed with the weights of all blocks",
     ),
     Patch(
         checkpointing,

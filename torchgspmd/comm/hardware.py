@@ -174,8 +174,25 @@ class Hardware:
             >>> round(Hardware.of("h100").product_seconds(1e12, 2) * 1e3, 2)
             1.44
         """
-        sizes = [size for size in self.flops if size >= itemsize] or [max(self.flops)]
-        return flops / (self.efficiency * self.flops[min(sizes)])
+        return flops / (self.efficiency * self.rate(itemsize))
+
+    def rate(self, itemsize: int) -> float:
+        """Return operations per second of elements of a size: of the next wider with a rate.
+
+        Elements that are wider than all of these compute as the widest.
+
+        Args:
+            itemsize: Bytes of an element.
+
+        Returns:
+            Operations per second.
+
+        Example:
+            >>> Hardware.of("tpu_v4").rate(1) == Hardware.of("tpu_v4").rate(2)
+            True
+        """
+        wider = [size for size in self.flops if size >= itemsize]
+        return self.flops[min(wider, default=max(self.flops))]
 
 
 def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links: tuple) -> Hardware:

@@ -128,8 +128,9 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         NOTHING,
         "torch.utils.checkpoint",
-        "_CachedTorchDispatchMode _VersionWrapper _is_compiling",
-        "recomputation in selective checkpoints",
+        "_CachedTorchDispatchMode _VersionWrapper _checkpoint_without_reentrant_generator "
+        "_is_compiling",
+        "recomputation in selective checkpoints, and in blocks of a stack or pipeline",
     ),
     *_rows(
         NOTHING,

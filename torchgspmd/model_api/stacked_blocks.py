@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..capture.rewrites.recomputed_regions import in_block
 from ..errors import ShardingError, user_line
 from ..layout.annotate import Row, mark_sharding, raw_mark
 from ..layout.mesh import Mesh
@@ -116,7 +117,8 @@ class StackedBlocks(nn.Module):
     def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: Shared) -> Any:
         """Return what a block with these weights returns."""
         args = x, *shared.args
-        return torch.func.functional_call(block, weights, args, {**shared.kwargs})
+        with in_block():
+            return torch.func.functional_call(block, weights, args, {**shared.kwargs})
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tensors of all blocks as one; the first stands for blocks that are missing."""

@@ -98,3 +98,23 @@ def test_a_stack_of_views():
     *_, stack, turn, _ = graph.nodes
     assert stack.target is STACK and stack.meta["shape"] == [4, 2, 3]
     assert turn.args == (stack, 1, -1) and turn.meta["shape"] == [4, 3, 2]
+
+
+def test_what_reads_an_exit_stands_behind_the_last_one():
+    """As after a pass that casts each gradient where it is computed."""
+    graph = _program(
+        lambda graph, a, b: graph.call_function(aten.mul.Tensor, (a, b)), TOTAL, [2, 3]
+    )
+    output = graph.output_node()
+    (first,) = output.args[0]
+    with graph.inserting_before(output):
+        cast = graph.call_function(aten.neg.default, (first,))
+        view = graph.call_function(aten.permute.default, (cast, [1, 0]))
+        last = graph.call_function(STACK, first.args)
+    cast.meta, view.meta = dict(first.meta), dict(first.meta) | {"shape": [3, 2]}
+    last.meta = {"shape": [4, 2, 3], "dtype": torch.float32}
+    output.args = ((view, last),)
+    sink_exits(graph)
+    names = [node.name for node in graph.nodes]
+    assert names[-4:] == [last.name, cast.name, view.name, "output"]
+    graph.lint()

@@ -5,7 +5,8 @@ after    %w_t = total(%g, 1x16); %t = transpose(%w_t, 0, 1); %w = select_backwar
 before   %c = add(%a, %b); %w = total(%c, 1x16)        with rows of %a where %b has zeros
 after    %w = add(total(%a), total(%b))
 needs    the program of one device, whose loops are marks in a flat graph
-ensures  the same values; what a loop adds up or stacks has no more bytes than before
+ensures  the same values; what a loop adds up or stacks has no more bytes than before; what reads
+         an exit of a loop stands behind its last one, where a pass before may have put it ahead
 
 The gradient of a weight of one layer is put into its row of the stack of all layers, in the order
 of dimensions that the weight has. In the body that is copied in each iteration.
@@ -15,6 +16,7 @@ What a loop stacks for another one, which takes its rows, stays as it is: contig
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -55,13 +57,44 @@ _OF_ROWS: dict[Any, Callable[..., tuple]] = {
 
 def sink_exits(graph: fx.Graph) -> fx.Graph | None:
     """Rewrite the graph in place and return it; None if nothing moves."""
+    moved = _order_users(graph)
     ends = [n for n in graph.nodes if n.target in (TOTAL, STACK) and not ends_by_value(n)]
     if not ends:
-        return None
+        return graph if moved else None
     sunk = _Sunk(graph)
     for end in ends:
         sunk.sink(end)
-    return graph if sunk.changed else None
+    return graph if moved or sunk.changed else None
+
+
+def _order_users(graph: fx.Graph) -> bool:
+    """Move what reads an exit behind the last exit of its loop; return whether a node moved."""
+    left = Counter(n.args[-1] for n in graph.nodes if n.target in EXITS)
+    before = [n for n in graph.nodes if n.op != "output"]
+    order: dict[fx.Node, None] = {}
+
+    def has_inputs(node: fx.Node) -> bool:
+        return all(
+            x in order and not (x.target in EXITS and left[x.args[-1]])
+            for x in node.all_input_nodes
+        )
+
+    waiting = before
+    while waiting:
+        nodes, waiting = waiting, []
+        for node in nodes:
+            if has_inputs(node):
+                order[node] = None
+                if node.target in EXITS:
+                    left[node.args[-1]] -= 1
+            else:
+                waiting.append(node)
+        assert len(waiting) < len(nodes), "an exit of a loop is read in the loop"
+    if [*order] == before:
+        return False
+    for node in order:
+        graph.output_node().prepend(node)
+    return True
 
 
 class _Sunk:

@@ -136,7 +136,7 @@ def pays(hardware: Hardware, products: list[fx.Node], payload: float, n: int) ->
     Each step computes 1/n of the products during 1/n of the communication.
     """
     itemsize = products[0].meta["dtype"].itemsize
-    compute = sum(map(flops, products)) / hardware.flops[max(itemsize, 2)]
+    compute = sum(map(flops, products)) / hardware.rate(itemsize)
     link = hardware.links[0]
     step = link.latency + payload / n / link.bandwidth
     copies = 2 * sum(map(bytes_of, products)) / hardware.memory_bandwidth  # of results, joined

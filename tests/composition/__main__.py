@@ -1,0 +1,63 @@
+"""Run sets of features: `cd tests && python -m composition tensor+stack`.
+
+a+b+c           one set: right, refused, wrong or crash, and a smallest set that fails
+--all N         all sets of N features; with --log FILE a line of JSON each, and goes on there
+--random N      N sets of three to six features, from --seed
+--list          the features
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from .features import FEATURES, parse, random_sets, sets
+from .judge import RIGHT, judge, shrink
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m composition", description=__doc__)
+    parser.add_argument("sets", nargs="*")
+    parser.add_argument("--all", type=int)
+    parser.add_argument("--random", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--with", dest="only", default="", help="only sets with one of a+b")
+    args = parser.parse_args()
+    if args.list:
+        print(*FEATURES, sep="\n")
+    chosen = [parse(text) for text in args.sets]
+    chosen += sets(args.all) if args.all else []
+    chosen += random_sets(args.random, args.seed) if args.random else []
+    if args.only:
+        chosen = [names for names in chosen if {*names} & {*parse(args.only)}]
+    done = set()
+    if args.log and args.log.exists():
+        done = {json.loads(line)["names"] for line in args.log.read_text().splitlines()}
+    counts: Counter[str] = Counter()
+    for names in chosen:
+        if "+".join(names) in done:
+            continue
+        start = time.process_time()
+        verdict = judge(names)
+        counts[verdict.kind] += 1
+        if args.log:
+            row = {"names": "+".join(names), "kind": verdict.kind, "text": verdict.text}
+            row |= {"sent": verdict.sent, "seconds": round(time.process_time() - start, 2)}
+            with args.log.open("a") as log:
+                log.write(json.dumps(row) + "\n")
+        elif verdict.kind != RIGHT or len(chosen) < 10:
+            print(verdict, flush=True)
+            if verdict.kind != RIGHT and len(names) > 1:
+                smallest = shrink(verdict)
+                print(f"  smallest: python -m composition {'+'.join(smallest.names)}")
+    print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
+    sys.exit(any(kind != RIGHT for kind in counts))
+
+
+main()

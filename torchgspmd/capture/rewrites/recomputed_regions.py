@@ -1,0 +1,140 @@
+"""Checkpoints in blocks whose weights are stacked: the backward gets a copy of their operations.
+
+before   %h = tanh(%x);  %y = mm(%h, %w)     in a checkpoint;   %dw = mm(%h, %dy)   backward
+after    %h = tanh(%x);  %y = mm(%h, %w);    %h_1 = tanh(%x);   %dw = mm(%h_1, %dy)
+
+torch.utils.checkpoint runs its function a second time during the backward. By then a block has its
+stacked weights again, no row of them, and torch.vmap has ended. So the trace notes which nodes are
+of a checkpoint, and values are recomputed in the graph. A value stays as it is if the forward uses
+it outside of the checkpoint, if the policy of a selective checkpoint saves it, if it follows from a
+loop in the checkpoint, or if it is drawn without a seed of ours.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import fx
+from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...compat.fx_nodes import copy_node
+from ...compat.private_apis import get_proxy_mode
+from ...rules import has_own_seed
+from ...rules.custom_ops.loops import ENTRIES, EXITS
+from ...rules.custom_ops.random import DRAW_SEED
+
+REGION = "checkpoint"  # key of node.meta: number of a node's checkpoint, whether it saves the node
+_SAVED = checkpointing.CheckpointPolicy.MUST_SAVE, checkpointing.CheckpointPolicy.PREFER_SAVE
+
+_in_block: ContextVar[bool] = ContextVar("in_block", default=False)
+_numbers = itertools.count()
+
+
+@contextmanager
+def in_block() -> Iterator[None]:
+    """Trace a block that has rows of stacked weights for the time of the call."""
+    token = _in_block.set(True)
+    try:
+        yield
+    finally:
+        _in_block.reset(token)
+
+
+def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
+    """Return the two halves of a checkpoint: in a block they note what is traced between them."""
+
+    def generator(
+        function: Any, preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
+    ) -> Iterator[None]:
+        if not _in_block.get() or (mode := get_proxy_mode()) is None:
+            yield from before(function, preserve_rng_state, context_fn, *args, **kwargs)
+            return
+        graph = mode.tracer.graph
+        first, _ = context_fn()
+        policy = getattr(first, "policy_fn", None)
+        last, number = next(reversed(graph.nodes), None), next(_numbers)
+        with _Saving(graph, policy) if policy else first:
+            yield
+        for node in _nodes_since(graph, last):
+            node.meta[REGION] = number, node.meta.get(REGION, (0, False))[1]
+
+    return generator
+
+
+def _nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
+    return itertools.takewhile(lambda node: node is not last, reversed(graph.nodes))
+
+
+class _Saving(TorchDispatchMode):
+    """Takes from a checkpoint the results that its policy saves."""
+
+    def __init__(self, graph: fx.Graph, policy: Callable[..., Any]) -> None:
+        super().__init__()
+        self.graph, self.policy = graph, policy
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        last = next(reversed(self.graph.nodes), None)
+        result = func(*args, **kwargs)
+        context: Any = checkpointing.SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = result
+        choice = self.policy(context, func, *args, **kwargs)
+        if choice is True or choice in _SAVED:
+            for node in _nodes_since(self.graph, last):
+                node.meta[REGION] = 0, True
+        return result
+
+
+def recompute_regions(graph: fx.Graph) -> None:
+    """Let the backward of a graph read copies of what checkpoints do not keep; in place."""
+    lost = _lost(graph)
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy(node: fx.Node) -> fx.Node:
+        if node not in lost:
+            return node
+        if node not in copies:
+            for operand in node.all_input_nodes:
+                copy(operand)
+            copies[node] = result = copy_node(graph, node, lambda n: copies.get(n, n))
+            result.meta |= {"backward": True, "captured": result.name}
+        return copies[node]
+
+    for node in list(graph.nodes) if lost else ():
+        if node.meta.get("backward"):
+            with graph.inserting_before(node):
+                for operand in node.all_input_nodes:
+                    if operand in lost:
+                        node.replace_input_with(operand, copy(operand))
+
+
+def _lost(graph: fx.Graph) -> set[fx.Node]:
+    """Return the values of checkpoints that the backward computes again."""
+    of_loops: set[fx.Node] = set()
+    lost: set[fx.Node] = set()
+    for node in graph.nodes:
+        if REGION not in node.meta or node.op != "call_function" or node.meta["backward"]:
+            node.meta.pop(REGION, None)
+            continue
+        node.meta[REGION], is_saved = node.meta[REGION]
+        is_drawn = "draw" in node.meta and not (
+            node.target is DRAW_SEED or has_own_seed(node.target)
+        )
+        if node.target in ENTRIES | EXITS or not of_loops.isdisjoint(node.all_input_nodes):
+            of_loops.add(node)
+        elif not is_drawn and not is_saved:
+            lost.add(node)
+    for node in graph.nodes:
+        if not node.meta.get("backward"):
+            here = node.meta.get(REGION)
+            lost -= {x for x in node.all_input_nodes if x.meta.get(REGION) != here}
+    for node in graph.nodes:
+        node.meta.pop(REGION, None)
+    return lost
