@@ -50,7 +50,7 @@ class Log:
 
 def wrapped(mesh, use, **attributes):
     torch.manual_seed(0)
-    return gspmd.parallelize(Net(use, **attributes), mesh)
+    return gspmd.parallelize(Net(use, **attributes), mesh, in_specs="auto")
 
 
 def error_of(model):
@@ -150,7 +150,7 @@ def test_reads_that_make_other_programs(mesh):
             message.startswith("the ranks have made different programs") and "'rank'" in message
         ), message
     assert "'blocks.1.rank' is 0 on rank 0 and 1 on rank 1" in error_of(
-        gspmd.parallelize(Deep(), mesh)
+        gspmd.parallelize(Deep(), mesh, in_specs="auto")
     )
     for value in (torch.tensor([1.0, 2.0, 3.0, rank]), np.arange(4.0) + rank, [1, 2, 3, rank]):
         model = wrapped(mesh, lambda model, y: y * torch.as_tensor(model.given), given=value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -34,6 +35,7 @@ from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .fix_candidates import report_replicated
 from .plan import Plan
+from .plan_summary import idle_axes_text
 from .small_sizes import SmallSizes
 
 
@@ -67,7 +69,8 @@ def plan(
             names then.
         in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is one of all
             arguments by name. Leaves are specs in string form, or None where propagation decides.
-        out_specs: Layouts of the result, as a pytree prefix of it.
+            "auto": the axes of the batch ("data", "dp", ...) divide all leading dimensions.
+        out_specs: Layouts of the result, as a pytree prefix of it; "same": as it is computed.
         grad: Compile forward and backward together. fn is a module then.
         strict: Raise an error where the plan would list replicated_ops.
         rng: "global" draws the random numbers of a mesh of one device. "native" draws from
@@ -172,6 +175,9 @@ def plan(
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
+    if in_specs is None:
+        for line in idle_axes_text(mesh, result.idle_axes):
+            warnings.warn(line, stacklevel=2)
     if sizes.dims:
         result._small_sizes = SmallSizes(
             captured, lambda sizes, args, kwargs: plan(fn, *args, dynamic=sizes, **asked, **kwargs)

@@ -34,6 +34,7 @@ from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
 from ..layout.mesh import Mesh
+from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
 from .plan_summary import Memory, limits_text, pipelines_text, weights_against_marks
@@ -157,6 +158,14 @@ class Plan(PlanFiles):
         inputs, axes = self.captured.inputs, self._data_axes
         report = replication_report(self.sharded, self.mesh, inputs, axes, self._layouts)
         return tuple(sorted(report, key=lambda each: -each.bytes))
+
+    @cached_property
+    def idle_axes(self) -> tuple[str, ...]:
+        """Axes that divide no value: their devices all compute the same."""
+        metas = [n.meta for n in self.sharded.nodes]
+        specs = {s for m in metas for s in (m.get("spec"), *m.get("result_specs", ())) if s}
+        used = {whole_axis(a) for s in specs for a in (*s.sharding_axes, *s.pending)}
+        return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
     @cached_property
     def memory(self) -> Memory:

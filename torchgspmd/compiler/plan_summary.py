@@ -12,6 +12,9 @@ from ..comm.loop_call import loop_calls
 from ..comm.stage_call import StageCall
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.replication_report import ReplicatedOp
+from ..layout.mesh import Mesh
+from ..layout.prefix_specs import BATCH_AXES
+from ..layout.spec_notation import AUTO
 from .units import size_text
 
 _MOST_WEIGHTS = 3  # that a summary names
@@ -41,6 +44,20 @@ def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
     ]
     more = len(weights) - _MOST_WEIGHTS
     return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
+
+
+def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:
+    """Yield a line for each axis that divides nothing. idle: those axes."""
+    for axis in idle:
+        cure = (
+            f'divide the batch: in_specs="{AUTO}"'
+            if axis in BATCH_AXES
+            else f'divide the batch, in_specs="{axis} _", or mark weights with it'
+        )
+        yield (
+            f"axis '{axis}' divides no value: each of its {mesh.count([axis])} devices "
+            f"computes the whole program; {cure}"
+        )
 
 
 def limits_text(counts: Mapping[str, int]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ShardingError, did_you_mean, user_line
 from .mesh import Mesh
-from .spec_notation import split_priority
+from .spec_notation import AUTO, SAME, split_priority
 
 Axes = tuple[str, ...]
 Rule = str | Sequence[str] | None
@@ -162,7 +162,7 @@ class MeshLayout:
             return {key: self.spec(value) for key, value in names.items()}
         if isinstance(names, (tuple, list)):
             return type(names)(map(self.spec, names))
-        if not isinstance(names, str):
+        if not isinstance(names, str) or names in (AUTO, SAME):
             return names
         chosen = self._choose(names)
         self.seen.add(names)

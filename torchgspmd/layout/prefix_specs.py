@@ -12,16 +12,24 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
 from .mesh import Mesh
-from .spec_notation import UNCONSTRAINED
+from .spec_notation import AUTO, SAME, UNCONSTRAINED
+
+# Names of axes that divide the batch, in the libraries of the field.
+BATCH_AXES = ("data", "batch", "dp", "fsdp", "replica", "dp_replicate", "dp_shard", "replicate")
+
+
+def is_same(prefix: Any) -> bool:
+    """Return whether a prefix leaves all layouts below it as they are computed."""
+    return prefix is UNCONSTRAINED or isinstance(prefix, str) and prefix == SAME
 
 
 def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor leaf of `tree`.
 
-    A leaf of the prefix is a string, a ShardSpec, None or UNCONSTRAINED; it applies to every tensor
-    below it. Containers of the prefix must be those of the tree.
+    A leaf of the prefix is a string, a ShardSpec, None, SAME or UNCONSTRAINED; it applies to every
+    tensor below it. Containers of the prefix must be those of the tree.
     """
-    if prefix is UNCONSTRAINED:
+    if is_same(prefix):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         return [ShardSpec.unconstrained(leaf.dim()) for leaf in leaves]
     if prefix is None or isinstance(prefix, (str, ShardSpec)):
@@ -81,14 +89,32 @@ def argument_names(fn: Callable, args: tuple) -> list[str]:
     return positional[: len(args)] + [f"arg{i}" for i in range(len(positional), len(args))]
 
 
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes of a mesh that by their names divide the batch."""
+    axes = tuple(name for name in mesh.names if name in BATCH_AXES)
+    if not axes:
+        raise ShardingError(
+            f"in_specs='{AUTO}' finds no axis of the batch in {mesh}",
+            where=user_line(),
+            fix=f"call one {' or '.join(map(repr, BATCH_AXES[:3]))}, "
+            f"or name it: in_specs='{mesh.names[0]} _'",
+        )
+    return axes
+
+
 def spread_inputs(
     prefix: Any, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
 ) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor of (args, kwargs).
 
     A tuple or list is a prefix of args, a mapping one of all arguments by name. A single spec needs
-    a single argument. fn: what is called.
+    a single argument. AUTO divides the leading dimension of each tensor by the axes of the batch.
+    fn: the function that is called.
     """
+    if isinstance(prefix, str) and prefix == AUTO:
+        axes = batch_axes(mesh)
+        leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        return [ShardSpec((axes, *((),) * (t.dim() - 1))) if t.dim() else None for t in leaves]
     if isinstance(prefix, Mapping):
         return spread(
             prefix, {**dict(zip(argument_names(fn, args), args)), **kwargs}, mesh, "arguments"

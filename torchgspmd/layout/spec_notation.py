@@ -26,6 +26,8 @@ class _Unconstrained:
 
 
 UNCONSTRAINED: Final = _Unconstrained()
+AUTO: Final = "auto"  # in_specs: the axes of the batch divide the leading dimensions.
+SAME: Final = "same"  # out_specs: results stay where they are computed.
 
 
 def _is_axis(name: Any) -> bool:

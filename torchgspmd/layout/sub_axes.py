@@ -25,6 +25,12 @@ def sub_axis(name: str) -> tuple[str, int, int] | None:
     return (match[1], int(match[2]), int(match[3])) if match else None
 
 
+def whole_axis(name: str) -> str:
+    """Return the axis that an axis is, or is a part of."""
+    part = sub_axis(name)
+    return part[0] if part else name
+
+
 def split_axes(
     axes: Iterable[tuple[str, int]], splits: Mapping[str, tuple[int, ...]]
 ) -> tuple[tuple[str, int], ...]:

@@ -27,8 +27,7 @@ from ..errors import RankError
 from ..fx_passes.stages import verifies
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
-from ..layout.prefix_specs import spread_inputs
-from ..layout.spec_notation import UNCONSTRAINED
+from ..layout.prefix_specs import is_same, spread_inputs
 from ..shard_spec import ShardSpec
 from .changing_sizes import (
     Shapes,
@@ -162,7 +161,7 @@ class MeshModule(ModuleProxy):
             self._structure_version(),
             self._modes(),
             self._trainable(),
-            self._out_specs is UNCONSTRAINED,
+            is_same(self._out_specs),
             torch.is_grad_enabled(),
             torch.is_autocast_enabled(self._device_type),
             torch.get_autocast_dtype(self._device_type),

@@ -71,10 +71,11 @@ def parallelize(
             model on the processes of that part; each part has a model of its own.
         backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
             needs no process group: parameters become XLA tensors, and XLA partitions the program.
-        in_specs: Layouts of the arguments: a tuple, or a mapping by name.
+        in_specs: Layouts of the arguments: a tuple, or a mapping by name. "auto": the axes of the
+            batch ("data", "dp", ...) divide the leading dimension of each tensor.
         out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
-            UNCONSTRAINED leaves results as they are computed.
+            "same" leaves results as they are computed.
         pin: For "xla", the layouts that XLA gets besides those of inputs and results: the marks
             ("user"), every layout that our partitioner chose ("all"), or nothing ("none").
         strict: Whether an operation of replicated_ops is an error. Not for "xla".

@@ -5,13 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
+from ..compiler.plan_summary import idle_axes_text
 from ..compiler.units import size_text
 from ..errors import user_line
 from ..fx_passes.replication_report import ReplicatedOp
+from ..layout.mesh import Mesh
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
 LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and a mark of biases common.
 SHOWN = 3
+
+
+def warn_of_idle_axes(mesh: Mesh, idle: Sequence[str]) -> bool:
+    """Warn of axes that divide nothing; return whether there are any."""
+    for line in idle_axes_text(mesh, idle):
+        warnings.warn(line, stacklevel=6)
+    return bool(idle)
 
 
 def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
