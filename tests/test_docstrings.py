@@ -106,5 +106,7 @@ def test_example_runs(name):
     )
     assert test.examples
     failures: list[str] = []
-    doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE).run(test, out=failures.append)
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.NORMALIZE_WHITESPACE).run(
+        test, out=failures.append
+    )
     assert not failures, "".join(failures)

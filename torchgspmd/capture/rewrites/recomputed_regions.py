@@ -20,10 +20,9 @@ from typing import Any
 
 from torch import fx
 from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...compat.fx_nodes import copy_node
-from ...compat.private_apis import get_proxy_mode
+from ...compat.private_apis import TorchDispatchMode, get_proxy_mode
 from ...rules import has_own_seed
 from ...rules.custom_ops.loops import ENTRIES, EXITS
 from ...rules.custom_ops.random import DRAW_SEED
