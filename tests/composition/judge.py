@@ -104,7 +104,8 @@ def run_difference(
         if found.keys() != expected.keys():
             return f"gradients of {sorted(found.keys() ^ expected.keys())}"
     expected |= {f"state {name}": value for name, value in alone.state_dict().items()}
-    found |= {f"state {name}": value for name, value in model.state_dict().items()}
+    states = by_block(model.model if setup.step else model, model.state_dict())
+    found |= {f"state {name}": value for name, value in states.items()}
     return first_difference(setup, found, expected)
 
 
@@ -124,12 +125,13 @@ def first_difference(setup: Setup, found: dict, expected: dict) -> str:
 
 def by_block(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors of stacked weights by the names that a loop's blocks have."""
-    prefix, result = "blocks.block.", {}
+    result = {}
     for name, tensor in tensors.items():
-        if name.startswith(prefix):
+        before, is_stacked, of_block = name.partition("blocks.block.")
+        if is_stacked:
             for layer in range(model.blocks.count):
                 row = tensor[model.blocks.place(layer)]
-                result[f"blocks.{layer}.{name.removeprefix(prefix)}"] = row
+                result[f"{before}blocks.{layer}.{of_block}"] = row
         else:
             result[name] = tensor
     return result
