@@ -77,10 +77,10 @@ test-core: venv  ## all tests but those of XLA
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x tests
 
 # Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. Of the core tests those
-# follow that depend on the version of torch, on one mesh each; test-oldest runs all.
+# follow that depend on the version of torch, two cases of each on one mesh; test-oldest runs all.
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x tests_xla
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x --one-mesh --ignore tests/runtime/test_plan_cache.py \
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x --one-mesh --cases 2 --ignore tests/runtime/test_plan_cache.py \
 		$(wildcard tests/capture tests/compat tests/distributed tests/dtensor tests/runtime)
 
 test-oldest: venv-xla  ## all core tests on torch 2.9 (.venv-xla, 7 GB)

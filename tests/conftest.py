@@ -28,6 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-mesh", action="store_true", help="run checks on processes on their last mesh only"
     )
+    parser.addoption(
+        "--cases", type=int, help="how many cases of each test function to run: these guard it"
+    )
 
 
 # Files whose tests take minutes together; `make fast` leaves them out.
@@ -47,9 +50,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.path.stem.removeprefix("test_") in SLOW:
             item.add_marker(pytest.mark.slow)
     if config.getoption("--one-mesh"):
-        others = [item for item in items if not is_on_last_mesh(item)]
-        config.hook.pytest_deselected(items=others)
-        items[:] = [item for item in items if is_on_last_mesh(item)]
+        keep(config, items, [item for item in items if is_on_last_mesh(item)])
+    if count := config.getoption("--cases"):
+        functions: dict[tuple[Path, str], list[pytest.Item]] = {}
+        for item in items:
+            functions.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+        keep(config, items, [each for cases in functions.values() for each in spread(cases, count)])
+
+
+def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
+    """Deselect all tests but some; all keep their order."""
+    ids = {item.nodeid for item in kept}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
+    items[:] = [item for item in items if item.nodeid in ids]
+
+
+def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """Return so many cases at equal distances, the first and the last among them."""
+    last = len(cases) - 1
+    places = {i * last // max(count - 1, 1) for i in range(min(count, len(cases)))}
+    return [cases[place] for place in sorted(places)]
 
 
 def is_on_last_mesh(item: pytest.Item) -> bool:
