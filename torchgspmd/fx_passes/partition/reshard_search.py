@@ -89,13 +89,13 @@ class ReshardSearch:
     def _search(self, before: ShardSpec, steps: tuple[Step, ...], bound: float) -> tuple[Step, ...]:
         """Return the cheapest steps that cost less than `bound`, or those that cost that."""
         order = itertools.count()
-        # (estimate, steps so far, has all sums, ...): of equal estimates the path with fewest
-        # steps; of these, one that may still reduce later.
-        queue: list[tuple] = [(0.0, 0, False, next(order), 0.0, before, ())]
+        # (estimate, steps, has all sums, ...): of equal estimates the path with fewest steps; of
+        # these, one that may still reduce later, and of these the longest, to go straight on.
+        queue: list[tuple] = [(0.0, 0, False, 0, next(order), 0.0, before, ())]
         seen: set[ShardSpec] = set()
         best: dict[ShardSpec, tuple[float, int]] = {}  # of those in the queue: their first two
         least, arrived = bound, steps  # the cheapest complete path so far
-        lowest = self.remaining_cost(before) + self._local_fees(before)
+        lowest = self.remaining_cost(before) + self._slices(before) * self.constants.local_step_fee
         while queue:
             *_, cost, spec, steps = heapq.heappop(queue)
             if spec in seen:
@@ -115,7 +115,9 @@ class ReshardSearch:
                     or total + self.remaining_cost(move.spec) >= bound
                 ):
                     continue
-                rank = round(total + self._usual_cost(move.spec), 3), len(steps) + 1
+                slices = self._slices(move.spec)
+                estimate = total + self._usual_cost(move.spec, slices)
+                rank = round(estimate, 3), len(steps) + 1 + slices
                 if move.spec not in best or rank < best[move.spec]:
                     best[move.spec] = rank
                     if move.spec == self.after and total < least:
@@ -124,37 +126,41 @@ class ReshardSearch:
                             return arrived
                         bound = min(bound, least + NEARLY_EQUAL)
                     is_reduced = move.spec.pending == self.after.pending
-                    entry = *rank, is_reduced, next(order), total, move.spec, (*steps, move)
+                    path = (*steps, move)
+                    entry = *rank, is_reduced, -len(path), next(order), total, move.spec, path
                     heapq.heappush(queue, entry)
         return arrived
 
-    def _local_fees(self, before: ShardSpec) -> float:
-        """Return the fees of slices by which a reduction sends least: a slice for each new axis.
+    def _slices(self, before: ShardSpec) -> int:
+        """Return the number of slices by which a reduction sends least: one for each new axis.
 
         One slice takes all new axes of a dimension that has no others.
         """
         if before.pending == self.after.pending:
-            return 0.0
+            return 0
         old, slices = {*before.sharding_axes, *before.pending}, 0
         for have, need in zip(before.dims, self.after.dims):
             new = [axis for axis in need if axis not in old]
             slices += min(len(new), 1) if (*have, *new) == need else len(new)
-        return slices * self.constants.local_step_fee
+        return slices
 
-    def _usual_cost(self, spec: ShardSpec) -> float:
-        """Return the remaining cost if no dimension needs a collective of its own.
+    def _usual_cost(self, spec: ShardSpec, slices: int) -> float:
+        """Return the remaining cost by some slices and as few collectives as may do.
 
-        It orders the paths: what keeps `remaining_cost` from being reached is often equal for all.
+        It orders the paths: the fees that `remaining_cost` adds are often equal for all.
         """
-        after, fee = self.after, self.constants.collective_fee
+        after, constants = self.after, self.constants
         if spec == after:
             return 0.0
-        if spec.pending == after.pending:
-            return lacking(self.mesh, self.shape, spec, after) * self.itemsize + fee
-        terms = self.mesh.count(a for a in spec.pending if a not in after.pending)
-        holders = self.mesh.size / self.mesh.count(after.sharding_axes)
-        whole = math.prod(self.shape) * self.itemsize
-        return (terms + holders - 2) * whole / self.mesh.size + fee
+        sent = least_bytes(self.mesh, self.shape, self.itemsize, spec, after)
+        collectives = 1
+        if spec.pending != after.pending:
+            terms = self.mesh.count(a for a in spec.pending if a not in after.pending)
+            holders = self.mesh.size / self.mesh.count(after.sharding_axes)
+            whole = math.prod(self.shape) * self.itemsize
+            sent = max(sent, (terms + holders - 2) * whole / self.mesh.size)
+            collectives += shrinks(spec, after) > 0
+        return sent + collectives * constants.collective_fee + slices * constants.local_step_fee
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the direct path: reduce, then permute."""
@@ -213,15 +219,27 @@ def at_least(
     after: ShardSpec,
     constants: CostConstants,
 ) -> float:
-    """Return a lower bound of the cost of any path between two layouts.
+    """Return a lower bound of the cost of any path between two layouts."""
+    sent = least_bytes(mesh, shape, itemsize, before, after)
+    if before.pending == after.pending:
+        return sent + least_fee(before, after, constants) if sent else 0.0
+    fee = constants.collective_fee
+    if shrinks(before, after):
+        fee += least_fee(before, after, constants)
+    return sent + fee
 
-    Without a reduction that is what some device lacks, and the least fee. Of n terms of a sum all
-    but one are sent until the first device has the sum, however finely they are cut; then some
-    device lacks its shard but for the part that it has reduced.
+
+def least_bytes(
+    mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
+) -> float:
+    """Return a lower bound of the bytes that any path between two layouts sends.
+
+    Without a reduction that is what some device lacks. Of n terms of a sum all but one are sent
+    until the first device has the sum, however finely they are cut; then some device lacks its
+    shard but for the part that it has reduced.
     """
     if before.pending == after.pending:
-        missing = lacking(mesh, shape, before, after)
-        return missing * itemsize + least_fee(before, after, constants) if missing else 0.0
+        return lacking(mesh, shape, before, after) * itemsize
     reduced = tuple(a for a in before.pending if a not in after.pending)
     terms, finest = mesh.count(reduced), _finest(mesh, before, after, reduced)
     sent = terms - 1 + mesh.count(finest) / mesh.count(after.sharding_axes)  # finest shards
@@ -230,10 +248,7 @@ def at_least(
         for b, a in zip(before.dims, after.dims):
             moved.difference_update(b[: len(a)])
         sent -= 1 / mesh.count(moved)
-    fee = constants.collective_fee
-    if shrinks(before, after):
-        fee += least_fee(before, after, constants)
-    return sent * math.prod(shape) * itemsize / mesh.count(finest) + fee
+    return sent * math.prod(shape) * itemsize / mesh.count(finest)
 
 
 def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> Axes:
