@@ -22,6 +22,10 @@ ONCE = (  # sets that failed before
     "1f1b+checkpoint",
     "zero_bubble+checkpoint",
     "stack+selective",
+    "circular+accumulate",
+    "1f1b+accumulate",
+    "zero_bubble+accumulate",
+    "zero1+vee",
 )
 # Sets that a ShardingError refuses, each with words of its message; docs/limits.md has the reasons.
 LIMITS: dict[str, str] = {}

@@ -87,7 +87,10 @@ def pipeline_pictures(program: fx.Graph) -> list[tuple[str, str]]:
 
 def _pipelines(program: fx.Graph) -> Iterator[StageCall]:
     for _, call in loop_calls(program):
-        if isinstance(call, StageCall) and call.order.name != "forward":
+        if not isinstance(call, StageCall):
+            for body in call.bodies:
+                yield from _pipelines(body.graph)
+        elif call.order.name != "forward":
             yield call
 
 

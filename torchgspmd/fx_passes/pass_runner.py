@@ -10,10 +10,12 @@ import copy
 import time
 from collections.abc import Iterator, Sequence
 from itertools import dropwhile
+from typing import Any
 
 from ..capture.without_gc import without_gc
 from ..comm.loop_call import loop_calls
 from .dump import dump_pass
+from .internal_error import reported
 from .pass_types import Alternatives, Pass, Step
 from .program import Program
 from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
@@ -70,7 +72,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
                 f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
             )
         begin = time.perf_counter()
-        graph = step.run(half)
+        graph = _run_on(step, half)
         program.seconds[step.name] = (
             program.seconds.get(step.name, 0.0) + time.perf_counter() - begin
         )
@@ -85,6 +87,16 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
     _inspect(program, step.name)
     for each in again if program.stage != step.ensures else ():
         _run_pass(each, program, steps)
+
+
+def _run_on(step: Pass, program: Program) -> Any:
+    """Run a pass once; what it raises besides a ShardingError is an InternalError."""
+    try:
+        return step.run(program)
+    except Exception as error:
+        if (raised := reported(error, step.name, program)) is error:
+            raise
+        raise raised from error
 
 
 def _inspect(program: Program, name: str) -> None:

@@ -256,6 +256,7 @@ PIPELINE: tuple[Step, ...] = (
                 lambda p: outline_stages(p.graph, p.mesh),
                 LOCAL,
                 LOCAL,
+                in_loops=True,
                 feature="pipelines",
                 after=("stage_sends", "outline_loops"),
                 before=("collective_matmul", "bucket", "start_wait"),

@@ -15,7 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..capture.rewrites.loop_trace import TracedLoop, open_loop, outer_tensors, replaced
+from ..capture.rewrites.loop_trace import (
+    TracedLoop,
+    of_loops_around,
+    open_loop,
+    outer_tensors,
+    replaced,
+    use_in_bodies_around,
+)
 from ..comm.stage_order import Order
 from ..rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 from ..rules.custom_ops.stages import stage_head, stage_send
@@ -41,6 +48,7 @@ class ScheduledStages:
     ) -> None:
         self.stages, self.losses, self.along = stages, losses, along
         self.axis, self.order = axis, order
+        self.names: list[Tensor] = []  # values of outside, as stages and losses name them
 
     def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss of microbatches [m, rows, ...]."""
@@ -52,8 +60,11 @@ class ScheduledStages:
                 results = self.stages(round_, results, rows[count:])
             return (), [self.losses(results, rows[count:])]
 
-        outer = outer_tensors(body, (), [*xs, *targets]).outer.values()
-        return _Run.apply(self, len(xs), len(targets), *xs, *targets, *outer)  # pyright: ignore
+        use_in_bodies_around([*xs, *targets])
+        outer = [*outer_tensors(body, (), [*xs, *targets]).outer.values()]
+        self.names = outer
+        operands = of_loops_around([*xs, *targets, *outer])
+        return _Run.apply(self, len(xs), len(targets), *operands)  # pyright: ignore
 
     def trace(
         self, xs: Sequence[Tensor], targets: Sequence[Tensor], outer: Sequence[Tensor]
@@ -129,7 +140,9 @@ class _Trace:
         """Trace the body; return the loss and the gradients."""
         leaves = [x.detach().requires_grad_() for x in self.outer]
         totals: list[list[Tensor]] = [[] for _ in leaves]
-        with torch.enable_grad(), replaced({id(x): leaf for x, leaf in zip(self.outer, leaves)}):
+        # A loop around has entries in the place of the values that stages and losses name.
+        named = [*zip(self.outer, leaves), *zip(self.pipeline.names, leaves)]
+        with torch.enable_grad(), replaced({id(x): leaf for x, leaf in named}):
             rounds = [self.forward(number) for number in range(self.places.rounds)]
             loss, seeds = self.loss(rounds[-1].results, leaves, totals)
             of_taken: list[Tensor] = []

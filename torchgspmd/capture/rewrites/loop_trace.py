@@ -122,7 +122,7 @@ def run_loop(
     body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
     """
     use_in_bodies_around((*carry, *rows))
-    carry, rows = _of_loops_around(carry), _of_loops_around(rows)
+    carry, rows = of_loops_around(carry), of_loops_around(rows)
     record = outer_tensors(body, carry, rows)
     if record.draws or is_unrolling():
         return _unrolled(body, carry, rows, length, reverse)
@@ -143,9 +143,7 @@ def trace_body(
     """
     if traced.loop.ends:
         traced.goes = carry[0]
-    entries = _Entries.apply(
-        traced, len(carry), len(rows), *carry, *rows, *_of_loops_around(consts)
-    )
+    entries = _Entries.apply(traced, len(carry), len(rows), *carry, *rows, *of_loops_around(consts))
     at, inner = len(carry), len(carry) + len(rows)
     note_results(entries)
     replaced = dict(zip(map(id, consts), entries[inner:]))
@@ -232,7 +230,7 @@ def _inside(traced: TracedLoop, replaced: dict[int, Tensor]) -> Any:
         _replaced.reset(tokens[1])
 
 
-def _of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
+def of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Return tensors as the loops around have them: no mode sees the call of a Function."""
     tables = _replaced.get()[::-1]
     return [next((t[id(x)] for t in tables if id(x) in t), x) for x in tensors]

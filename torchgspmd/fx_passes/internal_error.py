@@ -1,0 +1,108 @@
+"""InternalError: a pass has failed, which no program may bring about. With a file for a bug report.
+
+The file has the captured graph with its marks, the mesh, the options and the versions, as text. It
+has no value of a tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+import traceback
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from ..errors import ShardingError
+from .printer import graph_text
+from .program import Program, Request
+
+VARIABLE = "TORCHGSPMD_BUG_REPORT"  # the file to write
+_OWN = "torchgspmd::"
+# Fields of a Request that the report has by itself, and what no program is described by.
+_BESIDE = frozenset({"captured", "mesh", "arguments", "expand", "constants", "shared", "stored"})
+
+
+class InternalError(AssertionError):
+    """A fault of torchgspmd: a pass failed on a program that it should have taken.
+
+    Args:
+        error: What the pass raised.
+        name: Of the pass.
+        program: The program, as the pass found it.
+    """
+
+    def __init__(self, error: BaseException, name: str, program: Program) -> None:
+        request = program.request
+        kind, text = type(error).__name__, str(error)
+        command = shlex.join(["python", *sys.argv])
+        lines = [
+            f"internal error in pass {name}: {kind}: {text}",
+            f"  features  {', '.join(features(request))}",
+            "  why       a fault of torchgspmd: each program is right, or refused by a ShardingError",
+            f"  report    {VARIABLE}=bug.txt {command}",
+            "            writes what to attach: graph, marks, mesh and versions, no weights",
+        ]
+        if path := os.environ.get(VARIABLE):
+            with open(path, "w") as file:
+                file.write(report(error, name, request))
+            lines[3:] = [f"  report    {path}"]
+        super().__init__("\n".join(lines))
+
+
+def reported(error: Exception, name: str, program: Program) -> Exception:
+    """Return the error to raise in place of one of a pass."""
+    if isinstance(error, (ShardingError, InternalError, MemoryError)):
+        return error
+    return InternalError(error, name, program)
+
+
+def features(request: Request) -> list[str]:
+    """Return what a program uses: its mesh, options that are set, operations of ours."""
+    targets = {str(getattr(n.target, "name", str)()) for n in request.captured.graph.nodes}
+    operations = sorted(
+        t.removeprefix(_OWN).partition(".")[0] for t in targets if t.startswith(_OWN)
+    )
+    return [f"mesh {request.mesh}", *_options(request), *operations]
+
+
+def _options(request: Request) -> list[str]:
+    """Return the options that are not as by default."""
+    plain = Request(request.captured, request.mesh, regather="auto")
+    values = {
+        each.name: (getattr(request, each.name), getattr(plain, each.name))
+        for each in fields(Request)
+        if each.name not in _BESIDE
+    }
+    return [
+        f"{name}={_text(value)}" for name, (value, default) in values.items() if value != default
+    ]
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "name", value))
+
+
+def report(error: BaseException, name: str, request: Request) -> str:
+    """Return the text of a bug report."""
+    captured = request.captured
+    specs = [*request.arguments, *[None] * len(captured.inputs)]
+    inputs = [
+        f"  {each.kind} {each.name}: {each.dtype} {list(each.shape)} mark {each.mark} spec {spec}"
+        for each, spec in zip(captured.inputs, specs)
+    ]
+    return "\n".join(
+        [
+            f"pass {name}",
+            f"versions: torch {torch.__version__}, Python {platform.python_version()}",
+            f"features: {', '.join(features(request))}",
+            "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "inputs",
+            *inputs,
+            graph_text(captured.graph, request.mesh),
+            "",
+        ]
+    )
