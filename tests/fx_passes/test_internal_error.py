@@ -37,7 +37,7 @@ def test_a_pass_that_fails(monkeypatch, tmp_path):
     assert str(raised.value).splitlines() == [
         "internal error in pass broken: KeyError: 'loop_next'",
         "  features  mesh data=2, hardware=h100, einsum",
-        "  why       a fault of torchgspmd: each program is right, or refused by a ShardingError",
+        "  why       a fault of torchgspmd: a program is right, or refused by a ShardingError",
         "  report    TORCHGSPMD_BUG_REPORT=bug.txt python train.py --layers 2",
         "            writes what to attach: graph, marks, mesh and versions, no weights",
     ]

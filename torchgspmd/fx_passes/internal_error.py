@@ -42,7 +42,7 @@ class InternalError(AssertionError):
         lines = [
             f"internal error in pass {name}: {kind}: {text}",
             f"  features  {', '.join(features(request))}",
-            "  why       a fault of torchgspmd: each program is right, or refused by a ShardingError",
+            "  why       a fault of torchgspmd: a program is right, or refused by a ShardingError",
             f"  report    {VARIABLE}=bug.txt {command}",
             "            writes what to attach: graph, marks, mesh and versions, no weights",
         ]
