@@ -22,7 +22,7 @@ from ..capture.trace_context import without_patches
 from ..comm.kinds import without_kinds
 from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
-from ..features import tables as _tables  # noqa: F401 (features add rows to the other tables)
+from ..features import tables as tables  # features add rows to the other tables
 from ..features.attention.passes import (
     attention_kernels,
     attention_rings,
