@@ -129,8 +129,7 @@ class Captured:
         else:  # of a file
             names = [f"number {i}" for i in range(len(self.leaves))]
             changes = [*ArgumentKeys.of_file(names, self.leaves).changes(leaves)]
-        writes = bool(self.writes or self.observed)
-        changes += [Change(*each) for each in self.reads.changes(writes)]
+        changes += [Change(*each) for each in self.reads.changes()]
         if changes:
             also = "".join(f"; {each}" for each in changes[1:4])
             raise ShardingError(

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..errors import RankError, user_line
+from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
 _ANEW = "the connections are closed: start anew, from the last checkpoint"
@@ -22,6 +23,10 @@ class Status:
     at: str = ""  # of the model's code if it is in a program, otherwise of the user's
     last: str = ""  # the last collective that it has begun, with its line
     raised: str = ""  # by a call of this step: an exception that did not end the process
+
+    def __post_init__(self) -> None:
+        if self.phase not in PHASES:
+            raise ValueError(f"no phase: {self.phase!r:.40}")
 
     @property
     def moment(self) -> tuple[int, int]:
@@ -75,9 +80,7 @@ class Fate:
     @staticmethod
     def of_message(message: Mapping[str, Any]) -> Fate:
         """Return the fate that a message tells of."""
-        row = dict(message["fate"])
-        row |= {"status": Status(**row["status"]), "stack": tuple(row["stack"])}
-        return Fate(**row)
+        return from_row(Fate, message["fate"])
 
     @property
     def name(self) -> str:

@@ -6,14 +6,15 @@ Ranks exchange an Account. The error is raised on every rank, before any rank co
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NoReturn
 
 from torch import Tensor
 
 from ..errors import RankError, user_line
+from .json_rows import from_row
 from .process_groups import ProcessGroups
-from .rank_check import all_gather_objects, differing
+from .rank_check import all_gather_rows, differing
 from .value_check import Checksum, is_close
 
 _MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
@@ -32,10 +33,14 @@ class Account:
     is_made: bool = False  # whether the rank has built its program
     failure: str = ""  # the error of building it
 
+    def of_all(self, groups: ProcessGroups) -> list[Account]:
+        """Return the accounts of all ranks."""
+        return [from_row(Account, row) for row in all_gather_rows(groups, asdict(self))]
+
 
 def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
     """Raise the ShardingError for the differences between the accounts of all ranks."""
-    accounts = all_gather_objects(groups, mine)
+    accounts = mine.of_all(groups)
     if any(account.does != accounts[0].does for account in accounts):
         raise RankError(
             "the ranks do different things",
@@ -120,7 +125,7 @@ def check_alike(
 
 def check_values(groups: ProcessGroups, values: Mapping[str, Checksum]) -> None:
     """Raise ShardingError on every rank if an argument's checksum differs between ranks."""
-    rows = all_gather_objects(groups, dict(values))
+    rows = all_gather_rows(groups, dict(values))
     for rank, row in enumerate(rows):
         for name in (name for name in row if name in rows[0]):
             if not is_close(row[name], rows[0][name]):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from .json_rows import from_row
 from .rank_failure import Status, listed
 
 SOON, PLANNING = 3.0, 60.0  # Seconds of a wait before the others are asked; while one plans.
@@ -38,9 +39,7 @@ class Answer:
     @staticmethod
     def of_message(message: Mapping[str, Any]) -> Answer:
         """Return the answer of a message."""
-        row = dict(message["answer"])
-        row |= {"status": Status(**row["status"]), "stack": tuple(row["stack"])}
-        return Answer(**row)
+        return from_row(Answer, message["answer"])
 
 
 class Stragglers:
@@ -99,7 +98,7 @@ class Stragglers:
     def _seen(self, rank: int) -> Answer:
         """Return what is known of a rank that does not answer."""
         rows = [a.beside[str(rank)] for _, a in self._answers.values() if str(rank) in a.beside]
-        known = [Answer(rank, row["host"], Status(**row["status"])) for row in rows]
+        known = [Answer(rank, str(row["host"]), from_row(Status, row["status"])) for row in rows]
         silent = Answer(rank, "unknown", Status())
         return max(known, key=lambda a: a.status.moment, default=silent)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
 from .gloo_waits import end_waits
+from .json_rows import from_row
 from .peers import Message, Peers
 from .places import Places, stack_of_main
 from .rank_failure import Fate, Status, failure, is_final, merged
@@ -150,7 +151,7 @@ class Watcher:
         if kind == "step":
             self._marks[rank] = Status(int(message["step"]), str(message["phase"]))
         elif kind == "status":
-            self._seen[rank] = self._marks[rank] = Status(**message["status"])
+            self._seen[rank] = self._marks[rank] = from_row(Status, message["status"])
         elif kind == "fate":
             self._learn(Fate.of_message(message))
         elif kind == "closed":

@@ -6,15 +6,18 @@ of their parameters, buffers and tensors of a state_dict. All act for our DTenso
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
 from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
+from ..compat.private_apis import _pytree as pytree
 from . import op_handlers, pickling, view_writeback
 from .fully_shard import with_refusal
 from .fused_optimizers import (
@@ -91,6 +94,7 @@ _SHARDED = "fully_shard would shard what is sharded already"
 _FAREWELL = "a process that ends at once after it is taken for one that has died"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
+_KEPT = "a state_dict of an optimizer outlives its model, and what is patched for saving it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 
@@ -148,6 +152,7 @@ PATCHES = (
     *_methods(("redistribute",), redistribute_method, _WAITS),
     # files
     *_methods(("__reduce_ex__",), pickling.reduce_method, _PICKLED),
+    Patch(torch.optim.Optimizer, "state_dict", lambda before: _held_method(before), _KEPT),
     *_methods(("untyped_storage",), pickling.storage_method, _SAFETENSORS),
     *_methods(
         ("data_ptr",),
@@ -243,6 +248,18 @@ PATCHES = (
         if not is_missing(owner)
     ),
 )
+
+
+def _held_method(before: Callable) -> Callable:
+    """Wrap Optimizer.state_dict: the patches are applied while a tensor of the state lives."""
+
+    @functools.wraps(before)
+    def state_dict(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        state = before(self, *args, **kwargs)
+        hold(self, pytree.tree_leaves(state))
+        return state
+
+    return state_dict
 
 
 def hold(module: Any, tensors: Iterable[Any]) -> None:

@@ -18,7 +18,7 @@ from ..capture import ARGUMENT, Captured
 from ..capture.state.value_keys import as_text
 from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
-from ..comm.rank_check import RankCheck, all_gather_objects, check_ranks
+from ..comm.rank_check import RankCheck, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..comm.watcher import watched
 from ..compiler.api import compile_plan
@@ -287,7 +287,7 @@ class ShardedModule(MeshModule):
                 self._groups,
                 number,
                 number.__int__,
-                lambda: all_gather_objects(self._groups, failure),
+                lambda: failure.of_all(self._groups),
             )
             raise
         captured = plan.captured

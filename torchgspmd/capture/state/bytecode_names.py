@@ -162,7 +162,7 @@ def _resolve_dotted_name(
 def dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
     """Return the dotted names that the code reads, in one order in all processes."""
     dotted_names: dict[tuple[str, ...], None] = {}
-    for nested in _nested_code(code):
+    for nested in nested_code(code):
         names: tuple[str, ...] = ()
         for i in dis.get_instructions(nested):
             if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
@@ -180,7 +180,7 @@ def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
     return tuple(
         dict.fromkeys(
             i.argval
-            for nested in _nested_code(code)
+            for nested in nested_code(code)
             for i in dis.get_instructions(nested)
             if i.opname == operation
         )
@@ -200,11 +200,11 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
     for cls in dict.fromkeys(classes):
         for name, value in class_values(cls):
             if isinstance(value, _METHODS):
-                methods.setdefault(name, []).append(_function_in(value))
+                methods.setdefault(name, []).append(function_in(value))
     return methods
 
 
-def _function_in(value: Any) -> Any:
+def function_in(value: Any) -> Any:
     """Return the function of a method or property."""
     return (
         getattr(value, "fget", None)
@@ -232,7 +232,7 @@ def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[
     for cls, attribute in class_names(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED
         yield from (
-            _function_in(value)
+            function_in(value)
             for name, value in class_values(cls)
             if isinstance(value, _METHODS) and (name == attribute or name in unnamed)
         )
@@ -246,7 +246,7 @@ def imports_own_modules(code: CodeType) -> bool:
     """Return whether the code imports a module that may be the user's."""
     return any(
         i.opname == "IMPORT_NAME" and is_own(str(i.argval)) and not is_installed(str(i.argval))
-        for nested in _nested_code(code)
+        for nested in nested_code(code)
         for i in dis.get_instructions(nested)
     )
 
@@ -258,7 +258,7 @@ def _method_names(code: CodeType) -> tuple[str, ...]:
     They are attributes of the first argument, and others that tensors do not have.
     """
     own: dict[str, None] = {}
-    for nested in _nested_code(code):
+    for nested in nested_code(code):
         before = None
         for i in dis.get_instructions(nested):
             if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (
@@ -271,7 +271,7 @@ def _method_names(code: CodeType) -> tuple[str, ...]:
 
 def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
     """Return all names and strings in the code of the functions."""
-    codes = (code for function in functions for code in _nested_code(function.__code__))
+    codes = (code for function in functions for code in nested_code(function.__code__))
     return {
         name
         for code in codes
@@ -280,12 +280,12 @@ def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
     }
 
 
-def _nested_code(code: CodeType) -> Iterator[CodeType]:
+def nested_code(code: CodeType) -> Iterator[CodeType]:
     """Yield the code and that of the comprehensions and functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _nested_code(constant)
+            yield from nested_code(constant)
 
 
 def reachable_values(function: Any) -> Iterator[Any]:

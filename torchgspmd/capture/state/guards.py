@@ -193,16 +193,10 @@ class Guards:
         """Return the names of the sources whose guards fail."""
         return [guard.source.name for guard in self.guards if not guard.holds()]
 
-    def changes(self, writes: bool) -> Iterator[tuple[str, str, str]]:
-        """Yield the sources whose guards fail, with the value now and that of the trace.
-
-        writes: whether runs write state. What they add to tables, or replace tensors there, is no
-        change.
-        """
+    def changes(self) -> Iterator[tuple[str, str, str]]:
+        """Yield the sources whose guards fail, with the value now and that of the trace."""
         for guard in self.guards:
-            if not guard.holds() and not (
-                writes and _has_all(guard.source.read(), guard.predicate)
-            ):
+            if not guard.holds():
                 now, then = guard.described(), _describe(guard.predicate)
                 yield str(guard.source), now if now != then else f"another {now}", then
 
@@ -350,24 +344,13 @@ def matches(now: Any, value: Any) -> bool:
     )
 
 
-def _has_all(now: Any, then: Any) -> bool:
-    """Return whether a table has all of a snapshot, but for tensors, in its place."""
-    if not isinstance(then, Contents) or type(now) is not then.cls:
-        return isinstance(now, Tensor) or isinstance(then, Tensor) or matches(now, then)
-    keys, items = _keys_and_items(now)
-    if not then.keys:
-        return len(items) >= len(then.items) and all(map(_has_all, items, then.items))
-    table = dict(zip(keys, items))
-    return all(k in table and _has_all(table[k], x) for k, x in zip(then.keys, then.items))
-
-
 def _describe(value: Any) -> str:
     """Describe a value, the same in all processes that have it.
 
     The order of strings in a set differs between processes, so they are sorted.
     """
-    value = snapshot(value)
-    if isinstance(value, Tensor):
+    value = value if isinstance(value, Kind) else snapshot(value)
+    if isinstance(value, (Tensor, Kind)):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, HasKey):
         return f"{value.key[2]}{list(value.key[1])} {value.key[-1][:8]}"

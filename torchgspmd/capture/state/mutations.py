@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import repeat
 from operator import is_
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..stand_in_sizes import NUMBERS
-from .bytecode_names import called_functions, reachable_values
+from .bytecode_names import called_functions, cell_sources, reachable_values
 from .guards import (
     ANY,
     KEPT_BY_TORCH,
@@ -33,12 +34,15 @@ from .guards import (
     matches,
 )
 from .mutable_tables import MutableTable, find_tables
+from .name_uses import READ, uses_of_names
 from .object_trees import opened
 from .recorder import Reach, Recorder
-from .source import ABSENT, LISTS, Source, Step, is_table, set_component, step_name
+from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
 from .writes import EXTEND, REPLACE, Write, replace_tensors
+
+_READ = {READ}
 
 
 class Tables:
@@ -220,7 +224,7 @@ class Tables:
         used: the inputs whose tensors the program uses. operands: ids of other tensors that
         functions were called with.
         """
-        self.operands = operands
+        self.operands, self.uses = operands, uses_of_names(self.called)
         return Guards(self._guards(used))
 
     def _guards(self, used: Container[int]) -> Iterator[Guard]:
@@ -234,13 +238,13 @@ class Tables:
         for source in self.changed:  # a read through type(self) is not recorded
             if isinstance(source.root, type) and source not in recorded:
                 before = self.table_of[id(source.root)].initial.get(source.steps[0], ABSENT)
-                yield Guard(source, self._predicate(before, used, True))
+                yield Guard(source, self._predicate(before, used, self._uses_of(source)))
         for table, contents in self.named:
             if not table.are_attributes:
-                is_changed = self._is_changed(table.source)
-                yield Guard(table.source, self._predicate(contents, used, is_changed))
+                uses = self._uses_of(table.source)
+                yield Guard(table.source, self._predicate(contents, used, uses))
             elif any(self._is_used(leaf, used) for leaf in leaves_of(contents)):
-                yield Guard(table.source, self._predicate(contents, used, True))
+                yield Guard(table.source, self._predicate(contents, used, _READ))
 
     def _predicate_of_read(
         self, used: Container[int], source: Source, value: Any, then: Any
@@ -270,7 +274,7 @@ class Tables:
             return ANY
         if source.read() is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
-        return self._predicate(then, used, self._is_changed(source))
+        return self._predicate(then, used, self._uses_of(source))
 
     def _has_stand_in(self, value: Any) -> bool:
         """Return whether the value is or contains a stand-in for an input."""
@@ -278,16 +282,23 @@ class Tables:
             type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins for leaf in leaves_of(value)
         )
 
-    def _is_changed(self, source: Source) -> bool:
-        """Return whether the program writes into the entry, or of a root into any entry."""
-        return source.entry in self.changed or (
-            not source.steps and any(entry.root is source.root for entry in self.changed)
-        )
+    def _uses_of(self, source: Source) -> set[str]:
+        """Return how functions use the value of a source, by the names that lead to it."""
+        if source.steps:
+            steps = source.steps[1:]
+            uses = self.uses.get(step_name(source.steps[0]), _READ)
+            return uses if not steps else _inside(uses) if len(steps) == 1 else _READ
+        value, names = source.root, set()
+        for cell in (cell for function in self.called for cell in cell_sources(function)):
+            if cell.read() is value:
+                names.add(cell.name)
+        uses = [self.uses.get(name, _READ) for name in names]
+        return set().union(*uses) if uses else _READ
 
-    def _predicate(self, value: Any, used: Container[int], is_changed: bool) -> Any:
+    def _predicate(self, value: Any, used: Container[int], uses: set[str]) -> Any:
         """Return the predicate of the guard with a snapshot.
 
-        A list that the program appends to is not guarded if its tensors are not used.
+        uses: how functions use the value. What they only add to has no guard.
         """
 
         def leaf(value: Any) -> Any:
@@ -301,17 +312,15 @@ class Tables:
 
         if not isinstance(value, Contents):
             return leaf(value)
-        tensors = [x for x in leaves_of(value) if isinstance(x, Tensor)]
-        if (
-            is_changed
-            and issubclass(value.cls, LISTS)
-            and tensors
-            and not any(self._is_used(x, used) for x in tensors)
-        ):
+        added = {".append"} if issubclass(value.cls, LISTS) else {"[]="}
+        if issubclass(value.cls, (dict, *LISTS)) and uses <= added:
             return ANY
-        return replace(
-            value, items=tuple(self._predicate(item, used, is_changed) for item in value.items)
-        )
+        inside = [
+            self.uses.get(key.name, _READ) if isinstance(key, Attribute) else _inside(uses)
+            for key in value.keys or (None,) * len(value.items)
+        ]
+        items = map(self._predicate, value.items, repeat(used), inside)
+        return replace(value, items=tuple(items))
 
     def _is_used(self, value: Any, used: Container[int]) -> bool:
         """Return whether the value stands for an input whose tensor the program uses."""
@@ -342,3 +351,8 @@ def _contains_tensor(
         isinstance(leaf, kind) and id(leaf) not in excluded
         for leaf in pytree.tree_leaves(opened(value))
     )
+
+
+def _inside(uses: set[str]) -> set[str]:
+    """Return how the items of a value are used."""
+    return {use[2:] for use in uses if use[:2] == "[]" and use != "[]="} | uses & _READ

@@ -29,6 +29,7 @@ from .bytecode_names import (
     is_function,
     is_installed,
     is_own,
+    may_name_its_class,
     names_in_code,
 )
 from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
@@ -123,6 +124,10 @@ class Recorder:
                     self.record(source)
             for cls, attribute in class_names(function):
                 self.record_class(cls, attribute)
+            if may_name_its_class(function):  # type(self).rate
+                for cls in dict.fromkeys(map(type, self.holders.values())):
+                    for attribute in names_in_code([function]):
+                        self.record_class(cls, attribute)
             if not is_installed(function.__module__):
                 for source in cell_sources(function):
                     if is_watched(value := source.read()) and not is_table(value):

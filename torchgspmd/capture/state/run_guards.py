@@ -143,13 +143,15 @@ class FunctionFacts:
         self.variables = [] if is_module else [*self._variables({*besides})]
         self.then = [*self._facts()]
         of_plain = [f for f in self.functions if _has_plain_defaults(f)]
-        self.constant = [(f, f.__defaults__) for f in of_plain]  # compared without looking into
+        # compared without looking into
+        self.constant = [(f, f.__defaults__, f.__code__) for f in of_plain]
         self.is_constant = len(of_plain) == len(self.functions) and not self.variables
 
     def hold(self) -> bool:
         """Return whether nothing differs from the time of the plan."""
-        if any(f.__defaults__ is not then or f.__kwdefaults__ for f, then in self.constant):
-            return False
+        for f, defaults, code in self.constant:
+            if f.__defaults__ is not defaults or f.__kwdefaults__ or f.__code__ is not code:
+                return False
         return self.is_constant or next(self.changes(), None) is None
 
     def _variables(self, besides: set[Source]) -> Iterator[Source]:
@@ -168,6 +170,7 @@ class FunctionFacts:
         for f in self.functions:
             name = f"the defaults of {f.__module__}.{f.__qualname__}:{f.__code__.co_firstlineno}"
             yield name, value_key((f.__defaults__, f.__kwdefaults__))
+            yield f"the code of {f.__module__}.{f.__qualname__}", f.__code__
         for source in self.variables:
             yield str(source), value_key(source.read())
 

@@ -8,15 +8,13 @@ records have the types that their class declares.
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
-from functools import cache
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
+from ...comm.json_rows import conforms, field_types
 from ...comm.kinds import KINDS
 from ...compat.private_apis import FakeTensor, FakeTensorMode
 from ...compat.private_apis import _pytree as pytree
@@ -221,33 +219,6 @@ def typed(value: Any, key: int | str | None, kind: type, expected: str, of: Any 
     if type(found) is not kind:
         raise Malformed(holder, key, expected)
     return found
-
-
-@cache
-def field_types(cls: type) -> dict[str, Any]:
-    """Return the declared types of a dataclass's fields."""
-    hints = get_type_hints(cls)
-    return {each.name: hints[each.name] for each in fields(cls)}
-
-
-def conforms(value: Any, hint: Any) -> bool:
-    """Return whether a value, with what it contains, is of a declared type."""
-    origin, parts = get_origin(hint), get_args(hint)
-    if hint is Any:
-        return True
-    if origin in (Union, types.UnionType):
-        return any(conforms(value, part) for part in parts)
-    if hint in (int, float, bool, str):
-        return type(value) is hint or hint is float and type(value) is int
-    if not isinstance(value, origin or hint):
-        return False
-    if origin is tuple and parts[-1:] != (Ellipsis,):
-        return len(value) == len(parts) and all(map(conforms, value, parts))
-    if isinstance(value, Mapping) and len(parts) == 2:
-        return all(conforms(k, parts[0]) and conforms(v, parts[1]) for k, v in value.items())
-    if parts and isinstance(value, (Sequence, frozenset)):
-        return all(conforms(item, parts[0]) for item in value)
-    return True
 
 
 def _type_name(hint: Any) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from ...comm.json_rows import conforms, field_types
 from ...comm.loop_call import LoopCall
 from ...comm.stage_call import Link, StageBody, StageCall
 from ...comm.stage_order import Order
@@ -24,7 +25,7 @@ from ...compat.fx_nodes import add_node
 from ...compat.private_apis import OpOverload
 from ...fx_passes.stages import META
 from ...rules.custom_ops.loops import Loop
-from .decoder import REFUSALS, Decoder, conforms, field_types, natural, typed
+from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale
 from .graphs import COUNTS
 

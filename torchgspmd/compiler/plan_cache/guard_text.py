@@ -3,6 +3,7 @@
     self.blocks[0].scale            [["module", "blocks.0"], [".scale"]], content 2.0
     global settings.SCALE           [["globals", "settings"], ["SCALE"]], content 0.5
     self.config.layers              [["value", [["module", ""], [".config"]]], [".layers"]]
+    def scaled(x, by=2.0)           [["function", "nets", "scaled"], []], its defaults (2.0,)
 
 A process that reads a text looks for each source, and compares the content that is there. Then
 the guard is on its own value, as after a capture.
@@ -12,11 +13,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from ...capture import Captured
+from ...capture.state.bytecode_names import function_in, is_installed
 from ...capture.state.guards import (
     ANY,
     Contents,
@@ -40,22 +43,30 @@ _OF_THE_STATE = (Kind, Conditions, HasAttributes)
 
 
 class GuardEncoder:
-    """Encodes the guards of a program of a model."""
+    """Encodes the guards of a program of a model, and the defaults of functions that it calls."""
 
-    def __init__(self, model: nn.Module, guards: Guards) -> None:
-        self.guards = guards.guards
+    def __init__(self, model: nn.Module, captured: Captured) -> None:
+        self.guards, self.functions = captured.reads.guards, captured.functions
         self.names = module_names(model)
         self.values: dict[int, Source] = {}  # sources of objects, by id
         for guard in self.guards:
             self.values.setdefault(id(guard.source.read()), guard.source)
 
     def encode(self) -> list[Any]:
-        """Return a row for every guard: its source, its form, and the content there.
+        """Return a row for every guard and function: its source, its form, the content there.
 
         Raises:
             Unshareable: A source has no name, or its content no text.
         """
-        return [self._row(guard) for guard in self.guards]
+        named = [f for f in self.functions if _defaults(f) and not is_installed(f.__module__)]
+        return [*map(self._row, self.guards), *map(self._function_row, named)]
+
+    def _function_row(self, function: FunctionType) -> list[Any]:
+        module, name = function.__module__, function.__qualname__
+        if _function(module, name) is not function:
+            raise Unshareable(f"{name} has defaults, and no name that leads to it")
+        text = content(_defaults(function), self.names)
+        return [[["function", module, name], []], "defaults", text]
 
     def _row(self, guard: Guard) -> list[Any]:
         of_state = [*leaves_of(guard.predicate)] if isinstance(guard.predicate, Contents) else []
@@ -106,7 +117,7 @@ def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
         return None
     facts, reads = guards.module, []
     if facts is not None:
-        reads = GuardEncoder(facts.module, captured.reads).encode()
+        reads = GuardEncoder(facts.module, captured).encode()
     return {
         "names": list(guards.arguments.names),
         "module": None if facts is None else facts.described(),
@@ -124,7 +135,7 @@ def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module 
     names = typed(rows, "names", list, "a name for each argument")
     if len(names) != len(captured.leaves) or not all(type(name) is str for name in names):
         raise Malformed(rows, "names", "a name for each argument")
-    facts = None
+    facts, functions = None, []
     if model is not None and rows["module"] is not None:
         facts = ModuleFacts(model)
         then = typed(rows, "module", list, "pairs of a name and a value")
@@ -133,15 +144,21 @@ def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module 
                 raise Stale(f"{name} is {now}, and was another when it was planned")
         if len(facts.then) != len(then):
             raise Stale("the model has other modules than when it was planned")
-        captured.reads = GuardDecoder(model).decode(typed(rows, "reads", list, "rows of guards"))
+        decoder = GuardDecoder(model)
+        captured.reads = decoder.decode(typed(rows, "reads", list, "rows of guards"))
+        functions = decoder.functions
     arguments = ArgumentKeys.of_file(names, captured.leaves)
-    captured.run_guards = RunGuards(arguments, facts, FunctionFacts((), True))
+    captured.run_guards = RunGuards(arguments, facts, FunctionFacts(functions, True))
 
 
 class GuardDecoder:
-    """Puts the guards of a text on the model of this process."""
+    """Puts the guards of a text on the model of this process.
+
+    functions: those with defaults, which decode() finds.
+    """
 
     def __init__(self, model: nn.Module) -> None:
+        self.functions: list[FunctionType] = []
         self.modules = dict(model.named_modules())
         self.names = module_names(model)
 
@@ -157,8 +174,13 @@ class GuardDecoder:
         for row, form, text in rows:
             source = self._source(row)
             value = source.read()
+            if form == "defaults":
+                self.functions.append(value)
+                value = _defaults(value)
             if (here := content_of(value, form == "attributes", self.names)) != text:
                 raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
+            if form == "defaults":
+                continue
             yield Guard(source, (snapshot_components if form == "attributes" else snapshot)(value))
 
     def _source(self, row: list[Any]) -> Source:
@@ -175,6 +197,8 @@ class GuardDecoder:
             root = getattr(sys.modules.get(name[0]), "__dict__", None)
         elif kind == "class":
             root = _class(*name)
+        elif kind == "function":
+            root = _function(*name)
         else:
             root = self._source(name[0]).read()
         if root is None or root is ABSENT:
@@ -200,7 +224,24 @@ def _keys_and_items(contents: Contents) -> tuple[tuple, tuple]:
 
 def _class(module: str, name: str) -> Any:
     """Return a class of a module that is loaded."""
+    found = _named(module, name)
+    return found if isinstance(found, type) else None
+
+
+def _function(module: str, name: str) -> Any:
+    """Return a function or method of a module that is loaded."""
+    found = function_in(_named(module, name))
+    return found if isinstance(found, FunctionType) else None
+
+
+def _named(module: str, name: str) -> Any:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
-    return found if isinstance(found, type) else None
+    return found
+
+
+def _defaults(function: FunctionType) -> tuple:
+    """Return the defaults of a function; empty if it has none."""
+    table = function.__kwdefaults__
+    return (function.__defaults__, table) if function.__defaults__ or table else ()

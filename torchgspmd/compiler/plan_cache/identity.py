@@ -116,7 +116,7 @@ def _description(model: nn.Module, names: dict[int, str]) -> Iterator[Any]:
 @cache
 def _own_code() -> str:
     """Return a checksum of the files of this package."""
-    files = sorted(Path(__file__).parent.parent.rglob("*.py"))
+    files = sorted(Path(str(sys.modules[_OWN].__file__)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

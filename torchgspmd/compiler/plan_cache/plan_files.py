@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from ...capture import BUFFER, PARAMETER, Input
 from ...capture.state.guards import Guards
 from ...capture.without_gc import without_gc
+from ...comm.json_rows import conforms
 from ...errors import ShardingError, user_line
 from ...fx_passes import Layouts
 from ...fx_passes.program import Request
@@ -22,7 +23,7 @@ from ...fx_passes.runnable_plan import RunnablePlan
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from . import json_text
-from .decoder import REFUSALS, Decoder, conforms, typed
+from .decoder import REFUSALS, Decoder, typed
 from .faults import Malformed, Stale, Unshareable
 from .graph_decoder import identifier
 from .graphs import encode_graph

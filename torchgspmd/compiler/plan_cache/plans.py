@@ -16,12 +16,14 @@ from torch import Tensor, fx, nn
 from ...capture import BUFFER, PARAMETER, Captured, Input
 from ...capture.state.bytecode_names import dotted_names, imports_own_modules, is_installed
 from ...capture.state.guards import Guards
+from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, RunGuards
+from ...comm.json_rows import conforms, field_types
 from ...errors import ShardingError
 from ...fx_passes.program import Boundary, Request
 from ...fx_passes.runnable_plan import RunnablePlan
 from ...layout.mesh import Mesh
 from . import json_text
-from .decoder import REFUSALS, Decoder, conforms, field_types, natural, typed
+from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale, Unshareable
 from .graph_decoder import decode_graph, identifier
 from .graphs import encode_graph
@@ -45,7 +47,7 @@ _PROPERTIES = ("replicated_ops", "is_dynamic", "draws")
 _LATER = ("sharded", "source")  # graphs that nobody runs: each is a line of JSON
 
 
-P = TypeVar("P")
+P = TypeVar("P", bound=RunnablePlan)
 
 
 class Later:
@@ -77,7 +79,7 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
     """
     captured, encoder = plan.captured, Encoder()
     _check_functions(captured)
-    guards = GuardEncoder(model, captured.reads).encode()
+    guards = GuardEncoder(model, captured).encode()
     fields = {name: encoder.encode(getattr(captured, name)) for name in FIELDS}
     constants = dict(constants_of(captured, plan.program_graph, LARGEST))
     text = {"guards": guards, "constants": constants, **encode_graphs(plan, fields, encoder)}
@@ -120,11 +122,16 @@ def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) ->
     first, *later = text.split("\n")
     rows = typed(json_text.load(first), None, dict, "a plan")
     try:
-        guards = GuardDecoder(model).decode(typed(rows, "guards", list, "a list of guards"))
+        guards = GuardDecoder(model)
+        reads = guards.decode(typed(rows, "guards", list, "a list of guards"))
         rows |= zip(_LATER, later, strict=True)
-        return decode_graphs(
-            rows, Decoder(rows.get("records"), mesh), plan_class, partial(tensors_of, model), guards
-        )
+        decoder = Decoder(rows.get("records"), mesh)
+        plan = decode_graphs(rows, decoder, plan_class, partial(tensors_of, model), reads)
+        names = [f"number {i}" for i in range(len(plan.captured.leaves))]
+        arguments = ArgumentKeys.of_file(names, plan.captured.leaves)
+        facts = FunctionFacts(guards.functions, True)
+        plan.captured.run_guards = RunGuards(arguments, None, facts)
+        return plan
     except Malformed as fault:
         raise fault.located(rows) from None
     except REFUSALS as error:
