@@ -102,9 +102,7 @@ class _Splitter:
         if op is None or op.results != (value,):
             return None
         names = op.rule.results[0][dim]
-        return (
-            names[0] if len(names) == 1 and concat_slice.passes_parts(op.rule, names[0]) else None
-        )
+        return names[0] if len(names) == 1 and _passes_parts(op, names[0]) else None
 
     # -------------------------------------------------------------------------------------- slices
 
@@ -303,7 +301,7 @@ class _Splitter:
         if len(names) != 1 or len(next(iter(names))) != 1:
             return None
         factor = next(iter(names))[0]
-        return factor if concat_slice.passes_parts(op.rule, factor) else None
+        return factor if _passes_parts(op, factor) else None
 
     def _replace_concat(
         self,
@@ -343,6 +341,20 @@ class _Splitter:
                     else concat_slice.join(self.graph, copies, out_dim, val, user.meta)
                 )
             self._replace_node(user, self._register(total, user, user))
+
+
+def _passes_parts(op: Op, factor: str) -> bool:
+    """Return whether slices of the operands give one of the result, one slice for each value.
+
+    Of a value that is two operands, as in `x @ x.T`, one may have the factor elsewhere.
+    """
+    dims_of: dict[fx.Node, set] = {}
+    for v, dims in zip(op.operands, op.rule.operands):
+        dims_of.setdefault(v, set()).add(
+            tuple(d for d, names in enumerate(dims) if factor in names)
+        )
+    is_one = all(len(places) == 1 for places in dims_of.values())
+    return is_one and concat_slice.passes_parts(op.rule, factor)
 
 
 def _operands_with(op: Op, factor: str | None) -> list[Place]:
