@@ -24,6 +24,7 @@ setup(
             "pytest-xdist",
             "hypothesis",
             "expecttest",
+            "safetensors",
             "scikit-learn",
             "highspy",
             "torchmetrics",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -26,6 +27,7 @@ from torchgspmd.errors import ShardingError
 from torchgspmd.rules import natively
 from torchgspmd.rules.custom_ops.random import DRAW_SEED
 from torchgspmd.shard_spec import ShardSpec
+from torchgspmd.tools.suggest.layers import Layers
 
 aten, ours = torch.ops.aten, torch.ops.torchgspmd
 
@@ -37,6 +39,12 @@ def attention(x, *, written=False):
     else:
         y = F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5)
     return y.transpose(1, 2).flatten(2)
+
+
+def flex(x):
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    y = flex_attention(q, q, q, lambda s, b, h, i, j: torch.where(i >= j, s, -torch.inf))
+    return F.dropout(y, 0.5).transpose(1, 2).flatten(2)
 
 
 def like(x, method, *args):
@@ -73,6 +81,7 @@ DRAWS = {
     "gumbel_softmax hard": lambda x: x * F.gumbel_softmax(x, hard=True, dim=-1),
     "rsample": lambda x: torch.distributions.Normal(x, 1.0).rsample(),
     "attention": attention,
+    "flex_attention": flex,
     "attention by products": partial(attention, written=True),
 }
 MODULES = {
@@ -157,12 +166,12 @@ MESHES = {"data=1": "_ _ _", "data=2": "data _ _", "data=2,model=2": "data model
 
 
 class Net(nn.Module):
-    """Two blocks. way: how they are run; None: one after the other, as they are."""
+    """Blocks. way: how they are run; None: one after the other, as they are."""
 
-    def __init__(self, draw, way=None, wrap=None):
+    def __init__(self, draw, way=None, wrap=None, count=2):
         super().__init__()
         torch.manual_seed(0)
-        blocks = [MODULES[draw]() if draw in MODULES else Block(draw) for _ in range(2)]
+        blocks = [MODULES[draw]() if draw in MODULES else Block(draw) for _ in range(count)]
         blocks = [block.double() for block in blocks]
         self.blocks = wrap(blocks) if wrap else nn.ModuleList(blocks)
         self.way = WAYS.get(way, one_by_one)
@@ -241,7 +250,32 @@ def test_gradients_are_those_of_the_loss(draw, rng):
     assert_gradients(net, plan, gradients)
 
 
-SCHEDULES = ({"schedule": "gpipe"}, *({"schedule": s, "loss": 1} for s in ("1f1b", "zero_bubble")))
+@pytest.mark.parametrize("draw", ("attention", "flex_attention", "dropout"))
+def test_sharded_sequences(draw):
+    """Attention of a sharded sequence goes round, or what it needs is gathered."""
+    _, (loss, gradients) = simulated(Net(draw), "seq=2", "_ seq _")
+    for way in ("nested", "draws recomputed"):
+        _, (again, recomputed) = simulated(Net(draw, way), "seq=2", "_ seq _")
+        torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(recomputed, gradients, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("draw", ("attention", "dropout", "rrelu in place"))
+def test_layers_that_suggest_recomputes(draw):
+    _, (loss, gradients) = simulated(net := Net(draw), "data=2", "data _ _")
+    for number in (1, 2):
+        with Layers.of(net).recomputed((("", number),)):
+            _, (again, recomputed) = simulated(net, "data=2", "data _ _")
+        torch.testing.assert_close(again, loss, rtol=1e-12, atol=0)
+        torch.testing.assert_close(recomputed, gradients, rtol=1e-9, atol=1e-9)
+
+
+CIRCULAR = {"schedule": "circular", "repeats": 2}
+SCHEDULES = (
+    {"schedule": "gpipe"},
+    CIRCULAR,
+    *({"schedule": s, "loss": 1} for s in ("1f1b", "zero_bubble")),
+)
 
 
 @pytest.mark.parametrize("draw", ("dropout", "attention", "rand"))
@@ -255,7 +289,7 @@ def test_blocks_that_recompute(draw, options):
             loss = (lambda y: y.square().sum()) if "loss" in options else None
             settings = {**options, "loss": loss, "microbatches": 2, "recompute": recompute}
             wrap = partial(gspmd.pipeline, mesh=mesh, **settings)
-        net = Net(draw, wrap=wrap)
+        net = Net(draw, wrap=wrap, count=4 if options is CIRCULAR else 2)
         plan, result = simulated(net, "stage=2", "_ _ _")
         results.append(result)
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)

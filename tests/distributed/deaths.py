@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch.distributed.tensor import Replicate
 
 import torchgspmd as gspmd
 from torchgspmd import collectives
+from torchgspmd.comm.kinds import WIRE_OPS
 from torchgspmd.runtime import sharded_module
 
 AT_ONCE = 9  # processes
@@ -32,6 +34,7 @@ REGIONS = {  # what a region computes of its rows, and the layout of its result
     "all_to_all": (lambda x: collectives.all_to_all(x, "data", 1, 0), "_ data"),
     "permute": (lambda x: collectives.permute(x, "data", 1), "data _"),
 }
+PLAIN = ("plain_all_gather", "plain_reduce_scatter")  # without an exchange in their place
 OPERATIONS = {  # on DTensors, that communicate
     "full_tensor": lambda p: p.full_tensor(),
     "item": lambda p: p.sum().item(),
@@ -50,7 +53,7 @@ class Model(nn.Module):
     def __init__(self, mesh, case):
         super().__init__()
         self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
-        self.mesh, self.region = mesh, REGIONS.get(case)
+        self.mesh, self.region = mesh, REGIONS.get(case.removeprefix("plain_"))
 
     def forward(self, x):
         x = self.up(x).relu()
@@ -101,6 +104,8 @@ class Rank:
         dist.isend = instead("isend")
 
     def model(self):
+        if self.case in PLAIN:
+            WIRE_OPS.update({op: replace(row, over_gloo=None) for op, row in WIRE_OPS.items()})
         mesh = gspmd.Mesh(**{"stage" if self.case == "pipeline" else "data": self.ranks})
         if self.case == "pipeline":
             blocks = nn.ModuleList([Block() for _ in range(self.ranks)])
@@ -131,6 +136,8 @@ class Rank:
             loss.backward()
             if step == 3:
                 self.die("optimizer")
+            if step == 3:
+                optimizer.register_step_pre_hook(lambda *_: self.die("optimizer_step"))
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -147,7 +154,7 @@ class Rank:
             time.sleep(30)
         if not self.is_one:
             return
-        if self.case in REGIONS or self.case == "pipeline":
+        if self.case in (*REGIONS, *PLAIN, "pipeline"):
             self.inside(None)
         elif self.case in ("raised", "raised_in_child"):
             self.say(dies=self.case)

@@ -4,6 +4,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from callers_tensors import tensors, unchanged
 from ranks import distributed
 
 import torchgspmd as gspmd
@@ -17,7 +18,14 @@ def test_all_ranks_get_the_same(mesh):
     module.SECONDS, module.SIDES = 0.0, (4, 64)
     module.SHAPES, module.ROWS = ((8, 8, 1), (16, 16, 2), (64, 32, 1)), ((8, 8), (64, 64))
     module.SEQUENCES = (2, 4, 8), (4, 8, 8)
-    hardware = gspmd.calibrate(mesh)
+    model = gspmd.parallelize(torch.nn.Linear(8, 4), mesh, in_specs="data _")
+    model(torch.ones(4, 8)).sum().backward()
+    kept = {name: p.grad for name, p in model.named_parameters()} | dict(model.named_parameters())
+    before = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    with unchanged(tensors(torch.float32, torch.float64) | kept):
+        hardware = gspmd.calibrate(mesh)
+    after = torch.get_rng_state(), torch.get_default_dtype(), torch.is_grad_enabled()
+    assert torch.equal(before[0], after[0]) and before[1:] == after[1:]
     others = [None] * dist.get_world_size()
     dist.all_gather_object(others, hardware)
     assert all(other == hardware for other in others)

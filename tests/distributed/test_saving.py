@@ -1,10 +1,13 @@
 """What is saved on one rank is whole, or refused; full_state_dict gathers what one device has."""
 
 import copy
+import gc
 import io
 import pickle
+import re
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -169,6 +172,42 @@ def refused(save, *args):
         assert way in text, text
 
 
+REFUSAL = """\
+one process saves or pickles a tensor of shape [13, 6], which is sharded over model=2
+  where: FILE
+  why:   this process has 42 of its 78 elements, and torch.save, pickle or safetensors would write \
+these alone
+  fix:   on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 `torch.save(state, \
+path)`; on every rank, `torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`\
+; for one tensor, on every rank, `tensor.full_tensor()`"""
+
+
+@distributed("model=2")
+def test_refusal_of_saving_on_one_rank(mesh):
+    net = nn.Linear(6, 13)
+    gspmd.annotate(net, mesh, {"weight": "model _"})
+    model = gspmd.parallelize(net, mesh)
+    if dist.get_rank() == 0:
+        with pytest.raises(gspmd.ShardingError) as caught:
+            torch.save({"weight": model.state_dict()["weight"]}, io.BytesIO())
+        text = re.sub(r"(where: ).*", r"\1FILE", str(caught.value))
+        assert text == REFUSAL, text
+
+
+@distributed("model=2")
+def test_state_of_an_optimizer_that_outlives_its_model(mesh):
+    net = nn.Linear(6, 13)
+    gspmd.annotate(net, mesh, {"weight": "model _"})
+    model = gspmd.parallelize(net, mesh)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    states = optimizer.state_dict()
+    del net, model, optimizer
+    gc.collect()
+    refused(torch.save, states, io.BytesIO())
+
+
 @distributed("data=2", "model=2", "data=2,model=2")
 def test_pickling(mesh):
     """A tensor that every device has whole is an ordinary one; others are refused."""
@@ -179,7 +218,9 @@ def test_pickling(mesh):
     for name in sharded:
         for dump in (pickle.dumps, lambda x: torch.save({"x": [x]}, io.BytesIO())):
             refused(dump, state[name])
+    plain = {k: t for k, t in state.items() if k not in ("_extra_state", "head.weight")}
     if sharded:
+        refused(safetensors.torch.save, plain)
         refused(torch.save, state, io.BytesIO())
         refused(torch.save, states, io.BytesIO())
         refused(pickle.dumps, model.up.weight.grad)
@@ -193,6 +234,11 @@ def test_pickling(mesh):
             torch.testing.assert_close(
                 value, reference.state_dict()[name], rtol=1e-4, atol=1e-5, msg=name
             )
+    written = safetensors.torch.load(
+        safetensors.torch.save({k: t for k, t in plain.items() if k not in sharded})
+    )
+    for name, value in written.items():
+        assert torch.equal(value, loaded[name]), name
     if not sharded:
         Net().load_state_dict(loaded, strict=True)
         torch.save(states, io.BytesIO())

@@ -72,7 +72,8 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
             fix="torch.distributed.init_process_group() first, under torchrun",
         )
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    return _Calibration(mesh_of(mesh or Mesh(data=dist.get_world_size())), str(device)).run()
+    with torch.random.fork_rng():  # weights of the models are drawn
+        return _Calibration(mesh_of(mesh or Mesh(data=dist.get_world_size())), str(device)).run()
 
 
 class _Model(nn.Module):
