@@ -98,6 +98,10 @@ class Rank:
             return run
 
         ops = torch.ops._c10d_functional
+        if self.case in PLAIN:  # weights are gathered before
+            name = "all_gather_into_tensor" if "gather" in self.case else "reduce_scatter_tensor"
+            getattr(ops, name).default = instead(name)
+            return
         for name in ("all_reduce", "all_reduce_", "all_to_all_single", "all_gather_into_tensor"):
             getattr(ops, name).default = instead(name)
         ops.reduce_scatter_tensor.default = instead("reduce_scatter_tensor")

@@ -96,8 +96,8 @@ CASES = [
 ]
 # One of each kind; all of the table if asked.
 OFTEN = (
-    "all_gather plain_all_gather plain_reduce_scatter pipeline backward optimizer_step planning "
-    "two rank_0 item redistribute raised raised_in_call left stuck stopped"
+    "plain_all_gather plain_reduce_scatter pipeline backward optimizer_step planning two "
+    "redistribute raised_in_call left stuck"
 ).split()
 if os.environ.get("DEATHS") != "all":
     CASES = [case for case in CASES if case.name in OFTEN]

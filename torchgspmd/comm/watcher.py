@@ -20,7 +20,7 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -78,7 +78,7 @@ class Watcher:
     def begin(self, program: str, phase: str) -> None:
         """Note that a program begins, by its name. Raise RankError if another rank has failed."""
         if self.has_failed:
-            raise self.failure()
+            self._give_up()
         self.program, self.phase, self.raised = program, phase, ""
         if self._peers is not None:
             self._peers.mark(kind="step", step=self.step, phase=phase)
@@ -223,7 +223,7 @@ class Watcher:
     def run(self, function: Callable, *args: Any, **options: Any) -> Any:
         """Call a function. Raise RankError for a wait that ended, or if another rank has failed."""
         if self.has_failed:
-            raise self.failure()
+            self._give_up()
         try:
             return function(*args, **options)
         except RankError:
@@ -253,6 +253,12 @@ class Watcher:
         error_of_ranks = self.failure(status, what)
         self._end(error_of_ranks)
         raise error_of_ranks from error
+
+    def _give_up(self) -> NoReturn:
+        """Raise the error that names the ranks that have failed, and tell it to all ranks."""
+        error = self.failure()
+        self._end(error)  # else this rank would have left, as one does that takes fewer steps
+        raise error
 
     def failure(self, status: Status | None = None, what: str = "") -> RankError:
         """Return the error that names the ranks that have failed. status: of this rank."""

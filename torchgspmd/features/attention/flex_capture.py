@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
@@ -159,13 +160,18 @@ def _gradient_of(score_mod: Callable) -> Callable:
     return gradient
 
 
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def _functions(
     q: Tensor, score_mod: Callable, mask_mod: Callable
 ) -> tuple[list[Tensor], list[str]]:
     """Return the buffers, and the expressions of the mask, the score and its gradient."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     score, grad = ("score", *_POSITIONS), ("grad", "score", *_POSITIONS)
-    with torch.no_grad():
+    # A checkpoint around the call is not to see what the functions save for their own gradient.
+    with torch.no_grad(), saved_tensors_hooks(_itself, _itself):
         buffers = _buffers_of(mask_mod, dtype, _POSITIONS)
         buffers |= _buffers_of(score_mod, dtype, score)
         if any(x.requires_grad for x in buffers.values()):

@@ -44,7 +44,7 @@ def fold_views(graph: fx.Graph) -> fx.Graph:
             node.replace_all_uses_with(source)
             continue
         same = seen.setdefault(
-            (node.target, repr(node.args), node.meta.get("backward", False)), node
+            (node.target, repr((node.args, node.kwargs)), node.meta.get("backward", False)), node
         )
         if same is not node:
             node.replace_all_uses_with(same)

@@ -28,7 +28,7 @@ def nll_backward(graph: fx.Graph) -> fx.Graph:
         op="call_function", target=aten._log_softmax_backward_data.default
     ):
         gradient, y, dim, _ = node.args
-        if _is_one_hot(gradient, node, dim):
+        if y is not gradient and _is_one_hot(gradient, node, dim):
             index, value = gradient.args[2:]
             with graph.inserting_before(node):
                 softmax = _call(graph, node, aten.exp.default, y)
