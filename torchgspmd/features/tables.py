@@ -5,3 +5,5 @@ the passes of features in their places. Nothing else of the core imports a featu
 """
 
 from .attention import rows as _attention  # noqa: F401
+from .experts import rows as _experts  # noqa: F401
+from .windows import rows as _windows  # noqa: F401

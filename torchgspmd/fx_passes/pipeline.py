@@ -29,6 +29,7 @@ from ..features.attention.passes import (
     balance_attention,
     ring_keys,
 )
+from ..features.experts.passes import split_groups
 from ..rules import natively
 from ..rules.registry import without_rules
 from ..rules.rewrites import without_rewrites
@@ -76,7 +77,6 @@ from .program_passes import (
     sent_bytes,
     split_axes,
     split_fused,
-    split_groups,
     split_joint,
     split_products,
     splits_products,

@@ -15,8 +15,6 @@ from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
-from .expand.group_choices import group_choices
-from .expand.split_groups import keep_blocks
 from .ir import runs
 from .localize.localize import localize as localize_graph
 from .lower.split_joint import split_joint as split_graph
@@ -28,15 +26,6 @@ from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
 from .schedule.prefetch_rows import prefetch_rows as prefetch_rows_of_graph
-
-
-def split_groups(program: Program) -> fx.Graph | None:
-    """Compute groups of rows where the matrices of the groups are, as those of experts."""
-    splitting = fused.block_ops_to_split(program.graph, program.layouts, program.rules)
-    chosen = group_choices(program.graph, program.layouts, program.rules, splitting)
-    if not chosen and not splitting:
-        return None
-    return keep_blocks(program.request.expand(program.graph, splitting), program.rules)
 
 
 def split_fused(program: Program) -> fx.Graph | None:

@@ -27,8 +27,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..errors import ShardingError, did_you_mean, user_line
-from ..rules.custom_ops import grouped
-from ..rules.custom_ops.numbers import within
+from ..features.experts import op as grouped
 
 OVERFLOW = ("error", "count")
 
@@ -303,7 +302,7 @@ def _sent(
     counts = _counted(flat, shards * width)
     sent = counts.unflatten(1, (shards, width)).cumsum(2)  # [n g, d, p] up to each expert
     if overflow == "error":
-        sent = within(sent, room, user_line())
+        sent = grouped.within(sent, room, user_line())
     total = sent[..., -1]  # [n g, d]
     start = total.cumsum(1) - total
     kept = sent.clamp(max=room)  # [n g, d, p]

@@ -19,10 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...compat.private_apis import _grouped_mm
 from ...layout.annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.grouped import grouped_mm, grouped_outer
 from ...rules.custom_ops.nd import einsum, summed_alone
 from ...rules.rewrites import DECLINED, apply_first, rewrite
 from ...shard_spec import SpecLike
@@ -67,7 +65,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 @rewrite("product", torch.matmul, Tensor.matmul, Tensor.__matmul__)
-def _matmul(input: Tensor, other: Tensor) -> Any:
+def matmul(input: Tensor, other: Tensor) -> Any:
     """Run torch.matmul as an einsum of the two operands."""
     if (
         not isinstance(input, Tensor)
@@ -89,7 +87,7 @@ def _matmul(input: Tensor, other: Tensor) -> Any:
 
 @rewrite("product", Tensor.__rmatmul__)
 def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
-    return _matmul(other, input)
+    return matmul(other, input)
 
 
 def _matrix_product(dims: int) -> Callable:
@@ -99,7 +97,7 @@ def _matrix_product(dims: int) -> Callable:
         return (
             DECLINED
             if options or input.dim() != dims or mat2.dim() != dims
-            else _matmul(input, mat2)
+            else matmul(input, mat2)
         )
 
     return product
@@ -159,29 +157,6 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
     if len(terms) != len(operands) or len(set(out)) != len(out) or not set(out) <= set(sizes):
         return None
     return [*terms, out]
-
-
-@rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
-def _groups(
-    mat_a: Tensor,
-    mat_b: Tensor,
-    *,
-    offs: Tensor | None = None,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Any:
-    """Run grouped_mm for all types. PyTorch's captures bfloat16 alone, in aligned rows."""
-    if bias is not None or mat_a.dtype != mat_b.dtype:
-        return DECLINED
-    if offs is None:
-        out = _matmul(mat_a, mat_b)
-    elif mat_a.dim() == mat_b.dim() == 2:
-        out = grouped_outer(mat_a.t(), mat_b, offs)
-    elif mat_a.dim() == 2:
-        out = grouped_mm(mat_a, mat_b, offs)
-    else:
-        out = grouped_mm(mat_b.t(), mat_a.mT, offs).t()
-    return out if out is DECLINED or out_dtype is None else out.to(out_dtype)
 
 
 @rewrite("product", F.pad)

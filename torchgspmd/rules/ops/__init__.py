@@ -1,26 +1,20 @@
 """The rules, one file for a family of operations. The import registers them."""
 
 from . import (  # noqa: F401
-    adaptive_max_pool,
     as_strided,
     contraction,
-    convolution,
     cumulative,
     factory,
-    fused,
     index_put,
-    interpolate,
     linalg,
     lookup,
     normalization,
     pointwise,
-    pooling,
     random_ops,
     reduction,
     scatter,
     slicing,
     sort_topk,
-    spatial,
     uneven_reshape,
     view,
 )

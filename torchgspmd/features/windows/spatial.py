@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..notation import Call, FactorRule, Sentence, Split, factors
-from ..registry import rule, rule_for
-from ..rewrites import rewrite
+from ...rules.notation import Call, FactorRule, Sentence, Split, factors
+from ...rules.registry import rule, rule_for
+from ...rules.rewrites import rewrite
 
 _DIMS = {
     1: {"x": "... w", "y": "... v"},

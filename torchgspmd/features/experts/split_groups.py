@@ -25,9 +25,9 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import inline
 from ...compat.private_apis import _pytree as pytree
+from ...fx_passes.ir import Op, Rules, is_operation, operands_of
 from ...rules import DECLINED, FactorRule, trace
-from ...rules.ops.fused.grouped import Cut, put_blocks_of, taken_blocks_of
-from ..ir import Op, Rules, is_operation, operands_of
+from .rule import Cut, put_blocks_of, taken_blocks_of
 
 MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
 

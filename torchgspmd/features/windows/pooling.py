@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from ...compat.operators import aten
-from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, Split
-from ..registry import rule_for
-from ..rewrites import rewrite
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import Call, FactorRule, Split
+from ...rules.registry import rule_for
+from ...rules.rewrites import rewrite
 from .max_pool_stages import max_pool, max_pool_backward, stages
-from .windows import (
+from .window_rule import (
     PoolWindow,
     Spread,
     forward_windows,

@@ -22,11 +22,11 @@ from torch import Tensor
 from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
 from ...layout.halo_window import Reach
-from ..local_builder import LocalBuilder
-from ..notation import Call, DimNames, FactorRule, LocalForm, Shapes, factors
-from ..registry import rule_for
-from ..rewrites import DECLINED, Declined, rewrite
-from .windows import cut
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Shapes, factors
+from ...rules.registry import rule_for
+from ...rules.rewrites import DECLINED, Declined, rewrite
+from .window_rule import cut
 
 
 def _factors(

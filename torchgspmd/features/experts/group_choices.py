@@ -20,15 +20,10 @@ from collections.abc import Mapping
 from torch import fx
 
 from ...compat.fx_nodes import drop_unused, inline
+from ...fx_passes.ir import Rules
+from ...fx_passes.propagate.layouts import Layouts
 from ...rules import DECLINED, trace
-from ...rules.ops.fused.chosen import (
-    Choices,
-    product_of_choices,
-    rows_of_choices,
-    sorted_index_of,
-)
-from ..ir import Rules
-from ..propagate.layouts import Layouts
+from .chosen import Choices, product_of_choices, rows_of_choices, sorted_index_of
 from .split_groups import carried_meta
 
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..custom_ops.resampling import Line
-from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, LocalForm, Split
-from ..registry import rule_for
-from ..rewrites import rewrite
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import Call, FactorRule, LocalForm, Split
+from ...rules.registry import rule_for
+from ...rules.rewrites import rewrite
 from .interpolate import adaptive_lines, is_identity, read_line, rule_along
-from .windows import renumber
+from .resampling import Line
+from .window_rule import renumber
 
 
 def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:

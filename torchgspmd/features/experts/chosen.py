@@ -5,7 +5,7 @@
     %g  = index_put(0, [%index], einsum(tk,tn->tkn, %x, %gy), True)      the gradient of the table
 
 Nobody has to copy a matrix for each row, nor to have all of them: groups of rows with the same
-choice are multiplied where their matrix is (grouped.py), and put back at their places.
+choice are multiplied where their matrix is (rule.py), and put back at their places.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ....compat.operators import aten
-from ...algebra import constant_of
-from ...custom_ops.grouped import KERNEL_BYTES
-from ...custom_ops.nd import split_equation
-from .grouped import mm_by_blocks, outer_by_blocks
+from ...compat.operators import aten
+from ...rules.algebra import constant_of
+from ...rules.custom_ops.nd import split_equation
+from .op import KERNEL_BYTES
+from .rule import mm_by_blocks, outer_by_blocks
 
 ours = torch.ops.torchgspmd
 

@@ -23,7 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.operators import aten
 from ...compat.private_apis import _grouped_mm
+from ...errors import ShardingError
 
 KERNEL_BYTES = 16  # PyTorch's kernel needs rows of a multiple of so many bytes
 
@@ -229,3 +231,27 @@ block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
 def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
     width = groups_of_block(groups or ends.shape[0], blocks)
     return xs.new_empty(xs.shape[0], width, xs.shape[2], ys.shape[2])
+
+
+@torch.library.custom_op("torchgspmd::within", mutates_args=())
+def within(counts: Tensor, room: int, where: str | None) -> Tensor:
+    """Return a copy of counts, or raise ShardingError if one is larger than the room.
+
+    On a GPU nothing is read: the device asserts it.
+    """
+    if counts.is_cuda:
+        aten._assert_async.msg((counts <= room).all(), f"no room for more than {room} rows")
+    elif counts.numel() and (largest := int(counts.max())) > room:
+        raise ShardingError(
+            f"{largest} rows go from one shard of the tokens to one of the experts, which has room "
+            f"for {room}",
+            where=where,
+            why="dispatch has a capacity, and drops nothing in silence",
+            fix='a larger capacity, or overflow="count", which drops rows and counts them',
+        )
+    return counts.clone()
+
+
+@within.register_fake
+def _(counts: Tensor, room: int, where: str | None) -> Tensor:
+    return torch.empty_like(counts)

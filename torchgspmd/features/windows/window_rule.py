@@ -14,8 +14,8 @@ from typing import Any
 
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
-from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, LocalForm, factors
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import Call, FactorRule, LocalForm, factors
 
 
 @dataclass(frozen=True)

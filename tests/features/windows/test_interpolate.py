@@ -13,7 +13,7 @@ from helpers import assert_same
 from torch import Tensor
 
 import torchgspmd as gspmd
-from torchgspmd.rules.custom_ops.resampling import Line, bands, weights
+from torchgspmd.features.windows.resampling import Line, bands, weights
 
 LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
 PLANES: dict[str, dict] = {

@@ -3,7 +3,7 @@
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
 Positions read nearby rows, so a sharded dimension needs a halo. Along it the result is computed
-with the weights of custom_ops/resampling.py. Otherwise it is the operation itself.
+with the weights of resampling.py. Otherwise it is the operation itself.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
-from ..custom_ops.resampling import Line, band, bands, computation_dtype, weights
-from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule_for, shape_argument
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import Call, FactorRule, LocalForm, factors
+from ...rules.registry import rule_for, shape_argument
+from .resampling import Line, band, bands, computation_dtype, weights
 
 _INTERPOLATIONS = (  # name, number of spatial dimensions, whether it takes align_corners
     ("upsample_nearest1d", 1, False),

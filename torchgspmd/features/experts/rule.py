@@ -7,21 +7,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ....compat.operators import aten
-from ....errors import ShardingError
-from ...custom_ops.grouped import (
-    block_ends,
-    groups_of_block,
-    put_blocks,
-    sorted_groups,
-    take_blocks,
-)
-from ...custom_ops.nd import einsum
-from ...custom_ops.numbers import within
-from ...local_builder import LocalBuilder
-from ...notation import LocalForm, Split
-from ...registry import rule
-from ...rewrites import rewrite
+from ...compat.operators import aten
+from ...errors import ShardingError
+from ...rules.custom_ops.nd import einsum
+from ...rules.local_builder import LocalBuilder
+from ...rules.notation import LocalForm, Split
+from ...rules.registry import rule
+from ...rules.rewrites import rewrite
+from .op import block_ends, groups_of_block, put_blocks, sorted_groups, take_blocks, within
 
 ours = torch.ops.torchgspmd
 

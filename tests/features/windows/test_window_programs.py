@@ -7,7 +7,7 @@ unevenly too, with devices that have no row; padding is poisoned. Result and gra
 weight and bias are those of one device, of whole programs as they are planned, and of each of their
 operations with windows, sharded along these. Thousands more:
 
-    TORCHGSPMD_SEEDS=10:210 python -m pytest tests/rules/ops/test_window_programs.py -s
+    TORCHGSPMD_SEEDS=10:210 python -m pytest tests/features/windows/test_window_programs.py -s
 """
 
 from __future__ import annotations

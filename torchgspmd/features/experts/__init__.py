@@ -1,0 +1,1 @@
+"""Experts: products of groups of rows, each where the matrix of its group is."""

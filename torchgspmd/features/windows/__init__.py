@@ -1,0 +1,1 @@
+"""Windows: convolutions, pooling, interpolation, padding by content (section 4 of the paper)."""

@@ -1,0 +1,9 @@
+"""The rows that windows add to the tables of the core."""
+
+from . import (  # noqa: F401 (rows of RULES and REWRITES)
+    adaptive_max_pool,
+    convolution,
+    interpolate,
+    pooling,
+    spatial,
+)

@@ -1,3 +1,0 @@
-"""Operations that compute several products at once. The import registers them."""
-
-from . import grouped  # noqa: F401
