@@ -12,7 +12,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZB
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 import torchgspmd as gspmd
-from torchgspmd.comm.list_scheduler import list_schedule
+from torchgspmd.features.pipelines.list_scheduler import list_schedule
 
 MICROBATCHES = 4
 STAGES = {

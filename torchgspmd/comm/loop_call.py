@@ -10,13 +10,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from ..layout.mesh import Mesh
 from ..rules.custom_ops.loops import Loop
 from .local_ops import add_rows, copy_rows
+
+RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
+"""Runs a graph on all devices: inputs are lists over the devices, results are those of each."""
 
 
 def as_code(graph: fx.Graph) -> Callable[..., Any]:
@@ -35,10 +39,28 @@ class Body:
         raise NotImplementedError
 
 
+class BodyReader(NamedTuple):
+    """How a BodyCall reads its parts from a file of a plan; each raises ValueError or the like.
+
+    graph, value: decode a graph, and any other value. natural: returns a number that is no less
+    than 0. loop: parses a loop. has_axis: whether the mesh has an axis of a name.
+    """
+
+    graph: Callable[[Any], fx.Graph]
+    value: Callable[[Any], Any]
+    natural: Callable[[Any], int]
+    loop: Callable[[Any], Loop]
+    has_axis: Callable[[str], bool]
+
+
 class BodyCall:
-    """The target of a node that runs programs of its own, its bodies. loop: how often."""
+    """The target of a node that runs programs of its own, its bodies. loop: how often.
+
+    sends: whether it communicates by itself, besides what its bodies do.
+    """
 
     loop: Loop
+    sends = False
 
     @property
     def __name__(self) -> str:
@@ -58,6 +80,42 @@ class BodyCall:
         """Return a copy with graphs of its own, down to the loops in them."""
         raise NotImplementedError
 
+    def simulate(self, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody) -> list[Any]:
+        """Return the results of all devices. arguments: those of the call, of each device."""
+        raise NotImplementedError
+
+    def connect(self, groups: Any) -> None:
+        """Take the process groups of the rank that will run it (comm/process_groups.py)."""
+
+    def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
+        """Return the most bytes that an iteration allocates. own_bytes: those of a body."""
+        raise NotImplementedError
+
+    def summary(self) -> Iterator[str]:
+        """Yield the lines of a plan's summary."""
+        yield from ()
+
+    def picture(self) -> str | None:
+        """Return an SVG of what each device does when, for calls that have one."""
+        return None
+
+    def encode(self, graph: Callable[[fx.Graph], Any], value: Callable[[Any], Any]) -> list[Any]:
+        """Return the parts as JSON, a tag first. graph, value: encode a graph, any other value."""
+        raise NotImplementedError
+
+    @classmethod
+    def decode(cls, parts: list[Any], read: BodyReader) -> BodyCall:
+        """Return the call of these parts. It may have fields of a wrong type."""
+        raise NotImplementedError
+
+    @property
+    def checked(self) -> Sequence[Any]:
+        """The dataclasses whose fields are compared with their declared types after `decode`."""
+        return (self,)
+
+
+BODY_CALLS: dict[str, type[BodyCall]] = {}  # by the tag in files of plans; features add rows
+
 
 @dataclass(eq=False)
 class LoopCall(Body, BodyCall):
@@ -69,7 +127,7 @@ class LoopCall(Body, BodyCall):
     held: how many values an iteration computes for the next one from rows and values of outside.
     ahead: of how many rows, the last ones, a body gets those of the next iteration. empty: the
     shapes and dtypes of what is stacked or added up, for a loop that a value ends at once. listed:
-    the stacks that are lists of rows, which loops alone take (lower/list_rows.py).
+    the stacks that are lists of rows, which loops alone take (features/loops/list_rows.py).
     """
 
     loop: Loop

@@ -25,8 +25,8 @@ _WAITS = {
     ("shared_plan.py", "_broadcast"): "the plan of rank 0",
     ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
     ("fused_optimizers.py", "_reduced"): "the norms of DTensors",
-    ("stage_transport.py", "arrived"): "the messages between stages",
-    ("stage_transport.py", "finish"): "the messages between stages",
+    ("transport.py", "arrived"): "the messages between stages",
+    ("transport.py", "finish"): "the messages between stages",
     ("distributed_c10d.py", None): "torch.distributed's ",
 }
 _COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all permute broadcast ring".split()

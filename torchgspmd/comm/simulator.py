@@ -20,9 +20,7 @@ from ..shard_spec import ShardSpec
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
 from .local_ops import pad_rows, take_part
-from .loop_call import LoopCall
-from .simulate_stages import simulate_stages
-from .stage_call import StageCall
+from .loop_call import BodyCall, LoopCall
 
 
 class Simulator(fx.Interpreter):
@@ -56,9 +54,9 @@ class Simulator(fx.Interpreter):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
         if isinstance(target, LoopCall):
             return self.run_loop(target, args, self.node.meta.get("source"))
-        if isinstance(target, StageCall):
+        if isinstance(target, BodyCall):
             devices = [_map(args, operator.itemgetter(i)) for i in range(self.mesh.size)]
-            return _PerDevice(simulate_stages(target, self.mesh, devices, self.run_body))
+            return _PerDevice(target.simulate(self.mesh, devices, self.run_body))
         random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
         state = torch.get_rng_state() if random else None
         results = []

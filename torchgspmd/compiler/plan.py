@@ -33,13 +33,13 @@ from ..fx_passes.ir import global_shape, runs
 from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
+from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
 from .plan_summary import Memory, limits_text, pipelines_text, weights_against_marks
 from .small_sizes import SmallSizes
-from .units import size_text
 
 
 class View:

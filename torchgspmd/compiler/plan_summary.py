@@ -7,15 +7,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ..comm.list_scheduler import curve
-from ..comm.loop_call import loop_calls
-from ..comm.stage_call import StageCall
+from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO
-from .units import size_text
 
 _MOST_WEIGHTS = 3  # that a summary names
 
@@ -72,34 +70,22 @@ def limits_text(counts: Mapping[str, int]) -> list[str]:
 
 
 def pipelines_text(program: fx.Graph) -> Iterator[str]:
-    """Yield two lines for each pipeline of a program of one device that has a backward.
-
-    The second one has other points of the curve, if pieces of work take as long.
-    """
-    for call in _pipelines(program):
-        yield from _lines(call)
+    """Yield the lines of the calls in a program of one device that have any: of pipelines."""
+    for _, lines in _described(program):
+        yield from lines
 
 
 def pipeline_pictures(program: fx.Graph) -> list[tuple[str, str]]:
-    """Return for each such pipeline what it is, and an SVG of what each device does when."""
-    return [(next(_lines(call)), call.order.schedule.svg()) for call in _pipelines(program)]
+    """Return for each such call what it is, and an SVG of what each device does when."""
+    pictures = ((lines, call.picture()) for call, lines in _described(program))
+    return [(lines[0], svg) for lines, svg in pictures if svg is not None]
 
 
-def _pipelines(program: fx.Graph) -> Iterator[StageCall]:
+def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
+    """Yield the calls that have lines, with these; of others, those in their bodies."""
     for _, call in loop_calls(program):
-        if not isinstance(call, StageCall):
+        if lines := [*call.summary()]:
+            yield call, lines
+        else:
             for body in call.bodies:
-                yield from _pipelines(body.graph)
-        elif call.order.name != "forward":
-            yield call
-
-
-def _lines(call: StageCall) -> Iterator[str]:
-    order, kept = call.order, call.most_kept
-    yield (
-        f"pipeline over {call.axis}: {order}, {order.schedule.idle:.0%} of the time idle, "
-        f"activations of {kept} x {size_text(call.kept_bytes)}"
-    )
-    limits = [n for n, _ in curve(order.devices, order.microbatches, rounds=order.rounds)]
-    shares = [f"{order.zero_bubble(limit).schedule.idle:.0%}" for limit in limits]
-    yield f"  zero_bubble with activations of {limits[0]} to {limits[-1]}: {', '.join(shares)} idle"
+                yield from _described(body.graph)

@@ -4,6 +4,12 @@ The import of a feature's rows adds them. PIPELINE (fx_passes/pipeline.py), a pa
 the passes of features in their places. Nothing else of the core imports a feature.
 """
 
-from .attention import rows as _attention  # noqa: F401
-from .experts import rows as _experts  # noqa: F401
-from .windows import rows as _windows  # noqa: F401
+from .attention import rows as attention
+from .experts import rows as experts
+from .loops import rows as loops
+from .pipelines import rows as pipelines
+from .windows import rows as windows
+
+FEATURES = tuple(
+    rows.__name__.split(".")[-2] for rows in (attention, experts, loops, pipelines, windows)
+)

@@ -22,7 +22,6 @@ from ..capture.trace_context import without_patches
 from ..comm.kinds import without_kinds
 from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
-from ..features import tables as tables  # features add rows to the other tables
 from ..features.attention.passes import (
     attention_kernels,
     attention_rings,
@@ -30,21 +29,23 @@ from ..features.attention.passes import (
     ring_keys,
 )
 from ..features.experts.passes import split_groups
+from ..features.loops.list_rows import list_rows
+from ..features.loops.outline_loops import outline_loops
+from ..features.loops.passes import prefetch_rows
+from ..features.loops.sink_exits import sink_exits
+from ..features.pipelines.outline_stages import outline_stages
+from ..features.pipelines.stage_sends import stage_sends
+from ..features.tables import FEATURES
 from ..rules import natively
 from ..rules.registry import without_rules
 from ..rules.rewrites import without_rewrites
 from .boundary import partition_program, propagate_program
-from .localize.outline_loops import outline_loops
-from .localize.outline_stages import outline_stages
-from .localize.sink_exits import sink_exits
-from .localize.stage_sends import stage_sends
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
 from .lower.functional_reductions import functional_reductions
 from .lower.gloo_all_to_all import gloo_all_to_all
 from .lower.insert_rank_check import insert_rank_check
-from .lower.list_rows import list_rows
 from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
@@ -71,7 +72,6 @@ from .program_passes import (
     localize,
     merge_axes,
     overlap,
-    prefetch_rows,
     reduce_dtype,
     regather_weights,
     sent_bytes,
@@ -484,6 +484,9 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
 @contextmanager
 def without_feature(name: str) -> Generator[None, None, None]:
     """Take the rows of a feature out of all tables while in this context."""
+    if name not in FEATURES:
+        fix = did_you_mean(name, FEATURES)
+        raise ShardingError(f"there is no feature '{name}'", where=user_line(), fix=fix)
     with ExitStack() as tables:
         for without in (without_rules, without_rewrites, without_kinds, without_patches):
             tables.enter_context(without(name))

@@ -25,7 +25,6 @@ from .program import Program
 from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
 from .schedule.overlap import overlap as overlap_graph
-from .schedule.prefetch_rows import prefetch_rows as prefetch_rows_of_graph
 
 
 def split_fused(program: Program) -> fx.Graph | None:
@@ -113,12 +112,6 @@ def has_hosts(program: Program) -> bool:
 def hierarchical_sums(program: Program) -> fx.Graph | None:
     """Reduce over hosts in steps."""
     return hierarchical_sums_of_graph(program.graph, program.mesh, program.hardware)
-
-
-def prefetch_rows(program: Program) -> fx.Graph:
-    """Gather what iterations of loops need first one iteration earlier."""
-    prefetch_rows_of_graph(program.graph, program.mesh)
-    return program.graph
 
 
 def split_joint(program: Program) -> fx.Graph:

@@ -2,7 +2,7 @@
 
 A backward that begins before the last forward needs the loss of a microbatch, so the forward of
 `scheduled` computes the gradients as well. Its backward multiplies them by the gradient of the
-loss. In the graph it is one loop over the microbatches (custom_ops/stages.py).
+loss. In the graph it is one loop over the microbatches (features/pipelines/op.py).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..capture.rewrites.loop_trace import (
     replaced,
     use_in_bodies_around,
 )
-from ..comm.stage_order import Order
+from ..features.pipelines.op import stage_head, stage_send
+from ..features.pipelines.order import Order
 from ..rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
-from ..rules.custom_ops.stages import stage_head, stage_send
 
 Stages = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]

@@ -6,9 +6,9 @@ import warnings
 from collections.abc import Sequence
 
 from ..compiler.plan_summary import idle_axes_text
-from ..compiler.units import size_text
 from ..errors import user_line
 from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.

@@ -18,9 +18,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...comm.json_rows import conforms, field_types
-from ...comm.loop_call import LoopCall
-from ...comm.stage_call import Link, StageBody, StageCall
-from ...comm.stage_order import Order
+from ...comm.loop_call import BODY_CALLS, BodyCall, BodyReader, LoopCall
 from ...compat.fx_nodes import add_node
 from ...compat.private_apis import OpOverload
 from ...fx_passes.stages import META
@@ -135,8 +133,8 @@ def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> A
     try:
         if tag == "loop":
             return _decode_loop(target, decoder)
-        if tag == "stages":
-            return _decode_stages(target, decoder)
+        if tag in BODY_CALLS:
+            return _decode_call(BODY_CALLS[tag], target, decoder)
     except Stale:
         raise
     except REFUSALS as error:
@@ -164,34 +162,17 @@ def _loop(text: Any) -> Loop:
     return loop
 
 
-def _decode_stages(target: list[Any], decoder: Decoder) -> StageCall:
-    """Return the pipeline of a target."""
-    _, loop, axis, order, pieces, links, names, kept_bytes = target
-    schedule = Order.parse(order)
-    if str(schedule) != order or decoder.mesh and axis not in decoder.mesh.names:
-        raise ValueError(order)
-    bodies = (
-        StageBody(kind, natural(number), decode_graph(rows, decoder), tuple(inputs), tuple(outputs))
-        for kind, number, rows, inputs, outputs in pieces
+def _decode_call(kind: type[BodyCall], target: list[Any], decoder: Decoder) -> BodyCall:
+    """Return the call of a target, such as a pipeline."""
+    read = BodyReader(
+        lambda rows: decode_graph(rows, decoder),
+        decoder.decode,
+        natural,
+        _loop,
+        lambda axis: not decoder.mesh or axis in decoder.mesh.names,
     )
-    carries, rows, others, stacks, totals = map(tuple, names)
-    call = StageCall(
-        loop=_loop(loop),
-        axis=axis,
-        order=schedule,
-        pieces=tuple(bodies),
-        links=tuple(
-            Link(a, b, c, sent, tuple(to), decoder.decode(message))
-            for a, b, c, sent, to, message in links
-        ),
-        carries=carries,
-        rows=rows,
-        others=others,
-        stacks=stacks,
-        totals=totals,
-        kept_bytes=natural(kept_bytes),
-    )
-    for part in (call, *call.pieces, *call.links):
+    call = kind.decode(target, read)
+    for part in call.checked:
         _check_fields(part)
     return call
 

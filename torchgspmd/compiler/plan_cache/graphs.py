@@ -6,13 +6,11 @@ from typing import Any
 
 from torch import fx
 
-from ...comm.loop_call import LoopCall
-from ...comm.stage_call import StageCall
+from ...comm.loop_call import BodyCall, LoopCall
 from .values import Encoder
 
 # What only `Plan.explain` reads, or the passes that have run.
 COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
-_LINK = "kind", "round", "leaf", "sent", "carries"  # of a StageCall
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 
 
@@ -32,31 +30,8 @@ def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
 def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
     """Return the target of a node, with the body of a loop."""
     call = node.target
-    if isinstance(call, StageCall):
-        pieces = [
-            [
-                body.kind,
-                body.round,
-                encode_graph(body.graph, encoder),
-                body.inputs,
-                body.outputs,
-            ]
-            for body in call.pieces
-        ]
-        links = [
-            [*map(link.__dict__.get, _LINK), encoder.encode(link.message)] for link in call.links
-        ]
-        names = [call.carries, call.rows, call.others, call.stacks, call.totals]
-        return [
-            "stages",
-            str(call.loop),
-            call.axis,
-            str(call.order),
-            pieces,
-            links,
-            names,
-            call.kept_bytes,
-        ]
+    if isinstance(call, BodyCall) and not isinstance(call, LoopCall):
+        return call.encode(lambda graph: encode_graph(graph, encoder), encoder.encode)
     if not isinstance(call, LoopCall):
         return encoder.encode(call)
     return [

@@ -26,8 +26,7 @@ from ...compat.operators import aten
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh, sub_axis
 from ...rules import FactorRule, Shapes
-from ...rules.custom_ops.loops import ENTRIES, EXITS
-from ...rules.custom_ops.stages import HEAD, SEND
+from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.local_builder import LocalBuilder, LocalTensor
 from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
@@ -181,7 +180,7 @@ class _Localizer:
                     if isinstance(local, list)
                     else copy_node(self.graph, node, self.new.__getitem__)
                 )
-            elif node.target in ENTRIES | EXITS | {HEAD, SEND}:
+            elif node.target in LOOP_MARKS:
                 local = copy_node(self.graph, node, self.new.__getitem__)
             elif "step" in node.meta:
                 local = node.target.localize(

@@ -14,9 +14,8 @@ from __future__ import annotations
 from torch import fx
 
 from ...comm.kinds import KINDS, FusedKind, all_reduce
-from ...comm.loop_call import LoopCall
+from ...comm.loop_call import BodyCall
 from ...comm.rank_check import RankCheck, fits
-from ...comm.stage_call import StageCall
 from ..program import Program
 from .lower_collectives import CollectiveOfAnySize
 from .verify_in_flight import STARTS, WAIT
@@ -54,8 +53,6 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
 
 def _sends(node: fx.Node, sending: set) -> bool:
     """Return whether ranks communicate at a node, or in the loop that it is."""
-    if isinstance(node.target, StageCall):
-        return True
-    if isinstance(node.target, LoopCall):
-        return any(_sends(inner, sending) for inner in node.target.graph.nodes)
+    if isinstance(call := node.target, BodyCall):
+        return call.sends or any(_sends(n, sending) for b in call.bodies for n in b.graph.nodes)
     return node.target in sending or isinstance(node.target, CollectiveOfAnySize)

@@ -27,9 +27,8 @@ from torch import Tensor, fx
 from ...comm.collective import start, wait
 from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ...comm.kinds import FusedKind, collective_kinds
+from ...comm.loop_call import BodyCall
 from ...comm.process_groups import ProcessGroups
-from ...comm.stage_call import StageCall
-from ...comm.stage_transport import StageTransport
 from ...compat.fx_nodes import add_node
 from ...compat.operators import c10d
 from .gloo_all_to_all import gloo_all_to_all
@@ -113,8 +112,8 @@ class _Lowerer(CollectiveBuilder):
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
         copy = add_node(self.graph, node.op, node.target, args, kwargs, node.name)
         copy.meta.update(node.meta)
-        if isinstance(node.target, StageCall):
-            node.target.transport = StageTransport(self.groups, node.target)
+        if isinstance(node.target, BodyCall):
+            node.target.connect(self.groups)
         return copy
 
     def _with_meta(self, result: fx.Node) -> fx.Node:

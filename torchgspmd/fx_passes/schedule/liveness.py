@@ -15,7 +15,6 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.loop_call import BodyCall, LoopCall, loop_calls
-from ...comm.stage_call import StageCall
 from .aliasing import Aliasing
 
 
@@ -39,16 +38,16 @@ def peak(graph: fx.Graph) -> int:
 
 
 def iteration_bytes(call: BodyCall) -> int:
-    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets.
-
-    Of a pipeline: those of a piece, with what the stages keep of all microbatches.
-    """
-    if isinstance(call, StageCall):
-        pieces = [peak(body.graph) - inputs_bytes(body.graph) for body in call.bodies]
-        return call.kept_bytes * call.most_kept + max(pieces)
-    assert isinstance(call, LoopCall)
+    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets."""
+    if not isinstance(call, LoopCall):
+        return call.iteration_bytes(_own_bytes)
     carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries + call.held]
-    return peak(call.graph) - inputs_bytes(call.graph) + sum(map(bytes_of, carries))
+    return _own_bytes(call.graph) + sum(map(bytes_of, carries))
+
+
+def _own_bytes(body: fx.Graph) -> int:
+    """Return the most bytes that a run of a body has besides its inputs."""
+    return peak(body) - inputs_bytes(body)
 
 
 class Ledger:

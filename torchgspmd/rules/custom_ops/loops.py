@@ -139,6 +139,7 @@ CONST, CARRY, ROW, NEXT, STACK, TOTAL = (
 )
 ENTRIES = frozenset({CARRY, ROW, CONST})
 EXITS = frozenset({NEXT, STACK, TOTAL})
+LOOP_MARKS = {*ENTRIES, *EXITS}  # the program of one device has them as they are; features add
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
 

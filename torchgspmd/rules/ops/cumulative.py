@@ -16,7 +16,6 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
-from ..custom_ops.stages import HEAD, SEND
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -33,7 +32,7 @@ def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@rule_for(CARRY, CONST, NEXT, TOTAL, SEND, HEAD)
+@rule_for(CARRY, CONST, NEXT, TOTAL)
 def _alike(call: Call) -> FactorRule:
     """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced.
 
@@ -41,7 +40,7 @@ def _alike(call: Call) -> FactorRule:
     """
     names = factors("d", call.results[0].dim())
     may_not_run = call.target is NEXT and nest_of(call.args[-1])[-1].ends
-    linear = [] if call.target in (CARRY, SEND) or may_not_run else [[0]]
+    linear = [] if call.target is CARRY or may_not_run else [[0]]
     return call.rule([names] * len(call.tensors), [names], linear=linear)
 
 

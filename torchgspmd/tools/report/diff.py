@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from ...compiler.units import size_text, table_text, time_text
+from ...fx_passes.units import size_text, table_text, time_text
 from ...shard_spec import ShardSpec
 from .report import ROWS, Report
 

@@ -19,12 +19,12 @@ from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
 from ...comm.loop_call import LoopCall
-from ...comm.stage_call import StageCall
-from ...comm.stage_schedule import Times
 from ...compat.private_apis import OpOverload
-from ...compiler.units import time_text
+from ...features.pipelines.call import StageCall
+from ...features.pipelines.schedule import Times
 from ...fx_passes.schedule.arithmetic import flops, graph_flops, is_attention, traffic
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
+from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
 
 COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from ...capture import BUFFER, PARAMETER, Captured
 from ...compiler.plan_summary import pipeline_pictures
-from ...compiler.units import short_source, size_text, time_text
 from ...fx_passes import Layouts
 from ...fx_passes.partition.explain_costs import explain_costs
 from ...fx_passes.printer import call_text, type_text
+from ...fx_passes.units import short_source, size_text, time_text
 from ...shard_spec import ShardSpec
 from .report import Report, step_text
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...capture import ARGUMENT, BUFFER, GRADIENT, PARAMETER, Captured
-from ...compiler.units import count_text, short_source, size_text, table_text, time_text
 from ...fx_passes.replication_report import ReplicatedOp
 from ...fx_passes.schedule.liveness import bytes_of
+from ...fx_passes.units import count_text, short_source, size_text, table_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .estimate import COMPUTE, Estimate

@@ -10,7 +10,7 @@ from typing import Any
 
 from ...capture import PARAMETER, Captured
 from ...comm.hardware import Hardware
-from ...compiler.units import size_text, time_text
+from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .process_groups import ProcessGroups
-from .stage_call import Link, StageCall
+from ...comm.process_groups import ProcessGroups
+from .order import Order
+from .parts import Link
 
 
 class StageTransport:
-    """The devices of a rank along the axis of the stages; see stage_call.Transport."""
+    """The devices of a rank along the axis of the stages; see parts.Transport."""
 
-    def __init__(self, groups: ProcessGroups, call: StageCall) -> None:
-        axis = call.axis
-        self.device, self.groups = (
-            groups.coordinates[axis],
-            groups.between_stages(axis, _keys(call)),
-        )
+    def __init__(
+        self, groups: ProcessGroups, axis: str, order: Order, links: Sequence[Link]
+    ) -> None:
+        self.device = groups.coordinates[axis]
+        self.groups = groups.between_stages(axis, _keys(order, links))
         (ranks,) = (group for group in groups.mesh.groups((axis,)) if groups.rank in group)
         self.processes = [groups.processes[rank] for rank in ranks]
         self.in_flight: deque[tuple[Any, Tensor]] = deque()
@@ -57,11 +57,11 @@ class StageTransport:
             self.in_flight.popleft()[0].wait()
 
 
-def _keys(call: StageCall) -> list[tuple[str, int, int]]:
+def _keys(order: Order, links: Sequence[Link]) -> list[tuple[str, int, int]]:
     """Return the kinds, rounds and directions of messages: each has its group."""
-    places = call.order.places
+    places = order.places
     keys: dict[tuple[str, int, int], None] = {}
-    for link in call.links:
+    for link in links:
         for stage in range(places.stages):
             other = stage + link.step
             if places.round(stage) == link.round and 0 <= other < places.stages:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..errors import ShardingError, user_line
+from ...errors import ShardingError, user_line
 from .list_scheduler import Places, curve, forward_schedule, list_schedule
-from .stage_schedule import Schedule, Times, in_ticks
+from .schedule import Schedule, Times, in_ticks
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ from torch import fx
 
 from ...compat.fx_nodes import copy_node
 from ...compat.operators import aten
+from ...fx_passes.schedule.liveness import bytes_of
 from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
-from ..schedule.liveness import bytes_of
 
 # Operations of which each result's element is one of the operand's, or zero.
 _MOVES = frozenset(

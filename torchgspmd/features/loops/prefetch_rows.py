@@ -22,10 +22,10 @@ from torch import fx
 from ...comm.collective import start, wait
 from ...comm.kinds import KINDS, CollectiveKind
 from ...comm.loop_call import BodyCall, LoopCall, loop_calls
+from ...fx_passes.schedule.arithmetic import flops
+from ...fx_passes.schedule.liveness import peak
+from ...fx_passes.schedule.overlap import EXTRA
 from ...layout.mesh import Mesh
-from .arithmetic import flops
-from .liveness import peak
-from .overlap import EXTRA
 
 
 def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> None:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..errors import ShardingError, user_line
-from .stage_schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
+from ...errors import ShardingError, user_line
+from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from torch import fx
 
 from ...comm.loop_call import LoopCall, loop_calls
 from ...compat.private_apis import OpOverload
-from ..schedule.arithmetic import is_view
-from ..schedule.liveness import bytes_of
+from ...fx_passes.schedule.arithmetic import is_view
+from ...fx_passes.schedule.liveness import bytes_of
 
 
 def split_loop(node: fx.Node, first: Collection[int]) -> None:

@@ -9,7 +9,7 @@
     %t   = stage_send(%dx, -1, [0, 0], stage, 1f1b); next(%t, %t, %g, 1x8)
 
 It is a loop over microbatches whose carries go to the next stage, not to the next iteration. When
-the program of one device exists, the body is cut into pieces (localize/outline_stages.py).
+the program of one device exists, the body is cut into pieces (outline_stages.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str
     """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
 
     place: the round of the stages, and which of several values it is. schedule: the order of the
-    pieces, as text (comm/stage_order.py).
+    pieces, as text (order.py).
     """
     return x.clone()
 

@@ -11,81 +11,29 @@ a piece leaves for later ones is freed by the last of them.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
+import torch
 from torch import Tensor, fx
 
-from ..rules.custom_ops.loops import Loop
-from .kinds import Step
-from .local_ops import Rows, add_rows, copy_rows, stack_rows
-from .loop_call import Body, BodyCall, copy_of
-from .stage_order import Order
-from .stage_schedule import Piece
+from ...comm.local_ops import Rows, add_rows, copy_rows, stack_rows
+from ...comm.loop_call import BodyCall, BodyReader, RunBody, copy_of
+from ...comm.process_groups import ProcessGroups
+from ...fx_passes.units import size_text
+from ...layout.mesh import Mesh
+from ...rules.custom_ops.loops import Loop
+from .list_scheduler import curve
+from .order import Order
+from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, Transport
+from .schedule import Piece
+from .transport import StageTransport
 
-FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
-
-
-@dataclass(eq=False)
-class StageBody(Body):
-    """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
-
-    kind: str
-    round: int
-    graph: fx.Graph
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-
-    @property
-    def __name__(self) -> str:
-        return f"{self.kind} {self.round}" if self.round else self.kind
-
-    @cached_property
-    def run(self) -> Callable[..., Any]:
-        """The compiled piece."""
-        return self.compile(self.graph)
-
-
-@dataclass(frozen=True)
-class Link:
-    """What the stages of a round send to their neighbors.
-
-    kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
-    several. sent: its name. carries: the name that it has where it arrives, by the round there.
-    message: the permute of one microbatch.
-    """
-
-    kind: str
-    round: int
-    leaf: int
-    sent: str
-    carries: tuple[str, ...]
-    message: Step
-
-    @property
-    def step(self) -> int:
-        """How many stages behind the sender it arrives."""
-        return 1 if self.kind == "F" else -1
-
-
-class Transport(Protocol):
-    """How the stages of a device send to those of others, and receive from them."""
-
-    device: int
-
-    def send(self, link: Link, to: int, x: Tensor) -> None:
-        """Send a value to a device; it may arrive later."""
-        ...
-
-    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return what waits for it and returns it."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
-        ...
+TAG = "stages"  # in files of plans
+_LINK = "kind", "round", "leaf", "sent", "carries"
 
 
 @dataclass(eq=False)
@@ -109,6 +57,7 @@ class StageCall(BodyCall):
     totals: tuple[str, ...]
     kept_bytes: int = 0
     transport: Transport | None = None
+    sends = True
 
     @property
     def __name__(self) -> str:
@@ -128,6 +77,75 @@ class StageCall(BodyCall):
     def most_kept(self) -> int:
         """The most activations that a device keeps at once."""
         return max(self.order.schedule.kept)
+
+    def simulate(self, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody) -> list[Any]:
+        return _Simulation(self, mesh, arguments, run_body).run()
+
+    def connect(self, groups: ProcessGroups) -> None:
+        self.transport = StageTransport(groups, self.axis, self.order, self.links)
+
+    def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
+        """Return the bytes of a piece, with what the stages keep of all microbatches."""
+        return self.kept_bytes * self.most_kept + max(own_bytes(b.graph) for b in self.bodies)
+
+    def summary(self) -> Iterator[str]:
+        """Yield two lines of a pipeline that has a backward.
+
+        The second one has other points of the curve, if pieces of work take as long.
+        """
+        order, kept = self.order, self.most_kept
+        if order.name == "forward":
+            return
+        yield (
+            f"pipeline over {self.axis}: {order}, {order.schedule.idle:.0%} of the time idle, "
+            f"activations of {kept} x {size_text(self.kept_bytes)}"
+        )
+        limits = [n for n, _ in curve(order.devices, order.microbatches, rounds=order.rounds)]
+        shares = [f"{order.zero_bubble(limit).schedule.idle:.0%}" for limit in limits]
+        kept = f"{limits[0]} to {limits[-1]}"
+        yield f"  zero_bubble with activations of {kept}: {', '.join(shares)} idle"
+
+    def picture(self) -> str | None:
+        return None if self.order.name == "forward" else self.order.schedule.svg()
+
+    def encode(self, graph: Callable[[fx.Graph], Any], value: Callable[[Any], Any]) -> list[Any]:
+        pieces = [[b.kind, b.round, graph(b.graph), b.inputs, b.outputs] for b in self.pieces]
+        links = [[*map(x.__dict__.get, _LINK), value(x.message)] for x in self.links]
+        names = [self.carries, self.rows, self.others, self.stacks, self.totals]
+        order = str(self.order)
+        return [TAG, str(self.loop), self.axis, order, pieces, links, names, self.kept_bytes]
+
+    @classmethod
+    def decode(cls, parts: list[Any], read: BodyReader) -> StageCall:
+        _, loop, axis, order, pieces, links, names, kept_bytes = parts
+        schedule = Order.parse(order)
+        if str(schedule) != order or not read.has_axis(axis):
+            raise ValueError(order)
+        bodies = (
+            StageBody(kind, read.natural(n), read.graph(rows), tuple(inputs), tuple(outputs))
+            for kind, n, rows, inputs, outputs in pieces
+        )
+        carries, rows, others, stacks, totals = map(tuple, names)
+        return cls(
+            loop=read.loop(loop),
+            axis=axis,
+            order=schedule,
+            pieces=tuple(bodies),
+            links=tuple(
+                Link(a, b, c, sent, tuple(to), read.value(message))
+                for a, b, c, sent, to, message in links
+            ),
+            carries=carries,
+            rows=rows,
+            others=others,
+            stacks=stacks,
+            totals=totals,
+            kept_bytes=read.natural(kept_bytes),
+        )
+
+    @property
+    def checked(self) -> Sequence[Any]:
+        return (self, *self.pieces, *self.links)
 
     def body(self, kind: str, round_: int) -> StageBody | None:
         """Return the body of a kind in a round, if there is work of it."""
@@ -286,3 +304,82 @@ class StageRun:
         stacked = [self.stacked[name] for name in self.call.stacks]
         added = {name: stack_rows(x) for name, x in self.added.items()}
         return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]
+
+
+class _Simulation:
+    """The devices of a pipeline in one process, and the messages between them.
+
+    All stages whose next piece is of one kind do it at once. arguments: carries, rows and others of
+    each device. run_body: runs a graph on all devices.
+    """
+
+    def __init__(
+        self, call: StageCall, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody
+    ) -> None:
+        self.call, self.run_body, self.devices = call, run_body, range(mesh.size)
+        axes = (call.axis,)
+        places = [mesh.index(axes, mesh.coordinates(device)) for device in self.devices]
+        self.runs = [StageRun(call, place, *args) for place, args in zip(places, arguments)]
+        groups = {device: group for group in mesh.groups(axes) for device in group}
+        self.at = [dict(enumerate(groups[device])) for device in self.devices]
+        self.messages: dict[tuple[int, int, Link], deque[Tensor]] = {}  # to, from, link
+        self.done = [0] * mesh.size
+
+    def run(self) -> list[list[Tensor]]:
+        """Return the results of all devices."""
+        while left := {d: p for d in self.devices if (p := self._next(d)) is not None}:
+            ready = {d: piece for d, piece in left.items() if self._has_arrived(d, piece)}
+            assert ready, "a stage waits for a piece that comes later"
+            kind = next(iter(ready.values())).kind
+            round_ = self.call.order.places.round(next(iter(ready.values())).stage)
+            self._do({d: p for d, p in ready.items() if self._is_of(p, kind, round_)})
+        return [run.results() for run in self.runs]
+
+    def _is_of(self, piece: Piece, kind: str, round_: int) -> bool:
+        return piece.kind == kind and self.call.order.places.round(piece.stage) == round_
+
+    def _next(self, device: int) -> Piece | None:
+        pieces, done = self.runs[device].pieces, self.done[device]
+        return pieces[done] if done < len(pieces) else None
+
+    def _has_arrived(self, device: int, piece: Piece) -> bool:
+        received = self.runs[device].received(piece)
+        return all(self.messages.get((device, self.at[device][d], x)) for x, _, d in received)
+
+    def _do(self, pieces: dict[int, Piece]) -> None:
+        """Do pieces of one kind, each device its own."""
+        for device, piece in pieces.items():
+            for link, carry, source in self.runs[device].received(piece):
+                message = self.messages[device, self.at[device][source], link].popleft()
+                self.runs[device].arrive(piece, carry, message)
+        lists = {d: self.call.bodies_of(p.kind, p.stage) for d, p in pieces.items()}
+        for body in max(lists.values(), key=len):
+            active = [d for d in pieces if body in lists[d]]
+            inputs = {d: self.runs[d].inputs(pieces[d], body) for d in active}
+            columns = [
+                [
+                    inputs[d][i] if d in inputs else _poison(inputs[active[0]][i])
+                    for d in self.devices
+                ]
+                for i in range(len(body.inputs))
+            ]
+            results = self.run_body(body.graph, columns)
+            for device in active:
+                self.runs[device].take(pieces[device], body, results[device])
+        for device, piece in pieces.items():
+            run = self.runs[device]
+            for link, _, to in run.sent(piece):
+                value = run.value(piece.microbatch, link.sent)
+                key = self.at[device][to], device, link
+                self.messages.setdefault(key, deque()).append(value)
+            run.finish(piece)
+            self.done[device] += 1
+
+
+def _poison(like: Any) -> Any:
+    """Return what a device without work has: nobody may read it."""
+    if isinstance(like, (tuple, list)):
+        return type(like)(map(_poison, like))
+    if isinstance(like, Tensor) and like.is_floating_point():
+        return torch.full_like(like, math.nan)
+    return like

@@ -15,7 +15,7 @@ from torch import fx
 from ...comm.kinds import permute
 from ...errors import ShardingError
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.stages import SEND
+from .op import SEND
 
 
 def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:

@@ -9,7 +9,7 @@ import torchgspmd as gspmd
 from torchgspmd.comm.local_ops import stack_rows
 from torchgspmd.comm.loop_call import copy_loops, loop_calls
 from torchgspmd.comm.simulator import Simulator
-from torchgspmd.fx_passes.lower.list_rows import list_rows
+from torchgspmd.features.loops.list_rows import list_rows
 
 
 class Layers(nn.Module):

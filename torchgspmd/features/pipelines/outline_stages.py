@@ -24,14 +24,14 @@ from torch import fx
 
 from ...comm.kinds import CollectiveKind
 from ...comm.loop_call import LoopCall, copy_loops, loop_calls
-from ...comm.stage_call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
-from ...comm.stage_order import Order, order_within
 from ...errors import ShardingError
+from ...fx_passes.schedule.arithmetic import is_view
+from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.stages import HEAD, SEND
-from ..schedule.arithmetic import is_view
-from ..schedule.liveness import bytes_of
-from .split_loops import drop_unused_results, split_loop
+from ..loops.split_loops import drop_unused_results, split_loop
+from .call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
+from .op import HEAD, SEND
+from .order import Order, order_within
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 

@@ -1,0 +1,1 @@
+"""Loops: bodies of loops as programs of their own, and what crosses their iterations."""

@@ -1,0 +1,1 @@
+"""Pipelines: stages on devices, each at its piece of a microbatch at a time."""

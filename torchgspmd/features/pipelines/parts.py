@@ -1,0 +1,75 @@
+"""The parts of a pipeline: pieces of work, what they send to each other, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor, fx
+
+from ...comm.kinds import Step
+from ...comm.loop_call import Body
+
+FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
+
+
+@dataclass(eq=False)
+class StageBody(Body):
+    """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
+
+    kind: str
+    round: int
+    graph: fx.Graph
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    @property
+    def __name__(self) -> str:
+        return f"{self.kind} {self.round}" if self.round else self.kind
+
+    @cached_property
+    def run(self) -> Callable[..., Any]:
+        """The compiled piece."""
+        return self.compile(self.graph)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What the stages of a round send to their neighbors.
+
+    kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
+    several. sent: its name. carries: the name that it has where it arrives, by the round there.
+    message: the permute of one microbatch.
+    """
+
+    kind: str
+    round: int
+    leaf: int
+    sent: str
+    carries: tuple[str, ...]
+    message: Step
+
+    @property
+    def step(self) -> int:
+        """How many stages behind the sender it arrives."""
+        return 1 if self.kind == "F" else -1
+
+
+class Transport(Protocol):
+    """How the stages of a device send to those of others, and receive from them."""
+
+    device: int
+
+    def send(self, link: Link, to: int, x: Tensor) -> None:
+        """Send a value to a device; it may arrive later."""
+        ...
+
+    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+        """Begin to receive the next value of a link; return what waits for it and returns it."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all that was sent has arrived."""
+        ...

@@ -1,0 +1,17 @@
+"""What stages send, and where the loss begins: values that keep their layouts.
+
+A sum may pass the mark of the loss unreduced. What is sent is reduced before.
+"""
+
+from __future__ import annotations
+
+from ...rules.notation import Call, FactorRule, factors
+from ...rules.registry import rule_for
+from .op import HEAD, SEND
+
+
+@rule_for(SEND, HEAD)
+def _alike(call: Call) -> FactorRule:
+    names = factors("d", call.results[0].dim())
+    linear = [] if call.target is SEND else [[0]]
+    return call.rule([names] * len(call.tensors), [names], linear=linear)
