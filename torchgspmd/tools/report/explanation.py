@@ -22,7 +22,7 @@ from torch import fx
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind, Step
 from ...compiler.plan import Plan
-from ...compiler.units import size_text, time_text
+from ...fx_passes.units import size_text, time_text
 from ...errors import ShardingError, did_you_mean, user_line
 from ...fx_passes.ir import planned_shape, runs
 from ...fx_passes.partition.cost_constants import CostConstants
