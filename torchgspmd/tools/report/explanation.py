@@ -22,12 +22,12 @@ from torch import fx
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind, Step
 from ...compiler.plan import Plan
-from ...fx_passes.units import size_text, time_text
 from ...errors import ShardingError, did_you_mean, user_line
 from ...fx_passes.ir import planned_shape, runs
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.explain_costs import Decisions, explain_costs
 from ...fx_passes.partition.reshard_search import ReshardSearch, step_cost
+from ...fx_passes.units import size_text, time_text
 from ...shard_spec import ShardSpec
 
 NO_COSTS = "no costs: the process that planned has the candidates"
