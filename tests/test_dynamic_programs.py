@@ -2,10 +2,10 @@
 
 Random functions of 1 to 5 operations on values of up to 4 dimensions, of which 1 or 2 sizes are
 open, forward and backward. Tracing takes most of the time: each function is traced once, and
-planned with 4 random meshes, layouts and marks, which are 4 programs. Each program runs with sizes
+planned with 8 random meshes, layouts and marks, which are 8 programs. Each program runs with sizes
 below, at and above the planned one, 2 and 1 among them; padding is poisoned. A refusal is a
-ShardingError with a fix, and is counted by its text. `make test` runs the 2,000 programs of 500
-functions; `TORCHGSPMD_FUNCTIONS=500:5500 pytest -s tests/test_dynamic_programs.py` 20,000 others.
+ShardingError with a fix, and is counted by its text. `make test` runs the 2,000 programs of 250
+functions; `TORCHGSPMD_FUNCTIONS=250:2750 pytest -s tests/test_dynamic_programs.py` 20,000 others.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from torchgspmd.compiler.plan import Plan
 from torchgspmd.layout.annotate import mark_sharding_op
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3)]
-FIRST, LAST = map(int, os.environ.get("TORCHGSPMD_FUNCTIONS", "0:500").split(":"))
-CHUNK, MANY = 25, 4  # functions a test, layouts of each
+FIRST, LAST = map(int, os.environ.get("TORCHGSPMD_FUNCTIONS", "0:250").split(":"))
+CHUNK, MANY = 25, 8  # functions a test, layouts of each
 MARK = mark_sharding_op._opoverload
 MOST_ELEMENTS = 3000  # of a value, with the sizes that programs are drawn with
 DRAWN = (

@@ -51,7 +51,7 @@ CASES = [
     Case("all_gather", 2, (1,), died(1, "step 3, forward")),
     Case("reduce_scatter", 2, (1,), died(1, "step 3, forward")),
     Case("plain_all_gather", 2, (1,), died(1, "step 3, forward")),
-    Case("plain_reduce_scatter", 2, (1,), died(1, "step 3, forward")),
+    Case("plain_reduce_scatter", 2, (1,), died(1, "step 3, backward")),
     Case("all_to_all", 3, (2,), died(2, "step 3, forward")),
     Case("permute", 3, (1,), died(1, "step 3, forward")),
     Case("pipeline", 3, (1,), died(1, "step 3, forward")),

@@ -26,7 +26,7 @@ from torchgspmd.compiler.plan_cache.identity import Identity
 from torchgspmd.compiler.plan_cache.plans import decode_plan, encode_plan
 from torchgspmd.runtime.shared_plan import packed, unpacked
 
-CASES = int(os.environ.get("FUZZ_CASES", "300"))
+CASES = int(os.environ.get("FUZZ_CASES", "150"))
 MESH = Mesh(data=2, model=2)
 KEY = Identity("call", {"module": "1"})
 
