@@ -1,6 +1,7 @@
 """Ranks that are killed, raise, leave, hang or are slow: the program of test_deaths.py.
 
     python deaths.py FOLDER CASE:RANKS:WHO ...       # FOLDER/CASE.RANK is what a rank wrote
+    torchrun --nproc-per-node 2 deaths.py before_step:2:1
 
 One process imports torch and forks the ranks of all cases, so that a case takes a second.
 """
@@ -248,4 +249,8 @@ def main(folder, *cases):
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        name, count, one = sys.argv[1].split(":")
+        Rank(name, int(os.environ["RANK"]), int(count), {int(one)}).run()
+    else:
+        main(*sys.argv[1:])

@@ -99,7 +99,8 @@ OFTEN = (
     "plain_all_gather plain_reduce_scatter pipeline backward optimizer_step planning two "
     "redistribute raised_in_call left stuck"
 ).split()
-if os.environ.get("DEATHS") != "all":
+ALL = os.environ.get("DEATHS") == "all"
+if not ALL:
     CASES = [case for case in CASES if case.name in OFTEN]
 SLOW = Case("slow", 3, (1,), "")
 
@@ -166,3 +167,27 @@ def test_a_slow_rank_is_told_and_no_error(folder):
     assert len(told) == 1, said
     assert re.search(rf"rank 1 on host {re.escape(HOST)} is in .*time.sleep\(4.5\) \(step 2", said)
     assert re.search(r"straggler: rank 1 came after [4-9]\.\d s", said), said
+
+
+def under_torchrun(argument: str) -> str:
+    """Return what a case writes under torchrun, which ends the others by SIGTERM at once."""
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*run, str(SCRIPT), argument],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TORCHGSPMD_CACHE": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode
+    return done.stdout + done.stderr
+
+
+if ALL:  # three processes that import torch
+
+    @pytest.mark.parametrize("name", ("before_step", "backward", "raised"))
+    def test_the_other_names_it_under_torchrun(name):
+        (case,) = [case for case in CASES if case.name == name]
+        said = under_torchrun(f"{name}:2:1")
+        first = case.first.replace(f"rank {case.who[0]} ", "rank 1 ")
+        assert re.search(rf'"error": "RankError", "text": "{first}', said), said
