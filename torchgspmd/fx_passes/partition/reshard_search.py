@@ -89,8 +89,8 @@ class ReshardSearch:
     def _search(self, before: ShardSpec, steps: tuple[Step, ...], bound: float) -> tuple[Step, ...]:
         """Return the cheapest steps that cost less than `bound`, or those that cost that."""
         order = itertools.count()
-        # (estimate, steps, has all sums, ...): of equal estimates the path with fewest steps; of
-        # these, one that may still reduce later, and of these the longest, to go straight on.
+        # (estimate, steps, ...): of equal estimates the path with fewest steps; of these the one
+        # that has most of them behind it, to go straight on, and that may still reduce later.
         queue: list[tuple] = [(0.0, 0, False, 0, next(order), 0.0, before, ())]
         seen: set[ShardSpec] = set()
         best: dict[ShardSpec, tuple[float, int]] = {}  # of those in the queue: their first two
@@ -115,9 +115,8 @@ class ReshardSearch:
                     or total + self.remaining_cost(move.spec) >= bound
                 ):
                     continue
-                slices = self._slices(move.spec)
-                estimate = total + self._usual_cost(move.spec, slices)
-                rank = round(estimate, 3), len(steps) + 1 + slices
+                left, count = self._usual_cost(move.spec)
+                rank = round(total + left, 3), len(steps) + 1 + count
                 if move.spec not in best or rank < best[move.spec]:
                     best[move.spec] = rank
                     if move.spec == self.after and total < least:
@@ -127,7 +126,7 @@ class ReshardSearch:
                         bound = min(bound, least + NEARLY_EQUAL)
                     is_reduced = move.spec.pending == self.after.pending
                     path = (*steps, move)
-                    entry = *rank, is_reduced, -len(path), next(order), total, move.spec, path
+                    entry = *rank, -len(path), is_reduced, next(order), total, move.spec, path
                     heapq.heappush(queue, entry)
         return arrived
 
@@ -144,23 +143,28 @@ class ReshardSearch:
             slices += min(len(new), 1) if (*have, *new) == need else len(new)
         return slices
 
-    def _usual_cost(self, spec: ShardSpec, slices: int) -> float:
-        """Return the remaining cost by some slices and as few collectives as may do.
+    def _usual_cost(self, spec: ShardSpec) -> tuple[float, int]:
+        """Return the remaining cost by as few steps as may do, and their number.
 
-        It orders the paths: the fees that `remaining_cost` adds are often equal for all.
+        It orders the paths.
         """
         after, constants = self.after, self.constants
         if spec == after:
-            return 0.0
+            return 0.0, 0
         sent = least_bytes(self.mesh, self.shape, self.itemsize, spec, after)
-        collectives = 1
+        slices, count, fees = self._slices(spec), 0, 0.0
+        if sent and (spec.pending == after.pending or shrinks(spec, after)):
+            count = 1
+            fees = (
+                constants.permute_fee if mixes(spec, after) else least_fee(spec, after, constants)
+            )
         if spec.pending != after.pending:
+            count, fees = count + 1, fees + constants.collective_fee
             terms = self.mesh.count(a for a in spec.pending if a not in after.pending)
             holders = self.mesh.size / self.mesh.count(after.sharding_axes)
             whole = math.prod(self.shape) * self.itemsize
             sent = max(sent, (terms + holders - 2) * whole / self.mesh.size)
-            collectives += shrinks(spec, after) > 0
-        return sent + collectives * constants.collective_fee + slices * constants.local_step_fee
+        return sent + fees + slices * constants.local_step_fee, count + slices
 
     def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the direct path: reduce, then permute."""
@@ -264,6 +268,19 @@ def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> A
 def shrinks(before: ShardSpec, after: ShardSpec) -> int:
     """Return the number of dimensions that have to lose axes on any path."""
     return sum(b != a[: len(b)] for b, a in zip(before.dims, after.dims))
+
+
+def mixes(before: ShardSpec, after: ShardSpec) -> bool:
+    """Return whether some dimension takes a permute: no one collective does without sending more.
+
+    Its last axes are neither all gathered nor all moved, or it has others instead.
+    """
+    kept = {*after.sharding_axes}
+    for b, a in zip(before.dims, after.dims):
+        lost = b[len(a) :]
+        if a[: len(b)] != b[: len(a)] or 0 < len(kept.intersection(lost)) < len(lost):
+            return True
+    return False
 
 
 def least_fee(before: ShardSpec, after: ShardSpec, constants: CostConstants) -> float:
