@@ -15,7 +15,7 @@ from torchgspmd.errors import did_you_mean, user_line
 MESH = Mesh(data=2, model=4)
 X = torch.zeros(4, 8)
 WHERE = "\n  where test_errors.py:N"
-ONE = "\n  fix   one entry per dimension, such as '_ _'"
+ONE = "\n  fix   one entry per dimension, such as "
 FORMS = "\n  fix   specs in string form, in the containers of the value"
 
 
@@ -32,7 +32,7 @@ ERRORS = {
     ),
     "mark of a wrong rank": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model"), X, mesh=MESH),
-        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [4, 8]{WHERE}{ONE}",
+        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [4, 8]{WHERE}{ONE}'model _'",
     ),
     "axis twice": (
         lambda: plan(lambda x: gspmd.mark_sharding(x + 1, MESH, "model model"), X, mesh=MESH),
@@ -57,13 +57,13 @@ ERRORS = {
     ),
     "in_specs of a wrong rank": (
         lambda: plan(torch.sin, X, mesh=MESH, in_specs=("data _ _",)),
-        f"spec 'data _ _' has 3 entries, but args[0] has 2 dimensions [4, 8]{WHERE}{ONE}",
+        f"spec 'data _ _' has 3 entries, but args[0] has 2 dimensions [4, 8]{WHERE}{ONE}'data _'",
     ),
     "in_specs of a wrong rank, deep": (
         lambda: plan(
             lambda d: d["a"][1], {"a": (X, X)}, mesh=MESH, in_specs=({"a": (None, "data")},)
         ),
-        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}",
+        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}'data _'",
     ),
     "one spec for two arguments": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
@@ -106,7 +106,7 @@ ERRORS = {
     ),
     "out_specs of a wrong rank": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data model _"),
-        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}",
+        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}'data model'",
     ),
     "out_specs of an unknown axis": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data modl"),
@@ -265,7 +265,7 @@ def test_numbers_that_are_known_only_when_a_program_runs():
             return x * 2
 
     assert message(lambda: plan(Logs(), X, mesh=MESH)).startswith(
-        "the program puts a number into 'last' that is known only when it runs"
+        "the program puts a number into 'self.last' that is known only when it runs"
     )
 
 

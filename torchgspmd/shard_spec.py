@@ -345,6 +345,23 @@ class ShardSpec(metaclass=Interned):
         """
         return mesh.count(self.sharding_axes)
 
+    def of_rank(self, rank: int) -> ShardSpec:
+        """Return the spec of a tensor of another rank: dimensions that no axis shards go or come.
+
+        Args:
+            rank: The number of dimensions.
+
+        Returns:
+            The spec with the first of the sharded dimensions, each once.
+
+        Example:
+            >>> spec = ShardSpec.parse("_ model")
+            >>> str(spec.of_rank(1)), str(spec.of_rank(3))
+            ('model', '_ model _')
+        """
+        dims = self.dims if rank >= self.rank else tuple(filter(None, self.dims))
+        return ShardSpec((*dims[:rank], *((),) * (rank - len(dims))))
+
     def check(self, mesh: Mesh, shape: Sequence[int], what: str = "the tensor") -> ShardSpec:
         """Check that the spec fits a mesh and a tensor.
 
@@ -368,7 +385,7 @@ class ShardSpec(metaclass=Interned):
                 f"spec '{self}' has {self.rank} entries, "
                 f"but {what} has {len(shape)} dimensions {list(shape)}",
                 where=user_line(),
-                fix=f"one entry per dimension, such as '{' '.join('_' * len(shape))}'",
+                fix=f"one entry per dimension, such as '{self.of_rank(len(shape))}'",
             )
         seen: set[str] = set()
         for axis in self.sharding_axes + self.pending:

@@ -183,7 +183,7 @@ ERRORS = [
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, "data _ _"),
         f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
-        "  fix   one entry per dimension, such as '_ _'",
+        "  fix   one entry per dimension, such as 'data _'",
     ),
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, ("data", "data")),
@@ -237,8 +237,8 @@ ERRORS = [
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"head.weight": "model"}),
-        f"spec 'model' has 1 entries, but the tensor has 2 dimensions [3, 4]{WHERE}\n"
-        "  fix   one entry per dimension, such as '_ _'",
+        "'head.weight' gives 'model' to 'head.weight', which has 2 dimensions [3, 4]"
+        f"{WHERE}\n  fix   'head.weight': 'model _'",
     ),
 ]
 

@@ -183,7 +183,7 @@ UNFIT = [
         "data _ _",
         (4, 8),
         f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
-        "  fix   one entry per dimension, such as '_ _'",
+        "  fix   one entry per dimension, such as 'data _'",
     ),
     (
         "data",

@@ -36,6 +36,10 @@ from .failing_line import name_line
 _OLD = torch.__version__ < "2.10"
 # words in the errors of collectives
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
+# words in torch's errors
+_FORMATTED = re.compile(r"(Sym\w+|FunctionalTensor|FakeTensor)\.__format__")
+_DEVICES = re.compile(r"found at least two devices, (\S+) and (\w+(?::\d+)?)")
+_CONTAINER = re.compile(r"must be Tensor, not (tuple|list|dict)")
 
 
 def check_dense(what: str, tensor: Tensor) -> None:
@@ -240,12 +244,26 @@ class translate_errors:
                 where=user_line_of(error),
                 fix="torch.int64 in place of int, torch.float64 in place of float",
             ) from error
-        if kind is TypeError and "__format__" in str(error) and "Sym" in str(error):
+        if kind is TypeError and _FORMATTED.search(str(error)):
             raise ShardingError(
                 "a number that is known only when the program runs is printed in a format",
                 where=user_line_of(error),
                 why="one program is made for all values, before any device computes",
                 fix="return the number and print it outside",
+            ) from error
+        if (devices := _DEVICES.search(str(error))) and isinstance(error, RuntimeError):
+            raise ShardingError(
+                f"forward combines tensors on {devices[1]} and {devices[2]}",
+                where=user_line_of(error),
+                why="a program runs where its arguments are",
+                fix="create tensors there: torch.ones(8, device=x.device), or register a buffer",
+            ) from error
+        if kind is TypeError and (container := _CONTAINER.search(str(error))):
+            raise ShardingError(
+                f"an operation gets a {container[1]} where it needs a tensor",
+                where=user_line_of(error) or user_line(),
+                why="arguments are passed one by one, as forward takes them",
+                fix="plan(model, x, mesh=mesh) in place of plan(model, (x,), mesh=mesh)",
             ) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError(

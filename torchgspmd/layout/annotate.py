@@ -100,6 +100,8 @@ def mark_sharding(
     layout = bound_layout()
     if isinstance(layout, Unmarked):
         return tensor
+    if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):
+        raise _no_tensor(tensor, spec)
     if isinstance(mesh, str) and spec is None:
         if layout is None:
             return _mark_names(tensor, mesh)
@@ -110,6 +112,23 @@ def mark_sharding(
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
+
+
+def _no_tensor(given: Any, spec: Any) -> ShardingError:
+    """Return the error for a mark on a module, or on another object without a layout."""
+    if not isinstance(given, nn.Module):
+        fix = "pass a parameter, a buffer or a value inside of forward"
+    elif name := next((name for name, _ in given.named_parameters()), None):
+        fix = (
+            f"mark_sharding(module.{name}, mesh, ...), or annotate(module, mesh, {{'{name}': ...}})"
+        )
+    else:
+        fix = "mark its results: annotate(model, mesh, {name of the module: spec})"
+    return ShardingError(
+        f"mark_sharding gets a {type(given).__name__} and '{spec}', and marks tensors alone",
+        where=user_line(),
+        fix=fix,
+    )
 
 
 def _mark_names(tensor: Tensor, names: str) -> Tensor:
@@ -275,6 +294,7 @@ def annotate(
         for name, row in each.named_rows()
     }
     of_rows: dict[str, Any] = {}
+    given: dict[str, _Given] = {}
     for pattern, spec in layouts.items():  # pyright: ignore[reportOptionalMemberAccess]
         matches = _glob(pattern).fullmatch
         found = [name for name in rows if matches(name)]
@@ -291,12 +311,45 @@ def annotate(
         words = spec if devices is None else ShardSpec.parse(spec)
         for name in names:
             if name in tensors:
-                _marked(tensors[name], devices, words)
+                given[name] = _Given(pattern, words)
             else:
                 hook = _mark_outputs(devices, words)  # pyright: ignore[reportArgumentType]
                 modules[name].register_forward_hook(hook)
+    _mark_tensors(tensors, given, devices)
     _mark_stacked(rows, of_rows, devices)
     return module
+
+
+class _Given(NamedTuple):
+    """The last spec that a glob gives a tensor."""
+
+    pattern: str
+    spec: Any
+
+
+def _mark_tensors(
+    tensors: Mapping[str, Tensor], given: Mapping[str, _Given], mesh: Mesh | None
+) -> None:
+    """Mark tensors. Raise ShardingError for a rank that does not fit, and for tied tensors."""
+    names: dict[int, str] = {}
+    for name, (pattern, spec) in given.items():
+        tensor, first = tensors[name], names.setdefault(id(tensors[name]), name)
+        if str(given[first].spec) != str(spec):
+            raise ShardingError(
+                f"'{first}' and '{name}' are one tensor, and get '{given[first].spec}' by "
+                f"'{given[first].pattern}' and '{spec}' by '{pattern}'",
+                where=user_line(),
+                fix=f"give both one layout: {{'{first}': '{spec}', '{name}': '{spec}'}}",
+            )
+        if isinstance(spec, ShardSpec) and spec.rank != tensor.dim():
+            raise ShardingError(
+                f"'{pattern}' gives '{spec}' to '{name}', which has {tensor.dim()} dimensions "
+                f"{list(tensor.shape)}",
+                where=user_line(),
+                fix=("" if pattern == name else "add an entry behind it: ")
+                + f"'{name}': '{spec.of_rank(tensor.dim())}'",
+            )
+        _marked(tensor, mesh, spec)
 
 
 class Row(NamedTuple):

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ShardingError, did_you_mean, user_line
 from .sub_axes import check_size, common_splits, finer_axes, merge_axes, split_axes, sub_axis
@@ -16,6 +16,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Coordinates = dict[str, int]  # axis name -> index along it
+
+
+def _unnamed_axes(given: tuple[Any, ...]) -> ShardingError:
+    """Return the error for sizes without names: Mesh(2, 4), or a mapping."""
+    named = (
+        given[0] if isinstance(given[0], Mapping) else dict(zip(("data", "model", "seq"), given))
+    )
+    axes = ", ".join(f"{name}={size}" for name, size in named.items())
+    return ShardingError(
+        f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
+        where=user_line(),
+        fix=f"Mesh({axes})",
+    )
 
 
 @dataclass(frozen=True, init=False)
@@ -40,7 +53,9 @@ class Mesh:
     _wholes: dict[str, int] = field(repr=False, compare=False)  # sizes before any split()
     _counts: dict[tuple[str, ...], int] = field(repr=False, compare=False)  # memo of count()
 
-    def __init__(self, **axes: int) -> None:
+    def __init__(self, *unnamed: Any, **axes: int) -> None:
+        if unnamed:
+            raise _unnamed_axes(unnamed)
         for name, size in axes.items():
             check_size(name, size)
             if not name.isidentifier() or name == "_":

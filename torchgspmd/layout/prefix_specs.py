@@ -127,6 +127,14 @@ def spread_inputs(
             where=user_line(),
             fix="a tuple with one spec for each",
         )
+    elif isinstance(prefix, (tuple, list)) and len(prefix) > len(args) and kwargs:
+        names = ", ".join(f"'{name}': ..." for name in (*argument_names(fn, args), *kwargs))
+        raise ShardingError(
+            f"{len(prefix)} specs are given for {len(args)} positional arguments; "
+            f"{', '.join(map(repr, kwargs))} passed by keyword",
+            where=user_line(),
+            fix=f"name them all: in_specs={{{names}}}",
+        )
     return spread(
         tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args"
     ) + spread(None, kwargs, mesh, "kwargs")

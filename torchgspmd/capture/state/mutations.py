@@ -167,8 +167,8 @@ class Tables:
             for step, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(step):
                     raise ShardingError(
-                        f"the program puts a number into '{step_name(step)}' that is known only "
-                        "when it runs",
+                        f"the program puts a number into '{table.source.at(step)}' that is known "
+                        "only when it runs",
                         where=user_line(),
                         fix="keep the tensor, and call item() on it outside",
                     )
