@@ -63,7 +63,8 @@ ERRORS = {
         lambda: plan(
             lambda d: d["a"][1], {"a": (X, X)}, mesh=MESH, in_specs=({"a": (None, "data")},)
         ),
-        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}{ONE}'data _'",
+        f"spec 'data' has 1 entries, but args[0]['a'][1] has 2 dimensions [4, 8]{WHERE}"
+        f"{ONE}'data _'",
     ),
     "one spec for two arguments": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
@@ -106,7 +107,8 @@ ERRORS = {
     ),
     "out_specs of a wrong rank": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data model _"),
-        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}{ONE}'data model'",
+        f"spec 'data model _' has 3 entries, but the result has 2 dimensions [4, 8]{WHERE}"
+        f"{ONE}'data model'",
     ),
     "out_specs of an unknown axis": (
         lambda: plan(torch.sin, X, mesh=MESH, out_specs="data modl"),

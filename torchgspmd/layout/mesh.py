@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ..errors import ShardingError, did_you_mean, user_line
 from .sub_axes import check_size, common_splits, finer_axes, merge_axes, split_axes, sub_axis
@@ -20,9 +20,10 @@ Coordinates = dict[str, int]  # axis name -> index along it
 
 def _unnamed_axes(given: tuple[Any, ...]) -> ShardingError:
     """Return the error for sizes without names: Mesh(2, 4), or a mapping."""
-    named = (
-        given[0] if isinstance(given[0], Mapping) else dict(zip(("data", "model", "seq"), given))
-    )
+    first: Any = given[0]
+    named: dict[str, Any] = dict(zip(("data", "model", "seq"), given))
+    if isinstance(first, dict):
+        named = cast("dict[str, Any]", first)
     axes = ", ".join(f"{name}={size}" for name, size in named.items())
     return ShardingError(
         f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
