@@ -170,7 +170,9 @@ class _Calibration:
             *((_Attention(n[-1]), _input(n[0] * n[1], n[2]).view(1, *n)) for n in SEQUENCES),
         ]
         for model, x in models:
-            module, x = parallelize(model.to(self.device), self.mesh), x.to(self.device)
+            specs = " ".join("_" * x.dim())  # each device computes the whole model
+            module = parallelize(model.to(self.device), self.mesh, in_specs=specs)
+            x = x.to(self.device)
             seconds.append(self._time(lambda module=module, x=x: _step(module, x)))
             rows.append(_work(cast(Plan, module.plan), self.view))
         fit = _fit(rows, seconds, alone)
@@ -184,7 +186,7 @@ class _Calibration:
         launch = self._time(lambda: [small + 1 for _ in range(100)]) / 100
         view = self._time(lambda: [small.view(8) for _ in range(100)]) / 100
         self.view = view / launch if self.device == "cpu" else 0.0
-        empty = parallelize(nn.Linear(2, 2).to(self.device), self.mesh)
+        empty = parallelize(nn.Linear(2, 2).to(self.device), self.mesh, in_specs="_ _")
         step = self._time(lambda x=_input(2, 2).to(self.device): _step(empty, x))
         product = self._time(lambda: square @ square) / (2 * 256**3)
         mixed = self._time(lambda: nn.functional.gelu(large + large)) / (5 * large.nbytes)
