@@ -41,12 +41,28 @@ def named_operators(path: Path) -> Iterator[tuple[str, str]]:
             yield "torchgspmd" if space == "ours" else space, node.attr
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"^(torchgspmd|aten)(?:::|\.)(\w+)", node.value)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("custom_ops.loops"):
+            yield from (("torchgspmd", f"loop_{a.name.lower()}") for a in node.names)
+            yield from (("torchgspmd", a.name) for a in node.names)
 
 
 # What files of the core name all the same. The list may only get shorter.
 NAMED = {
     # DTensor's own dispatch of an operator, for a model outside of a plan
     "windows": {("dtensor/op_handlers.py", "aten", "convolution_backward")},
+    "loops": {
+        (path, "torchgspmd", f"loop_{name}")
+        for path, names in {
+            "capture/loop_form.py": "carry const next row stack total",
+            "capture/rewrites/loop_trace.py": "carry const next row stack total",
+            "fx_passes/expand/draw_seeds.py": "row",
+            "fx_passes/ir.py": "carry next",
+            "fx_passes/partition/assignment.py": "carry",
+            "fx_passes/partition/insert_collectives.py": "carry next",
+            "rules/custom_ops/loops.py": "carry const next row stack total",  # defines them
+        }.items()
+        for name in names.split()
+    },
 }
 
 

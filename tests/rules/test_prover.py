@@ -46,7 +46,7 @@ OWN = {
 
 
 def test_every_rule_has_a_sample():
-    # a number, which only values of unknown size have: capture/rewrites/test_unknown_sizes.py
+    # a number, which only values of unknown size have: features/unknown_sizes/test_unknown_sizes.py
     unknown = aten.sym_size.int
     # the end of a loop, which is laid out as its entry: {capture,distributed}/test_loops.py
     assert OWN - set(SAMPLES) == {unknown, loops.NEXT}

@@ -8,8 +8,8 @@ from .attention import rows as attention
 from .experts import rows as experts
 from .loops import rows as loops
 from .pipelines import rows as pipelines
+from .unknown_sizes import rows as unknown_sizes
 from .windows import rows as windows
 
-FEATURES = tuple(
-    rows.__name__.split(".")[-2] for rows in (attention, experts, loops, pipelines, windows)
-)
+_ROWS = attention, experts, loops, pipelines, unknown_sizes, windows
+FEATURES = tuple(rows.__name__.split(".")[-2] for rows in _ROWS)

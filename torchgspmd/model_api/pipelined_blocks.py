@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
-from ..capture.rewrites.recomputed_loops import recomputed
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
+from ..features.loops.recomputed_loops import recomputed
 from ..features.pipelines.list_scheduler import Places
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, in_ticks

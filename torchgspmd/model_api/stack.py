@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import run_loop
-from ..capture.rewrites.recomputed_loops import recomputed
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from ..features.loops.recomputed_loops import recomputed
 from .row_arguments import Shared
 from .stacked_blocks import StackedBlocks
 

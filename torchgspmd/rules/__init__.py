@@ -12,7 +12,7 @@ from .ops.pointwise import quotient
 from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
 from .rewrites import DECLINED, Declined, rewrite
-from .unknown_sizes import rule_in_a_run
+from .rule_in_a_run import rule_in_a_run
 from .xla_decompositions import unpartitioned_of
 
 

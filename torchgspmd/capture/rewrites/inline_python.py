@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from ...rules.rewrites import rewrite_of
-from . import embedding_bag, loops, rnn  # noqa: F401 (they register bodies)
+from . import embedding_bag, rnn  # noqa: F401 (they register bodies)
 from .foreach import tensor_by_tensor
 
 

@@ -20,7 +20,7 @@ from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
 from ...rules.custom_ops.random import DRAW_SEED
 from ..ir import is_number, signature
 from .draw_seeds import DrawSeeds
-from .unknown_sizes import with_sizes
+from .traced_sizes import with_sizes
 
 # Graphs of decompositions by (signature, splitting); None if there is none.
 Traced = dict[tuple, fx.Graph | None]

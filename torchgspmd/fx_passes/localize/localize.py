@@ -32,7 +32,7 @@ from ...shard_spec import Axes
 from ..ir import is_number, is_operation, operands_of, tensors_of, unknown_sizes
 from ..partition.verify_partition import check_open_sizes
 from .infer_shapes import infer_shapes
-from .unknown_sizes import check_sizes, with_sizes
+from .sizes_in_a_run import check_sizes, with_sizes
 
 
 def localize(graph: fx.Graph, mesh: Mesh) -> fx.Graph:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -30,30 +29,6 @@ def suffix_sums(x: Tensor, dim: int) -> Tensor:
 @suffix_sums.register_fake
 def _(x: Tensor, dim: int) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@rule_for(CARRY, CONST, NEXT, TOTAL)
-def _alike(call: Call) -> FactorRule:
-    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced.
-
-    But not as a carry that may be that of the first iteration: it is reduced.
-    """
-    names = factors("d", call.results[0].dim())
-    may_not_run = call.target is NEXT and nest_of(call.args[-1])[-1].ends
-    linear = [] if call.target is CARRY or may_not_run else [[0]]
-    return call.rule([names] * len(call.tensors), [names], linear=linear)
-
-
-@rule_for(ROW)
-def _row(call: Call) -> FactorRule:
-    names = factors("d", call.results[0].dim())
-    return call.rule([["n", *names]], [names], replicated="n", linear=[[0]])
-
-
-@rule_for(STACK)
-def _stack(call: Call) -> FactorRule:
-    names = factors("d", call.tensors[0].dim())
-    return call.rule([names], [["n", *names]], replicated="n", linear=[[0]])
 
 
 def count_blocks(size: int, shards: int) -> int:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capture.rewrites.loop_trace import is_unrolling, run_loop
+from ...capture.trace_context import is_transforming
 from ...compat.private_apis import _pytree as pytree
 from ...rules.rewrites import rewrite
-from ..trace_context import is_transforming
 from .branch_trace import both_sides, run_branch, run_while
-from .loop_trace import is_unrolling, run_loop
 
 _LOOPS = torch.ops.higher_order
 

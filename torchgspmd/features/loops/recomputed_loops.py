@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from .loop_trace import TracedLoop, loops_around, note_results, repeating
+from ...capture.rewrites.loop_trace import TracedLoop, loops_around, note_results, repeating
 
 
 def recomputed(function: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:

@@ -4,7 +4,7 @@
     F.one_hot(t, n)                   rows that are compared
     x[:n].chunk(2)                    two slices
 
-What moves or resamples rows is in unknown_sizes.py.
+What moves or resamples rows is in capture.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...rules.rewrites import DECLINED, rewrite
-from .unknown_sizes import arange_of, is_unknown
+from .capture import arange_of, is_unknown
 
 _BY_SIZE = "use_mm_for_euclid_dist_if_necessary"
 

@@ -15,9 +15,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...capture.rewrites.loop_trace import (
+    TracedLoop,
+    outer_tensors,
+    trace_body,
+    use_in_bodies_around,
+)
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
-from .loop_trace import TracedLoop, outer_tensors, trace_body, use_in_bodies_around
 
 
 def run_branch(goes: Tensor, true: Callable[[], Any], false: Callable[[], Any]) -> Any:

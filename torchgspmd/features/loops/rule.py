@@ -1,0 +1,31 @@
+"""What enters a loop's body or leaves it keeps its layout; rows are of whole stacks."""
+
+from __future__ import annotations
+
+from ...rules.custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
+from ...rules.notation import Call, FactorRule, factors
+from ...rules.registry import rule_for
+
+
+@rule_for(CARRY, CONST, NEXT, TOTAL)
+def _alike(call: Call) -> FactorRule:
+    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced.
+
+    But not as a carry that may be that of the first iteration: it is reduced.
+    """
+    names = factors("d", call.results[0].dim())
+    may_not_run = call.target is NEXT and nest_of(call.args[-1])[-1].ends
+    linear = [] if call.target is CARRY or may_not_run else [[0]]
+    return call.rule([names] * len(call.tensors), [names], linear=linear)
+
+
+@rule_for(ROW)
+def _row(call: Call) -> FactorRule:
+    names = factors("d", call.results[0].dim())
+    return call.rule([["n", *names]], [names], replicated="n", linear=[[0]])
+
+
+@rule_for(STACK)
+def _stack(call: Call) -> FactorRule:
+    names = factors("d", call.tensors[0].dim())
+    return call.rule([names], [["n", *names]], replicated="n", linear=[[0]])
