@@ -57,7 +57,7 @@ def shrink(verdict: Verdict) -> Verdict:
 def planned(setup: Setup) -> tuple[Plan, nn.Module]:
     """Return the plan of a setup's program, and the module that it is of."""
     model, mesh = build(setup), Mesh(**setup.mesh)
-    names = ("args[0]", "args[1]") if setup.step else ("tokens", "targets")
+    names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
     dims = {dim: name for name, dim in setup.dynamic.items()}
     options = {**setup.options, "grad": not setup.step}
     if dims:

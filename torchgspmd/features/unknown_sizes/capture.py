@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...compat.private_apis import pad_sequence
 from ...rules.rewrites import DECLINED, rewrite
+from ..trace_context import is_vectorizing
 
 
 def is_unknown(*values: Any) -> bool:
@@ -329,3 +330,52 @@ def _window_maximum(
 
 for _dims in (1, 2, 3):
     _register_maximum(_dims, getattr(F, f"max_pool{_dims}d"))
+
+
+# ---------------------------------------------------------------------- under torch.vmap
+
+
+@rewrite("vmap", F.layer_norm)
+@rewrite("value", F.layer_norm)
+def _layer_norm(
+    input: Tensor,
+    normalized_shape: Sequence[Any],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+) -> Any:
+    """Compute F.layer_norm by means: torch.vmap of PyTorch's operator asks for the sizes."""
+    if not (is_vectorizing() and is_unknown(input)):
+        return DECLINED
+    dims = [*range(-len(normalized_shape), 0)]
+    x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+    centered = x - x.mean(dims, keepdim=True)
+    y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
+    y = y if weight is None else y * weight
+    return (y if bias is None else y + bias).to(input.dtype)
+
+
+@rewrite("vmap", F.cross_entropy)
+@rewrite("value", F.cross_entropy)
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Compute F.cross_entropy by sums: torch.vmap of PyTorch's operator asks for the sizes."""
+    plain = weight is None and size_average is None and reduce is None
+    plain &= input.dim() > 1 and not (label_smoothing or target.is_floating_point())
+    if not (plain and is_vectorizing() and is_unknown(input, target)):
+        return DECLINED
+    counted = target != ignore_index
+    classes = arange_of(input, input.shape[1]).view(-1, *[1] * (input.dim() - 2))
+    found = torch.where(target.unsqueeze(1) == classes, input, 0).sum(1)
+    losses = torch.where(counted, input.logsumexp(1) - found, 0)
+    if reduction == "none":
+        return losses
+    return losses.sum() / (counted.sum() if reduction == "mean" else 1)
