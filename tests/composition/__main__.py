@@ -15,8 +15,8 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from .features import FEATURES, parse, random_sets, sets
-from .judge import RIGHT, judge, shrink
+from .features import FEATURES, limits_of, parse, random_sets, sets
+from .judge import CRASH, REFUSED, RIGHT, WRONG, judge, shrink
 
 
 def main() -> None:
@@ -45,19 +45,20 @@ def main() -> None:
             continue
         start = time.process_time()
         verdict = judge(names)
-        counts[verdict.kind] += 1
+        is_limit = verdict.kind == REFUSED and any(w in verdict.text for w in limits_of(names))
+        counts[f"{verdict.kind}, a row of docs/limits.md" if is_limit else verdict.kind] += 1
         if args.log:
             row = {"names": "+".join(names), "kind": verdict.kind, "text": verdict.text}
             row |= {"sent": verdict.sent, "seconds": round(time.process_time() - start, 2)}
             with args.log.open("a") as log:
                 log.write(json.dumps(row) + "\n")
-        elif verdict.kind != RIGHT or len(chosen) < 10:
+        elif verdict.kind != RIGHT and not is_limit or len(chosen) < 10:
             print(verdict, flush=True)
-            if verdict.kind != RIGHT and len(names) > 1:
+            if verdict.kind != RIGHT and not is_limit and len(names) > 1:
                 smallest = shrink(verdict)
                 print(f"  smallest: python -m composition {'+'.join(smallest.names)}")
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    sys.exit(any(kind != RIGHT for kind in counts))
+    sys.exit(any(kind in (REFUSED, WRONG, CRASH) for kind in counts))
 
 
 main()

@@ -78,7 +78,8 @@ ROWS = (
 )
 FEATURES = {row.name: row for row in ROWS}
 # What one field cannot say: a number of heads that two do not divide has no groups of two, layers
-# of experts have no dense layer to write by hand, and torch's scan forbids writes in its body.
+# of experts have no dense layer to write by hand, torch's scan forbids writes in its body,
+# and a mask of blocks is one of a length.
 APART = {
     frozenset(pair)
     for pair in (
@@ -88,8 +89,18 @@ APART = {
         ("manual", "capacity"),
         ("flex", "attention_dropout"),
         ("accumulate", "tracked"),
+        ("any_length", "flex"),
     )
 }
+WITH_LOSS = ("gpipe", "1f1b", "interleaved", "zero_bubble", "vee")
+# What a ShardingError refuses: two sets of features that do not go together, and words of the
+# message. docs/limits.md has a row for each.
+LIMITS = (
+    (("data", "zero3", "zero1", "dropless", "capacity"), ("any_batch",), "has a size that depends"),
+    (("sequence", "context", "ring"), ("any_length",), "has a size that depends"),
+    (WITH_LOSS, ("any_batch", "any_length"), "exchanges all_gather"),
+    (("dropless",), WITH_LOSS, "a stage of a pipeline along 'stage' exchanges"),
+)
 MERGED = ("options", "dynamic", "frozen")  # Fields that two rows set together.
 
 
@@ -114,6 +125,12 @@ def fit(names: tuple[str, ...]) -> bool:
         )
         for a, b in combinations(rows, 2)
     )
+
+
+def limits_of(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Return words of the messages that may refuse a set."""
+    chosen = {*names}
+    return tuple(text for some, others, text in LIMITS if chosen & {*some} and chosen & {*others})
 
 
 def setup_of(names: tuple[str, ...]) -> Setup:
