@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...capture.trace_context import is_vectorizing
 from ...compat.private_apis import pad_sequence
 from ...rules.rewrites import DECLINED, rewrite
-from ..trace_context import is_vectorizing
 
 
 def is_unknown(*values: Any) -> bool:
