@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import assert_same
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
@@ -418,3 +418,22 @@ def test_the_second_way_starts_from_the_first(forced: list[int]) -> None:
     assert len(forced) == 2 and forced[1] < forced[0] / 2
     assert plan.sent_bytes == 1536  # as where each way starts from nothing
     assert_same(plan.simulate(*inputs), layers(*inputs))
+
+
+class Shifted(nn.Module):
+    """Its sizes, 7 and 8, leave rows over on 6 devices."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(7, 16, 7))
+
+    def forward(self):
+        x = self.weight[:, :8].reshape(7, 2, 4, 7).sin().mean(0)
+        x = gspmd.mark_sharding(x, Mesh(x=6), "_ _ _")
+        return torch.cat([torch.zeros_like(x[..., :1]), x[..., :-1]], -1)
+
+
+def test_parts_of_an_axis_move_alone_where_sizes_are_uneven():
+    """The whole axis of 6 divides no size; its parts of 2 and 3 may lie on two dimensions."""
+    module = gspmd.annotate(Shifted(), Mesh(x=6), {"weight": "_ x _"})
+    assert gspmd.plan(module, mesh=Mesh(x=6), grad=True).sent_bytes <= 1504

@@ -14,7 +14,7 @@ from torch import fx
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
 from .op_search import OpSearch
-from .pieces import pieces
+from .pieces import divides_all, pieces
 from .region_proposal import RegionProposals
 from .regions import Body, bodies, threads
 
@@ -61,7 +61,7 @@ class BodySearch(RegionProposals):
         changed += [
             self._try_layout(thread, axes, 0, self.constants.min_saving)
             for thread in self.threads
-            for axes in self._pieces_of(self._thread_axes(thread))
+            for axes in self._pieces_of(thread, self._thread_axes(thread))
         ]
         return any(changed)
 
@@ -74,15 +74,19 @@ class BodySearch(RegionProposals):
         piece_of = {
             (axis, factor_class): piece
             for factor_class, axes in of_classes.items()
-            for piece in self._pieces_of(axes)
+            for piece in self._pieces_of(body, axes)
             for axis in piece
         }
         return list(dict.fromkeys((piece_of[option], option[1]) for option in options))
 
-    def _pieces_of(self, axes: Collection[str]) -> list[Axes]:
-        """Return the whole axes that have these parts."""
-        whole = pieces(self.assignment.mesh)
-        return [piece for piece in whole if any(axis in axes for axis in piece)]
+    def _pieces_of(self, body: Body, axes: Collection[str]) -> list[Axes]:
+        """Return the whole axes that have these parts; parts alone where sizes are uneven."""
+        mesh, sizes = self.assignment.mesh, {n for op in body.ops for n in op.rule.sizes.values()}
+        found: list[Axes] = []
+        for piece in pieces(mesh):
+            parts = [(axis,) for axis in piece if axis in axes]
+            found += [piece] if parts and divides_all(mesh, piece, sizes) else parts
+        return found
 
     def _axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         """Return (axis, index in `body.classes`; None for no factor) that operations could take.

@@ -29,7 +29,7 @@ from ..propagate.factors import (
 from .cost_constants import CostConstants
 from .cost_model import local_bytes, work
 from .neighborhood import Neighborhood, OperandLayouts, Strategy
-from .pieces import neighboring_parts, pieces
+from .pieces import divides_all, neighboring_parts, pieces
 
 Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
 
@@ -125,12 +125,17 @@ class Strategies:
             for axis, targets in options.items():
                 if (
                     axis in disputed
-                    or self.mesh.whole((axis,))
+                    or self._moves_alone(op, axis)
                     and sum(isinstance(target, str) for target in targets) > 1
                     or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
+
+    def _moves_alone(self, op: Op, axis: str) -> bool:
+        """Return whether an axis is whole, or a part of one that leaves sizes uneven."""
+        piece = next(piece for piece in pieces(self.mesh) if axis in piece)
+        return len(piece) == 1 or not divides_all(self.mesh, piece, op.rule.sizes.values())
 
     def _disputed_axes(self, rule: FactorRule, available: Sequence[OperandLayouts]) -> set[str]:
         """Return the whole axes that shard a summed factor in one operand and not in another."""
