@@ -24,6 +24,7 @@ def uses_of_names(functions: Iterable[FunctionType]) -> dict[str, set[str]]:
 
         self.seen.append(y)                 .append
         LAST["loss"] = y                    []=
+        LAST.update(loss=y)                 []=
         self.log["loss"].append(y)          [].append
         self.log.setdefault(k, []).append   [].append
         len(self.seen)                      read, as all else
@@ -63,6 +64,8 @@ def _use(instructions: list[dis.Instruction]) -> str:
         takes_attribute = before == 1 and i.opname in ("LOAD_METHOD", "LOAD_ATTR")
         if takes_attribute and i.argval in ("append", "extend"):
             return f"{use}.append"
+        if takes_attribute and i.argval == "update":
+            return f"{use}[]="
         if takes_attribute and i.argval == "setdefault" and not use:
             calls = True
         elif takes_attribute or depth < 1 and i.opname != "STORE_SUBSCR":
