@@ -205,14 +205,10 @@ def cross_entropy_gradient():
     return p.results(p(aten._log_softmax_backward_data.default, scattered, y, 1, torch.float64))
 
 
-def on_cpu(graph):
-    return lower_einsum(graph, "cpu")
-
-
 LOWERED = {
-    linear_sum: on_cpu,
-    weight_gradient: on_cpu,
-    scores: on_cpu,
+    linear_sum: lower_einsum,
+    weight_gradient: lower_einsum,
+    scores: lower_einsum,
     views: fold_views,
     cross_entropy_gradient: nll_backward,
 }
