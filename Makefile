@@ -16,7 +16,7 @@ INSTALL := -m pip install --quiet --no-compile
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
+.PHONY: help lint house fast demo examples generate test test-core test-all test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -66,21 +66,27 @@ fast: venv  ## tests that start no processes and take no minutes
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x -m "not slow and not distributed" tests
 
-# One environment is installed while the code is checked.
-test:  ## all tests, as CI runs them: 20 minutes on two cores
+# One environment is installed while the code is checked. Two cases guard each test function, on one mesh of processes; all of them
+# explore, and take an hour: test-all.
+test:  ## the tests that CI runs: 25 minutes on two cores
 	$(MAKE) -j 2 lint venv-xla
 	$(MAKE) test-core
 	$(MAKE) test-xla
 
-test-core: venv  ## all tests but those of XLA
+GUARD := --one-mesh --cases 2
+test-core: venv  ## two cases of each test, but those of XLA
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
-	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x tests
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x $(GUARD) tests
+
+test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
+	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
 
 # Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. Of the core tests those
-# follow that depend on the version of torch, two cases of each on one mesh; test-oldest runs all.
+# follow that depend on the version of torch, guarded likewise; test-oldest runs all.
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x tests_xla
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x --one-mesh --cases 2 --ignore tests/runtime/test_plan_cache.py \
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x $(GUARD) --ignore tests/runtime/test_plan_cache.py \
 		$(wildcard tests/capture tests/compat tests/distributed tests/dtensor tests/runtime)
 
 test-oldest: venv-xla  ## all core tests on torch 2.9 (.venv-xla, 7 GB)

@@ -29,7 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--one-mesh", action="store_true", help="run checks on processes on their last mesh only"
     )
     parser.addoption(
-        "--cases", type=int, help="how many cases of each test function to run: these guard it"
+        "--cases",
+        type=int,
+        help="how many cases of a test function to run: they guard it, and all explore (WHOLE)",
     )
 
 
@@ -44,6 +46,9 @@ SLOW = {
     "transformers",
 }
 
+# Files of which --cases leaves out nothing: their cases are short, or are counted.
+WHOLE = {"prover", "imports", "docstrings", "dynamic_programs", "kinds", "mistakes", "sets"}
+
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -55,7 +60,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         functions: dict[tuple[Path, str], list[pytest.Item]] = {}
         for item in items:
             functions.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
-        keep(config, items, [each for cases in functions.values() for each in spread(cases, count)])
+        kept = (
+            cases if path.stem.removeprefix("test_") in WHOLE else spread(cases, count)
+            for (path, _), cases in functions.items()
+        )
+        keep(config, items, [each for cases in kept for each in cases])
 
 
 def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
