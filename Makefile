@@ -83,11 +83,11 @@ test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
 
 # Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. Of the core tests those
-# follow that depend on the version of torch, guarded likewise; test-oldest runs all, those on processes too (docs/limits.md: torch 2.9).
+# follow that depend on the version of torch, guarded likewise; test-oldest runs all.
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x tests_xla
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x $(GUARD) --ignore tests/runtime/test_plan_cache.py \
-		$(wildcard tests/capture tests/compat tests/runtime)
+		$(wildcard tests/capture tests/compat tests/distributed tests/runtime)
 
 test-oldest: venv-xla  ## all core tests on torch 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) tests

@@ -58,11 +58,11 @@ class Places:
 
         now: its step and phase. program: the one that began last.
         """
-        own, main = threading.get_ident(), threading.main_thread().ident
-        frames = sys._current_frames()
+        main = threading.main_thread().ident
+        frames = _frames_of_threads()
+        if threading.get_ident() != main:
+            frames.pop(threading.get_ident(), None)
         for thread in sorted(frames, key=lambda t: t != main):
-            if thread == own and thread != main:
-                continue
             status = self._status_of(now, program, [*outwards(frames[thread])])
             if status.waits_in:
                 frame = frames[thread]
@@ -76,7 +76,7 @@ class Places:
         while trace is not None:
             frames.append((trace.tb_frame, trace.tb_lineno))
             trace = trace.tb_next
-        return self._status_of(now, program, [*frames[::-1], *outwards(sys._getframe())])
+        return self._status_of(now, program, [*frames[::-1], *outwards(sys._getframe(1))])
 
     def _status_of(self, now: Status, program: str, frames: Frames) -> Status:
         """Return what a thread does. frames: with their lines, the innermost first."""
@@ -118,9 +118,24 @@ class Places:
 
 def stack_of_main() -> tuple[str, ...]:
     """Return the innermost calls of the main thread, the last one last."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frame = _frames_of_threads().get(threading.main_thread().ident or 0)
     rows = [row for row in traceback.extract_stack(frame) if row.line][-_STACK:]
     return tuple(f"{row.filename}:{row.lineno} in {row.name}: {row.line}" for row in rows)
+
+
+def _frames_of_threads() -> dict[int, FrameType]:
+    """Return the frame of each thread, of this one that of the caller's caller.
+
+    A function that has its own frame in a variable is a circle of references, which has the frames
+    of other threads too, with the tensors in their variables. A collection of the circle takes
+    their attributes from DTensors that autograd alone holds: torch 2.9 counts no references of C++.
+    """
+    frames = {
+        thread: frame
+        for thread, frame in sys._current_frames().items()
+        if thread != threading.get_ident()
+    }
+    return frames | {threading.get_ident(): sys._getframe(2)}
 
 
 def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:

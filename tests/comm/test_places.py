@@ -1,0 +1,47 @@
+"""A look at where threads are leaves no circle of references, which would keep their variables."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+
+from torchgspmd.comm.places import Places, stack_of_main
+from torchgspmd.comm.rank_failure import Status
+
+
+class Held:
+    """A variable of a function that is looked at."""
+
+
+def looks():
+    Places().status(Status(), "")
+    stack_of_main()
+
+
+def from_another_thread():
+    thread = threading.Thread(target=looks)
+    thread.start()
+    thread.join()
+
+
+def of_an_error():
+    try:
+        raise RuntimeError
+    except RuntimeError as error:
+        Places().status_of_error(Status(), "", error)
+
+
+@pytest.mark.parametrize("look", [looks, from_another_thread, of_an_error])
+def test_variables_end_with_their_function(look):
+    def function():
+        held = Held()
+        look()
+        return weakref.ref(held)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert function()() is None
+    finally:
+        gc.enable()
