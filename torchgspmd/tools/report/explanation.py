@@ -3,13 +3,13 @@
 A value is explained by the marks that reached it. A step between two layouts is explained by the
 value that it moves, the operation that needs it elsewhere, and the other ways to get there:
 
-    %einsum_1_rs moves %einsum_1 from [_ data sum@model] to [_ data+model]
-    %add_1 needs %einsum_1 in [_ data+model] (operand 1)
-    ways there                          sent     time
-    * reduce_scatter 1 model           512 B   3.0 us
-      all_reduce model, shard 1 model  1.0 KiB 3.0 us
-    model: %einsum_1 sums over it: einsum: c b, a b -> c a
-    ...
+    %einsum_1_rs moves %einsum_1 from [data _ sum@model] to [data model]
+    result 0 of the program needs %einsum_1 in [data model]
+      ways there                           sent  time on h100
+    * reduce_scatter sum 1 model          512 B        5.0 us
+      all_reduce sum model, shard 1 model 1.00 KiB     5.0 us
+    model: %einsum_1 sums over it: m k, k n -> m n
+    model: %down [model _] <- in_specs
 """
 
 from __future__ import annotations
