@@ -2,7 +2,8 @@
 
 The first check of a size starts that many processes (gloo); all later checks of the session use
 them. Each check is one item of pytest, and its failure shows the traceback of each rank. After a
-failure the processes are new ones.
+failure the processes are new ones. Rank n is a fork of template n, a process that has only imported
+torch and the package: a start takes no seconds, and hash seeds of ranks differ.
 
     @distributed("data=2", "data=2,model=2")
     def test_name(mesh): ...            # runs on the ranks; further arguments have to be picklable
@@ -22,6 +23,7 @@ import functools
 import importlib.util
 import inspect
 import os
+import pickle
 import re
 import signal
 import socket
@@ -32,6 +34,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ import pytest
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "300"))  # seconds for a check on all ranks
 GRACE = 5.0  # seconds that ranks have to answer after another one has failed
 START = 300.0  # seconds for the start of a process
+MESSAGE = 1 << 16  # bytes of a question to a template, at most
 
 
 def distributed(
@@ -79,6 +83,64 @@ def size_of(mesh: str) -> int:
     return functools.reduce(lambda n, size: n * int(size), re.findall(r"=(\d+)", mesh), 1)
 
 
+class Template:
+    """A process that has imported torch and the package, and forks itself when it is asked."""
+
+    def __init__(self) -> None:
+        self.calls, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        path = os.pathsep.join(path for path in sys.path if path)
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        command = [sys.executable, __file__, str(there.fileno())]
+        with there:
+            subprocess.Popen(command, env=environment, pass_fds=[there.fileno()])
+
+    def fork(self, environment: dict[str, str], port: int, log: Path) -> tuple[Process, Connection]:
+        """Start a rank that writes into a log."""
+        here, there = socket.socketpair()
+        with log.open("w") as file, there:
+            pid = self._ask((environment, port), [there.fileno(), file.fileno()])
+        return Process(self, pid), Connection(here.detach())
+
+    def code(self, pid: int) -> int | None:
+        """Return the exit code of a rank, None while it runs."""
+        return self._ask(pid, [])
+
+    def _ask(self, question: Any, files: list[int]) -> Any:
+        socket.send_fds(self.calls, [pickle.dumps(question)], files)
+        if answer := self.calls.recv(MESSAGE):
+            return pickle.loads(answer)
+        raise RuntimeError("a template of ranks has ended; what it wrote says why")
+
+
+@dataclass
+class Process:
+    """A rank."""
+
+    template: Template
+    pid: int
+    code: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, None while it runs."""
+        if self.code is None:
+            self.code = self.template.code(self.pid)
+        return self.code
+
+    def wait(self, seconds: float = 10.0) -> int | None:
+        """Return the exit code, None if it runs on."""
+        end = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        return self.code
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+_TEMPLATES: dict[int, Template] = {}
+
+
 class Ranks:
     """The processes of one size."""
 
@@ -89,7 +151,9 @@ class Ranks:
         self.folder = tempfile.TemporaryDirectory()
         self.logs = [Path(self.folder.name, f"rank{rank}") for rank in range(size)]
         self.connections: list[Connection] = []
-        self.processes: list[subprocess.Popen] = []
+        self.processes: list[Process] = []
+        for rank in range(len(_TEMPLATES), size):  # all import at the same time
+            _TEMPLATES[rank] = Template()
         for rank in range(size):
             self._start(rank, size)
         failure = self._answers("the start", START)
@@ -98,22 +162,10 @@ class Ranks:
             raise RuntimeError(failure)
 
     def _start(self, rank: int, size: int) -> None:
-        here, there = socket.socketpair()
-        environment = {
-            **os.environ,
-            "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
-            "RANK": str(rank),
-            "WORLD_SIZE": str(size),
-            "LOCAL_RANK": str(rank),
-        }
-        command = [sys.executable, __file__, str(there.fileno()), str(self.store.port)]
-        with self.logs[rank].open("w") as log, there:
-            process = subprocess.Popen(
-                command, env=environment, pass_fds=[there.fileno()], stdout=log, stderr=log
-            )
+        environment = dict(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+        process, connection = _TEMPLATES[rank].fork(environment, self.store.port, self.logs[rank])
         self.processes.append(process)
-        self.connections.append(Connection(here.detach()))
+        self.connections.append(connection)
 
     def run(self, call: tuple, timeout: float) -> str:
         """Return what failed on which rank, or nothing."""
@@ -157,12 +209,12 @@ class Ranks:
         try:
             return connection.recv()
         except (EOFError, ConnectionResetError):
-            return f"ended with exit code {self.processes[rank].wait(10)}"
+            return f"ended with exit code {self.processes[rank].wait()}"
 
     def close(self) -> None:
         """End the processes; the next check starts others."""
         for process in self.processes:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
         for process, connection in zip(self.processes, self.connections):
             process.wait()
             connection.close()
@@ -238,8 +290,6 @@ def serve(descriptor: int, port: int) -> None:
     import torch
     import torch.distributed as dist
 
-    import torchgspmd  # noqa: F401 (before the first check, of whose time this is no part)
-
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     torch.set_num_threads(1)
@@ -254,5 +304,35 @@ def serve(descriptor: int, port: int) -> None:
     os._exit(0)  # gloo may abort at exit
 
 
+def fork_ranks(descriptor: int) -> None:
+    """Fork a rank, or tell the exit code of one, as often as the other side asks."""
+    import torchgspmd  # noqa: F401 (before the first check, of whose time this is no part)
+
+    calls = socket.socket(fileno=descriptor)
+    while (question := socket.recv_fds(calls, MESSAGE, 2))[0]:
+        text, files, *_ = question
+        match pickle.loads(text):
+            case int(pid):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                reply = os.waitstatus_to_exitcode(status) if ended else None
+            case environment, port:
+                if not (reply := os.fork()):
+                    return become_rank(calls, files, environment, port)
+                for file in files:
+                    os.close(file)
+        calls.send(pickle.dumps(reply))
+
+
+def become_rank(calls: socket.socket, files: list[int], environment: dict, port: int) -> None:
+    """Be a rank that knows nothing of its template."""
+    calls.close()
+    connection, log = files
+    for output in (1, 2):
+        os.dup2(log, output)
+    os.close(log)
+    os.environ.update(environment)
+    serve(connection, port)
+
+
 if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:]))
+    fork_ranks(int(sys.argv[1]))
