@@ -20,6 +20,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib.util
 import inspect
 import os
@@ -308,6 +309,7 @@ def fork_ranks(descriptor: int) -> None:
     """Fork a rank, or tell the exit code of one, as often as the other side asks."""
     import torchgspmd  # noqa: F401 (before the first check, of whose time this is no part)
 
+    gc.freeze()  # of what is imported: a collection in a rank has only what came later
     calls = socket.socket(fileno=descriptor)
     while (question := socket.recv_fds(calls, MESSAGE, 2))[0]:
         text, files, *_ = question
