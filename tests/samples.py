@@ -228,6 +228,14 @@ for choice in (lambda: torch.tensor([4, -1, 0, 2, 2, 0, 0]),):  # the group of e
     sample(ours.put_blocks.default, real(3, 7, 4), choice, 3, 5)
     sample(ours.block_mm.default, real(2, 7, 4), real(2, 3, 4, 5), choice, 2, 5)
     sample(ours.block_outer.default, real(2, 7, 4), real(2, 7, 3), choice, 2, 5)
+for each in (lambda: torch.stack([x() for x in (ends(0, 3, 4), ends(2, 2, 6), ends(5, 7, 7))]),):
+    sample(ours.grouped_mm.default, real(3, 7, 4), real(3, 3, 4, 5), each)
+    sample(ours.grouped_outer.default, real(3, 7, 4), real(3, 7, 2), each)
+    sample(ours.take_blocks.default, real(3, 7, 4), each, 2)
+    sample(ours.put_blocks.default, real(3, 2, 7, 4), each, 2)
+    sample(ours.block_mm.default, real(3, 2, 7, 4), real(3, 2, 2, 4, 5), each, 2)
+    sample(ours.block_outer.default, real(3, 2, 7, 4), real(3, 2, 7, 2), each, 2)
+    sample(ours.within.default, torch.ones(3, 4, 2, 3, dtype=torch.long), 1, None)
 sample(ours.attention.default, real(2, 4, 5, 8), real(2, 4, 5, 8), real(2, 4, 5, 8), True, 0.3)
 sample(ours.attention.default, real(3, 2, 5, 8), real(3, 2, 7, 8), real(3, 2, 7, 8), False, 0.3)
 

@@ -99,7 +99,6 @@ LIMITS = (
     (("data", "zero3", "zero1", "dropless", "capacity"), ("any_batch",), "has a size that depends"),
     (("sequence", "context", "ring"), ("any_length",), "has a size that depends"),
     (WITH_LOSS, ("any_batch", "any_length"), "exchanges all_gather"),
-    (("dropless",), WITH_LOSS, "a stage of a pipeline along 'stage' exchanges"),
 )
 MERGED = ("options", "dynamic", "frozen")  # Fields that two rows set together.
 

@@ -31,6 +31,7 @@ ONCE = (  # sets that failed before
     "any_length+dropout",
     "recompute+attention_dropout",
     "capacity+1f1b+uneven",
+    "dropless+zero_bubble",
 )
 EVERY = 80  # of the pairs one in so many
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from expert_layer import CHOICES, Experts, batch
 from samples import SAMPLES
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, moe
@@ -278,3 +281,39 @@ def test_products_for_xla(name):
 def test_xla_cannot_raise():
     with pytest.raises(ShardingError, match="cannot raise an error"):
         rewrite_of("xla", torch.ops.torchgspmd.within.default)(torch.ones(2, 2, 2), 1, None)
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls of operations of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.update([str(function)] if function.namespace == "torchgspmd" else [])
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("cut", [{}, {"shards": 3}, {"shards": 2, "capacity": 2.0}])
+def test_vmap_has_no_loop(cut):
+    """Stages with rows and weights of their own are one call, with the numbers of each alone."""
+    torch.manual_seed(0)
+    stages = [Experts(5, 6, 4, **cut) for _ in range(2)]
+    each = [batch(kind, 12, 6, 5) for kind in ("skewed", "to one")]
+    arguments = [torch.stack(parts) for parts in zip(*each)]
+    weights, _ = torch.func.stack_module_state(stages)
+
+    def run(weights, *arguments):
+        return torch.func.functional_call(stages[0], weights, arguments)[0]
+
+    with Calls() as calls:
+        loss = torch.vmap(run)(weights, *arguments).square().sum()
+        found = torch.autograd.grad(loss, [*weights.values()])
+    for i, stage in enumerate(stages):
+        with Calls() as alone:
+            loss = stage(*each[i])[0].square().sum()
+            gradients = torch.autograd.grad(loss, [*stage.parameters()])
+        assert calls.names == alone.names
+        for stacked, gradient in zip(found, gradients):
+            close(stacked[i], gradient)

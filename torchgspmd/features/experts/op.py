@@ -14,10 +14,14 @@ A block has room for all rows, as all may choose its experts; a device multiplie
 that are not sorted come with the group of each in place of the ends, and with the number of groups:
 
     take_blocks(x, index, 2, 8)     block b begins with the rows of its groups, sorted
+
+All tensors may have leading dimensions, such as the stages of a pipeline. Each position there has
+rows, matrices and ends of its own: x [s, t, k], w [s, e, k, n], ends [s, e]. torch.vmap adds them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,12 +34,28 @@ from ...errors import ShardingError
 KERNEL_BYTES = 16  # PyTorch's kernel needs rows of a multiple of so many bytes
 
 
+def leading_dims(ends: Tensor) -> int:
+    """Return how many dimensions stand before the rows."""
+    return ends.dim() - 1
+
+
+def _each(function: Callable[..., Tensor], ends: int, *args: Any) -> Tensor:
+    """Return the results for each position of the first leading dimension.
+
+    ends: how many arguments there are up to the ends. They have that dimension, others do not.
+    """
+    tensors, rest = args[:ends], args[ends:]
+    return torch.stack([function(*row, *rest) for row in zip(*tensors, strict=True)])
+
+
 @torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=())
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [t, n]: each row of x [t, k] times the matrix of its group, of w [e, k, n].
 
     ends: the row behind each group. Rows behind the last group are 0.
     """
+    if leading_dims(ends):
+        return _each(grouped_mm, 3, x, w, ends)
     if _has_kernel(x, w):
         out = _grouped_mm(x, w, offs=ends.to(torch.int32))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
@@ -51,6 +71,8 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 @torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=())
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return [e, k, n]: of each group the product of x [t, k], transposed, and y [t, n]."""
+    if leading_dims(ends):
+        return _each(grouped_outer, 3, x, y, ends)
     if _has_kernel(x.t(), y):
         return _grouped_mm(x.t(), y, offs=ends.to(torch.int32))
     out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
@@ -76,16 +98,16 @@ def _has_kernel(a: Tensor, b: Tensor) -> bool:
 
 @grouped_mm.register_fake
 def _(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    if x.shape[1] != w.shape[1] or ends.shape[0] != w.shape[0]:
+    if x.shape[-1] != w.shape[-2] or ends.shape != w.shape[:-2]:
         raise RuntimeError(
             f"shapes {list(x.shape)}, {list(w.shape)} and {list(ends.shape)} of groups differ"
         )
-    return x.new_empty(x.shape[0], w.shape[2])
+    return x.new_empty(*x.shape[:-1], w.shape[-1])
 
 
 @grouped_outer.register_fake
 def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    return x.new_empty(ends.shape[0], x.shape[1], y.shape[1])
+    return x.new_empty(*ends.shape, x.shape[-1], y.shape[-1])
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -130,18 +152,20 @@ def sorted_groups(ends: Tensor, groups: int) -> tuple[Tensor | None, Tensor]:
     if not groups:
         return None, ends
     index = ends.remainder(groups)  # negative ones count from the end
-    counts = index.new_zeros(groups).scatter_add(0, index, torch.ones_like(index))
-    return index.argsort(stable=True), counts.cumsum(0)
+    counts = index.new_zeros(*index.shape[:-1], groups)
+    counts = counts.scatter_add(-1, index, torch.ones_like(index))
+    return index.argsort(dim=-1, stable=True), counts.cumsum(-1)
 
 
 def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
     """Return of `count` blocks from `first` on: (first row [count], ends [count, p] from there)."""
-    width = groups_of_block(ends.shape[0], blocks)
-    padding = width * max(blocks, first + count) - len(ends)  # a device may have empty blocks
-    borders = torch.cat([ends.new_zeros(1), ends, ends[-1:].expand(padding)])
-    start = borders[:-1:width].narrow(0, first, count)
-    last = borders[1:].reshape(-1, width).narrow(0, first, count)
-    return start, last - start.unsqueeze(1)
+    width = groups_of_block(ends.shape[-1], blocks)
+    padding = width * max(blocks, first + count) - ends.shape[-1]  # a device may have empty blocks
+    behind = ends[..., -1:].expand(*ends.shape[:-1], padding)
+    borders = torch.cat([torch.zeros_like(ends[..., :1]), ends, behind], -1)
+    start = borders[..., :-1:width].narrow(-1, first, count)
+    last = borders[..., 1:].unflatten(-1, (-1, width)).narrow(-2, first, count)
+    return start, last - start.unsqueeze(-1)
 
 
 @torch.library.custom_op("torchgspmd::take_blocks", mutates_args=())
@@ -152,6 +176,8 @@ def take_blocks(
 
     The groups are cut into `blocks`; those from `first` on are taken.
     """
+    if leading_dims(ends):
+        return _each(take_blocks, 2, x, ends, blocks, groups, first, count)
     order, ends = sorted_groups(ends, groups)
     start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
     rows = torch.arange(len(x), device=x.device)
@@ -165,6 +191,8 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
 
     Rows that no block has are 0.
     """
+    if leading_dims(ends):
+        return _each(put_blocks, 2, ys, ends, blocks, groups, first)
     order, ends = sorted_groups(ends, groups)
     start, last = block_ends(ends, blocks, first, len(ys))
     out = ys.new_zeros(ys.shape[1:])
@@ -180,6 +208,8 @@ def block_mm(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
     """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
+    if leading_dims(ends):
+        return _each(block_mm, 3, xs, ws, ends, blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
@@ -189,6 +219,8 @@ def block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
     """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
+    if leading_dims(ends):
+        return _each(block_outer, 3, xs, ys, ends, blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
 
@@ -197,17 +229,19 @@ def block_outer(
 def _(
     x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
 ) -> Tensor:
-    return x.new_empty([blocks if count is None else count, *x.shape])
+    lead = leading_dims(ends)
+    return x.new_empty([*x.shape[:lead], blocks if count is None else count, *x.shape[lead:]])
 
 
 @put_blocks.register_fake
 def _(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
-    return ys.new_empty(ys.shape[1:])
+    lead = leading_dims(ends)
+    return ys.new_empty([*ys.shape[:lead], *ys.shape[lead + 1 :]])
 
 
 @block_mm.register_fake
 def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
-    return xs.new_empty(*xs.shape[:2], ws.shape[3])
+    return xs.new_empty(*xs.shape[:-1], ws.shape[-1])
 
 
 def _save_blocks(ctx: Any, inputs: tuple, output: Tensor) -> None:
@@ -229,8 +263,8 @@ block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
 
 @block_outer.register_fake
 def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
-    width = groups_of_block(groups or ends.shape[0], blocks)
-    return xs.new_empty(xs.shape[0], width, xs.shape[2], ys.shape[2])
+    width = groups_of_block(groups or ends.shape[-1], blocks)
+    return xs.new_empty(*xs.shape[:-2], width, xs.shape[-1], ys.shape[-1])
 
 
 @torch.library.custom_op("torchgspmd::within", mutates_args=())
@@ -255,3 +289,23 @@ def within(counts: Tensor, room: int, where: str | None) -> Tensor:
 @within.register_fake
 def _(counts: Tensor, room: int, where: str | None) -> Tensor:
     return torch.empty_like(counts)
+
+
+def _first(x: Any, dim: int | None, size: int) -> Any:
+    """Return an argument of a vmapped call, a tensor with `size` positions in front."""
+    if not isinstance(x, Tensor):
+        return x
+    return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+
+def _vmap(op: Any) -> Callable[..., tuple[Tensor, int]]:
+    """Return the vmap of an operation: one call with a leading dimension."""
+
+    def batched(info: Any, dims: tuple, *args: Any) -> tuple[Tensor, int]:
+        return op(*(_first(x, dim, info.batch_size) for x, dim in zip(args, dims))), 0
+
+    return batched
+
+
+for _op in (grouped_mm, grouped_outer, take_blocks, put_blocks, block_mm, block_outer, within):
+    _op.register_vmap(_vmap(_op))

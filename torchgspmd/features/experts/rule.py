@@ -11,10 +11,18 @@ from ...compat.operators import aten
 from ...errors import ShardingError
 from ...rules.custom_ops.nd import einsum
 from ...rules.local_builder import LocalBuilder
-from ...rules.notation import LocalForm, Split
-from ...rules.registry import rule
+from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Split, factors
+from ...rules.registry import rule, rule_for
 from ...rules.rewrites import rewrite
-from .op import block_ends, groups_of_block, put_blocks, sorted_groups, take_blocks, within
+from .op import (
+    block_ends,
+    groups_of_block,
+    leading_dims,
+    put_blocks,
+    sorted_groups,
+    take_blocks,
+    within,
+)
 
 ours = torch.ops.torchgspmd
 
@@ -42,17 +50,42 @@ _GROUPS = {
     "split": Split(blocks="e"),
     "local": LocalForm(_emit_groups, when="t"),
 }
-rule(ours.grouped_mm.default, "t k, e k n, 1 -> t n", reduce="k", **_GROUPS)
-rule(ours.grouped_outer.default, "t k, t n, 1 -> e k n", reduce="t", **_GROUPS)
+rule(ours.grouped_mm.default, "... t k, ... e k n, ... 1 -> ... t n", reduce="k", **_GROUPS)
+rule(ours.grouped_outer.default, "... t k, ... t n, ... 1 -> ... e k n", reduce="t", **_GROUPS)
 
 _BLOCKS = {"replicated": "t p", "local": LocalForm(_emit_blocks, when="d", positional=False)}
 _PRODUCT = {"contraction": True, "chosen": "d p", "linear": [[0], [1]]}
-rule(ours.block_mm.default, "d t k, d p k n, 1 -> d t n", reduce="k", **_PRODUCT, **_BLOCKS)
-rule(ours.block_outer.default, "d t k, d t n, 1 -> d p k n", **_PRODUCT, **_BLOCKS)
+_PRODUCT |= _BLOCKS
+_MM, _OUTER = (
+    "... d t k, ... d p k n, ... 1 -> ... d t n",
+    "... d t k, ... d t n, ... 1 -> ... d p k n",
+)
+rule(ours.block_mm.default, _MM, reduce="k", **_PRODUCT)
+rule(ours.block_outer.default, _OUTER, **_PRODUCT)
 # All devices check all counts: if there is no room on one, all of them raise.
-rule(within._opoverload, "g d p -> g d p", replicated="g d p")
-rule(ours.take_blocks.default, "t ..., 1 -> d t ...", linear=[[0]], **_BLOCKS)
-rule(ours.put_blocks.default, "d t ..., 1 -> t ...", reduce="d", linear=[[0]], **_BLOCKS)
+rule(within._opoverload, "... g d p -> ... g d p", replicated="g d p")
+
+
+@rule_for(ours.take_blocks.default)
+def _take(call: Call) -> FactorRule:
+    rows, ends, blocks = _dims_of_blocks(call, call.tensors[0], 0)
+    return call.rule([rows, ends], [blocks], linear=[[0]], **_BLOCKS)
+
+
+@rule_for(ours.put_blocks.default)
+def _put(call: Call) -> FactorRule:
+    rows, ends, blocks = _dims_of_blocks(call, call.tensors[0], 1)
+    return call.rule([blocks, ends], [rows], reduce="d", linear=[[0]], **_BLOCKS)
+
+
+def _dims_of_blocks(call: Call, tensor: Tensor, blocks: int) -> tuple[DimNames, ...]:
+    """Return the factors of rows, of their ends and of their blocks.
+
+    tensor: the first operand, with so many dimensions of blocks.
+    """
+    lead = factors("l", leading_dims(call.tensors[1]))
+    row = factors("d", tensor.dim() - len(lead) - 1 - blocks)
+    return [*lead, "t", *row], [*lead, ()], [*lead, "d", "t", *row]
 
 
 class Cut(NamedTuple):
@@ -61,6 +94,11 @@ class Cut(NamedTuple):
     ends: fx.Node
     blocks: int
     groups: int  # 0: the rows are sorted
+
+    @property
+    def lead(self) -> int:
+        """How many dimensions stand before the rows."""
+        return leading_dims(self.ends.meta["val"])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -87,9 +125,9 @@ def _cut_of(node: fx.Node) -> tuple[fx.Node, Cut]:
 @rewrite("split", ours.grouped_mm.default)
 def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0) -> Tensor:
     """Compute each block of groups by itself, as if each had all rows."""
-    width = groups_of_block(len(w), shards)
-    padded = aten.constant_pad_nd(w, [0, 0, 0, 0, 0, shards * width - len(w)])
-    blocks = padded.reshape(shards, width, *w.shape[1:])
+    width = groups_of_block(w.shape[-3], shards)
+    padded = aten.constant_pad_nd(w, [0, 0, 0, 0, 0, shards * width - w.shape[-3]])
+    blocks = padded.unflatten(-3, (shards, width))
     ys = ours.block_mm(ours.take_blocks(x, ends, shards, groups), blocks, ends, shards, groups)
     return ours.put_blocks(ys, ends, shards, groups)
 
@@ -101,27 +139,35 @@ def outer_by_blocks(
     """Compute the products of each block of groups by itself."""
     xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
     blocks = ours.block_outer(xs, ys, ends, shards, groups)
-    return blocks.flatten(0, 1)[: groups or len(ends)]
+    return blocks.flatten(-4, -3).narrow(-3, 0, groups or ends.shape[-1])
 
 
 @rewrite("xla", ours.grouped_mm.default)
 def _masked_groups(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply all rows by all matrices, and take those of each row's group."""
-    products = einsum("tk,ekn->etn", x, w)
-    return torch.where(_in_group(len(x), ends), products, 0).sum(0)
+    lead = _letters(ends)
+    products = einsum(f"{lead}tk,{lead}ekn->{lead}etn", x, w)
+    return torch.where(_in_group(x.shape[-2], ends), products, 0).sum(-3)
 
 
 @rewrite("xla", ours.grouped_outer.default)
 def _masked_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Multiply the rows of each group, and zeros in place of all others."""
-    return einsum("etk,tn->ekn", torch.where(_in_group(len(x), ends), x, 0), y)
+    lead = _letters(ends)
+    rows = torch.where(_in_group(x.shape[-2], ends), x.unsqueeze(-3), 0)
+    return einsum(f"{lead}etk,{lead}tn->{lead}ekn", rows, y)
+
+
+def _letters(ends: Tensor) -> str:
+    """Return letters for leading dimensions, as of stages."""
+    return "abc"[: leading_dims(ends)]
 
 
 def _in_group(rows: int, ends: Tensor) -> Tensor:
     """Return [e, t, 1]: whether each of the rows is in each group."""
-    start = aten.constant_pad_nd(ends[:-1], [1, 0])
+    start = aten.constant_pad_nd(ends[..., :-1], [1, 0])
     row = torch.arange(rows, device=ends.device)
-    return ((row >= start.unsqueeze(1)) & (row < ends.unsqueeze(1))).unsqueeze(2)
+    return ((row >= start.unsqueeze(-1)) & (row < ends.unsqueeze(-1))).unsqueeze(-1)
 
 
 @rewrite("xla", ours.block_mm.default)
@@ -129,10 +175,10 @@ def _masked_blocks(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
     """Multiply the rows of each block by all its matrices, and take those of each row's group."""
-    products = einsum("dtk,dpkn->dptn", xs, ws)
-    return torch.where(
-        _in_block(xs, sorted_groups(ends, groups)[1], blocks, first), products, 0
-    ).sum(1)
+    lead = _letters(ends)
+    products = einsum(f"{lead}dtk,{lead}dpkn->{lead}dptn", xs, ws)
+    inside = _in_block(xs, sorted_groups(ends, groups)[1], blocks, first)
+    return torch.where(inside, products, 0).sum(-3)
 
 
 @rewrite("xla", ours.block_outer.default)
@@ -140,18 +186,18 @@ def _masked_block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
     """Multiply the rows of each group of a block, and zeros in place of all others."""
-    rows = torch.where(
-        _in_block(xs, sorted_groups(ends, groups)[1], blocks, first), xs.unsqueeze(1), 0
-    )
-    return einsum("dptk,dtn->dpkn", rows, ys)
+    lead = _letters(ends)
+    inside = _in_block(xs, sorted_groups(ends, groups)[1], blocks, first)
+    rows = torch.where(inside, xs.unsqueeze(-3), 0)
+    return einsum(f"{lead}dptk,{lead}dtn->{lead}dpkn", rows, ys)
 
 
 def _in_block(xs: Tensor, ends: Tensor, blocks: int, first: int) -> Tensor:
     """Return [d, p, t, 1]: whether each of the rows of a block is in each of its groups."""
-    last = block_ends(ends, blocks, first, len(xs))[1].unsqueeze(2)  # [d, p, 1]
-    start = aten.constant_pad_nd(last[:, :-1], [0, 0, 1, 0])
-    row = torch.arange(xs.shape[1], device=xs.device)
-    return ((row >= start) & (row < last)).unsqueeze(3)
+    last = block_ends(ends, blocks, first, xs.shape[-3])[1].unsqueeze(-1)  # [d, p, 1]
+    start = aten.constant_pad_nd(last[..., :-1, :], [0, 0, 1, 0])
+    row = torch.arange(xs.shape[-2], device=xs.device)
+    return ((row >= start) & (row < last)).unsqueeze(-1)
 
 
 @rewrite("xla", within._opoverload)

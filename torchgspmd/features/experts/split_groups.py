@@ -39,13 +39,13 @@ def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
         if (taken := taken_blocks_of(node)) and (blocks := lifter.lift(*taken, node)):
             node.replace_all_uses_with(blocks)
         elif put := put_blocks_of(node):
-            for addition in _additions_after(node, rules):
+            for addition in _additions_after(node, rules, put[1].lead):
                 lifter.add_by_blocks(addition, put[1])
     graph.eliminate_dead_code()
     return graph
 
 
-def _additions_after(node: fx.Node, rules: Rules) -> Iterator[fx.Node]:
+def _additions_after(node: fx.Node, rules: Rules, lead: int) -> Iterator[fx.Node]:
     """Yield the additions that take in a value, or what one row of it becomes by itself."""
     for user in node.users:
         if user.op != "call_function" or not is_operation(user):
@@ -53,8 +53,8 @@ def _additions_after(node: fx.Node, rules: Rules) -> Iterator[fx.Node]:
         op = rules.op(user)
         if op.rule.joins:
             yield user
-        elif len(op.operands) == 1 and op.results == (user,) and _operands_with_rows(op):
-            yield from _additions_after(user, rules)
+        elif len(op.operands) == 1 and op.results == (user,) and _operands_with_rows(op, lead):
+            yield from _additions_after(user, rules, lead)
 
 
 class _Lifter:
@@ -92,7 +92,7 @@ class _Lifter:
         if depth >= MAX_DEPTH or not is_operation(node):
             return
         op = self.rules.op(node)
-        has_rows = _operands_with_rows(op)
+        has_rows = _operands_with_rows(op, cut.lead)
         if has_rows is None:
             return
         operands: list[fx.Node | None] = [
@@ -105,7 +105,7 @@ class _Lifter:
             for i, (v, rows) in enumerate(zip(op.operands, has_rows)):
                 if rows and operands[i] is None:
                     operands[i] = self._take(v, cut)
-            results = self._emit(op, has_rows, operands)
+            results = self._emit(op, has_rows, operands, cut.lead)
         for result, lifted in zip(op.results, results or ()):
             if result is not None:
                 self.lifted[result, cut] = lifted
@@ -120,17 +120,15 @@ class _Lifter:
         return lifted
 
     def _emit(
-        self, op: Op, has_rows: list[bool], operands: list[fx.Node | None]
+        self, op: Op, has_rows: list[bool], operands: list[fx.Node | None], lead: int
     ) -> list[fx.Node] | None:
         """Return the results of an operation on blocks, computed by other operations."""
         inputs = [lifted or v for v, lifted in zip(op.operands, operands)]
         if _is_elementwise(op) and op.results == (op.node,):
             copy = self.graph.node_copy(op.node, dict(zip(op.operands, inputs)).__getitem__)
-            val, lead = op.node.meta["val"], next(v for v, r in zip(inputs, has_rows) if r)
-            copy.meta = {
-                **carried_meta(op.node),
-                "val": val.new_empty([lead.meta["val"].shape[0], *val.shape]),
-            }
+            first = next(v for v, r in zip(inputs, has_rows) if r)
+            val = _with_blocks(op.node.meta["val"], first.meta["val"].shape[lead], lead)
+            copy.meta = {**carried_meta(op.node), "val": val}
             return [copy]
         leaves, tree = pytree.tree_flatten((op.node.args, dict(op.node.kwargs)))
 
@@ -141,7 +139,9 @@ class _Lifter:
             )
             return op.node.target(*args, **kwargs)
 
-        batched = torch.vmap(call, in_dims=tuple(0 if rows else None for rows in has_rows))
+        batched = torch.vmap(
+            call, in_dims=tuple(lead if rows else None for rows in has_rows), out_dims=lead
+        )
         try:
             inner = trace(batched, tuple(v.meta["val"] for v in inputs), {})
         except (NotImplementedError, RuntimeError, TypeError, ValueError):
@@ -156,9 +156,14 @@ def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: Cut) -> fx.Node:
     """Return a new node that takes the blocks of a value."""
     target = torch.ops.torchgspmd.take_blocks.default
     node = graph.call_function(target, (value, *cut.arguments))
-    val = value.meta["val"]
-    node.meta = {**carried_meta(value), "val": val.new_empty([cut.blocks, *val.shape])}
+    val = _with_blocks(value.meta["val"], cut.blocks, cut.lead)
+    node.meta = {**carried_meta(value), "val": val}
     return node
+
+
+def _with_blocks(val: Tensor, blocks: int, lead: int) -> Tensor:
+    """Return a value like rows, with a dimension of blocks before them."""
+    return val.new_empty([*val.shape[:lead], blocks, *val.shape[lead:]])
 
 
 def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: Cut) -> fx.Node:
@@ -190,23 +195,23 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def _operands_with_rows(op: Op) -> list[bool] | None:
-    """Return of each operand whether its first dimension is the rows of all results.
+def _operands_with_rows(op: Op, lead: int) -> list[bool] | None:
+    """Return of each operand whether it has the rows of all results, behind `lead` dimensions.
 
     None if a row of a result is computed from more than one row of an operand.
     """
     rule: FactorRule = op.rule
-    firsts = {dims[0] if dims else () for dims in rule.results}
-    if len(firsts) != 1 or rule.contraction or "mark" in op.node.meta:
+    fronts = {dims[: lead + 1] for dims in rule.results}
+    if len(fronts) != 1 or rule.contraction or "mark" in op.node.meta:
         return None
-    (first,) = firsts
+    (front,) = fronts
     bound = rule.replicated | rule.special | rule.windowed | set(rule.reduce)
-    if len(first) != 1 or first[0] in bound:
+    if len(front) <= lead or any(len(dim) != 1 or dim[0] in bound for dim in front):
         return None
-    places = [
-        [d for d, factors in enumerate(dims) if first[0] in factors] for dims in rule.operands
-    ]
+    (row,) = front[lead]
+    places = [[d for d, names in enumerate(dims) if row in names] for dims in rule.operands]
     fits = all(
-        at == [] or at == [0] and dims[0] == first for at, dims in zip(places, rule.operands)
+        at == [] or at == [lead] and dims[: lead + 1] == front
+        for at, dims in zip(places, rule.operands)
     )
     return [bool(at) for at in places] if fits and any(places) else None
