@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import (
     WORDS,
+    Counting,
     Model,
     Options,
     close,
@@ -179,7 +180,7 @@ def test_attributes(mesh):
     """What forward reads may change between calls; what it writes does not make a program for every
     call.
     """
-    model, reference = pair(mesh)
+    model, reference = pair(mesh, Counting)
     programs = []
 
     def compare():
