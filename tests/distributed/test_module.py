@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
-MESHES = ("model=3", "data=2,model=2")
+MESHES = ("data=2,model=2", "model=3")
 Result = namedtuple("Result", "logits norm")
 
 

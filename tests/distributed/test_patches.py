@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 import torchgspmd as gspmd
 from torchgspmd.dtensor.install import PATCHES
 
-MESHES = ("model=3", "data=2,model=2")
+MESHES = ("data=2,model=2", "model=3")
 NEEDED = [patch for patch in PATCHES if patch.is_needed()]
 
 

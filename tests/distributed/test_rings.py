@@ -37,7 +37,7 @@ class Sequence(nn.Module):
         )
 
 
-@distributed("model=2", "model=3")
+@distributed("model=3", "model=2")
 @pytest.mark.parametrize("backend", ["torch", "inductor"])
 @patch.object(hardware, "CPU", hardware.GPU)
 @patch.object(collective_matmul, "GAIN", float("inf"))

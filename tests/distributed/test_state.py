@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
-MESHES = ("model=3", "data=2,model=2")
+MESHES = ("data=2,model=2", "model=3")
 WIDTH, STEPS = 7, 4  # which no mesh divides
 MARKS = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
 TABLE: dict = {}
