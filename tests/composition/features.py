@@ -92,13 +92,11 @@ APART = {
         ("any_length", "flex"),
     )
 }
-WITH_LOSS = ("gpipe", "1f1b", "interleaved", "zero_bubble", "vee")
 # What a ShardingError refuses: two sets of features that do not go together, and words of the
 # message. docs/limits.md has a row for each.
 LIMITS = (
     (("data", "zero3", "zero1", "dropless", "capacity"), ("any_batch",), "has a size that depends"),
     (("sequence", "context", "ring"), ("any_length",), "has a size that depends"),
-    (WITH_LOSS, ("any_batch", "any_length"), "exchanges all_gather"),
 )
 MERGED = ("options", "dynamic", "frozen")  # Fields that two rows set together.
 

@@ -32,6 +32,8 @@ ONCE = (  # sets that failed before
     "recompute+attention_dropout",
     "capacity+1f1b+uneven",
     "dropless+zero_bubble",
+    "vee+any_batch",
+    "1f1b+any_length",
 )
 EVERY = 80  # of the pairs one in so many
 

@@ -193,7 +193,7 @@ def test_in_a_module_with_random_numbers():
             return run(x, self.up.weight, self.up.bias, self.down.weight).square().mean()
 
     torch.manual_seed(0)
-    model, x = Layer().double(), torch.randn(4, 8, dtype=DOUBLE)
+    model, x = Layer().double(), torch.randn(64, 8, dtype=DOUBLE)
     gspmd.annotate(model, MESH, {"up.weight": "model _", "down.weight": "_ model"})
     result = gspmd.plan(model, x, mesh=MESH, in_specs=("data _",), grad=True)
     loss, gradients = result.simulate(x)

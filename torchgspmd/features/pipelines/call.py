@@ -42,7 +42,8 @@ class StageCall(BodyCall):
 
     carries, rows, others: names of its arguments in the bodies. stacks, totals: names of results
     that are stacked, and of those that are added up. kept_bytes: what a stage keeps of a microbatch
-    between its pieces. transport: of the rank that runs it.
+    between its pieces. sizes: (value of the loss, dim, carry, its dim of the same size), where only
+    a run knows it. transport: of the rank that runs it.
     """
 
     loop: Loop
@@ -56,6 +57,7 @@ class StageCall(BodyCall):
     stacks: tuple[str, ...]
     totals: tuple[str, ...]
     kept_bytes: int = 0
+    sizes: tuple[tuple[str, int, str, int], ...] = ()
     transport: Transport | None = None
     sends = True
 
@@ -113,11 +115,12 @@ class StageCall(BodyCall):
         links = [[*map(x.__dict__.get, _LINK), value(x.message)] for x in self.links]
         names = [self.carries, self.rows, self.others, self.stacks, self.totals]
         order = str(self.order)
-        return [TAG, str(self.loop), self.axis, order, pieces, links, names, self.kept_bytes]
+        ends = names, self.kept_bytes, [*map(list, self.sizes)]
+        return [TAG, str(self.loop), self.axis, order, pieces, links, *ends]
 
     @classmethod
     def decode(cls, parts: list[Any], read: BodyReader) -> StageCall:
-        _, loop, axis, order, pieces, links, names, kept_bytes = parts
+        _, loop, axis, order, pieces, links, names, kept_bytes, sizes = parts
         schedule = Order.parse(order)
         if str(schedule) != order or not read.has_axis(axis):
             raise ValueError(order)
@@ -141,6 +144,7 @@ class StageCall(BodyCall):
             stacks=stacks,
             totals=totals,
             kept_bytes=read.natural(kept_bytes),
+            sizes=tuple((a, read.natural(d), b, read.natural(e)) for a, d, b, e in sizes),
         )
 
     @property
@@ -271,7 +275,11 @@ class StageRun:
             loss = self.call.body(LOSS, self.places.rounds - 1)
             assert loss is not None and name in loss.outputs, name
             meta = loss.graph.output_node().args[0][loss.outputs.index(name)].meta  # pyright: ignore
-            self.blank[name] = self.first.new_zeros(meta["shape"], dtype=meta["dtype"])
+            shape = [*meta["shape"]]
+            for value, dim, carry, like in self.call.sizes:
+                if value == name:
+                    shape[dim] = self.blank[carry].shape[like]
+            self.blank[name] = self.first.new_zeros(shape, dtype=meta["dtype"])
         return self.blank[name]
 
     def take(self, piece: Piece, body: StageBody, values: Sequence[Any]) -> None:

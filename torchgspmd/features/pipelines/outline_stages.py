@@ -16,7 +16,7 @@ All else (a mask for the backward, one-hot targets) goes to the first piece that
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
 
@@ -25,6 +25,7 @@ from torch import fx
 from ...comm.kinds import CollectiveKind
 from ...comm.loop_call import LoopCall, copy_loops, loop_calls
 from ...errors import ShardingError
+from ...fx_passes.localize.sizes_in_a_run import needs_number
 from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
@@ -190,7 +191,22 @@ class _Cut:
             stacks=_names(self.ends.stacks),
             totals=_names(self.ends.totals),
             kept_bytes=self._kept_bytes(),
+            sizes=tuple(self._sizes_of_loss()),
         )
+
+    def _sizes_of_loss(self) -> Iterator[tuple[str, int, str, int]]:
+        """Yield which carries have the sizes of values of the loss that only a run knows.
+
+        Stages without the loss have zeros in the place of these values.
+        """
+        known = {
+            size: (carry.name, dim) for carry in self.carries for dim, size in _unknown_dims(carry)
+        }
+        for node in self._outputs(4 * (self.rounds - 1) + 1):
+            for dim, size in _unknown_dims(node):
+                if size not in known:
+                    raise needs_number(node.name, node.meta.get("source"))
+                yield (node.name, dim, *known[size])
 
     def _link(self, i: int) -> Link:
         """Return what the stages of a round send."""
@@ -293,6 +309,12 @@ class _Cut:
                     fix="mark no weight or value of the blocks and of the loss along that axis, "
                     "or schedule='gpipe' without loss=",
                 )
+
+
+def _unknown_dims(node: fx.Node) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Yield the dimensions of a value that only a run knows, with what stands for their sizes."""
+    pairs = zip(node.meta.get("shape") or (), node.meta.get("unknown") or ())
+    yield from ((dim, pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1])
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -41,7 +41,7 @@ def with_sizes(
         if value in unknown:
             return graph.call_function(aten.sym_size.int, unknown[value])
         if old is None:
-            raise _needs_number(node)
+            raise needs_number(node.name, node.meta.get("source"))
         return old
 
     return tuple(
@@ -58,14 +58,14 @@ def check_sizes(node: fx.Node, last: fx.Node) -> None:
     while stand_ins and (last := last.next).op != "root":
         numbers = {n for n in pytree.tree_leaves((last.args, last.kwargs)) if type(n) is int}
         if any(n and n % size == 0 for n in numbers for size in stand_ins):
-            raise _needs_number(node)
+            raise needs_number(node.name, node.meta.get("source"))
 
 
-def _needs_number(node: fx.Node) -> ShardingError:
+def needs_number(name: str, source: str | None) -> ShardingError:
     """Return the error of an operation that one program for all sizes cannot have."""
     return ShardingError(
-        f"%{node} needs the number of a size that only a run knows",
-        where=node.meta.get("source"),
+        f"%{name} needs the number of a size that only a run knows",
+        where=source,
         why="no argument of it has this size, and devices have one program for all sizes",
         fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False); "
         "a size that depends on values: pad it to a known one",

@@ -9,6 +9,7 @@ dimensions too.
 
 from __future__ import annotations
 
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -70,6 +71,16 @@ def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
 
 
 einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
+
+
+@einsum.register_vmap
+def _(info: Any, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+    """Give the operands that have positions of torch.vmap one more letter, in front."""
+    new = next(c for c in ascii_letters if c not in equation)
+    a_letters, b_letters, out = split_equation(equation)
+    letters = [x if dim is None else new + x for x, dim in zip((a_letters, b_letters), dims[1:])]
+    a, b = (x if dim is None else x.movedim(dim, 0) for x, dim in zip((a, b), dims[1:]))
+    return einsum(f"{','.join(letters)}->{new}{out}", a, b), 0
 
 
 # --------------------------------------------------------- connectionist temporal classification
