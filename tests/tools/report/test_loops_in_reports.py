@@ -83,3 +83,34 @@ def test_a_plan_with_loops_is_saved(tmp_path):
     assert program_text(again.program.graph) == program_text(plan.program.graph)
     (one, gradients), (other, others) = plan.simulate(x), again.simulate(x)
     assert one.equal(other) and all(gradients[k].equal(others[k]) for k in gradients)
+
+
+def test_a_pipeline_of_any_length_is_saved(tmp_path):
+    """Stages without the loss find the size of its gradient in a file, too."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            mesh, blocks = Mesh(stage=2), [nn.Linear(4, 4).double() for _ in range(2)]
+            options = {"microbatches": 2, "schedule": "1f1b"}
+            self.blocks = gspmd.pipeline(blocks, mesh, loss=lambda y: y.square().sum(), **options)
+
+        def forward(self, x):
+            return self.blocks(x)
+
+    def numbers(length):
+        return torch.linspace(-1, 1, 16 * length, dtype=torch.float64).view(4, length, 4)
+
+    model = Model()
+    plan = gspmd.plan(
+        model, numbers(5), mesh=Mesh(stage=2), grad=True, dynamic={"x": {1: "length"}}
+    )
+    plan.save(tmp_path / "plan")
+    again = Plan.load(tmp_path / "plan", model)
+    assert program_text(again.program.graph) == program_text(plan.program.graph)
+    loss, gradients = again.simulate(numbers(7))
+    expected = model(numbers(7))
+    torch.testing.assert_close(loss, expected)
+    wanted = torch.autograd.grad(expected, [*model.parameters()])
+    for (name, _), gradient in zip(model.named_parameters(), wanted):
+        torch.testing.assert_close(gradients[name], gradient)
