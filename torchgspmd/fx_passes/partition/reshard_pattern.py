@@ -17,13 +17,14 @@ number of patterns, and the size of each, depends on the layouts and not on the 
 Why nothing is lost: where all sizes divide and nothing is reduced, a permute sends what some device
 lacks, and no path sends less. So only the fees of one collective and of a permute are compared, and
 dimensions or parts of a piece that neither layout touches cannot help. Where terms are reduced,
-pieces are joined only if some dimension can be sharded along all axes.
+pieces are joined only if all fit on dimensions: terms are then cut as finely as with parts.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -154,9 +155,8 @@ def instance(
         for n, b, a in zip(shape, before.dims, after.dims)
     )
     total = count(used) if even else mesh.size
-    if even and (not reduces or any(_divides(n, total) for n in shape)):
-        pieces = _joined(used, before, after)
-    else:
+    pieces = _joined(used, before, after) if even else []
+    if not even or reduces and not _has_room(mesh, shape, before, after, pieces):
         unused = () if even else tuple(a for a in mesh.names if a not in used and count((a,)) > 1)
         pieces = [(axis,) for axis in (*used, *unused)]
     named = {f"p{i}": axes for i, axes in enumerate(pieces)}
@@ -189,6 +189,39 @@ def instance(
 def _divides(size: int, devices: int) -> bool:
     """Return whether a dimension can be sharded over all devices without padding."""
     return not isinstance(size, OpenSize) and size > 0 and not size % devices
+
+
+def _has_room(
+    mesh: Mesh,
+    shape: tuple[int, ...],
+    before: ShardSpec,
+    after: ShardSpec,
+    pieces: Sequence[Axes],
+) -> bool:
+    """Return whether dimensions can take all other pieces beside the axes before and after.
+
+    They take whole pieces, without padding, beside those before alone and beside both.
+    """
+    for layouts in ((before,), (before, after)):
+        shards = [mesh.count({*itertools.chain(*dims)}) for dims in zip(*(s.dims for s in layouts))]
+        rows = (n // s if _divides(n, s) else 1 for n, s in zip(shape, shards))
+        placed = {axis for spec in layouts for axis in spec.sharding_axes}
+        free = sorted((mesh.count(p) for p in pieces if p[0] not in placed), reverse=True)
+        if not _fits(tuple(free), tuple(rows)):
+            return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _fits(counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
+    """Return whether each count can divide the rows of a dimension, along with others there."""
+    if not counts:
+        return True
+    first, *rest = counts
+    return any(
+        _divides(n, first) and _fits(tuple(rest), (*rows[:d], n // first, *rows[d + 1 :]))
+        for d, n in enumerate(rows)
+    )
 
 
 def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
