@@ -145,15 +145,19 @@ def vocabulary(mesh: Mesh) -> gspmd.Plan:
 
 def experts(mesh: Mesh) -> gspmd.Plan:
     """Plan a layer of experts whose weights are on all axes; tokens lie along two."""
-    rows = tuple(name for name in ("data", "expert") if name in mesh.names)
     with torch.device("meta"):
         layer = Experts(WIDTH, mesh.count(("expert",)), 64 * count(mesh, "model"))
-        x = torch.empty(count(mesh, *rows), 64, WIDTH)
-    has_data, has_model = ("data" in mesh.names), ("model" in mesh.names)
-    data, model = "data" if has_data else "_", "model" if has_model else "_"
-    marks = {"layers.up": f"expert {data} {model}", "layers.down": f"expert {model} {data}"}
+        x = torch.empty(count(mesh, "data", "expert"), 64, WIDTH)
+    return planned_experts(mesh, layer, "layers", x)
+
+
+def planned_experts(mesh: Mesh, layer: nn.Module, name: str, x: Tensor) -> gspmd.Plan:
+    """Plan layers of experts, marked under a name, with the axes that the mesh has."""
+    data, model = (axis if axis in mesh.names else "_" for axis in ("data", "model"))
+    marks = {f"{name}.up": f"expert {data} {model}", f"{name}.down": f"expert {model} {data}"}
     net = gspmd.annotate(Loss(layer), mesh, marks)
-    return gspmd.plan(net, x, mesh=mesh, in_specs="+".join(rows) + " _ _", grad=True)
+    rows = "data+expert _ _" if "data" in mesh.names else "expert _ _"
+    return gspmd.plan(net, x, mesh=mesh, in_specs=rows, grad=True)
 
 
 def convolutions(mesh: Mesh) -> gspmd.Plan:
@@ -166,17 +170,14 @@ def convolutions(mesh: Mesh) -> gspmd.Plan:
 
 def pipeline(mesh: Mesh) -> gspmd.Plan:
     """Plan stages of experts, whose weights lie along data and model, too."""
-    stages = mesh.count(("stage",))
     with torch.device("meta"):
         blocks = [
             Experts(WIDTH, mesh.count(("expert",)), 64 * count(mesh, "model"))
-            for _ in range(stages)
+            for _ in range(mesh.count(("stage",)))
         ]
         layers = gspmd.pipeline(blocks, mesh, microbatches=4)
         x = torch.empty(4 * count(mesh, "data", "expert"), 64, WIDTH)
-    marks = {"layers.*.up": "expert data model", "layers.*.down": "expert model data"}
-    net = gspmd.annotate(Loss(layers), mesh, marks)
-    return gspmd.plan(net, x, mesh=mesh, in_specs="data+expert _ _", grad=True)
+    return planned_experts(mesh, layers, "layers.*", x)
 
 
 def ring(mesh: Mesh) -> gspmd.Plan:
@@ -208,6 +209,7 @@ PROGRAMS = {
     "experts": (experts, ("expert",)),
     "experts and data": (experts, ("data", "expert")),
     "experts and model": (experts, ("data", "expert", "model")),
+    "stages": (pipeline, ("stage", "expert")),
     "pipeline": (pipeline, ("stage", "data", "expert", "model")),
 }
 
@@ -225,9 +227,9 @@ def few(name: str) -> int:
 
 
 # From so many devices an axis on causal attention is balanced, which is another program.
-LEAST = {"context parallel": 8}
-# On 64 x 64 x 64 devices the others of three and four axes take 2 to 40 s: the command plans them.
-THREE_AXES = ("convolutions", "experts and model")
+LEAST = {"context parallel": 8, "ring attention": 4}
+# The command plans the others of three and four axes, which docs/benchmarks.md has.
+THREE_AXES = ("convolutions", "experts and model", "ring attention")
 HELD = [name for name, (_, axes) in PROGRAMS.items() if len(axes) < 3 or name in THREE_AXES]
 
 
