@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-all test-xla test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
+.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -84,10 +84,15 @@ test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
 
-# Processes of their own for the tests of XLA: each has 8 virtual devices, and SPMD cannot be switched off in it. Of the core tests those
-# follow that depend on the version of torch, guarded likewise; test-oldest runs all.
+# A process of its own for the tests of XLA: it has 8 virtual devices, and SPMD cannot be switched off in it. Beside it those of the core
+# tests run that depend on the version of torch, guarded likewise: alone, they leave a core idle where one rank plans. test-oldest runs all.
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x tests_xla
+	$(MAKE) -j 2 xla-backend xla-versions
+
+xla-backend:
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q -x tests_xla
+
+xla-versions:
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x $(GUARD) --ignore tests/runtime/test_plan_cache.py \
 		$(wildcard tests/capture tests/compat tests/distributed tests/runtime)
 

@@ -47,7 +47,16 @@ SLOW = {
 }
 
 # Files of which --cases leaves out nothing: their cases are short, or are counted.
-WHOLE = {"prover", "imports", "docstrings", "dynamic_programs", "kinds", "mistakes", "sets"}
+WHOLE = {
+    "prover",
+    "imports",
+    "docstrings",
+    "dynamic_programs",
+    "kinds",
+    "mistakes",
+    "op_db",
+    "sets",
+}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

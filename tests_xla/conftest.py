@@ -5,7 +5,8 @@ import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent / "tests"), str(HERE.parent / "examples"), str(HERE)]
+TESTS = HERE.parent / "tests"
+sys.path[:0] = map(str, (TESTS, TESTS / "distributed", HERE.parent / "examples", HERE))
 
 from environment import ENVIRONMENT  # noqa: E402
 
