@@ -18,7 +18,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers venv venv-xla install-xla venv-newest
+.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers gpu venv venv-xla install-xla venv-newest
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -107,6 +107,13 @@ test-newest: venv-newest  ## the core tests and the demo on the newest torch tha
 test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hide-operators 20 --hide-seed $(SEED) tests
+
+# On a machine with a card, whose torch is taken: half an hour. Without one the same in tiny sizes.
+GPU_PYTHON ?= $(PYTHON)
+CARD = $(shell $(GPU_PYTHON) -c "import torch; print('' if torch.cuda.is_available() else '--tiny')")
+gpu:  ## the tests and the benchmark of one card (GPU_PYTHON=... has a torch for it), and gpu.json
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest -q tests/gpu
+	PYTHONPATH=. $(GPU_PYTHON) benchmarks/gpu.py $(CARD) --json gpu.json
 
 # Models of transformers, in an environment of their own.
 test-transformers:  ## models of transformers (.venv-transformers)

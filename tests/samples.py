@@ -443,6 +443,17 @@ for _dtype in (torch.float32, torch.float64, torch.bfloat16):
         torch.device("cpu"),
         False,
     )
+sample(aten.native_dropout_backward.default, real(4, 5), bools(4, 5), 2.0)
+sample(
+    ours.keep_mask.default,
+    lambda: torch.tensor(5 << 40),
+    0.3,
+    [4, 5, 7],
+    [0, 0, 0],
+    [4, 5, 7],
+    torch.device("cpu"),
+    False,
+)
 sample(
     [aten.poisson.default, aten._standard_gamma.default, aten._sample_dirichlet.default], unit(4, 5)
 )

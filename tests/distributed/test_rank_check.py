@@ -1,6 +1,7 @@
 """Ranks compare what they are called with before they communicate."""
 
 import copy
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from tied_model import Model, batch, close, pair
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.comm import rank_check
 from torchgspmd.comm.rank_check import RankCheck
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
@@ -72,6 +74,25 @@ def test_errors(mesh):
         assert f"there are {mesh.size} processes" in str(error), error
     else:
         raise AssertionError("no error")
+
+
+@distributed("data=2,model=2")
+def test_errors_of_many_ranks(mesh):
+    """More than FEW_RANKS compare the largest and the smallest of each word, and say the same."""
+    with patch.object(rank_check, "FEW_RANKS", 1):
+        test_errors.check(mesh)
+        test_values_at_every_call.check(mesh)
+
+
+@distributed("data=2")
+def test_never_sends_no_comparison(mesh):
+    """Later calls of a program send what the program sends, and nothing else."""
+    model = gspmd.parallelize(nn.Linear(4, 4), mesh, in_specs="data _", check="never")
+    x, sent = torch.ones(4, 4), []
+    model(x)
+    with patch.object(RankCheck, "_exchange", lambda *args: sent.append("exchange")):
+        model(x)
+    assert not sent
 
 
 @distributed("data=2", "data=2,model=2")

@@ -320,7 +320,6 @@ DECOMPOSED = {
     aten.fill.Tensor: [(_r(3), torch.tensor(2))],
     aten.copy.default: [(_r(3, 4), _r(4)), (_r(3), torch.tensor([1, 2, 3]))],
     aten.native_dropout.default: [(_r(3, 4), 0.5, False), (_r(3, 4), 0.0, True)],
-    aten.native_dropout_backward.default: [(_r(3, 4), _r(3, 4) > 0, 2.0)],
     aten.nll_loss_forward.default: [
         (_r(4, 5), _T, None, 1, -100),
         (_r(4, 5), _T, _r(5).abs(), 1, -100),

@@ -37,19 +37,23 @@ class ProcessGroups:
         self.coordinates: Coordinates = mesh.coordinates(self.rank)
         self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
         self.directions: dict[tuple[str, Hashable], Any] = {}  # of stages, by axis and key
+        # The processes of torch's fake backend are not there: nobody answers this rank.
+        self.is_fake = dist.get_backend() == "fake"
+        self.is_gloo = backend_of(device_type) == "gloo"
         # A gloo group compares numbers without waiting for a GPU.
-        needs_gloo = device_type != "cpu" and dist.is_gloo_available()
+        needs_gloo = device_type != "cpu" and dist.is_gloo_available() and not self.is_fake
         self.timeout: timedelta | None = None  # None: that of the default group
         self.checks: Any = None  # the default group
         if part is not None:
             self.checks = self._new_group(range(mesh.size), "gloo" if needs_gloo else None)
         elif needs_gloo:
             self.checks = dist.new_group(backend="gloo")
-        self.checked_on = torch.device("cpu" if needs_gloo else device_type)
+        self.checked_on = torch.device("cpu" if needs_gloo or self.is_fake else device_type)
         self.created = [dist.group.WORLD if self.checks is None else self.checks]
         self.created += [self.device_mesh.get_group(name) for name in mesh.names]
         self.limit = _limit_of(dist.group.WORLD)  # as init_process_group has set it
-        self.watcher = watcher_of(self.processes, self.limit.total_seconds())
+        others = [] if self.is_fake else self.processes
+        self.watcher = watcher_of(others, self.limit.total_seconds())
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Let waits in the groups of this mesh end after that time, on every rank alike."""
@@ -90,6 +94,13 @@ class ProcessGroups:
 
         On a GPU each has its own: the messages of a group are sent one after the other.
         """
+        if self.is_gloo and self.device_type != "cpu":
+            raise ShardingError(
+                f"a pipeline between processes sends tensors of {self.device_type} over gloo",
+                where=user_line(),
+                why="gloo sends tensors of the CPU alone to one process",
+                fix='torch.distributed.init_process_group("nccl")',
+            )
         if self.device_type == "cpu":
             return dict.fromkeys(keys, self.device_mesh.get_group(axis))
         for key in keys:
@@ -133,6 +144,29 @@ class ProcessGroups:
         ranks = [self.processes[i] for i in positions]
         return dist.new_group(
             ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+        )
+
+
+def backend_of(device_type: str) -> str:
+    """Return the backend of the default process group for tensors of a device; "" without one."""
+    group: Any = dist.group.WORLD
+    try:
+        return group._get_backend(torch.device(device_type)).name()
+    except RuntimeError:
+        return ""
+
+
+def check_backend(device_type: str) -> None:
+    """Raise if the default process group cannot carry tensors of a device."""
+    if not backend_of(device_type):
+        on_cpu = device_type == "cpu"
+        raise ShardingError(
+            f"the process group has no backend for tensors of the device {device_type}",
+            where=user_line(),
+            why=f"init_process_group was called with {dist.get_backend()!r}",
+            fix="model.cuda() before parallelize, after torch.cuda.set_device(local rank)"
+            if on_cpu
+            else 'torch.distributed.init_process_group("nccl")',
         )
 
 

@@ -137,4 +137,5 @@ def fits_device(p: Program) -> bool:
     inputs = p.captured.graph.find_nodes(op="placeholder")
     if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
         return True
-    return peak(p.graph) <= torch.cuda.mem_get_info(0)[1]
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())  # opens no context
+    return peak(p.graph) <= card.total_memory

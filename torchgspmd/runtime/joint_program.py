@@ -57,6 +57,7 @@ class JointProgram(CompiledProgram):
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}
         self.rank_check: RankCheck
+        self.checked = False  # whether the ranks have compared a call of this program
         self.carries = self.carry in targets
         self.checks_in_forward = self.carries or self.settle in targets
         self.forward, self.watcher = compile_graph(owner, program.graph, backend), groups.watcher

@@ -97,7 +97,8 @@ def parallelize(
             torch.float32; by default the one that sends least. Not for "xla".
         check: When the values of plain tensor arguments are compared between the ranks: "always"
             at every call (checksums of all integers and small tensors, samples of large ones),
-            "first" at the first call of each program, or "never". Not for "xla".
+            "first" at the first call of each program, or "never": then later calls send no
+            comparison at all, of programs neither. Not for "xla".
         dynamic: Whether calls that differ in sizes share a program. True: from the second size of
             a dimension on that the first program does not shard. False: never. A mapping names
             dimensions as in plan(), which are symbols from the first call on. Not for "xla".

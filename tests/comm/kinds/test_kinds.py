@@ -240,6 +240,7 @@ class Groups(ProcessGroups):
 
     def __init__(self, mesh: Mesh, rank: int) -> None:
         self.mesh, self.rank, self.device_type = mesh, rank, "cpu"
+        self.is_gloo, self.is_fake = True, False
         self.coordinates, self.by_axes = mesh.coordinates(rank), {}
 
     def _create(self, axes: tuple[str, ...]) -> str:

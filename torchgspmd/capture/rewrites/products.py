@@ -183,6 +183,14 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
+@rewrite("product", F.dropout)
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Draw a mask of one byte an element, which CUDA's kernel does and the CPU's does not."""
+    if inplace or not training or not 0 < p <= 1 or not isinstance(input, Tensor):
+        return DECLINED
+    return torch.native_dropout(input, p, True)[0]
+
+
 @rewrite("product", F.cross_entropy)
 def _cross_entropy(
     input: Tensor,

@@ -1,24 +1,32 @@
 """Attention of all queries of a block to its keys, by PyTorch's kernels or by products.
 
-Kernels have 4 dimensions and as many heads of queries as of keys. So leading dimensions become one,
-and the groups of queries that share a head of keys are called one after the other.
+    CPU         FLASH_CPU; PRODUCTS where the width of values is another
+    CUDA        CUDNN on Hopper and later for half precision: twice as fast as the next two
+                FLASH for half precision without a mask
+                EFFICIENT for masks and float32
+                PRODUCTS for the rest
+
+Kernels have 4 dimensions, so leading dimensions become one. CUDNN and FLASH compute groups of heads
+without a mask in one call: with one, cuDNN's gradient of GQA is wrong (torch 2.11 on an H200). Else
+the groups that share a head of keys are called one after the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...rules.custom_ops.nd import einsum
+from .products import added_mask, backward_in_rows, in_rows
 
 LSE_ROWS = 32  # the GPU kernel needs a multiple of this many rows in its logsumexp
 BIAS_COLUMNS = 16  # and a multiple of this many columns in the memory of a mask
-SCORES = 1 << 24  # elements of the scores that are computed at a time without a kernel
+FLASH_WIDTH, CUDNN_WIDTH = 256, 128  # of a head
+AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
 # ------------------------------------------------------------------------------- groups of queries
@@ -28,12 +36,16 @@ def kernel(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Compute one block. Heads of queries share one of keys in groups, which are not expanded."""
-    run = _run_of(q, k, v)
+    chosen = _kernel_of(q, k, v, mask, causal)
     if q.dim() == 4 and q.shape[-3] == k.shape[-3]:
-        out, lse = run(q, k, v, mask, causal, scale)
+        out, lse = chosen.forward(q, k, v, mask, causal, scale)
+    elif chosen.has_groups and mask is None:
+        out, lse = chosen.forward(*_of_4_dims(q, k, v), None, causal, scale)
+        out, lse = out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
     else:
         pieces = [
-            run(q, k, v, mask, causal, scale) for q, k, v, mask in _groups([q], k, v, mask, causal)
+            chosen.forward(q, k, v, mask, causal, scale)
+            for q, k, v, mask in _groups([q], k, v, mask, causal)
         ]
         out, lse = (_joined([piece[i] for piece in pieces], q, k, causal, mask) for i in range(2))
     if mask is not None:  # Kernels have other values for queries that see nothing.
@@ -54,17 +66,26 @@ def backward_kernel(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of one block. out, lse: of the queries for all keys."""
-    run = _backward_run_of(q, k, v)
+    chosen = _kernel_of(q, k, v, mask, causal)
     if q.dim() == 4 and q.shape[-3] == k.shape[-3]:
-        return run(grad, q, k, v, mask, out, lse, causal, scale)
+        return chosen.backward(grad, q, k, v, mask, out, lse, causal, scale)
+    if chosen.has_groups and mask is None:
+        flat = _of_4_dims(grad, q, k, v, out)
+        grads = chosen.backward(*flat[:4], None, flat[4], lse.flatten(0, -3), causal, scale)
+        q_grad, k_grad, v_grad = (g.reshape(x.shape) for g, x in zip(grads, (q, k, v)))
+        return q_grad, k_grad, v_grad
     rows = [grad, q, out, lse.unsqueeze(-1)]
     pieces = [
-        run(g, x, k, v, mask, o, lse.squeeze(-1), causal, scale)
+        chosen.backward(g, x, k, v, mask, o, lse.squeeze(-1), causal, scale)
         for g, x, o, lse, k, v, mask in _groups(rows, k, v, mask, causal)
     ]
     q_grad = _joined([piece[0] for piece in pieces], q, k, causal, mask)
     k_grad, v_grad = (cast(Tensor, sum(piece[i] for piece in pieces)) for i in (1, 2))
     return q_grad, k_grad.view(k.shape), v_grad.view(v.shape)
+
+
+def _of_4_dims(*tensors: Tensor) -> list[Tensor]:
+    return [t.reshape(-1, *t.shape[-3:]) for t in tensors]
 
 
 def _folds(causal: bool, mask: Tensor | None) -> bool:
@@ -112,23 +133,11 @@ def _joined(
 # ------------------------------------------------------------------- kernels of 4 dimensions each
 
 
-def _run_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
-        return _on_cpu
-    return _on_gpu if _has_gpu_kernel(q, v) else _in_rows
-
-
-def _backward_run_of(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
-        return _backward_on_cpu
-    return _backward_on_gpu if _has_gpu_kernel(q, v) else _backward_in_rows
-
-
 def _on_cpu(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     return aten._scaled_dot_product_flash_attention_for_cpu(
-        *_contiguous_rows(q, k, v), 0.0, causal, attn_mask=_added(mask, q), scale=scale
+        *_contiguous_rows(q, k, v), 0.0, causal, attn_mask=added_mask(mask, q), scale=scale
     )
 
 
@@ -148,7 +157,7 @@ def _backward_on_cpu(
         lse,
         0.0,
         causal,
-        attn_mask=_added(mask, q),
+        attn_mask=added_mask(mask, q),
         scale=scale,
     )
 
@@ -174,15 +183,12 @@ def _backward_on_gpu(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ROWS), value=float("inf"))
-    # Seed and offset of the dropout, which is off.
-    seed, offset = (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
     return aten._scaled_dot_product_efficient_attention_backward(
         *_contiguous_rows(grad, q, k, v),
         _aligned(mask, q, k),
-        *_contiguous_rows(out),
+        _heads_inside(out),
         padded,
-        seed,
-        offset,
+        *_no_dropout(q),
         0.0,
         [True, True, True, False],
         causal,
@@ -190,57 +196,16 @@ def _backward_on_gpu(
     )[:3]
 
 
-def _has_gpu_kernel(q: Tensor, v: Tensor) -> bool:
-    """Return whether PyTorch's memory-efficient kernel applies: rows are multiples of 16 bytes."""
-    return (
-        q.device.type == "cuda"
-        and q.dtype != torch.float64
-        and all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))
-    )
-
-
-def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with contiguous rows, which kernels need and do not check."""
-    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
-
-
-def _added(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask in 4 dimensions that is added to scores."""
-    if mask is None:
-        return None
-    mask = mask[(None,) * (4 - mask.dim())]
-    if mask.dtype != torch.bool:
-        return mask.to(q.dtype)
-    return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
-
-
-def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-    """Return a mask whose rows begin at multiples of BIAS_COLUMNS, of all heads and queries."""
-    added = _added(mask, q)
-    if added is None:
-        return None
-    shape = (*q.shape[:3], k.shape[2])
-    added = added.expand(*added.shape[:3], shape[3])
-    padded = torch.nn.functional.pad(added, (0, -shape[3] % BIAS_COLUMNS))
-    return padded[..., : shape[3]].expand(shape)
-
-
-# ------------------------------------------------------------------------------ without a kernel
-
-
-def _in_rows(
+def _by_flash(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute some rows of scores at a time."""
-    results = [
-        attention_by_products(q, k, v, False, scale, mask)
-        for q, k, v, mask in _pieces([q], k, v, mask, causal)
-    ]
-    out, lse = zip(*results)
-    return torch.cat(out, 2), torch.cat(lse, 2)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(
+        *_contiguous_rows(q, k, v), 0.0, causal, scale=scale
+    )
+    return out, lse
 
 
-def _backward_in_rows(
+def _backward_by_flash(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -251,109 +216,132 @@ def _backward_in_rows(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    results = [
-        attention_backward_by_products(g, x, k, v, o, lse.squeeze(-1), False, scale, mask)
-        for g, x, o, lse, k, v, mask in _pieces(
-            [grad, q, out, lse.unsqueeze(-1)], k, v, mask, causal
-        )
-    ]
-    q_grad, k_grad, v_grad = zip(*results)
-    return torch.cat(q_grad, 2), cast(Tensor, sum(k_grad)), cast(Tensor, sum(v_grad))
+    return aten._scaled_dot_product_flash_attention_backward(
+        *_contiguous_rows(grad, q, k, v, out),
+        lse.contiguous(),
+        *(None, None, q.shape[2], k.shape[2]),
+        0.0,
+        causal,
+        *_no_dropout(q),
+        scale=scale,
+    )
 
 
-def _pieces(
-    rows: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-) -> list[tuple[Any, ...]]:
-    """Return calls for some queries each, with a causal mask as a part of the mask."""
-    (b, h, s), t = rows[0].shape[:3], k.shape[2]
-    step = max(1, SCORES // max(1, b * h * t))
-    result: list[tuple[Any, ...]] = []
-    for row in range(0, s, step):
-        some = slice(row, row + step)
-        cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., some, :]
-        if causal:
-            query = torch.arange(row, min(s, row + step), device=k.device).unsqueeze(1)
-            seen = torch.arange(t, device=k.device) <= query
-            allowed = None if cut is None else cast(Tensor, _added(cut, k))
-            cut = seen if allowed is None else torch.where(seen, allowed, -math.inf)
-        result.append((*(x[:, :, some] for x in rows), k, v, cut))
-    return result
-
-
-def attention_by_products(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
+def _by_cudnn(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute `attention` by two einsums. Its statistics are float32 or wider."""
-    lead, heads = _letters(q, k)
-    scores = _scores(q, k, causal, scale, mask)
-    lse = scores.logsumexp(-1)
-    finite = lse if mask is None else torch.where(lse == -math.inf, 0, lse)
-    weights = (scores - finite.unsqueeze(-1)).exp()
-    out = einsum(f"{lead}st,{heads}te->{lead}se", weights.to(v.dtype), v)
-    return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
+    out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+        *_contiguous_rows(q, k, v), _aligned(mask, q, k), True, 0.0, causal, False, scale=scale
+    )
+    if mask is not None:  # a query that sees nothing has NaN
+        out = out.nan_to_num_(0.0)
+    return out, lse.squeeze(-1)
 
 
-def attention_backward_by_products(
+def _backward_by_cudnn(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     out: Tensor,
     lse: Tensor,
     causal: bool,
     scale: float,
-    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attention_backward` by einsums. The logsumexp gives the weights again."""
-    lead, heads = _letters(q, k)
-    shape = q.shape
-    q, grad, out, lse = (_grouped(x, k, d) for x, d in ((q, 3), (grad, 3), (out, 3), (lse, 2)))
-    scores = _scores(q, k, causal, scale, mask, lead)
-    if mask is not None:
-        lse = torch.where(lse == -math.inf, math.inf, lse)
-    weights = (scores - lse.unsqueeze(-1)).exp()  # [b, h, s, t]
-    grad_v = einsum(f"{lead}st,{lead}se->{heads}te", weights.to(grad.dtype), grad)
-    grad_weights = einsum(f"{lead}se,{heads}te->{lead}st", grad, v).to(weights.dtype)
-    mean = (grad * out).to(weights.dtype).sum(-1, True)  # [b, h, s, 1]
-    grad_scores = (weights * (grad_weights - mean) * scale).to(q.dtype)
-    return (
-        einsum(f"{lead}st,{heads}td->{lead}sd", grad_scores, k).reshape(shape),
-        einsum(f"{lead}st,{lead}sd->{heads}td", grad_scores, q),
-        grad_v,
+    return aten._scaled_dot_product_cudnn_attention_backward(
+        *_contiguous_rows(grad, q, k, v, out),
+        lse.unsqueeze(-1).contiguous(),
+        *_no_dropout(q),
+        _aligned(mask, q, k),
+        *(None, None, q.shape[2], k.shape[2]),
+        0.0,
+        causal,
+        scale=scale,
     )
 
 
-def _letters(q: Tensor, k: Tensor) -> tuple[str, str]:
-    """Return the letters of the dimensions of q before its rows, and of those of k."""
-    heads = "abchijkl"[: k.dim() - 2]
-    return heads + ("g" if q.shape[-3] != k.shape[-3] else ""), heads
+def _no_dropout(q: Tensor) -> Iterator[Tensor]:
+    """Return the seed and the offset of a dropout that is off."""
+    return (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
 
 
-def _grouped(x: Tensor, k: Tensor, dims: int) -> Tensor:
-    """Take heads of queries apart into heads of keys and groups. dims: from the heads on."""
-    heads = x.shape[-dims]
-    if heads == k.shape[-3]:
-        return x
-    at = x.dim() - dims
-    return x.reshape(*x.shape[:at], k.shape[-3], heads // k.shape[-3], *x.shape[at + 1 :])
+def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors with contiguous rows, which kernels need and do not check."""
+    return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
-def _scores(
-    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None, lead: str = ""
-) -> Tensor:
-    """Return masked scores, with groups of heads as a dimension of their own."""
-    letters, heads = _letters(q, k)
-    q = _grouped(q, k, 3) if not lead else q
-    lead = lead or letters
-    scores = einsum(f"{lead}sd,{heads}td->{lead}st", q, k)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if causal:
-        s, t = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
-        scores = torch.where(t <= s.unsqueeze(1), scores, float("-inf"))
-    if mask is None:
-        return scores
-    if scores.dim() > k.dim() and mask.dim() > 2:  # a dimension for groups in the mask
-        mask = _grouped(mask, k, 3) if mask.shape[-3] > 1 else mask.unsqueeze(-3)
-    if mask.dtype == torch.bool:
-        return torch.where(mask, scores, float("-inf"))
-    return scores + mask
+def _heads_inside(out: Tensor) -> Tensor:
+    """Return a result in the memory [b, s, h, e], as the memory-efficient kernel writes it.
+
+    Its backward for half precision reads it so, whatever the strides are.
+    """
+    return out.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _aligned(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return a mask whose rows begin at multiples of BIAS_COLUMNS, of all heads and queries."""
+    added = added_mask(mask, q)
+    if added is None:
+        return None
+    shape = (*q.shape[:3], k.shape[2])
+    added = added.expand(*added.shape[:3], shape[3])
+    padded = torch.nn.functional.pad(added, (0, -shape[3] % BIAS_COLUMNS))
+    return padded[..., : shape[3]].expand(shape)
+
+
+# ------------------------------------------------------------------------------- choice of a kernel
+
+
+class Kernel(NamedTuple):
+    """Two functions that compute a block. has_groups: queries may have more heads than keys."""
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    has_groups: bool = False
+
+
+FLASH_CPU = Kernel(_on_cpu, _backward_on_cpu)
+CUDNN = Kernel(_by_cudnn, _backward_by_cudnn, has_groups=True)
+FLASH = Kernel(_by_flash, _backward_by_flash, has_groups=True)
+EFFICIENT = Kernel(_on_gpu, _backward_on_gpu)
+PRODUCTS = Kernel(in_rows, backward_in_rows)
+
+
+def _kernel_of(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Kernel:
+    """Return the fastest kernel that computes a block."""
+    if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
+        return FLASH_CPU
+    if q.device.type != "cuda":
+        return PRODUCTS
+    capability = torch.cuda.get_device_capability(q.device)
+    if capability >= AMPERE and _is_for_flash(q, k, v, causal):
+        if capability >= HOPPER and _is_for_cudnn(q, k):
+            return CUDNN
+        if mask is None:
+            return FLASH
+    return EFFICIENT if _is_for_efficient(q, v) else PRODUCTS
+
+
+def _is_for_flash(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """Return whether FlashAttention applies. It has the diagonal of a square alone."""
+    return (
+        q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1] <= FLASH_WIDTH
+        and q.shape[-1] % 8 == 0
+        and (not causal or q.shape[-2] == k.shape[-2])
+    )
+
+
+def _is_for_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Return whether cuDNN has what FlashAttention has. It adds in an order that varies."""
+    return (
+        q.shape[-1] <= CUDNN_WIDTH
+        and min(q.shape[-2], k.shape[-2]) > 1
+        and not torch.are_deterministic_algorithms_enabled()
+    )
+
+
+def _is_for_efficient(q: Tensor, v: Tensor) -> bool:
+    """Return whether the memory-efficient kernel applies: rows are multiples of 16 bytes."""
+    return q.dtype != torch.float64 and all(t.shape[-1] * t.itemsize % 16 == 0 for t in (q, v))

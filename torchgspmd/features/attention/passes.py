@@ -43,8 +43,8 @@ def attention_rings(program: Program) -> fx.Graph:
 
 
 def attention_kernels(program: Program) -> fx.Graph:
-    """Call PyTorch's kernels block by block on the CPU, past its registry of operators."""
-    for node in program.graph.nodes if program.request.device == "cpu" else ():
+    """Call PyTorch's kernels block by block, past its registry of operators."""
+    for node in program.graph.nodes if program.request.device in ("cpu", "cuda") else ():
         if node.target in _IN_BLOCKS and not _has_dropout(node):
             node.target = _IN_BLOCKS[node.target]
     return program.graph

@@ -15,7 +15,7 @@ from ...compat.patches import Patch
 from ...rules.rewrites import rewrite
 from . import capture, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .flex_capture import flexible_attention, with_returns
-from .kernels import attention_backward_by_products, attention_by_products
+from .products import attention_backward_by_products, attention_by_products
 from .ring import ring_attention, ring_attention_backward
 
 ours = torch.ops.torchgspmd

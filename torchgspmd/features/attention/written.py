@@ -24,7 +24,8 @@ from ...capture.rewrite_sites import SITE, current_sites
 from ...capture.rewrites.loop_trace import is_unrolling
 from ...errors import user_line
 from ...rules.custom_ops.nd import einsum, split_equation
-from ...rules.custom_ops.random import draw_seed, uniform
+from ...rules.custom_ops.random import draw_seed
+from ...rules.ops.random_ops import kept, masked
 from ...rules.rewrites import DECLINED, rewrite
 from .op import attention
 from .repeated_heads import transposed, unrepeated
@@ -251,8 +252,6 @@ def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = 
         return DECLINED
     if not training or p == 0:
         return input
-    seed, shape = draw_seed(), list(input.shape)
-    options = ([0] * len(shape), shape, torch.float32, input.device, False)
-    kept = uniform(seed, 0, shape, *options) < 1 - p
-    result = input * (kept.to(input.dtype) / (1 - p))
+    seed = draw_seed()
+    result = masked(input, kept(seed, p, input), p)
     return _mark(result, weights._replace(dropout=(seed, p)))

@@ -1,4 +1,4 @@
-"""Lower collectives between CPU processes to all_to_all and arithmetic.
+"""Lower collectives over gloo to all_to_all and arithmetic.
 
 Torch's own are slow or unsafe over gloo. Examples for two ranks, on rank 0:
 
@@ -23,7 +23,8 @@ Safe: gloo's two threads write the name of the work they finished into one strin
 (ProcessGroupGloo::runLoop, lastCompletedWorkName). A name of more than 15 characters lies on the
 heap, where one thread writes what the other has freed. The process dies of "malloc(): unaligned
 tcache chunk detected", once in some ten thousand overlapping collectives (torch 2.13.0 alone does).
-Of those in use only all_gather_into_tensor has such a name, ALLGATHER_COALESCED.
+Of those in use only all_gather_into_tensor has such a name, ALLGATHER_COALESCED. With tensors of
+CUDA that operation ends the process at once (torch 2.11).
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ FEW = 2**21  # Two ranks exchange the terms of an all_reduce of up to this many 
 def gloo_all_to_all(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
     """Rewrite the graph in place and return it.
 
-    For devices other than the CPU, only reductions that no library supports are rewritten.
+    For other backends than gloo, only reductions that no library supports are rewritten.
     """
     for node in graph.nodes:
         wire = WIRE_OPS.get(node.target)
         if wire is not None and wire.over_gloo is not None:
             is_unsupported = wire.reduces and _is_unsupported(node)
-            if groups.device_type == "cpu" or is_unsupported:
+            if groups.is_gloo or is_unsupported:
                 wire.over_gloo(GlooRewriter(graph, node, groups, FEW, is_unsupported))
     return graph
 

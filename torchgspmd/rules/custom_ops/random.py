@@ -8,7 +8,9 @@ public domain), each keyed by half of the seed. It is a counter-based generator,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 _BLOCK = 1 << 15  # elements hashed at a time on a CPU, so that they stay in its cache
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_MASK_BITS = _BITS[torch.float32]
 _LOW = 0xFFFFFFFF
 
 
@@ -23,8 +26,8 @@ _LOW = 0xFFFFFFFF
     "torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def draw_seed() -> Tensor:
-    """Return one number of 63 bits, from the CPU's generator."""
-    return torch.randint(2**63 - 1, ())
+    """Return one number of 63 bits: from the CPU's generator, or in a CUDA graph the card's."""
+    return torch.randint(2**63 - 1, (), device=_where_seeds_are())
 
 
 @draw_seed.register_fake
@@ -37,7 +40,13 @@ def _() -> Tensor:
 )
 def draw_seeds(shape: Sequence[int]) -> Tensor:
     """Return a seed for each iteration of loops."""
-    return torch.randint(2**63 - 1, [*shape])
+    return torch.randint(2**63 - 1, [*shape], device=_where_seeds_are())
+
+
+def _where_seeds_are() -> str:
+    """Return the card while a CUDA graph is captured: each replay of it draws anew there."""
+    is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return "cuda" if is_captured else "cpu"
 
 
 @draw_seeds.register_fake
@@ -65,6 +74,10 @@ def uniform(
     anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
     way, shards that begin at the same position are equal.
     """
+    if device.type == "cuda" and not native and dtype != torch.float64 and (fill := _kernel()):
+        out = torch.empty(shape, dtype=dtype, device=device)
+        if fill(out, seed, stream, first, whole, _BITS[dtype]):
+            return out
     keys = _keys(int(seed.item()), stream)
     if native:
         place = sum(start * stride for start, stride in zip(first, _strides(whole)))
@@ -86,6 +99,31 @@ def _(seed: Tensor, stream: int, shape: Sequence[int], *options: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
+@torch.library.custom_op("torchgspmd::keep_mask", mutates_args=())
+def keep_mask(
+    seed: Tensor,
+    p: float,
+    shape: Sequence[int],
+    first: Sequence[int],
+    whole: Sequence[int],
+    device: torch.device,
+    native: bool,
+) -> Tensor:
+    """Return for a part of a tensor, as `uniform` has it, whether dropout keeps an element.
+
+    p: the probability that it does not. One byte an element.
+    """
+    if native:
+        drawn = uniform(seed, 0, shape, first, whole, torch.float32, device, True)
+        return drawn < 1 - p
+    return dropout_mask(seed, p, shape, first, whole, device)
+
+
+@keep_mask.register_fake
+def _(seed: Tensor, p: float, shape: Sequence[int], *options: Any) -> Tensor:
+    return torch.empty(shape, dtype=torch.bool, device=options[2])
+
+
 def dropout_mask(
     seed: Tensor,
     p: float,
@@ -94,18 +132,42 @@ def dropout_mask(
     whole: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Return for a part of a tensor, as `uniform` has it, whether dropout leaves an element in."""
+    """Compute `keep_mask` past PyTorch's registry of operators: stream 0 of `uniform` < 1 - p."""
+    bound = _bound(p)
+    if device.type == "cuda" and (fill := _kernel()):
+        kept = torch.empty(shape, dtype=torch.bool, device=device)
+        if fill(kept, seed, 0, first, whole, _MASK_BITS, bound):
+            return kept
     hashes = _hash(_keys(int(seed.item()), 0), shape, first, whole, device)
-    return _to_unit(hashes, _BITS[torch.float32], torch.float32) < 1 - p
+    return _shifted(hashes, _MASK_BITS) < bound
+
+
+def _bound(p: float) -> int:
+    """Return the least number of _MASK_BITS that, divided by their count, is 1 - p or more.
+
+    1 - p is rounded to float32, in which `uniform` would be compared.
+    """
+    kept = torch.tensor(1 - p, dtype=torch.float32).item()
+    return math.ceil(kept * 2**_MASK_BITS)
+
+
+@functools.cache
+def _kernel() -> Callable[..., bool] | None:
+    """Return what fills tensors of CUDA by one kernel; None without Triton."""
+    try:
+        from .random_kernel import fill
+    except ImportError:
+        return None
+    return fill
 
 
 def _to_unit(hashes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
-    return (
-        hashes.bitwise_right_shift_(32 - bits)
-        .bitwise_and_((1 << bits) - 1)
-        .to(dtype)
-        .mul_(2.0**-bits)
-    )
+    return _shifted(hashes, bits).to(dtype).mul_(2.0**-bits)
+
+
+def _shifted(hashes: Tensor, bits: int) -> Tensor:
+    """Return the upper bits of hashes as numbers, in their place."""
+    return hashes.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
 def _strides(whole: Sequence[int]) -> list[int]:

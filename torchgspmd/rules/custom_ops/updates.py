@@ -87,7 +87,7 @@ def adam_(
             *map(list, zip(*lists)),
             [],
             [step] * len(lists),
-            lr=lr,
+            lr=lr.float() if lr.is_cuda else lr,  # the kernel of the CPU reads a number of it
             beta1=beta1,
             beta2=beta2,
             weight_decay=weight_decay,

@@ -103,7 +103,7 @@ pointwise(
 )
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
-pointwise(aten.div.Tensor, linear=[[0]])
+pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
 pointwise(mark_sharding_op._opoverload, adam._opoverload)
 

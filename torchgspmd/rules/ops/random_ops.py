@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ..custom_ops.random import draw_seed, uniform
+from ..custom_ops.random import draw_seed, keep_mask, uniform
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
 from ..rewrites import rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
+DRAWS = (ours.uniform.default, ours.keep_mask.default)  # numbers by the place of an element
 
 
 @rule_for(ours.draw_seed.default, ours.draw_seeds.default)
@@ -30,20 +32,20 @@ def _draw_seed(call: Call) -> FactorRule:
     return call.rule([], [names], replicated=names)
 
 
-@rule_for(ours.uniform.default)
-def _uniform(call: Call) -> FactorRule:
+@rule_for(*DRAWS)
+def _drawn_by_place(call: Call) -> FactorRule:
     names = factors("d", call.results[0].dim())
-    return call.rule([[]], [names], local=LocalForm(_emit_uniform, when=names))
+    return call.rule([[]], [names], local=LocalForm(partial(_emit_draw, call.target), when=names))
 
 
-def _emit_uniform(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
-    seed, stream, _, first, *rest = args
+def _emit_draw(target: Any, local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+    seed, number, _, first, *rest = args
     starts = [
         local.start(names[0]) if names else start
         for names, start in zip(local.rule.results[0], first)
     ]
     shape = list(local.results[0].shape)
-    return local.call(ours.uniform.default, seed, stream, shape, starts, *rest)
+    return local.call(target, seed, number, shape, starts, *rest)
 
 
 def has_own_seed(op: Any) -> bool:
@@ -64,7 +66,7 @@ def natively(graph: fx.Graph) -> fx.Graph:
     Numbers that are drawn again in another layout would be others: these stay hashes of positions.
     """
     draws: dict[Any, list[fx.Node]] = {}
-    for node in graph.find_nodes(op="call_function", target=ours.uniform.default):
+    for node in (n for op in DRAWS for n in graph.find_nodes(op="call_function", target=op)):
         draws.setdefault((_drawn(node.args[0]), node.args[1]), []).append(node)
     for repeated in draws.values():
         if len({node.meta["spec"] for node in repeated}) == 1:
@@ -289,13 +291,19 @@ def _rrelu(
 def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
     if not train or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
-    mask = _draw(x.shape, torch.float32, x.device)[0] < 1 - p
-    return x * (mask.to(x.dtype) / (1 - p)) if p < 1 else x * 0, mask
+    mask = kept(draw_seed(), p, x)
+    return masked(x, mask, p), mask
 
 
-@rewrite("decompose", aten.native_dropout_backward.default)
-def _native_dropout_backward(grad: Tensor, mask: Tensor, scale: float) -> Tensor:
-    return grad * mask.to(grad.dtype) * scale
+def kept(seed: Tensor, p: float, x: Tensor) -> Tensor:
+    """Return which elements of a whole tensor dropout keeps."""
+    shape = list(x.shape)
+    return keep_mask(seed, p, shape, [0] * len(shape), shape, x.device, False)
+
+
+def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
+    """Return the elements that are kept, times 1 / (1 - p): one kernel, as of the gradient."""
+    return aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
 
 @rule_for(

@@ -1,0 +1,199 @@
+"""Training steps on one card: numbers, no waiting, CUDA graphs, Inductor, memory of the plan."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt.model import DP, GPT, TP, Config  # noqa: E402
+
+MESH = gspmd.Mesh(data=1, model=1)
+SIZE = Config(96, context=32, layers=2, heads=4, width=64)
+
+
+def gpt(device: torch.device, config: Config = SIZE) -> GPT:
+    torch.manual_seed(0)
+    return GPT(config).to(device)
+
+
+def tokens(device: torch.device, rows: int = 4, config: Config = SIZE) -> list[Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    shape = rows, config.context
+    return [torch.randint(config.vocabulary, shape, generator=draw).to(device) for _ in range(2)]
+
+
+def wrapped(device: torch.device, layout: Any = TP, **options: Any) -> nn.Module:
+    model = gspmd.annotate(gpt(device), layout.on(MESH))
+    return gspmd.parallelize(model, MESH, in_specs=("data _", "data _"), **options)
+
+
+def losses(model: nn.Module, batch: list[Tensor], steps: int = 4, **options: Any) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+    found = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*batch)
+        loss.backward()
+        optimizer.step()
+        found.append(loss.detach())
+    return [float(loss) for loss in found]
+
+
+@pytest.mark.parametrize("check", ("always", "first", "never"))
+@pytest.mark.parametrize("layout", (DP, TP), ids=("dp", "tp"))
+def test_losses(layout: Any, check: str, one_process: str, device: torch.device) -> None:
+    batch = tokens(device)
+    got = losses(wrapped(device, layout, check=check), batch)
+    assert got == pytest.approx(losses(gpt(device), batch), abs=1e-5)
+
+
+@pytest.mark.parametrize("fused", (True, False))
+@pytest.mark.parametrize("optimizer", (torch.optim.Adam, torch.optim.AdamW))
+def test_train_step(optimizer: Any, fused: bool, one_process: str, device: torch.device) -> None:
+    batch = tokens(device)
+    plain = gpt(device)
+    reference = optimizer(plain.parameters(), lr=1e-2, fused=fused)
+    want = []
+    for _ in range(3):
+        reference.zero_grad()
+        loss = plain(*batch)
+        loss.backward()
+        reference.step()
+        want.append(float(loss))
+    model = wrapped(device)
+    step = gspmd.train_step(model, optimizer(model.parameters(), lr=1e-2, fused=fused))
+    assert [float(step(*batch)) for _ in range(3)] == pytest.approx(want, abs=1e-5)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_autocast(dtype: torch.dtype, one_process: str, device: torch.device) -> None:
+    batch, results = tokens(device), []
+    for model in (gpt(device), wrapped(device)):
+        with torch.autocast(device.type, dtype):
+            loss = model(*batch)
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+        results.append((float(loss), float(norm)))
+    assert results[1] == pytest.approx(results[0], rel=3e-2)
+
+
+def test_param_dtype(one_process: str, device: torch.device) -> None:
+    batch = tokens(device)
+    model = wrapped(device, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert losses(model, batch) == pytest.approx(losses(gpt(device), batch), abs=5e-2)
+
+
+@pytest.mark.parametrize("check", ("always", "never"))
+def test_a_step_waits_for_nothing(
+    check: str, one_process: str, device: torch.device, no_syncs: AbstractContextManager
+) -> None:
+    batch = tokens(device)
+    model = wrapped(device, check=check)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(*batch).backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    with no_syncs:
+        step()
+
+
+class Dropped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(nn.functional.dropout(self.up(x).relu(), 0.5, self.training))
+
+
+def test_dropout_waits_for_nothing(
+    one_process: str, device: torch.device, no_syncs: AbstractContextManager
+) -> None:
+    torch.manual_seed(0)
+    model = gspmd.parallelize(Dropped().to(device), MESH, in_specs="data _")
+    x = torch.randn(8, 32, device=device)
+    for _ in range(3):
+        model(x).sum().backward()
+    with no_syncs:
+        model(x).sum().backward()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a card")
+@pytest.mark.parametrize("check", ("first", "never"))
+@pytest.mark.parametrize("dropout", (False, True))
+def test_graph_of_a_step(dropout: bool, check: str, one_process: str, device: torch.device) -> None:
+    """A replay computes new numbers from new inputs, and draws anew where the program draws."""
+    torch.manual_seed(0)
+    plain = Dropped().to(device).train(dropout)
+    model = gspmd.parallelize(copy.deepcopy(plain), MESH, in_specs="data _", check=check)
+    x = torch.randn(8, 32, device=device)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(x).sum().backward()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad()
+    with torch.cuda.graph(graph):
+        out = model(x)
+        out.sum().backward()
+    first = out.clone()
+    graph.replay()
+    again = out.clone()
+    x.mul_(2)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert not torch.equal(again, out)
+    if dropout:
+        assert not torch.equal(first, again), "each replay has the same mask"
+    else:
+        torch.testing.assert_close(out, plain(x))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Inductor on the CPU is another test")
+@pytest.mark.parametrize("layout", (DP, TP), ids=("dp", "tp"))
+def test_inductor(layout: Any, one_process: str, device: torch.device) -> None:
+    batch = tokens(device)
+    got = losses(wrapped(device, layout, backend="inductor"), batch)
+    assert got == pytest.approx(losses(gpt(device), batch), abs=1e-4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has no count of its memory")
+@pytest.mark.parametrize("layout", (DP, TP), ids=("dp", "tp"))
+def test_memory_is_that_of_the_plan(layout: Any, one_process: str, device: torch.device) -> None:
+    config = Config(2048, context=256, layers=4, heads=8, width=512)
+    model = gspmd.annotate(gpt(device, config), layout.on(MESH))
+    model = gspmd.parallelize(model, MESH, in_specs=("data _", "data _"))
+    batch = tokens(device, 16, config)
+    for _ in range(2):
+        model.zero_grad()
+        model(*batch).backward()
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    memory = model.plan.report("h100").memory
+    stored = memory.parameters + memory.inputs
+    others = torch.cuda.memory_allocated() - stored  # of cuBLAS, and of tests before this one
+    model(*batch).backward()
+    torch.cuda.synchronize()
+    measured = torch.cuda.max_memory_allocated() - others
+    print(f"peak measured {measured / 2**20:.1f} MiB, predicted {memory.peak / 2**20:.1f} MiB")
+    assert memory.peak == pytest.approx(measured, rel=0.05)
