@@ -183,7 +183,7 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
     return input
 
 
-@rewrite("product", F.dropout)
+@rewrite("body", F.dropout)
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
     """Draw a mask of one byte an element, which CUDA's kernel does and the CPU's does not."""
     if inplace or not training or not 0 < p <= 1 or not isinstance(input, Tensor):

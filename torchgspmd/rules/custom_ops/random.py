@@ -9,6 +9,7 @@ public domain), each keyed by half of the seed. It is a counter-based generator,
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -155,10 +156,9 @@ def _bound(p: float) -> int:
 def _kernel() -> Callable[..., bool] | None:
     """Return what fills tensors of CUDA by one kernel; None without Triton."""
     try:
-        from .random_kernel import fill
+        return importlib.import_module(f"{__package__}.random_kernel").fill
     except ImportError:
         return None
-    return fill
 
 
 def _to_unit(hashes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
