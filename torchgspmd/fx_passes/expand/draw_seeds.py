@@ -39,7 +39,7 @@ class DrawSeeds:
         of: the operation of the captured graph. draw: what draws a seed. meta: has its loops.
         """
         nest, plain = nest_of(meta["loop"]) if "loop" in meta else (), dict(meta)
-        for key in ("loop", "draw"):
+        for key in ("loop", "draw", "other", "dynamic"):  # a seed has no sizes of the operation
             plain.pop(key, None)
         shape = [loop.length for loop in nest]
         position = self.within[of] = self.within.get(of, -1) + 1
