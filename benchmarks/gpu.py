@@ -195,7 +195,9 @@ def measure(row: Row, step: Callable[[], Any], work: float, rounds: int) -> Row:
         with torch.profiler.profile(activities=activity) as profile:
             step()
             synchronize()
-        events = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+        events = [
+            e for e in profile.events() or () if e.device_type == torch.autograd.DeviceType.CUDA
+        ]
         row.kernels = len(events)
     row.mfu = work / (row.ms / 1e3) / PEAK
     return row
@@ -307,6 +309,7 @@ def one_step(size: Size, layout: str, variant: str, work: float, rounds: int, ro
 
 def by_dtensor(model: Llama, size: Size) -> nn.Module:
     """Return the model with Megatron's layout by DTensor's tensor parallelism."""
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         RowwiseParallel,
@@ -319,7 +322,7 @@ def by_dtensor(model: Llama, size: Size) -> nn.Module:
     for i in range(size.layers):
         table |= {f"blocks.{i}.{name}": ColwiseParallel() for name in columns}
         table |= {f"blocks.{i}.{name}": RowwiseParallel() for name in ("attention.o", "down")}
-    table["lm_head"] = ColwiseParallel(output_layouts=torch.distributed.tensor.Replicate())
+    table["lm_head"] = ColwiseParallel(output_layouts=Replicate())
     return parallelize_module(model, mesh, table)
 
 
