@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from scripts import run_main
+from scripts import run_main, run_script
 
 import torchgspmd as gspmd
 
@@ -221,13 +221,15 @@ def train(
     arguments += ["--picture", str(folder / f"{name}-picture.png")] if example != "gpt" else []
     if mesh:
         arguments += ["--mesh", mesh]
-    if mesh and not torchrun:
+    if not mesh:
+        run_script(script, arguments)
+    elif not torchrun:
         run_main(mesh, script=script, arguments=arguments)
     else:
-        count = str(gspmd.Mesh.parse(mesh or "data=1").size)
+        count = str(gspmd.Mesh.parse(mesh).size)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
         done = subprocess.run(
-            [sys.executable, *launcher * torchrun, str(script), *arguments],
+            [sys.executable, *launcher, str(script), *arguments],
             capture_output=True,
             text=True,
             timeout=150,
