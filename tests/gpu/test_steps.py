@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
+import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -176,24 +176,8 @@ def test_inductor(layout: Any, one_process: str, device: torch.device) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="the CPU has no count of its memory")
-@pytest.mark.parametrize("layout", (DP, TP), ids=("dp", "tp"))
-def test_memory_is_that_of_the_plan(layout: Any, one_process: str, device: torch.device) -> None:
-    config = Config(2048, context=256, layers=4, heads=8, width=512)
-    model = gspmd.annotate(gpt(device, config), layout.on(MESH))
-    model = gspmd.parallelize(model, MESH, in_specs=("data _", "data _"))
-    batch = tokens(device, 16, config)
-    for _ in range(2):
-        model.zero_grad()
-        model(*batch).backward()
-    model.zero_grad()
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    memory = model.plan.report("h100").memory
-    stored = memory.parameters + memory.inputs
-    others = torch.cuda.memory_allocated() - stored  # of cuBLAS, and of tests before this one
-    model(*batch).backward()
-    torch.cuda.synchronize()
-    measured = torch.cuda.max_memory_allocated() - others
-    print(f"peak measured {measured / 2**20:.1f} MiB, predicted {memory.peak / 2**20:.1f} MiB")
-    assert memory.peak == pytest.approx(measured, rel=0.05)
+def test_memory_is_that_of_the_plan() -> None:
+    """In a process of its own: what other tests leave on the card is not the plan's."""
+    script = Path(__file__).with_name("peak_memory.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
