@@ -19,6 +19,7 @@ from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.kinds import SEARCHED
 from torchgspmd.fx_passes.partition.cost_constants import CostConstants
 from torchgspmd.fx_passes.partition.reshard import Resharder
+from torchgspmd.fx_passes.partition.reshard_pattern import instance
 from torchgspmd.fx_passes.partition.reshard_search import ReshardSearch, step_cost
 
 PAIRS = int(os.environ.get("RESHARD_PAIRS", "80"))
@@ -113,6 +114,32 @@ def test_values_of_a_pattern_share_a_search() -> None:
         resharder.steps(shape, itemsize, before, after)
     resharder.steps((64, 512, 64), 4, ShardSpec.parse("seq data _"), ShardSpec.parse("seq _ data"))
     assert resharder.counts["reshard_searches"] == 1
+
+
+@pytest.mark.parametrize(
+    "before, after, shape, together",
+    [
+        ("data _ _ sum@{seq}", "data {seq} _", (64, 64, 64), True),  # 512 devices
+        ("data _ _ sum@{seq}", "data _ _", (8, 8, 1), True),
+        ("data _ _ sum@{seq}", "data _ _", (8, 4, 2), False),  # no room for 8 shards
+        ("_ data _ sum@{seq}", "data _ _", (8, 64, 1), True),
+        ("_ data _ sum@{seq}", "data _ _", (8, 32, 2), False),
+    ],
+)
+def test_parts_of_an_axis_are_one_piece_of_a_reduction_where_a_dimension_has_room(
+    before: str, after: str, shape: tuple[int, ...], together: bool
+) -> None:
+    mesh = Mesh(data=8, seq=8, model=8).split({"seq": (4, 2)})
+    parts = mesh.names[1:3]
+    old, new = (ShardSpec.parse(spec.format(seq="+".join(parts))) for spec in (before, after))
+    assert (parts in instance(mesh, shape, 4, old, new).pieces.values()) == together
+
+
+def test_axes_are_apart_in_a_reduction_where_no_dimension_has_room_for_both() -> None:
+    resharder = Resharder(Mesh(a=2, b=4, c=2, d=8))
+    before, after = ShardSpec.parse("_ d _ sum@a+b+c"), ShardSpec.parse("a _ d")
+    steps = resharder.steps((4, 96, 16), 4, before, after)
+    assert sum(step.sent for step in steps) == 4392  # 4416 with b and c in one piece
 
 
 def test_a_search_at_its_limit_takes_the_best_way_so_far_and_says_so() -> None:
