@@ -21,6 +21,8 @@ from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .runtime.checkpoint import load, save
+    from .runtime.load_full_state import load_full_state_dict
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
 
 __all__ = [
@@ -39,6 +41,8 @@ __all__ = [
     "doctor",
     "evaluation",
     "full_state_dict",
+    "load",
+    "load_full_state_dict",
     "manual",
     "mark_sharding",
     "moe",
@@ -46,6 +50,7 @@ __all__ = [
     "pipeline",
     "plan",
     "rule",
+    "save",
     "shard_batch",
     "stack",
     "suggest",
@@ -53,7 +58,9 @@ __all__ = [
     "visualize",
 ]
 
-_LATER = {  # Names that load their folder when they are first asked for.
+_LATER = {  # Names that load their folder, or file, when they are first asked for.
+    **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
+    "load_full_state_dict": "runtime.load_full_state",
     **dict.fromkeys(["collectives", "manual", "moe", "pipeline", "stack", "train_step"], "nn"),
     **dict.fromkeys(
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"

@@ -70,13 +70,13 @@ def full_state_dict(
             where=user_line(),
             fix="full_state_dict(model, optimizer)",
         )
-    tables = [*_tables(model)]
+    tables = [*tables_of(model)]
     stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
     states: Any = {} if optimizer is None else optimizer.state_dict()
     leaves, structure = pytree.tree_flatten(states)
     tensors = [*stored.values()]
     tensors += [(f"optimizer.{i}", t) for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-    gather = _Gather(_check(tensors), rank0_only)
+    gather = _Gather(groups_of_state(tensors, "full_state_dict"), rank0_only)
     wholes = {id(t): gather.whole(t) for _, t in stored.values()}
     leaves = [gather.whole(t) if isinstance(t, Tensor) else t for t in leaves]
     if not gather.keeps:
@@ -91,7 +91,7 @@ def full_state_dict(
     return {"model": state, "optimizer": pytree.tree_unflatten(leaves, structure)}
 
 
-def _tables(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
+def tables_of(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
     """Yield each module's tables of parameters and of buffers, with what state_dict has of them.
 
     The second is by the names of state_dict.
@@ -110,7 +110,7 @@ def _tables(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
             )
 
 
-def _check(tensors: list[tuple[str, Tensor]]) -> ProcessGroups:
+def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGroups:
     """Return the groups of the mesh. Raise ShardingError on every rank if one has other tensors."""
     ours = (t for _, t in tensors if isinstance(t, DTensor) and is_ours(t))
     groups = next((find_groups(t.device_mesh) for t in ours), None)
@@ -132,7 +132,7 @@ def _check(tensors: list[tuple[str, Tensor]]) -> ProcessGroups:
     for _, t in tensors:
         if isinstance(t, DTensor):
             spec_of(t, groups.mesh)  # raises for one that no gather is known for
-    account = Account(f"calls full_state_dict at {user_line()}", model=described)
+    account = Account(f"calls {caller} at {user_line()}", model=described)
     number = zlib.crc32(str(described).encode())
     groups.watcher.run(check_ranks, groups, number, lambda: raise_difference(groups, account))
     return groups
@@ -166,7 +166,7 @@ class _Gather:
                 continue  # an empty shard, or a replica
             shard = self.groups.watcher.run(self._shard, rank, local, sizes)
             if result is not None:
-                _region(result, spec, self.mesh.count, self.mesh.index, at, sizes).copy_(shard)
+                region(result, spec, self.mesh.count, self.mesh.index, at, sizes).copy_(shard)
         return result
 
     def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
@@ -190,7 +190,7 @@ class _Gather:
         return shard
 
 
-def _region(
+def region(
     whole: Tensor, spec: ShardSpec, count: Any, index: Any, at: Coordinates, sizes: tuple[int, ...]
 ) -> Tensor:
     """Return the part of a whole tensor that the device at some coordinates has."""

@@ -58,7 +58,7 @@ def shared_plan(
     """
     if groups.rank == 0:
         return _Sender(groups, model, state, plan_here).plan(identity)
-    sent = _broadcast(groups, None)
+    sent = broadcast_text(groups, None)
     if isinstance(identity, str):
         _log(model, identity)
     elif sent is None:
@@ -156,7 +156,7 @@ class _Sender:
         """Send a plan, or that there is none, unless one was sent."""
         if not self.has_sent:
             self.has_sent = True
-            _broadcast(self.groups, packed(identity, text) if identity else None)
+            broadcast_text(self.groups, packed(identity, text) if identity else None)
 
 
 def _log(model: nn.Module, why: str) -> None:
@@ -168,7 +168,7 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode(errors="replace")).hexdigest()
 
 
-def _broadcast(groups: ProcessGroups, message: str | None) -> str | None:
+def broadcast_text(groups: ProcessGroups, message: str | None) -> str | None:
     """Return the message of rank 0."""
     if groups.mesh.size == 1:
         return message

@@ -1,0 +1,108 @@
+"""gspmd.save, load and load_full_state_dict: what was saved goes on on any mesh."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import distributed
+from torch import nn
+
+import torchgspmd as gspmd
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 13), nn.Linear(13, 5)
+        self.norm = nn.BatchNorm1d(13)
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x)).relu()).square().mean()
+
+
+def plain() -> tuple[Net, torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    torch.manual_seed(0)
+    model = Net()
+    return (model, *trained(model))
+
+
+def trained(model):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def wrapped(mesh, model=None):
+    model = model or plain()[0]
+    axis = mesh.names[-1]
+    gspmd.mark_sharding(model.up.weight, mesh, f"{axis} _")
+    gspmd.mark_sharding(model.down.weight, mesh, f"_ {axis}")
+    model = gspmd.parallelize(model, mesh)
+    return (model, *trained(model))
+
+
+def steps(model, optimizer, scheduler, first, last):
+    found = []
+    for step in range(first, last):
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        found.append(float(loss.detach()))
+    return found
+
+
+@distributed()
+def written(mesh, folder):
+    model, optimizer, scheduler = wrapped(mesh)
+    for step in (2, 4, 5):
+        steps(model, optimizer, scheduler, step - 2 if step < 5 else 4, step)
+        states = {"scheduler": scheduler}
+        gspmd.save(f"{folder}/step-{step}", model, optimizer, step=step, states=states, keep=2)
+    Path(folder, "step-9.writing").mkdir(exist_ok=True)  # a process died here
+
+
+@distributed()
+def resumed(mesh, folder):
+    model, optimizer, scheduler = wrapped(mesh)
+    first = gspmd.load(folder, model, optimizer, states={"scheduler": scheduler})
+    got = steps(model, optimizer, scheduler, first, 8)
+    want = steps(*plain(), 0, 8)[5:]
+    assert first == 5 and got == pytest.approx(want, rel=1e-5), (first, got, want)
+
+
+@pytest.mark.distributed
+@pytest.mark.xdist_group("ranks")
+def test_a_run_goes_on_on_other_meshes(tmp_path):
+    written("data=2,model=2", folder=str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-4", "step-5", "step-9.writing"]
+    assert json.loads((tmp_path / "step-5" / "gspmd.json").read_text())["step"] == 5
+    for mesh in ("model=3", "data=1"):
+        resumed(mesh, folder=str(tmp_path))
+
+
+@distributed("model=3")
+def test_the_state_of_one_device_is_loaded(mesh):
+    one, optimizer, scheduler = plain()
+    steps(one, optimizer, scheduler, 0, 3)
+    state = {"model": one.state_dict(), "optimizer": optimizer.state_dict()}
+    state = copy.deepcopy(state)
+    want = steps(one, optimizer, scheduler, 3, 5)
+    torch.manual_seed(1)
+    model, optimizer, scheduler = wrapped(mesh, Net())
+    gspmd.load_full_state_dict(model, state if dist.get_rank() == 0 else None, optimizer)
+    scheduler.last_epoch = 3
+    assert steps(model, optimizer, scheduler, 3, 5) == pytest.approx(want, rel=1e-5)
+    again = gspmd.full_state_dict(model, optimizer, rank0_only=False)
+    gspmd.load_full_state_dict(model, iter(again["model"].items()) if mesh else None)
+    for wrong in ({**state["model"], "other": torch.ones(2)}, {"up.weight": torch.ones(13, 6)}):
+        try:
+            gspmd.load_full_state_dict(model, wrong if dist.get_rank() == 0 else None)
+        except gspmd.ShardingError as error:
+            assert "no tensor 'other'" in str(error) or "lacks 'up.bias'" in str(error), error
+        else:
+            raise AssertionError("no error")

@@ -1,0 +1,226 @@
+"""save and load: a training run in a folder, by torch.distributed.checkpoint.
+
+    folder/.metadata, *.distcp    tensors: of the model, of the optimizer, of other states
+    folder/gspmd.json             the step, and the other states without their tensors
+
+A folder becomes a checkpoint by one rename, so a process that dies while it writes leaves the
+checkpoint before. Any mesh, and any number of processes, reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
+
+from ..errors import ShardingError, user_line
+
+FILE = "gspmd.json"
+WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    step: int = 0,
+    states: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+) -> None:
+    """Write a checkpoint. Call it on every rank.
+
+    Args:
+        folder: The folder that the checkpoint becomes, on a file system that all processes see.
+        model: What `parallelize` returned.
+        optimizer: The optimizer of its parameters.
+        step: The number of steps behind it.
+        states: Objects with state_dict and load_state_dict, by name: a scheduler, a scaler, a
+            loader. Their states are those of rank 0.
+        keep: How many checkpoints stay beside each other, of the latest steps; None: all.
+
+    Raises:
+        ShardingError: A state holds more than tensors, numbers, texts, lists and dicts.
+
+    Example:
+        >>> import tempfile, torch.distributed as dist
+        >>> from torchgspmd import load, parallelize, save
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model = parallelize(torch.nn.Linear(4, 8), Mesh(data=1))
+        >>> folder = tempfile.mkdtemp()
+        >>> save(f"{folder}/step-7", model, step=7)
+        >>> load(folder, model)
+        7
+        >>> dist.destroy_process_group()
+    """
+    path, tensors = Path(folder), dict[str, Tensor]()
+    plain = {
+        name: _plain(each.state_dict(), name, tensors) for name, each in (states or {}).items()
+    }
+    weights, state = _state(model, optimizer)
+    content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
+    writing = path.with_name(path.name + WRITING)
+    if is_first := _rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
+    _barrier()
+    dcp.save({**content, "states": tensors}, checkpoint_id=writing)
+    if is_first:
+        (writing / FILE).write_text(json.dumps({"step": step, "states": plain}))
+        if path.exists():
+            old = path.with_name(path.name + WRITING + ".old")
+            path.rename(old)
+            writing.rename(path)
+            shutil.rmtree(old)
+        else:
+            writing.rename(path)
+        for each in _checkpoints(path.parent)[: -keep or None] if keep else ():
+            shutil.rmtree(each)
+    _barrier()
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    states: Mapping[str, Any] | None = None,
+) -> int:
+    """Read a checkpoint into a model, an optimizer and other states, and return its step.
+
+    Call it on every rank. The generator of random numbers goes on as it was.
+
+    Args:
+        folder: A checkpoint, or a folder of checkpoints: that of the latest step is read.
+        model: What `parallelize` returned, on any mesh.
+        optimizer: The optimizer of its parameters.
+        states: The objects whose states `save` got, by the same names.
+
+    Returns:
+        The number of steps behind the checkpoint.
+
+    Raises:
+        ShardingError: There is no checkpoint, or it lacks a state.
+
+    Example:
+        >>> from torchgspmd import load
+        >>> load("nowhere", torch.nn.Linear(4, 8))
+        Traceback (most recent call last):
+        torchgspmd.errors.ShardingError: there is no checkpoint at nowhere
+          fix   a folder that gspmd.save has written, or one of such folders
+    """
+    path = Path(folder)
+    if not (path / FILE).exists():
+        found = _checkpoints(path)
+        if not found:
+            raise ShardingError(
+                f"there is no checkpoint at {path}",
+                where=user_line(),
+                fix="a folder that gspmd.save has written, or one of such folders",
+            )
+        path = found[-1]
+    said = json.loads((path / FILE).read_text())
+    lacking = [name for name in states or {} if name not in said["states"]]
+    if lacking:
+        raise ShardingError(
+            f"the checkpoint {path} has no state '{lacking[0]}'",
+            where=user_line(),
+            why=f"it was saved with {', '.join(map(repr, said['states'])) or 'no states'}",
+            fix="the names that save got",
+        )
+    weights, state = _state(model, optimizer)
+    tensors = dict[str, Tensor]()
+    for each in said["states"].values():
+        _allocate(each, tensors)
+    content: dict[str, Any] = {"model": weights, "rng": torch.get_rng_state(), "states": tensors}
+    if optimizer is not None:
+        content["optimizer"] = state
+    dcp.load(content, checkpoint_id=path)
+    _set_state(model, optimizer, weights, state)
+    torch.set_rng_state(content["rng"])
+    for name, each in (states or {}).items():
+        each.load_state_dict(_whole(said["states"][name], tensors))
+    return said["step"]
+
+
+def _state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    found: Any = get_state_dict(model, [] if optimizer is None else optimizer)
+    return found
+
+
+def _set_state(
+    model: nn.Module, optimizer: Optimizer | None, weights: dict[str, Any], state: dict[str, Any]
+) -> None:
+    optimizers = [] if optimizer is None else optimizer
+    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a folder, by their steps."""
+    found = [each.parent for each in folder.glob(f"*/{FILE}") if WRITING not in each.parent.name]
+    return sorted(found, key=lambda each: (json.loads((each / FILE).read_text())["step"], each))
+
+
+def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
+    """Return a state as JSON has it. Its tensors are put into `tensors`, by numbers."""
+    if isinstance(value, Tensor):
+        number = f"{len(tensors)}"
+        tensors[number] = value
+        return {"tensor": [number, str(value.dtype).removeprefix("torch."), [*value.shape]]}
+    if isinstance(value, Mapping):
+        pairs = [[_plain(k, name, tensors), _plain(v, name, tensors)] for k, v in value.items()]
+        return {"dict": pairs}
+    if isinstance(value, (list, tuple)):
+        return {type(value).__name__: [_plain(each, name, tensors) for each in value]}
+    if not isinstance(value, _PLAIN):
+        raise ShardingError(
+            f"the state of '{name}' holds a {type(value).__name__}",
+            where=user_line(),
+            why="a checkpoint is data: tensors, numbers, texts, lists and dicts",
+            fix="leave it out of states, or save it in a file of your own",
+        )
+    return value
+
+
+def _allocate(value: Any, tensors: dict[str, Tensor]) -> None:
+    """Make the tensors of a state, to be read into."""
+    if isinstance(value, dict):
+        ((kind, content),) = value.items()
+        if kind == "tensor":
+            number, dtype, shape = content
+            tensors[number] = torch.empty(shape, dtype=getattr(torch, dtype))
+        else:
+            for each in content:
+                _allocate({"list": each} if kind == "dict" else each, tensors)
+
+
+def _whole(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return a state of which `_plain` made JSON."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return tensors[content[0]]
+    if kind == "dict":
+        return {_whole(k, tensors): _whole(v, tensors) for k, v in content}
+    values = [_whole(each, tensors) for each in content]
+    return tuple(values) if kind == "tuple" else values
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()

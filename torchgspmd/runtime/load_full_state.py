@@ -1,0 +1,234 @@
+"""load_full_state_dict: a mesh gets the state that one device has, one tensor at a time."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from ..comm.process_groups import ProcessGroups
+from ..dtensor.pickling import is_sharded
+from ..dtensor.storage import spec_of, stored_shape
+from ..errors import ShardingError, user_line
+from .full_state import groups_of_state, region, tables_of
+from .shared_plan import broadcast_text
+
+Source = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | str | Path
+
+
+def load_full_state_dict(
+    model: nn.Module, source: Source | None, optimizer: Optimizer | None = None
+) -> None:
+    """Load the state of one device into a model on a mesh. Rank 0 alone needs it.
+
+    Call it on every rank. One tensor travels at a time, through memory of the CPU. A model on meta
+    gets its memory first. Numbers are cast to the dtype of the parameter, as load_state_dict does.
+
+    Args:
+        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        source: On rank 0 of the mesh a state_dict, pairs of a name and a tensor, or the path of a
+            file of torch.save or of safetensors, or of a folder of such files; ignored on others.
+            With an optimizer {"model": ..., "optimizer": ...}, as full_state_dict returns.
+        optimizer: The optimizer of the model's parameters, if it is to get its state too.
+
+    Raises:
+        ShardingError: On every rank, if names or shapes are others than the model's. Pairs are
+            checked as they come: what came before has been loaded then.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torchgspmd import load_full_state_dict, parallelize
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, state = torch.nn.Linear(4, 8), torch.nn.Linear(4, 8).state_dict()
+        >>> model = parallelize(model, Mesh(data=1))
+        >>> load_full_state_dict(model, state)
+        >>> model.weight.full_tensor().equal(state["weight"])
+        True
+        >>> dist.destroy_process_group()
+    """
+    targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
+    if any(t.is_meta for t in targets.values()):
+        model.to_empty(device=_device_of(targets))
+        targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
+    groups = groups_of_state([*targets.items()], "load_full_state_dict")
+    load = _Load(groups)
+    given = cast(Any, source if groups.rank == 0 else None)
+    has_both = optimizer is not None and given is not None
+    load.all(targets, given["model"] if has_both else given, model)
+    if optimizer is not None:
+        load.optimizer(optimizer, given["optimizer"] if has_both else None)
+
+
+def _device_of(targets: Mapping[str, Tensor]) -> str:
+    meshes = [t.device_mesh for t in targets.values() if isinstance(t, DTensor)]
+    return meshes[0].device_type if meshes else "cpu"
+
+
+class _Load:
+    """Sends whole tensors of rank 0, of which each rank keeps its part."""
+
+    def __init__(self, groups: ProcessGroups) -> None:
+        self.groups, self.is_first = groups, groups.rank == 0
+
+    def all(self, targets: dict[str, Tensor], source: Any, model: nn.Module) -> None:
+        """Load parameters, buffers and extra states."""
+        pairs = iter(_pairs(source)) if self.is_first and source is not None else iter(())
+        extra: dict[str, Any] = {}
+        missing = dict[str, None](dict.fromkeys(targets))
+        while (item := self._next(pairs, targets, extra)) is not None:
+            name, value = item
+            self.put(targets[name], value)
+            missing.pop(name, None)
+        missing = self._without_tied(missing, targets)
+        problem = f"the state lacks {_names(missing)}" if missing else ""
+        self._raise(problem)
+        if extra and self.is_first:
+            model.load_state_dict(extra, strict=False)
+
+    def _without_tied(self, missing: dict, targets: dict[str, Tensor]) -> dict:
+        """Leave out names of tensors that came by another name."""
+        came = {id(t) for name, t in targets.items() if name not in missing}
+        return {name: None for name in missing if id(targets[name]) not in came}
+
+    def _next(
+        self, pairs: Iterator, targets: dict[str, Tensor], extra: dict
+    ) -> tuple[str, Tensor | None] | None:
+        """Return the next name of rank 0, and there the tensor; None at the end."""
+        name, value, problem = None, None, ""
+        for name, value in pairs:
+            if not isinstance(value, Tensor):
+                extra[name] = value
+                continue
+            problem = _problem(name, value, targets)
+            break
+        else:
+            name, value = None, None
+        name, problem = self._said([name, problem])
+        self._raise(problem)
+        return None if name is None else (name, value)
+
+    def _said(self, value: Any) -> Any:
+        """Return what rank 0 passes, as JSON has it."""
+        text = json.dumps(value) if self.is_first else None
+        return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
+
+    def _raise(self, problem: str) -> None:
+        if problem:
+            raise ShardingError(
+                problem,
+                where=user_line(),
+                why="load_full_state_dict takes the names and shapes of the one-device model",
+                fix="rename the tensors, or load what there is by model.load_state_dict(strict="
+                "False) on every rank",
+            )
+
+    @torch.no_grad()
+    def put(self, target: Tensor, whole: Tensor | None) -> None:
+        """Write a whole tensor of rank 0 into a tensor of the model."""
+        groups, shape = self.groups, tuple(target.shape)
+        made = torch.empty(shape, dtype=target.dtype) if whole is None else whole.detach()
+        made = made.to(groups.checked_on, target.dtype).contiguous()
+        message = made.view(-1).view(torch.uint8)
+        if groups.mesh.size > 1 and made.numel():
+            groups.watcher.run(dist.broadcast, message, groups.processes[0], group=groups.checks)
+        local = target.to_local() if isinstance(target, DTensor) else target
+        if isinstance(target, DTensor) and is_sharded(target):
+            spec, at = spec_of(target, groups.mesh), groups.coordinates
+            sizes = stored_shape(spec, shape, groups.mesh, at)
+            if 0 in sizes:
+                return
+            made = region(made, spec, groups.mesh.count, groups.mesh.index, at, sizes)
+        local.copy_(made)
+
+    def optimizer(self, optimizer: Optimizer, given: Any) -> None:
+        """Load the state of an optimizer, by the order of its parameters."""
+        described = self._said(_described(given) if self.is_first else None)
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if len(described["sizes"]) != len(parameters):
+            self._raise(
+                f"the optimizer has {len(parameters)} parameters, and its state is of "
+                f"{len(described['sizes'])}"
+            )
+        loaded: dict[int, dict[str, Any]] = {}
+        for number, key, shape, dtype, value in described["state"]:
+            if shape is None:
+                loaded.setdefault(number, {})[key] = value
+                continue
+            p, kind = parameters[number], getattr(torch, dtype)
+            is_like = [*p.shape] == shape
+            made = torch.zeros_like(p, dtype=kind) if is_like else torch.zeros(shape, dtype=kind)
+            self.put(made, given["state"][number][key] if self.is_first else None)
+            loaded.setdefault(number, {})[key] = made.detach()
+        groups = optimizer.state_dict()["param_groups"]
+        for group, values in zip(groups, described["groups"]):
+            group.update(values)
+        optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+
+def _described(given: Any) -> dict[str, Any]:
+    """Return an optimizer's state without its tensors, as JSON has it."""
+    rows: list[tuple] = []
+    for number, values in given["state"].items():
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                dtype = str(value.dtype).removeprefix("torch.")
+                rows.append((number, key, [*value.shape], dtype, None))
+            else:
+                rows.append((number, key, None, None, value))
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in given["param_groups"]]
+    plain = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in groups]
+    sizes = [number for g in given["param_groups"] for number in g["params"]]
+    return {"state": rows, "groups": plain, "sizes": sizes}
+
+
+def _problem(name: str, value: Tensor, targets: dict[str, Tensor]) -> str:
+    """Return the reason why a tensor cannot be loaded, or nothing."""
+    if name not in targets:
+        return f"the model has no tensor '{name}'; it has {_names(targets)}"
+    if value.shape != targets[name].shape:
+        return f"'{name}' has the shape {[*value.shape]}, in the model {[*targets[name].shape]}"
+    return ""
+
+
+def _names(names: Iterable[str]) -> str:
+    first, *rest = [repr(name) for name in names]
+    shown = [first, *rest[:4]]
+    return ", ".join(shown) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")
+
+
+def _pairs(source: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a source. Nothing that a file says is executed."""
+    if isinstance(source, (str, Path)):
+        path = Path(source)
+        files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+        files = files or sorted(path.glob("*.pt")) + sorted(path.glob("*.bin"))
+        if not files:
+            raise ShardingError(
+                f"there is no file of tensors at {path}",
+                where=user_line(),
+                fix="the path of a file of torch.save or safetensors, or of a folder of these",
+            )
+        for file in files:
+            yield from _file(file)
+    elif isinstance(source, Mapping):
+        yield from source.items()
+    else:
+        yield from source
+
+
+def _file(file: Path) -> Iterator[tuple[str, Any]]:
+    if file.suffix == ".safetensors":
+        from safetensors import safe_open
+
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                yield name, tensors.get_tensor(name)
+        return
+    yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()
