@@ -113,11 +113,15 @@ def load(
         ShardingError: There is no checkpoint, or it lacks a state.
 
     Example:
-        >>> from torchgspmd import load
-        >>> load("nowhere", torch.nn.Linear(4, 8))
-        Traceback (most recent call last):
-        torchgspmd.errors.ShardingError: there is no checkpoint at nowhere
-          fix   a folder that gspmd.save has written, or one of such folders
+        >>> import tempfile, torch.distributed as dist
+        >>> from torchgspmd import load, parallelize, save
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> folder, model = tempfile.mkdtemp(), parallelize(torch.nn.Linear(4, 8), Mesh(data=1))
+        >>> for step in (1, 2):
+        ...     save(f"{folder}/step-{step}", model, step=step)
+        >>> load(folder, model)
+        2
+        >>> dist.destroy_process_group()
     """
     path = Path(folder)
     if not (path / FILE).exists():
