@@ -59,11 +59,12 @@ def load_full_state_dict(
         targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
     groups = groups_of_state([*targets.items()], "load_full_state_dict")
     load = _Load(groups)
-    given = cast(Any, source if groups.rank == 0 else None)
-    has_both = optimizer is not None and given is not None
-    load.all(targets, given["model"] if has_both else given, model)
-    if optimizer is not None:
-        load.optimizer(optimizer, given["optimizer"] if has_both else None)
+    given = source if groups.rank == 0 else None
+    if optimizer is None:
+        return load.all(targets, given, model)
+    both = cast("Mapping[str, Any]", {"model": None, "optimizer": None} if given is None else given)
+    load.all(targets, both["model"], model)
+    load.optimizer(optimizer, both["optimizer"])
 
 
 def _device_of(targets: Mapping[str, Tensor]) -> str:
