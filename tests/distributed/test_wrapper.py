@@ -309,3 +309,20 @@ def test_one_warning_of_what_no_mark_asks_for(mesh):
         assert len(texts) == (expected if dist.get_rank() == 0 else 0), texts
         assert all("256.00 KiB  weight '0.weight', against its mark" in text for text in texts)
         assert len(model.plan.replicated_ops) == expected
+
+
+@distributed("data=2")
+def test_a_large_result_that_is_gathered_is_said_once(mesh):
+    """With its bytes and the cure, which says nothing."""
+    x = torch.ones(64, 16)
+    for out_specs, count in ((None, 1), ("same", 0)):
+        model = gspmd.parallelize(
+            nn.Linear(16, 10000), mesh, in_specs="data _", out_specs=out_specs
+        )
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                model(x).sum().backward()
+        said = [str(w.message) for w in caught if "gathered for the caller" in str(w.message)]
+        assert len(said) == (count if dist.get_rank() == 0 else 0), said
+        assert all("1.22 MiB" in text and 'out_specs="same"' in text for text in said), said

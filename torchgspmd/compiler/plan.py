@@ -38,7 +38,13 @@ from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
-from .plan_summary import Memory, limits_text, pipelines_text, weights_against_marks
+from .plan_summary import (
+    Memory,
+    gathered_results,
+    limits_text,
+    pipelines_text,
+    weights_against_marks,
+)
 from .small_sizes import SmallSizes
 
 
@@ -166,6 +172,11 @@ class Plan(PlanFiles):
         specs = {s for m in metas for s in (m.get("spec"), *m.get("result_specs", ())) if s}
         used = {whole_axis(a) for s in specs for a in (*s.sharding_axes, *s.pending)}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
+
+    @property
+    def gathered_results(self) -> tuple[tuple[str, float], ...]:
+        """Each result that is gathered for the caller: its value, and the bytes a device sends."""
+        return gathered_results(self.sharded)
 
     @cached_property
     def memory(self) -> Memory:

@@ -58,6 +58,20 @@ def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:
         )
 
 
+def gathered_results(sharded: fx.Graph) -> tuple[tuple[str, float], ...]:
+    """Return (value, bytes that a device sends) of each result of which the caller gets all."""
+    found: dict[str, float] = {}
+    for node in sharded.output_node().args[0]:
+        sent, gathers = 0.0, False
+        while isinstance(node, fx.Node) and "step" in node.meta:
+            step = node.meta["step"]
+            sent, gathers = sent + step.sent, gathers or step.collective == "all_gather"
+            node = node.args[0]
+        if gathers:
+            found[node.name] = sent
+    return tuple(found.items())
+
+
 def limits_text(counts: Mapping[str, int]) -> list[str]:
     """Return a line for the searches that ended at their limit, if any did. counts: of a plan."""
     limited = counts.get(RESHARD_LIMITED, 0)

@@ -38,7 +38,7 @@ from .mesh_module import Call, MeshModule
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
-from .unasked_work import warn_of_idle_axes, warn_of_unasked
+from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -296,7 +296,12 @@ class ShardedModule(MeshModule):
         captured = plan.captured
         if self._groups.rank == 0 and not self._has_warned:
             idle = plan.idle_axes if self._in_specs is None else ()
-            warned = warn_of_idle_axes(self._mesh, idle), warn_of_unasked(plan.replicated_ops)
+            results = plan.gathered_results if self._out_specs is None else ()
+            warned = (
+                warn_of_idle_axes(self._mesh, idle),
+                warn_of_gathered_results(results),
+                warn_of_unasked(plan.replicated_ops),
+            )
             self.__dict__["_has_warned"] = any(warned)
 
         def raise_on_difference() -> NoReturn:

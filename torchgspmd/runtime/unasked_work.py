@@ -23,6 +23,19 @@ def warn_of_idle_axes(mesh: Mesh, idle: Sequence[str]) -> bool:
     return bool(idle)
 
 
+def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
+    """Warn of the results that are large; return whether there are any. results: of a plan."""
+    large = [(name, sent) for name, sent in results if sent >= LARGE_OP]
+    for name, sent in large:
+        warnings.warn(
+            f"the result %{name} is gathered for the caller: each device sends {size_text(sent)} "
+            f'at every call, at {user_line()}; out_specs="same" leaves it where it is computed, '
+            "and a loss that forward computes needs none of it",
+            stacklevel=6,
+        )
+    return bool(large)
+
+
 def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
     """Warn of the largest of a plan's replicated_ops; return whether there was any to warn of.
 
