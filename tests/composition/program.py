@@ -303,7 +303,8 @@ def build(setup: Setup) -> nn.Module:
     # A step without momentum is the gradient, by which a random program is judged.
     if setup.random:
         return gspmd.train_step(model, torch.optim.SGD(trained, lr=1.0), clip=1e9)
-    step = gspmd.train_step(model, torch.optim.AdamW(trained, lr=0.1), clip=0.5)
+    # lr / eps: how much a rounding of a gradient near 0 is in a weight.
+    step = gspmd.train_step(model, torch.optim.AdamW(trained, lr=0.1, eps=0.1), clip=0.5)
     if setup.states:
         for name, state in step.named_buffers():
             if name.startswith("exp_avg"):
