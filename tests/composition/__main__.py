@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--with", dest="only", default="", help="only sets with one of a+b")
     args = parser.parse_args()
+    os.environ.setdefault("TORCHGSPMD_CHECK", "1")  # programs are verified, as in tests
     if args.list:
         print(*FEATURES, sep="\n")
     chosen = [parse(text) for text in args.sets]
