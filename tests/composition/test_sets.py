@@ -33,7 +33,8 @@ ONCE = (  # sets that failed before
     "capacity+1f1b+uneven",
     "dropless+zero_bubble",
     "vee+any_batch",
-    "1f1b+any_length",
+    "1f1b+dropout+any_length",
+    "1f1b+accumulate+any_batch",
 )
 EVERY = 80  # of the pairs one in so many
 

@@ -9,6 +9,8 @@ if rows.shape[0] > 7:           an error: sizes of 2 and more have both outcomes
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
 from ..errors import user_line
 from ..rules.custom_ops.numbers import at_least
 
-_SIZES = (2, 3, 1009, 1013)  # where a condition has one outcome, it has it for all sizes
+_SIZES = (2, 3, 1009, 1013)  # of parts: where a condition has one outcome, it has it for all sizes
 _MOST = 3  # the most sizes of one condition
 
 
@@ -47,10 +49,12 @@ class AssumingShapeEnv(ShapeEnv):
             return None
         if not all(self._is_size(symbol) for symbol in symbols):
             return None
-        if (outcome := _outcome(condition, symbols, _SIZES)) is None:
+        parts = _parts(condition)
+        sizes = [parts * size + rest for size in _SIZES for rest in {0, parts - 1}]
+        if (outcome := _outcome(condition, symbols, sizes)) is None:
             return None
-        low = 2
-        while low > 0 and _outcome(condition, symbols, (low - 1, *_SIZES)) is not None:
+        low = 2 * parts
+        while low > 0 and _outcome(condition, symbols, (low - 1, *sizes)) is not None:
             low -= 1
         for symbol in symbols:
             before = self.lower_bounds.get(symbol, (0, None))
@@ -63,7 +67,13 @@ class AssumingShapeEnv(ShapeEnv):
         return bounds is not None and bounds.lower >= 0 and bounds.upper > 1
 
 
-def _outcome(condition: Any, symbols: list, sizes: tuple[int, ...]) -> Any:
+def _parts(condition: Any) -> int:
+    """Return how many parts sizes are divided into: 4 for n // 2 and n // 4, which may be 0."""
+    divisions = condition.find(lambda each: type(each).__name__ == "FloorDiv")
+    return math.lcm(*(int(each.args[1]) for each in divisions if each.args[1].is_Integer))
+
+
+def _outcome(condition: Any, symbols: list, sizes: Sequence[int]) -> Any:
     """Return the outcome of a condition if it is the same for all these sizes, else None."""
     outcomes = {
         condition.subs(dict(zip(symbols, values)))

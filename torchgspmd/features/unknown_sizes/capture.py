@@ -379,3 +379,13 @@ def _cross_entropy(
     if reduction == "none":
         return losses
     return losses.sum() / (counted.sum() if reduction == "mean" else 1)
+
+
+@rewrite("vmap", F.dropout)
+@rewrite("value", F.dropout)
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    """Compute F.dropout by a mask: torch.vmap of PyTorch's operator asks for the sizes."""
+    if not (is_vectorizing() and is_unknown(input)) or inplace or not 0 < p < 1 or not training:
+        return DECLINED
+    kept = torch.rand_like(input, dtype=torch.float32) >= p
+    return torch.where(kept, input / (1 - p), 0)
