@@ -200,6 +200,7 @@ def groups_of(
     """
     if part is None:
         check_world(mesh)
+    check_backend(device_type)
     processes = () if part is None else tuple(part.mesh.flatten().tolist())
     key = mesh, device_type, processes
     groups = _GROUPS.get(key)

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from ..capture import ARGUMENT, Captured
 from ..capture.state.value_keys import as_text
 from ..comm.loop_call import with_bodies
-from ..comm.process_groups import check_backend, groups_of
+from ..comm.process_groups import groups_of
 from ..comm.rank_check import RankCheck, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..comm.watcher import watched
@@ -79,7 +79,6 @@ class ShardedModule(MeshModule):
             (t.device.type for t in tensors if not t.is_meta),
             "cuda" if torch.cuda.is_available() else "cpu",
         )
-        check_backend(device)
         groups = groups_of(mesh, device, part, timeout)
         groups.watcher.run(
             shard_module,
