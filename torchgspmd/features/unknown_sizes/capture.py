@@ -389,3 +389,13 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return DECLINED
     kept = torch.rand_like(input, dtype=torch.float32) >= p
     return torch.where(kept, input / (1 - p), 0)
+
+
+@rewrite("vmap", torch.mean, Tensor.mean)
+@rewrite("value", torch.mean, Tensor.mean)
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    """Compute a mean of all elements by a sum along each dimension: torch.vmap merges them."""
+    if dim is not None or not (is_vectorizing() and is_unknown(input)):
+        return DECLINED
+    dims, x = [*range(input.dim())], input if dtype is None else input.to(dtype)
+    return x.sum(dims) / torch.ones_like(x).sum(dims)  # counted: vmap takes no numbers of a run
