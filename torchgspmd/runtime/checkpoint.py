@@ -9,6 +9,7 @@ checkpoint before. Any mesh, and any number of processes, reads it.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Mapping
@@ -27,6 +28,7 @@ from ..errors import ShardingError, user_line
 FILE = "gspmd.json"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
 _PLAIN = (type(None), bool, int, float, str)
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
 def save(
@@ -76,7 +78,8 @@ def save(
     _barrier()
     dcp.save({**content, "states": tensors}, checkpoint_id=writing)
     if is_first:
-        (writing / FILE).write_text(json.dumps({"step": step, "states": plain}))
+        said = {"step": step, "states": plain}
+        (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
         if path.exists():
             old = path.with_name(path.name + WRITING + ".old")
             path.rename(old)
@@ -133,7 +136,7 @@ def load(
                 fix="a folder that gspmd.save has written, or one of such folders",
             )
         path = found[-1]
-    said = json.loads((path / FILE).read_text())
+    said = _read(path / FILE)
     lacking = [name for name in states or {} if name not in said["states"]]
     if lacking:
         raise ShardingError(
@@ -172,7 +175,49 @@ def _set_state(
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, by their steps."""
     found = [each.parent for each in folder.glob(f"*/{FILE}") if WRITING not in each.parent.name]
-    return sorted(found, key=lambda each: (json.loads((each / FILE).read_text())["step"], each))
+    return sorted(found, key=lambda each: (_read(each / FILE)["step"], each))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return what a file says: a step, and states of which `_plain` made JSON. It is data."""
+    try:
+        said = json.loads(file.read_text())
+        is_right = said.pop("checksum") == _checksum(said) and set(said) == {"step", "states"}
+        is_right = is_right and type(said["step"]) is int
+        is_right = is_right and all(map(_is_state, said["states"].values()))
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        is_right = False
+    if not is_right:
+        raise ShardingError(
+            f"{file} is no file of gspmd.save",
+            where=user_line(),
+            why="it has another checksum, or holds more than a step and states",
+            fix="another checkpoint; the folder before it stays as it was",
+        )
+    return said
+
+
+def _checksum(said: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()
+
+
+def _is_state(value: Any) -> bool:
+    """Return whether `_plain` may have made this."""
+    if not isinstance(value, dict):
+        return isinstance(value, _PLAIN)
+    if len(value) != 1:
+        return False
+    ((kind, content),) = value.items()
+    if not isinstance(content, list):
+        return False
+    if kind == "tensor":
+        number, dtype, shape = content if len(content) == 3 else (None, None, ())
+        sizes = shape if isinstance(shape, list) else [None]
+        return isinstance(number, str) and dtype in _DTYPES and all(type(n) is int for n in sizes)
+    if kind == "dict":
+        pairs = all(isinstance(each, list) and len(each) == 2 for each in content)
+        return pairs and all(_is_state(part) for each in content for part in each)
+    return kind in ("list", "tuple") and all(map(_is_state, content))
 
 
 def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
@@ -202,7 +247,7 @@ def _allocate(value: Any, tensors: dict[str, Tensor]) -> None:
         ((kind, content),) = value.items()
         if kind == "tensor":
             number, dtype, shape = content
-            tensors[number] = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensors[number] = torch.empty(shape, dtype=_DTYPES[dtype])
         else:
             for each in content:
                 _allocate({"list": each} if kind == "dict" else each, tensors)
