@@ -302,7 +302,7 @@ class StageRun:
         own = self.values[piece.microbatch]
         for link, carry, to in self.links(piece, 1):
             if to == self.device:
-                own[carry] = own[link.sent]
+                own[carry] = self.value(piece.microbatch, link.sent)
         now = piece.kind, piece.stage
         for name in [n for n in own if self.last_use.get(n, now) == now]:
             del own[name]

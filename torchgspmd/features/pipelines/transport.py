@@ -29,7 +29,7 @@ class StageTransport:
 
     def send(self, link: Link, to: int, x: Tensor) -> None:
         """Begin to send a value to a device."""
-        group, tag = self.groups[link.kind, link.round, to - self.device], _tag(link)
+        group, tag = self.groups[key_of(link, self.device, to)], _tag(link)
         x = x.contiguous()
         self.in_flight.append((dist.isend(x, self.processes[to], group=group, tag=tag), x))
         while self.in_flight and self.in_flight[0][0].is_completed():
@@ -38,10 +38,10 @@ class StageTransport:
     def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
         """Begin to receive the next value of a link; return what waits for it and returns it.
 
-        A queue of a group's messages may have it before what this piece sends. Nothing waits for
-        itself: what follows from that comes back as another kind or round, which has another group.
+        It begins before this piece has sent. Where a group's messages wait for each other, what
+        is sent has another group: what is received may depend on it.
         """
-        group, tag = self.groups[link.kind, link.round, self.device - source], _tag(link)
+        group, tag = self.groups[key_of(link, source, self.device)], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
         work: Any = dist.irecv(x, self.processes[source], group=group, tag=tag)
 
@@ -57,16 +57,27 @@ class StageTransport:
             self.in_flight.popleft()[0].wait()
 
 
-def _keys(order: Order, links: Sequence[Link]) -> list[tuple[str, int, int]]:
-    """Return the kinds, rounds and directions of messages: each has its group."""
+Key = tuple[str, int, int, int]
+
+
+def key_of(link: Link, sender: int, receiver: int) -> Key:
+    """Return which group a message has: by its kind, round and step, and the sender's parity.
+
+    So a device that receives from one neighbor and sends to the other has a group for each.
+    """
+    return link.kind, link.round, receiver - sender, sender % 2
+
+
+def _keys(order: Order, links: Sequence[Link]) -> list[Key]:
+    """Return the keys of all messages."""
     places = order.places
-    keys: dict[tuple[str, int, int], None] = {}
+    keys: dict[Key, None] = {}
     for link in links:
         for stage in range(places.stages):
             other = stage + link.step
             if places.round(stage) == link.round and 0 <= other < places.stages:
-                step = places.device(other) - places.device(stage)
-                keys |= {(link.kind, link.round, step): None} if step else {}
+                sender, receiver = places.device(stage), places.device(other)
+                keys |= {key_of(link, sender, receiver): None} if sender != receiver else {}
     return [*keys]
 
 
