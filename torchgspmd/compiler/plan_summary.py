@@ -62,12 +62,10 @@ def gathered_results(sharded: fx.Graph) -> tuple[tuple[str, float], ...]:
     """Return (value, bytes that a device sends) of each result of which the caller gets all."""
     found: dict[str, float] = {}
     for node in sharded.output_node().args[0]:
-        sent, gathers = 0.0, False
+        sent, at_end = 0.0, node
         while isinstance(node, fx.Node) and "step" in node.meta:
-            step = node.meta["step"]
-            sent, gathers = sent + step.sent, gathers or step.collective == "all_gather"
-            node = node.args[0]
-        if gathers:
+            sent, node = sent + node.meta["step"].sent, node.args[0]
+        if sent and {*node.meta["spec"].sharding_axes} - {*at_end.meta["spec"].sharding_axes}:
             found[node.name] = sent
     return tuple(found.items())
 
