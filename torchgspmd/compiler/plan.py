@@ -176,7 +176,8 @@ class Plan(PlanFiles):
     @property
     def gathered_results(self) -> tuple[tuple[str, float], ...]:
         """Each result that is gathered for the caller: its value, and the bytes a device sends."""
-        return gathered_results(self.sharded)
+        results = [i for i, out in enumerate(self.captured.outputs) if out.kind == OUTPUT]
+        return gathered_results(self.sharded, results)
 
     @cached_property
     def memory(self) -> Memory:

@@ -58,10 +58,14 @@ def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:
         )
 
 
-def gathered_results(sharded: fx.Graph) -> tuple[tuple[str, float], ...]:
-    """Return (value, bytes that a device sends) of each result of which the caller gets all."""
+def gathered_results(sharded: fx.Graph, results: Sequence[int]) -> tuple[tuple[str, float], ...]:
+    """Return (value, bytes that a device sends) of each result of which the caller gets all.
+
+    results: which of the outputs a caller gets; the others are gradients and state.
+    """
     found: dict[str, float] = {}
-    for node in sharded.output_node().args[0]:
+    outputs = sharded.output_node().args[0]
+    for node in (outputs[i] for i in results):
         sent, at_end = 0.0, node
         while isinstance(node, fx.Node) and "step" in node.meta:
             sent, node = sent + node.meta["step"].sent, node.args[0]
