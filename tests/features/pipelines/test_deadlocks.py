@@ -25,6 +25,9 @@ from torchgspmd.features.pipelines.transport import key_of
 from torchgspmd.rules.custom_ops.loops import Loop
 
 
+Stream = Callable[[Link, int, int], Hashable]  # which communicator a message has
+
+
 class Message(NamedTuple):
     """A send or receive: of a communicator, between two devices; computed: pieces begun before."""
 
@@ -38,7 +41,7 @@ class Message(NamedTuple):
 class Recorder:
     """A transport that notes the messages of one device, and those that each piece awaits."""
 
-    def __init__(self, call: Any, device: int, stream: Callable[[Link, int, int], Hashable]) -> None:
+    def __init__(self, call: Any, device: int, stream: Stream) -> None:
         self.call, self.device, self.stream = call, device, stream
         self.messages: list[Message] = []
         self.awaits: list[list[int]] = [[]]  # for each piece, and the end, numbers of messages
@@ -85,7 +88,7 @@ def by_direction(link: Link, sender: int, receiver: int) -> Hashable:
     return link.kind, link.round, receiver - sender
 
 
-def messages_of(order: Order, stream: Callable[[Link, int, int], Hashable]) -> list[Recorder]:
+def messages_of(order: Order, stream: Stream) -> list[Recorder]:
     """Return what each device sends, receives and awaits."""
     rounds, devices = range(order.rounds), []
     kinds = "F" if order.name == "forward" else "FB"
