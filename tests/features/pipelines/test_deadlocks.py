@@ -24,7 +24,6 @@ from torchgspmd.features.pipelines.parts import Link
 from torchgspmd.features.pipelines.transport import key_of
 from torchgspmd.rules.custom_ops.loops import Loop
 
-
 Stream = Callable[[Link, int, int], Hashable]  # which communicator a message has
 
 
