@@ -63,6 +63,8 @@ def written(mesh, folder):
         steps(model, optimizer, scheduler, step - 2 if step < 5 else 4, step)
         states = {"scheduler": scheduler}
         gspmd.save(f"{folder}/step-{step}", model, optimizer, step=step, states=states, keep=2)
+    gspmd.save(f"{folder}/best", model, step=1)  # of another name: it stays
+    gspmd.save(f"{folder}/step-5", model, optimizer, step=5, states=states, keep=2)
     Path(folder, "step-9.writing").mkdir(exist_ok=True)  # a process died here
 
 
@@ -79,7 +81,12 @@ def resumed(mesh, folder):
 @pytest.mark.xdist_group("ranks")
 def test_a_run_goes_on_on_other_meshes(tmp_path):
     written("data=2,model=2", folder=str(tmp_path))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-4", "step-5", "step-9.writing"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "best",
+        "step-4",
+        "step-5",
+        "step-9.writing",
+    ]
     assert json.loads((tmp_path / "step-5" / "gspmd.json").read_text())["step"] == 5
     for mesh in ("model=3", "data=1"):
         resumed(mesh, folder=str(tmp_path))
@@ -98,11 +105,34 @@ def test_the_state_of_one_device_is_loaded(mesh):
     scheduler.last_epoch = 3
     assert steps(model, optimizer, scheduler, 3, 5) == pytest.approx(want, rel=1e-5)
     again = gspmd.full_state_dict(model, optimizer, rank0_only=False)
-    gspmd.load_full_state_dict(model, iter(again["model"].items()) if mesh else None)
-    for wrong in ({**state["model"], "other": torch.ones(2)}, {"up.weight": torch.ones(13, 6)}):
+    gspmd.load_full_state_dict(model, iter(again["model"].items()))
+    for wrong, said in (
+        ({**state["model"], "other": torch.ones(2)}, "no tensor 'other'"),
+        ({"up.weight": torch.ones(13, 6)}, "lacks 'up.bias'"),
+        ("/nowhere", "there is no file of tensors"),
+        (None, "rank 0 has no source"),
+        ({**state["model"], "a": len}, "'a' is no number"),
+    ):  # what rank 0 alone sees is an error of every rank
         try:
             gspmd.load_full_state_dict(model, wrong if dist.get_rank() == 0 else None)
         except gspmd.ShardingError as error:
-            assert "no tensor 'other'" in str(error) or "lacks 'up.bias'" in str(error), error
+            assert said in str(error), error
         else:
             raise AssertionError("no error")
+
+
+@distributed("data=2")
+def test_extra_states_reach_every_rank(mesh):
+    class Counting(nn.Linear):
+        calls = 0
+
+        def get_extra_state(self):
+            return {"calls": self.calls}
+
+        def set_extra_state(self, state):
+            self.calls = state["calls"]
+
+    state = {**nn.Linear(4, 4).state_dict(), "_extra_state": {"calls": 7}}
+    model = gspmd.parallelize(Counting(4, 4), mesh)
+    gspmd.load_full_state_dict(model, state if dist.get_rank() == 0 else None)
+    assert model.calls == 7

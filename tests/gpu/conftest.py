@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 from collections.abc import Iterator
 
@@ -52,6 +51,3 @@ def no_syncs(device: torch.device) -> Iterator[contextlib.AbstractContextManager
             torch.cuda.set_sync_debug_mode("default")
 
     yield forbidden()
-
-
-os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")

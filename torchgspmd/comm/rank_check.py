@@ -81,13 +81,13 @@ class RankCheck:
 
     def _reduce(self, row: list[int]) -> None:
         """Reduce the words to the largest of all ranks, and to the smallest."""
-        words = [*row[:-FLOATS], *map(_ordered, row[-FLOATS:])]
-        largest = torch.tensor([*words, *(~word for word in words)], device=self.groups.checked_on)
+        own = [*row[:-FLOATS], *map(_ordered, row[-FLOATS:])]
+        largest = torch.tensor([*own, *(~word for word in own)], device=self.groups.checked_on)
 
         def rows() -> list[list[int]]:
             top, bottom = largest.view(2, HEAD).tolist()
             both = top, [~word for word in bottom]
-            return [[*words[:-FLOATS], *map(_ordered, words[-FLOATS:])] for words in both]
+            return [[*each[:-FLOATS], *map(_ordered, each[-FLOATS:])] for each in both]
 
         self.finish = lambda: self._compare(rows())
         self.work = dist.all_reduce(

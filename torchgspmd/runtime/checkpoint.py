@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -44,12 +45,14 @@ def save(
 
     Args:
         folder: The folder that the checkpoint becomes, on a file system that all processes see.
+            One of that name is moved aside first, and removed when the new one stands there.
         model: What `parallelize` returned.
         optimizer: The optimizer of its parameters.
         step: The number of steps behind it.
         states: Objects with state_dict and load_state_dict, by name: a scheduler, a scaler, a
             loader. Their states are those of rank 0.
-        keep: How many checkpoints stay beside each other, of the latest steps; None: all.
+        keep: How many checkpoints of the run stay, this one and those of the latest steps: of
+            folders beside it whose names differ in numbers alone; None: all.
 
     Raises:
         ShardingError: A state holds more than tensors, numbers, texts, lists and dicts.
@@ -87,7 +90,8 @@ def save(
             shutil.rmtree(old)
         else:
             writing.rename(path)
-        for each in _checkpoints(path.parent)[: -keep or None] if keep else ():
+        others = [each for each in _checkpoints(path.parent) if _is_of_a_run(each, path)]
+        for each in others[: len(others) + 1 - keep] if keep else ():
             shutil.rmtree(each)
     _barrier()
 
@@ -176,6 +180,12 @@ def _checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, by their steps."""
     found = [each.parent for each in folder.glob(f"*/{FILE}") if WRITING not in each.parent.name]
     return sorted(found, key=lambda each: (_read(each / FILE)["step"], each))
+
+
+def _is_of_a_run(other: Path, path: Path) -> bool:
+    """Return whether another folder's name differs in numbers alone: step-4 and step-5."""
+    same = re.sub(r"\d+", "0", other.name) == re.sub(r"\d+", "0", path.name)
+    return same and other.name != path.name
 
 
 def _read(file: Path) -> dict[str, Any]:

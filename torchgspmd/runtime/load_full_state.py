@@ -20,6 +20,7 @@ from ..errors import ShardingError, user_line
 from .full_state import groups_of_state, region, tables_of
 from .shared_plan import broadcast_text
 
+_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 Source = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | str | Path
 
 
@@ -62,9 +63,11 @@ def load_full_state_dict(
     given = source if groups.rank == 0 else None
     if optimizer is None:
         return load.all(targets, given, model)
-    both = cast("Mapping[str, Any]", {"model": None, "optimizer": None} if given is None else given)
-    load.all(targets, both["model"], model)
-    load.optimizer(optimizer, both["optimizer"])
+    both = cast("Mapping[str, Any]", given if isinstance(given, Mapping) else {})
+    lacks_one = load.is_first and not {"model", "optimizer"} <= {*both}
+    load.agree('the source is not {"model": ..., "optimizer": ...}' if lacks_one else "")
+    load.all(targets, both.get("model"), model)
+    load.optimizer(optimizer, both.get("optimizer"))
 
 
 def _device_of(targets: Mapping[str, Tensor]) -> str:
@@ -80,7 +83,7 @@ class _Load:
 
     def all(self, targets: dict[str, Tensor], source: Any, model: nn.Module) -> None:
         """Load parameters, buffers and extra states."""
-        pairs = iter(_pairs(source)) if self.is_first and source is not None else iter(())
+        pairs = iter(_pairs(source)) if self.is_first else iter(())
         extra: dict[str, Any] = {}
         missing = dict[str, None](dict.fromkeys(targets))
         while (item := self._next(pairs, targets, extra)) is not None:
@@ -90,8 +93,15 @@ class _Load:
         missing = self._without_tied(missing, targets)
         problem = f"the state lacks {_names(missing)}" if missing else ""
         self._raise(problem)
-        if extra and self.is_first:
+        if extra := self._extra(extra):
             model.load_state_dict(extra, strict=False)
+
+    def _extra(self, extra: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of get_extra_state, which every rank gets: JSON has to hold them."""
+        changed = (name for name, value in extra.items() if not _is_json(value))
+        name = next(changed, None)
+        self.agree("" if name is None else f"'{name}' is no number, text, list or dict of these")
+        return self._said(extra)
 
     def _without_tied(self, missing: dict, targets: dict[str, Tensor]) -> dict:
         """Leave out names of tensors that came by another name."""
@@ -103,14 +113,17 @@ class _Load:
     ) -> tuple[str, Tensor | None] | None:
         """Return the next name of rank 0, and there the tensor; None at the end."""
         name, value, problem = None, None, ""
-        for name, value in pairs:
-            if not isinstance(value, Tensor):
-                extra[name] = value
-                continue
-            problem = _problem(name, value, targets)
-            break
-        else:
-            name, value = None, None
+        try:
+            for name, value in pairs:
+                if not isinstance(value, Tensor):
+                    extra[name] = value
+                    continue
+                problem = _problem(name, value, targets)
+                break
+            else:
+                name, value = None, None
+        except Exception as error:  # of rank 0 alone, for which the others would wait
+            name, value, problem = None, None, f"{type(error).__name__}: {error}"
         name, problem = self._said([name, problem])
         self._raise(problem)
         return None if name is None else (name, value)
@@ -119,6 +132,10 @@ class _Load:
         """Return what rank 0 passes, as JSON has it."""
         text = json.dumps(value) if self.is_first else None
         return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
+
+    def agree(self, problem: str) -> None:
+        """Raise on every rank if rank 0 has a problem."""
+        self._raise(self._said(problem))
 
     def _raise(self, problem: str) -> None:
         if problem:
@@ -150,7 +167,9 @@ class _Load:
 
     def optimizer(self, optimizer: Optimizer, given: Any) -> None:
         """Load the state of an optimizer, by the order of its parameters."""
-        described = self._said(_described(given) if self.is_first else None)
+        described = _described(given) if self.is_first else None
+        self.agree("" if _is_json(described) else "the optimizer's state holds other than numbers")
+        described = self._said(described)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         if len(described["sizes"]) != len(parameters):
             self._raise(
@@ -162,31 +181,42 @@ class _Load:
             if shape is None:
                 loaded.setdefault(number, {})[key] = value
                 continue
-            p, kind = parameters[number], getattr(torch, dtype)
+            p, kind = parameters[number], _DTYPES[dtype]
             is_like = [*p.shape] == shape
             made = torch.zeros_like(p, dtype=kind) if is_like else torch.zeros(shape, dtype=kind)
             self.put(made, given["state"][number][key] if self.is_first else None)
             loaded.setdefault(number, {})[key] = made.detach()
         groups = optimizer.state_dict()["param_groups"]
         for group, values in zip(groups, described["groups"]):
-            group.update(values)
+            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
 def _described(given: Any) -> dict[str, Any]:
     """Return an optimizer's state without its tensors, as JSON has it."""
-    rows: list[tuple] = []
+    rows: list[list] = []
     for number, values in given["state"].items():
         for key, value in values.items():
             if isinstance(value, Tensor):
                 dtype = str(value.dtype).removeprefix("torch.")
-                rows.append((number, key, [*value.shape], dtype, None))
+                rows.append([number, key, [*value.shape], dtype, None])
             else:
-                rows.append((number, key, None, None, value))
+                rows.append([number, key, None, None, value])
     groups = [{k: v for k, v in g.items() if k != "params"} for g in given["param_groups"]]
-    plain = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in groups]
+    plain = [
+        {k: [*v] if isinstance(v, tuple) else v for k, v in g.items() if not isinstance(v, Tensor)}
+        for g in groups
+    ]
     sizes = [number for g in given["param_groups"] for number in g["params"]]
     return {"state": rows, "groups": plain, "sizes": sizes}
+
+
+def _is_json(value: Any) -> bool:
+    """Return whether JSON gives a value back as it is."""
+    try:
+        return json.loads(json.dumps(value)) == value
+    except (TypeError, ValueError):
+        return False
 
 
 def _problem(name: str, value: Tensor, targets: dict[str, Tensor]) -> str:
@@ -220,6 +250,8 @@ def _pairs(source: Any) -> Iterator[tuple[str, Any]]:
             yield from _file(file)
     elif isinstance(source, Mapping):
         yield from source.items()
+    elif source is None:
+        raise ShardingError("rank 0 has no source", fix="load_full_state_dict(model, source)")
     else:
         yield from source
 

@@ -49,8 +49,7 @@ def kernel(
         ]
         out, lse = (_joined([piece[i] for piece in pieces], q, k, causal, mask) for i in range(2))
     if mask is not None:  # Kernels have other values for queries that see nothing.
-        seen = mask.any(-1) if mask.dtype == torch.bool else (mask != -math.inf).any(-1)
-        lse = torch.where(seen, lse, -math.inf)
+        lse = torch.where(_seen(mask), lse, -math.inf)
     return out, lse
 
 
@@ -82,6 +81,11 @@ def backward_kernel(
     q_grad = _joined([piece[0] for piece in pieces], q, k, causal, mask)
     k_grad, v_grad = (cast(Tensor, sum(piece[i] for piece in pieces)) for i in (1, 2))
     return q_grad, k_grad.view(k.shape), v_grad.view(v.shape)
+
+
+def _seen(mask: Tensor) -> Tensor:
+    """Return which queries see a key."""
+    return mask.any(-1) if mask.dtype == torch.bool else (mask != -math.inf).any(-1)
 
 
 def _of_4_dims(*tensors: Tensor) -> list[Tensor]:
@@ -233,8 +237,8 @@ def _by_cudnn(
     out, lse, *_ = aten._scaled_dot_product_cudnn_attention(
         *_contiguous_rows(q, k, v), _aligned(mask, q, k), True, 0.0, causal, False, scale=scale
     )
-    if mask is not None:  # a query that sees nothing has NaN
-        out = out.nan_to_num_(0.0)
+    if mask is not None:  # a query that sees nothing has NaN; other NaN stay
+        out = torch.where(_seen(mask).unsqueeze(-1), out, 0)
     return out, lse.squeeze(-1)
 
 
