@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .nn import collectives, manual, moe, pipeline, stack, train_step
     from .runtime.checkpoint import load, save
     from .runtime.load_full_state import load_full_state_dict
+    from .runtime.load_safetensors import load_safetensors
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "full_state_dict",
     "load",
     "load_full_state_dict",
+    "load_safetensors",
     "manual",
     "mark_sharding",
     "moe",
@@ -61,6 +63,7 @@ __all__ = [
 _LATER = {  # Names that load their folder, or file, when they are first asked for.
     **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
     "load_full_state_dict": "runtime.load_full_state",
+    "load_safetensors": "runtime.load_safetensors",
     **dict.fromkeys(["collectives", "manual", "moe", "pipeline", "stack", "train_step"], "nn"),
     **dict.fromkeys(
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"

@@ -21,7 +21,7 @@ from ..dtensor.ours import is_ours
 from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
 from ..errors import ShardingError, user_line
-from ..layout.mesh import Coordinates
+from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
 
@@ -76,12 +76,12 @@ def full_state_dict(
     leaves, structure = pytree.tree_flatten(states)
     tensors = [*stored.values()]
     tensors += [(f"optimizer.{i}", t) for i, t in enumerate(leaves) if isinstance(t, Tensor)]
-    gather = _Gather(groups_of_state(tensors, "full_state_dict"), rank0_only)
+    gather = Gather(groups_of_state(tensors, "full_state_dict"), rank0_only)
     wholes = {id(t): gather.whole(t) for _, t in stored.values()}
     leaves = [gather.whole(t) if isinstance(t, Tensor) else t for t in leaves]
     if not gather.keeps:
         return {}
-    with _in_place_of(tables, wholes):
+    with in_place_of(tables, wholes):
         state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
@@ -142,7 +142,7 @@ def _placements(tensor: Tensor) -> str:
     return str(tensor.placements) if isinstance(tensor, DTensor) else "whole"
 
 
-class _Gather:
+class Gather:
     """Gathers one tensor at a time. keeps: whether this rank gets the whole tensors."""
 
     def __init__(self, groups: ProcessGroups, rank0_only: bool) -> None:
@@ -166,7 +166,7 @@ class _Gather:
                 continue  # an empty shard, or a replica
             shard = self.groups.watcher.run(self._shard, rank, local, sizes)
             if result is not None:
-                region(result, spec, self.mesh.count, self.mesh.index, at, sizes).copy_(shard)
+                result[part_of_shard(spec, shape, self.mesh, at)].copy_(shard)
         return result
 
     def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
@@ -190,18 +190,19 @@ class _Gather:
         return shard
 
 
-def region(
-    whole: Tensor, spec: ShardSpec, count: Any, index: Any, at: Coordinates, sizes: tuple[int, ...]
-) -> Tensor:
-    """Return the part of a whole tensor that the device at some coordinates has."""
-    for d, (axes, size) in enumerate(zip(spec.dims, sizes)):
-        if axes:
-            whole = whole.narrow(d, index(axes, at) * -(-whole.shape[d] // count(axes)), size)
-    return whole
+def part_of_shard(
+    spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, at: Coordinates
+) -> tuple[slice, ...]:
+    """Return where the part of a whole tensor begins and ends that a device stores."""
+    sizes, found = stored_shape(spec, shape, mesh, at), []
+    for axes, size, count in zip(spec.dims, sizes, shape):
+        begin = min(mesh.index(axes, at) * -(-count // mesh.count(axes)), count) if axes else 0
+        found.append(slice(begin, begin + size))
+    return tuple(found)
 
 
 @contextmanager
-def _in_place_of(
+def in_place_of(
     tables: list[tuple[Table, dict[str, Tensor]]], wholes: dict[int, Tensor | None]
 ) -> Iterator[None]:
     """Have whole tensors in the tables, so that the hooks of state_dict see one device's model."""

@@ -14,10 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..comm.process_groups import ProcessGroups
-from ..dtensor.pickling import is_sharded
-from ..dtensor.storage import spec_of, stored_shape
+from ..dtensor.storage import spec_of
 from ..errors import ShardingError, user_line
-from .full_state import groups_of_state, region, tables_of
+from .full_state import groups_of_state, part_of_shard, tables_of
 from .shared_plan import broadcast_text
 
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
@@ -54,10 +53,7 @@ def load_full_state_dict(
         True
         >>> dist.destroy_process_group()
     """
-    targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
-    if any(t.is_meta for t in targets.values()):
-        model.to_empty(device=_device_of(targets))
-        targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
+    targets = stored_tensors(model)
     groups = groups_of_state([*targets.items()], "load_full_state_dict")
     load = _Load(groups)
     given = source if groups.rank == 0 else None
@@ -70,9 +66,24 @@ def load_full_state_dict(
     load.optimizer(optimizer, both.get("optimizer"))
 
 
+def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Return what a state_dict has, by name. A model on meta gets its memory."""
+    targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
+    if any(t.is_meta for t in targets.values()):
+        model.to_empty(device=_device_of(targets))
+        targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
+    return targets
+
+
 def _device_of(targets: Mapping[str, Tensor]) -> str:
     meshes = [t.device_mesh for t in targets.values() if isinstance(t, DTensor)]
     return meshes[0].device_type if meshes else "cpu"
+
+
+def without_tied(missing: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, None]:
+    """Leave out names of tensors that came by another name."""
+    came = {id(t) for name, t in targets.items() if name not in missing}
+    return {name: None for name in missing if id(targets[name]) not in came}
 
 
 class _Load:
@@ -90,8 +101,8 @@ class _Load:
             name, value = item
             self.put(targets[name], value)
             missing.pop(name, None)
-        missing = self._without_tied(missing, targets)
-        problem = f"the state lacks {_names(missing)}" if missing else ""
+        missing = without_tied(missing, targets)
+        problem = f"the state lacks {names_of(missing)}" if missing else ""
         self._raise(problem)
         if extra := self._extra(extra):
             model.load_state_dict(extra, strict=False)
@@ -103,11 +114,6 @@ class _Load:
         self.agree("" if name is None else f"'{name}' is no number, text, list or dict of these")
         return self._said(extra)
 
-    def _without_tied(self, missing: dict, targets: dict[str, Tensor]) -> dict:
-        """Leave out names of tensors that came by another name."""
-        came = {id(t) for name, t in targets.items() if name not in missing}
-        return {name: None for name in missing if id(targets[name]) not in came}
-
     def _next(
         self, pairs: Iterator, targets: dict[str, Tensor], extra: dict
     ) -> tuple[str, Tensor | None] | None:
@@ -118,7 +124,7 @@ class _Load:
                 if not isinstance(value, Tensor):
                     extra[name] = value
                     continue
-                problem = _problem(name, value, targets)
+                problem = problem_with(name, value.shape, targets)
                 break
             else:
                 name, value = None, None
@@ -157,12 +163,9 @@ class _Load:
         if groups.mesh.size > 1 and made.numel():
             groups.watcher.run(dist.broadcast, message, groups.processes[0], group=groups.checks)
         local = target.to_local() if isinstance(target, DTensor) else target
-        if isinstance(target, DTensor) and is_sharded(target):
-            spec, at = spec_of(target, groups.mesh), groups.coordinates
-            sizes = stored_shape(spec, shape, groups.mesh, at)
-            if 0 in sizes:
-                return
-            made = region(made, spec, groups.mesh.count, groups.mesh.index, at, sizes)
+        if isinstance(target, DTensor):
+            spec = spec_of(target, groups.mesh)
+            made = made[part_of_shard(spec, shape, groups.mesh, groups.coordinates)]
         local.copy_(made)
 
     def optimizer(self, optimizer: Optimizer, given: Any) -> None:
@@ -219,16 +222,16 @@ def _is_json(value: Any) -> bool:
         return False
 
 
-def _problem(name: str, value: Tensor, targets: dict[str, Tensor]) -> str:
+def problem_with(name: str, shape: torch.Size, targets: Mapping[str, Tensor]) -> str:
     """Return the reason why a tensor cannot be loaded, or nothing."""
     if name not in targets:
-        return f"the model has no tensor '{name}'; it has {_names(targets)}"
-    if value.shape != targets[name].shape:
-        return f"'{name}' has the shape {[*value.shape]}, in the model {[*targets[name].shape]}"
+        return f"the model has no tensor '{name}'; it has {names_of(targets)}"
+    if shape != targets[name].shape:
+        return f"'{name}' has the shape {[*shape]}, in the model {[*targets[name].shape]}"
     return ""
 
 
-def _names(names: Iterable[str]) -> str:
+def names_of(names: Iterable[str]) -> str:
     first, *rest = [repr(name) for name in names]
     shown = [first, *rest[:4]]
     return ", ".join(shown) + (f" and {len(rest) - 4} more" if len(rest) > 4 else "")

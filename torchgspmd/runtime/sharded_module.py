@@ -39,6 +39,7 @@ from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
+from .write_whole import write_whole
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -47,6 +48,7 @@ _MODES = (
     "torch.get_default_dtype()",
 )
 _CALLS = "calls a module"
+WRITERS = ("save_pretrained",)  # methods by which models of other libraries write themselves
 
 
 class ShardedModule(MeshModule):
@@ -127,6 +129,11 @@ class ShardedModule(MeshModule):
             )
         submodule.__dict__["_layout"] = self._layout
         return submodule
+
+    def _called_on_model(self, method: Callable, args: tuple, kwargs: dict) -> Any:
+        if getattr(method, "__name__", "") in WRITERS:
+            return write_whole(self._model, lambda: method(*args, **kwargs))
+        return super()._called_on_model(method, args, kwargs)
 
     def _read_structure(self) -> None:
         super()._read_structure()

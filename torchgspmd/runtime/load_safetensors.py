@@ -1,0 +1,148 @@
+"""load_safetensors: files of safetensors into a model on a mesh; each rank reads its own bytes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ..comm.process_groups import ProcessGroups
+from ..comm.rank_check import all_gather_rows
+from ..dtensor.storage import spec_of
+from ..errors import ShardingError, user_line
+from .full_state import groups_of_state, part_of_shard
+from .load_full_state import names_of, problem_with, stored_tensors, without_tied
+
+INDEX = "model.safetensors.index.json"  # as transformers writes it: {"weight_map": {name: file}}
+
+
+def load_safetensors(
+    model: nn.Module,
+    folder: str | Path,
+    *,
+    rename: Callable[[str], str] | None = None,
+    strict: bool = True,
+) -> list[str]:
+    """Load files of safetensors into a model on a mesh. Each rank reads the bytes of its shards.
+
+    Call it identically on every rank; each of them sees the folder. Nothing is sent but the
+    comparison of the ranks. A model on meta gets its memory first. Numbers are cast to the dtype
+    of the parameter.
+
+    Args:
+        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        folder: A file, or a folder with such files: all of them, or those that transformers' index
+            `model.safetensors.index.json` names.
+        rename: Returns the name in the model for a name in a file.
+        strict: Whether a tensor that the model or the files lack is an error.
+
+    Returns:
+        The names that were in only one of both: empty with strict=True.
+
+    Raises:
+        ShardingError: On every rank and before anything is loaded, if names or shapes are others
+            than the model's.
+
+    Example:
+        >>> import tempfile, torch.distributed as dist
+        >>> from safetensors.torch import save_file
+        >>> from torchgspmd import load_safetensors, parallelize
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> model, state = torch.nn.Linear(4, 8), torch.nn.Linear(4, 8).state_dict()
+        >>> file = tempfile.mkdtemp() + "/model.safetensors"
+        >>> save_file(state, file)
+        >>> model = parallelize(model, Mesh(data=1))
+        >>> load_safetensors(model, file)
+        []
+        >>> model.weight.full_tensor().equal(state["weight"])
+        True
+        >>> dist.destroy_process_group()
+    """
+    safe_open: Any = import_module("safetensors").safe_open
+    targets = stored_tensors(model)
+    groups = groups_of_state([*targets.items()], "load_safetensors")
+    files, problem, lacking, unknown = list[Path](), "", list[str](), list[str]()
+    try:
+        files = _files(Path(folder))
+        lacking, unknown, problem = _compare(files, safe_open, targets, rename or str)
+    except Exception as error:  # perhaps of this rank alone, for which the others would wait
+        problem = f"{type(error).__name__}: {error}"
+    if strict and not problem:
+        both = (("the files lack", lacking), ("the model has no", unknown))
+        problem = "; ".join(f"{verb} {names_of(names)}" for verb, names in both if names)
+    _agree(groups, problem)
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                target = targets.get((rename or str)(name))
+                if target is not None:
+                    _read(tensors, name, target, groups)
+    return [*lacking, *unknown]
+
+
+def _files(path: Path) -> list[Path]:
+    """Return the files of a folder, those that an index names if there is one."""
+    if path.is_file():
+        return [path]
+    if (index := path / INDEX).exists():
+        names: Mapping[str, str] = json.loads(index.read_text())["weight_map"]
+        return [path / name for name in sorted({*names.values()})]
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"there is no file of safetensors at {path}")
+    return files
+
+
+def _compare(
+    files: Iterable[Path],
+    safe_open: Any,
+    targets: Mapping[str, Tensor],
+    rename: Callable[[str], str],
+) -> tuple[list[str], list[str], str]:
+    """Return the names that only the model has, those that only the files have, and a problem."""
+    missing, unknown = dict.fromkeys(targets), list[str]()
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():
+                own = rename(name)
+                if own not in targets:
+                    unknown.append(own)
+                    continue
+                shape = torch.Size(tensors.get_slice(name).get_shape())
+                if problem := problem_with(own, shape, targets):
+                    return [], [], problem
+                missing.pop(own, None)
+    return [*without_tied(missing, targets)], unknown, ""
+
+
+def _agree(groups: ProcessGroups, problem: str) -> None:
+    """Raise on every rank if one of them has a problem."""
+    problems = all_gather_rows(groups, problem)
+    first = next((rank for rank, each in enumerate(problems) if each), None)
+    if first is not None:
+        where = "" if all(problems) else f"rank {first}: "
+        raise ShardingError(
+            where + problems[first],
+            where=user_line(),
+            why="load_safetensors takes the names and shapes of the one-device model",
+            fix="rename=, which returns the model's name for one of a file, or strict=False",
+        )
+
+
+@torch.no_grad()
+def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> None:
+    """Read the part of a tensor that this rank has."""
+    if not isinstance(target, DTensor) or not target.dim():
+        local = target.to_local() if isinstance(target, DTensor) else target
+        local.copy_(tensors.get_tensor(name))
+        return
+    spec, shape = spec_of(target, groups.mesh), tuple(target.shape)
+    part = part_of_shard(spec, shape, groups.mesh, groups.coordinates)
+    if (local := target.to_local()).numel():
+        local.copy_(tensors.get_slice(name)[part])

@@ -1,0 +1,51 @@
+"""write_whole: rank 0 writes a model into files as one device's model, while the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from ..errors import ShardingError, user_line
+from .full_state import Gather, groups_of_state, in_place_of, tables_of
+from .shared_plan import broadcast_text
+
+
+def write_whole(model: nn.Module, write: Callable[[], Any]) -> Any:
+    """Call a function on rank 0, where the model has whole tensors on the CPU meanwhile.
+
+    Call it identically on every rank. An error of the function is an error of every rank.
+
+    Args:
+        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        write: What writes files. It may call write_whole for the same model again.
+
+    Returns:
+        The result of the function on rank 0 of the mesh, None on the others.
+    """
+    tables = [*tables_of(model)]
+    stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
+    if not any(isinstance(t, DTensor) for _, t in stored.values()):
+        return write()
+    gather = Gather(groups_of_state([*stored.values()], "write_whole"), rank0_only=True)
+    wholes = {id(t): gather.whole(t) for _, t in stored.values()}
+    result, failure = None, None
+    if gather.keeps:
+        try:
+            with in_place_of(tables, wholes):
+                result = write()
+        except Exception as error:  # of rank 0 alone, for which the others wait
+            failure = error
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    said = gather.groups.watcher.run(broadcast_text, gather.groups, said)
+    if failure is not None:
+        raise failure
+    if said:
+        raise ShardingError(
+            f"rank 0 has not written the model: {said}",
+            where=user_line(),
+            fix="the error of rank 0",
+        )
+    return result
