@@ -56,7 +56,7 @@ def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         graph = mode.tracer.graph
         first, _ = context_fn()
         policy = getattr(first, "policy_fn", None)
-        last, number = next(reversed(graph.nodes), None), next(_numbers)
+        last, number = next(iter(reversed(graph.nodes)), None), next(_numbers)
         with _Saving(graph, policy) if policy else first:
             yield
         for node in _nodes_since(graph, last):
@@ -80,7 +80,7 @@ class _Saving(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        last = next(reversed(self.graph.nodes), None)
+        last = next(iter(reversed(self.graph.nodes)), None)
         result = func(*args, **kwargs)
         context: Any = checkpointing.SelectiveCheckpointContext(is_recompute=False)
         context.op_output = result

@@ -101,10 +101,14 @@ vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
 
 
 def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the kernel takes these tensors: it goes through their memory as it lies."""
+    """Return whether the kernel takes these tensors: it goes through their memory as it lies.
+
+    CUDA's kernel reads the learning rate in float32, which is too coarse for float64.
+    """
     first = tensors[0]
     return (
         first.device.type in KERNELS
+        and not (first.is_cuda and first.dtype == torch.float64)
         and first.is_contiguous()
         and first.numel() > 0
         and all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
