@@ -15,8 +15,12 @@ import torch
 
 import torchgspmd
 
-GLOBALS = {"torch": torch, **{name: getattr(torchgspmd, name) for name in torchgspmd.__all__}}
-NAMES = [name for name in torchgspmd.__all__ if name != "UNCONSTRAINED"]
+GLOBALS = {
+    "torch": torch,
+    "gspmd": torchgspmd,
+    **{name: getattr(torchgspmd, name) for name in torchgspmd.NAMES},
+}
+NAMES = [name for name in torchgspmd.NAMES if name != "UNCONSTRAINED"]
 
 
 def public() -> Iterator[tuple[str, Any]]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .runtime.load_full_state import load_full_state_dict
     from .runtime.load_safetensors import load_safetensors
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
+    from .tools.launch import launch as launch
 
 __all__ = [
     "UNCONSTRAINED",
@@ -44,7 +45,6 @@ __all__ = [
     "full_state_dict",
     "load",
     "load_full_state_dict",
-    "load_safetensors",
     "manual",
     "mark_sharding",
     "moe",
@@ -68,6 +68,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     **dict.fromkeys(
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"
     ),
+    "launch": "tools.launch",
 }
 
 
@@ -82,6 +83,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*__all__, "nn", "tools"])
+
+
+NAMES = tuple(dict.fromkeys([*__all__, *_LATER]))  # all public names; dir() shows the common ones
 
 
 moved_modules.install(__name__)

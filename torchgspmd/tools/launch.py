@@ -1,0 +1,260 @@
+"""launch: run a function on local processes, from a script or from a cell of a notebook.
+
+Processes are forks, so that the function may be defined in a cell. Their output comes line by line,
+each line with its rank. The first rank that fails ends the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ..errors import RankError, ShardingError, user_line
+
+GRACE = 1.0  # seconds in which a rank that failed earlier may still say so
+END = 5.0  # seconds from SIGTERM to SIGKILL
+
+
+def launch(
+    fn: Callable[..., Any],
+    processes: int,
+    *args: Any,
+    backend: str | None = "auto",
+    threads: int = 1,
+) -> list[Any]:
+    """Run a function on local processes, one a device, and return its results.
+
+    Each process has a default process group and the variables of torchrun (RANK, WORLD_SIZE,
+    LOCAL_RANK, MASTER_ADDR, MASTER_PORT). With GPUs, process n uses GPU n.
+
+    Args:
+        fn: The function. It may be defined in a notebook; results have to be picklable.
+        processes: The number of processes.
+        args: Arguments of the function.
+        backend: Of the process group. "auto": "nccl" where there are GPUs, else "gloo". None: the
+            function calls init_process_group itself.
+        threads: Threads of each process for operations on the CPU.
+
+    Returns:
+        The results, in the order of ranks.
+
+    Raises:
+        RankError: A rank has failed. The text has its traceback, and the others are ended.
+        ShardingError: This process uses GPUs already, or has a process group.
+
+    Example:
+        >>> def train(steps):
+        ...     return torch.distributed.get_rank() * steps
+        >>> gspmd.launch(train, 2, 10)
+        [0, 10]
+    """
+    _check(processes)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if backend == "auto":
+        backend = "nccl" if cards else "gloo"
+    variables = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks: list[_Rank] = []
+    try:
+        for rank in range(processes):
+            own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
+            card = rank % cards if cards else None
+            ranks.append(_start(rank, own, card, backend, threads, fn, args, ranks))
+        _follow(ranks)
+    finally:
+        _end(ranks)
+    return [rank.result for rank in ranks]
+
+
+@dataclass
+class _Rank:
+    """A process of launch, seen from the one that started it."""
+
+    number: int
+    process: BaseProcess
+    answer: Connection  # its result, or its error
+    output: int  # file descriptor of what it prints
+    result: Any = None
+    error: tuple[float, str] | None = None  # when it failed, and its traceback
+    has_answered: bool = False
+    has_ended: bool = False
+    line: bytes = b""  # the begin of a line that is not complete
+
+
+def _check(processes: int) -> None:
+    if processes < 1:
+        raise ShardingError(f"launch gets {processes} processes", where=user_line())
+    if dist.is_initialized():
+        raise ShardingError(
+            "launch is called in a process that is part of a process group",
+            where=user_line(),
+            fix="call it where no process group is: under torchrun the processes are there",
+        )
+    if torch.cuda.is_initialized():
+        raise ShardingError(
+            "this process uses a GPU already, and its forks cannot",
+            where=user_line(),
+            fix="restart the notebook, and create tensors on GPUs inside of the function alone",
+        )
+
+
+def _start(
+    rank: int,
+    variables: dict[str, Any],
+    card: int | None,
+    backend: str | None,
+    threads: int,
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    others: Sequence[_Rank],
+) -> _Rank:
+    context = multiprocessing.get_context("fork")
+    answer, answering = context.Pipe(duplex=False)
+    output, printing = os.pipe()
+    unused = [output, answer.fileno(), *(r.output for r in others)]
+    child = _Child(variables, card, backend, threads, answering, printing, unused)
+    process = context.Process(target=child.run, args=(fn, args), daemon=False)
+    process.start()
+    answering.close()
+    os.close(printing)
+    os.set_blocking(output, False)
+    return _Rank(rank, process, answer, output)
+
+
+@dataclass
+class _Child:
+    """One process of launch: its surroundings."""
+
+    variables: dict[str, Any]
+    card: int | None
+    backend: str | None
+    threads: int
+    answer: Connection
+    printing: int
+    unused: list[int] = field(default_factory=list)  # descriptors of the parent
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Run the function, and send its result or its error."""
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+        for descriptor in self.unused:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        for stream in (1, 2):
+            os.dup2(self.printing, stream)
+        sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
+        os.environ.update({name: str(value) for name, value in self.variables.items()})
+        torch.set_num_threads(self.threads)
+        if self.card is not None:
+            torch.cuda.set_device(self.card)
+        code = 0
+        try:
+            if self.backend is not None:
+                dist.init_process_group(self.backend)
+            message = pickle.dumps((True, fn(*args)))
+        except BaseException as error:  # SystemExit too: the others would wait
+            trace = error.__traceback__.tb_next if error.__traceback__ else None
+            text = "".join(traceback.format_exception(type(error), error, trace))
+            message, code = pickle.dumps((False, (time.monotonic(), text))), 1
+        # Connection.send would share the memory of tensors, which ends with this process.
+        self.answer.send_bytes(message)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if not code and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        os._exit(code)  # the forked notebook's own exit handlers must not run
+
+
+def _follow(ranks: list[_Rank]) -> None:
+    """Print what ranks print until all have ended. Raise RankError if one has failed."""
+    while any(not rank.has_ended for rank in ranks):
+        _turn(ranks, None)
+        if any(rank.error for rank in ranks):
+            until = time.monotonic() + GRACE
+            while (left := until - time.monotonic()) > 0 and any(not r.has_ended for r in ranks):
+                _turn(ranks, left)
+            _raise_first(ranks)
+
+
+def _turn(ranks: list[_Rank], timeout: float | None) -> None:
+    """Wait for news of some ranks, and take them."""
+    running = {r.process.sentinel: r for r in ranks if not r.has_ended}
+    answers = [r.answer for r in running.values() if not r.has_answered]
+    ready = wait([*running, *(r.output for r in running.values()), *answers], timeout)
+    for rank in running.values():
+        if rank.output in ready:
+            _print(rank)
+        if rank.answer in ready:
+            _take_answer(rank)
+        if rank.process.sentinel in ready:
+            rank.process.join()
+            _print(rank, is_last=True)
+            rank.has_ended = True
+            code = rank.process.exitcode
+            if code and rank.error is None:
+                ended = (
+                    f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+                )
+                rank.error = time.monotonic(), ended
+
+
+def _take_answer(rank: _Rank) -> None:
+    """Read the result or the error of a rank; a process that was killed sends neither."""
+    rank.has_answered = True
+    with contextlib.suppress(EOFError, OSError):
+        is_result, value = pickle.loads(rank.answer.recv_bytes())
+        rank.result, rank.error = (value, None) if is_result else (None, value)
+
+
+def _print(rank: _Rank, is_last: bool = False) -> None:
+    """Print the lines that a rank has printed, each behind its number."""
+    data = rank.line
+    with contextlib.suppress(BlockingIOError, OSError):
+        while part := os.read(rank.output, 1 << 16):
+            data += part
+    *lines, rank.line = data.split(b"\n")
+    if is_last and rank.line:
+        lines.append(rank.line)
+    for line in lines:
+        print(f"[{rank.number}] {line.decode(errors='replace')}", flush=True)
+
+
+def _raise_first(ranks: list[_Rank]) -> NoReturn:
+    failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
+    (_, text), number = failed[0]
+    raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """End all processes that still run, and close what leads to them."""
+    for rank in ranks:
+        if rank.process.is_alive():
+            rank.process.terminate()
+    until = time.monotonic() + END
+    for rank in ranks:
+        rank.process.join(max(0.0, until - time.monotonic()))
+        if rank.process.is_alive():
+            rank.process.kill()
+            rank.process.join()
+        rank.answer.close()
+        os.close(rank.output)
