@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from .nn import collectives, manual, moe, pipeline, stack, train_step
     from .runtime.checkpoint import load, save
     from .runtime.load_full_state import load_full_state_dict
-    from .runtime.load_safetensors import load_safetensors
+    from .runtime.load_safetensors import load_safetensors as load_safetensors
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
     from .tools.launch import launch as launch
 
