@@ -27,13 +27,18 @@ def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
     kind = node.target
     if isinstance(kind, FusedKind):
         assert mesh is not None
-        shapes = fx.map_arg(node.args, lambda n: tuple(n.meta["shape"]))
+        shapes = fx.map_arg(node.args, _shape)
         return kind.flops(mesh.count(node.meta["step"].axes), *shapes)
     formula = flop_registry.get(getattr(kind, "overloadpacket", None))
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
     return int(formula(*args, **kwargs, out_val=_example(node)))
+
+
+def _shape(node: fx.Node) -> tuple[int, ...] | None:
+    """Return the shape of a value; None of a number, such as the first row of a device."""
+    return tuple(node.meta["shape"]) if "shape" in node.meta else None
 
 
 def _example(node: fx.Node) -> Any:
@@ -46,7 +51,8 @@ def _example(node: fx.Node) -> Any:
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     if shape is not None and dtype is not None:
         return torch.empty(shape, dtype=dtype, device="meta")
-    results = {u.args[1]: _example(u) for u in node.users if u.target is operator.getitem}
+    read = [u for u in node.users if u.target is operator.getitem and u.users]
+    results = {u.args[1]: _example(u) for u in read}
     if results:
         return [results.get(i) for i in range(max(results) + 1)]
     if node.op == "placeholder":  # a coordinate of the device
