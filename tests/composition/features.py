@@ -7,11 +7,13 @@ one field to different values cannot be together.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
 import torch
+
+from torchgspmd.comm.hardware import Hardware
 
 from .program import UNEVEN, Setup
 
@@ -25,6 +27,10 @@ class Feature:
 
 
 TENSOR = {"heads": "model", "hidden": "model", "words": "model"}
+EXPERT = {"batch": "expert", "expert": "expert"}
+HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+_H100 = Hardware.of("h100")
+NODES = replace(_H100, links=(replace(_H100.links[0], devices=2), _H100.links[1]))
 ALONG = {"length": "seq", "stream": "seq"}
 
 
@@ -32,9 +38,14 @@ def _row(name: str, axes: str = "", layout: dict[str, str] | None = None, **chan
     return Feature(name, tuple(axes.split()), layout or {}, changes)
 
 
+STAGES = "circular circular2 gpipe gpipe_outside 1f1b interleaved zero_bubble vee".split()
+
+
 def _stages(name: str, **pipeline: Any) -> Feature:
     layers = 2 * pipeline.get("repeats", 1)
-    return _row(name, "stage", blocks="pipeline", pipeline=pipeline, layers=layers)
+    return _row(
+        name, "stage", {"stage": "stage"}, blocks="pipeline", pipeline=pipeline, layers=layers
+    )
 
 
 ROWS = (
@@ -42,14 +53,15 @@ ROWS = (
     _row("tensor", "model", TENSOR),
     _row("sequence", "model", {**TENSOR, "stream": "model"}),
     _row("zero3", "data", {"batch": "data", "embed": "data"}),
-    _row("zero1", "data", {"batch": "data"}, step=True, states="data"),
+    _row("zero1", "data", {"batch": "data", "states": "data"}, step=True),
     _row("context", "seq", ALONG),
     _row("ring", "seq", ALONG, keys=1, options={"regather": "all"}),
-    _row("dropless", "expert", {"batch": "expert", "expert": "expert"}, feed_forward="dropless"),
-    _row("capacity", "expert", {"batch": "expert", "expert": "expert"}, feed_forward="capacity"),
+    _row("dropless", "expert", EXPERT, feed_forward="dropless"),
+    _row("capacity", "expert", EXPERT, feed_forward="capacity"),
     _stages("circular"),
     _stages("circular2", repeats=2),
     _stages("gpipe", schedule="gpipe"),
+    _stages("gpipe_outside", schedule="gpipe", ends=False),
     _stages("1f1b", schedule="1f1b"),
     _stages("interleaved", schedule="1f1b", repeats=2),
     _stages("zero_bubble", schedule="zero_bubble"),
@@ -75,11 +87,25 @@ ROWS = (
     _row("frozen", frozen=("embed", "norm1.weight")),
     _row("tracked", tracked=True),
     _row("hooked", hooked=True),
+    _row("batch_norm", normed=True),
+    _row("nodes", "hosts data", {"batch": "hosts+data"}, options={"hardware": NODES}),
+    _row("param", options={"param_dtype": torch.float32}, rounding=torch.float32),
+    _row("half", options=HALF, rounding=torch.bfloat16),
+    _row("names", by_name=True),
+    _row("priorities", "data", {"batch": "data", "embed": "data:p1"}),
+    _row("custom", custom=True),
+    _row("spatial", "space", {"rows": "space"}, stem=True),
+    _row("shared", "expert", EXPERT, feed_forward="dropless", shared=True),
+    _row("alternate", "expert", EXPERT, feed_forward="dropless", alternate=True),
+    _row("evaluate", evaluate=True),
+    _row("decode", decode=True),
 )
 FEATURES = {row.name: row for row in ROWS}
 # What one field cannot say: a number of heads that two do not divide has no groups of two, layers
 # of experts have no dense layer to write by hand, torch's scan forbids writes in its body,
-# and a mask of blocks is one of a length.
+# a mask of blocks is one of a length, specs in a manual region are axes, a convolution along tokens
+# has no cache, a slope is as exact as the loss that it is taken of, and blocks that differ are no
+# stack.
 APART = {
     frozenset(pair)
     for pair in (
@@ -90,6 +116,15 @@ APART = {
         ("flex", "attention_dropout"),
         ("accumulate", "tracked"),
         ("any_length", "flex"),
+        ("accumulate", "batch_norm"),
+        ("names", "manual"),
+        ("decode", "spatial"),
+        *(
+            (half, drawn)
+            for half in ("param", "half")
+            for drawn in ("dropout", "attention_dropout")
+        ),
+        *(("alternate", name) for name in ("stack", *STAGES)),
     )
 }
 # What a ShardingError refuses: two sets of features that do not go together, and words of the
@@ -98,7 +133,8 @@ LIMITS = (
     (("data", "zero3", "zero1", "dropless", "capacity"), ("any_batch",), "has a size that depends"),
     (("sequence", "context", "ring"), ("any_length",), "has a size that depends"),
 )
-MERGED = ("options", "dynamic", "frozen")  # Fields that two rows set together.
+MERGED = ("options", "dynamic")  # Fields whose tables two rows fill together.
+JOINED = ("frozen", "rounding")  # of the rounding the coarsest counts
 
 
 def parse(text: str) -> tuple[str, ...]:
@@ -115,13 +151,18 @@ def fit(names: tuple[str, ...]) -> bool:
     rows = [FEATURES[name] for name in names]
     return not any(
         frozenset((a.name, b.name)) in APART
-        or any(
-            a.changes[key] != b.changes[key]
-            for key in a.changes
-            if key in b.changes and key not in MERGED
-        )
+        or any(differ(key, a.changes[key], b.changes[key]) for key in {*a.changes} & {*b.changes})
         for a, b in combinations(rows, 2)
     )
+
+
+def differ(key: str, a: Any, b: Any) -> bool:
+    """Return whether two rows set one field to values that cannot be together."""
+    if key in JOINED:
+        return False
+    if key in MERGED:
+        return any(a[name] != b[name] for name in {*a} & {*b})
+    return a != b
 
 
 def limits_of(names: tuple[str, ...]) -> tuple[str, ...]:
@@ -137,17 +178,26 @@ def setup_of(names: tuple[str, ...]) -> Setup:
         row = FEATURES[name]
         setup.mesh |= dict.fromkeys(row.axes, 2)
         for dim, axes in row.layout.items():
-            present = setup.layout.get(dim, "")
-            if axes not in present.split("+"):
-                setup.layout[dim] = f"{present}+{axes}".strip("+")
+            setup.layout[dim] = _joined(setup.layout.get(dim, ""), axes)
         for key, value in row.changes.items():
             if key == "frozen":
                 value = (*setup.frozen, *value)
+            elif key == "rounding":
+                value = max(value, setup.rounding, key=lambda dtype: torch.finfo(dtype).eps)
             elif key in MERGED:
                 value = {**getattr(setup, key), **value}
             setattr(setup, key, value)
     setup.mesh = setup.mesh or {"data": 2}
     return setup
+
+
+def _joined(present: str, more: str) -> str:
+    """Return the axes of both, with the priority that one of them has."""
+    axes = {axis.partition(":")[0]: axis for axis in filter(None, present.split("+"))}
+    for axis in more.split("+"):
+        name, priority, _ = axis.partition(":")
+        axes[name] = axis if priority else axes.get(name, axis)
+    return "+".join(axes.values())
 
 
 def sets(size: int) -> list[tuple[str, ...]]:

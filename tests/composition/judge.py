@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import tempfile
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, Plan, ShardingError
+from torchgspmd import Plan, ShardingError
+from torchgspmd.comm.hardware import PRESETS
 from torchgspmd.fx_passes.printer import program_text
 
 from .features import fit, setup_of
-from .program import Setup, batch, build
+from .program import NextWords, Setup, Words, batch, build, caches
 
 RIGHT, REFUSED, WRONG, CRASH = "right", "refused", "wrong", "crash"
 TERMS = 4096  # how many roundings a number has, in sums and in layers one after the other
+DEPTH = 16  # how many a number has in layers one after the other
+NEW = 2  # tokens of a call of decoding
 STEP, SLOPE = 1e-6, 1e-5  # of central differences, and how far they may be off
 
 
@@ -56,15 +62,19 @@ def shrink(verdict: Verdict) -> Verdict:
 
 def planned(setup: Setup) -> tuple[Plan, nn.Module]:
     """Return the plan of a setup's program, and the module that it is of."""
-    model, mesh = build(setup), Mesh(**setup.mesh)
+    model, mesh = build(setup), setup.on_mesh()
     names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
     dims = {dim: name for name, dim in setup.dynamic.items()}
     options = {**setup.options, "grad": not setup.step}
+    if setup.step:  # has it itself
+        options.pop("param_dtype", None)
     if dims:
         options["dynamic"] = dict.fromkeys(names, dims)
     rows = setup.spec("batch length")
     plan = gspmd.plan(model, *batch(setup), mesh=mesh, in_specs=(rows, rows), **options)
     _ = str(plan), plan.summary(), program_text(plan.program_graph), str(plan.report())
+    for name in PRESETS if "hardware" in setup.options else ():
+        _ = str(plan.report(name))
     return plan, model
 
 
@@ -82,7 +92,69 @@ def difference(setup: Setup, plan: Plan, model: nn.Module) -> str:
             wrong = run_difference(setup, plan, model, alone, tokens)
         if wrong:
             return f"run {seed}: {wrong}"
+    return checkpoint_difference(setup, model) if setup.evaluate or setup.decode else ""
+
+
+def checkpoint_difference(setup: Setup, trained: nn.Module) -> str:
+    """Compare what other programs predict, from a checkpoint of the weights, with plain PyTorch."""
+    weights = (trained.model if setup.step else trained).state_dict()
+    alone = restored(replace(setup.plain(), step=False), weights)
+    tokens, _ = batch(setup)
+    with torch.no_grad():
+        expected = Words(alone)(tokens)
+    if setup.evaluate:
+        found = predictions(other_mesh(setup), weights, tokens)
+        if wrong := first_difference(setup, {"evaluation": found}, {"evaluation": expected}):
+            return wrong
+    if setup.decode:
+        found = {"decoding": decoded(decoding(setup), weights, tokens)}
+        expected = expected[:, : found["decoding"].shape[1]]
+        return first_difference(setup, found, {"decoding": expected})
     return ""
+
+
+def restored(setup: Setup, weights: dict[str, Tensor]) -> nn.Module:
+    """Return a model in the mode eval, whose weights have been in a file."""
+    model = build(setup)
+    state = model.state_dict()
+    with tempfile.TemporaryDirectory() as folder:
+        dcp.save(weights, checkpoint_id=folder, no_dist=True)
+        dcp.load(state, checkpoint_id=folder, no_dist=True)
+    model.load_state_dict(state)
+    return model.eval()
+
+
+def other_mesh(setup: Setup) -> Setup:
+    """Return the setup for a mesh of the same axes: more devices along one, fewer along others."""
+    first, *rest = [axis for axis in setup.mesh if axis != "stage"] or ["data"]
+    mesh = {**setup.mesh, first: 4, **dict.fromkeys(rest, 1)}
+    return replace(setup, mesh=mesh, step=False, accumulate=1)
+
+
+def decoding(setup: Setup) -> Setup:
+    """Return the setup of a model that writes token by token: a loop, the cache along `seq`."""
+    axes = {axis: size for axis, size in setup.mesh.items() if axis != "stage"}
+    layout = {**setup.layout, "cached": "seq"}
+    layout.pop("stage", None)
+    changes = {"mesh": {**axes, "seq": 2}, "layout": layout, "blocks": "loop"}
+    return replace(setup, **changes, step=False, accumulate=1)
+
+
+def predictions(setup: Setup, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return the logits of a program for another mesh."""
+    model = Words(restored(setup, weights))
+    rows = setup.spec("batch length")
+    plan = gspmd.plan(model, tokens, mesh=setup.on_mesh(), in_specs=(rows,), **setup.options)
+    return plan.simulate(tokens, _poison=True)
+
+
+def decoded(setup: Setup, weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Return the logits of the first tokens, NEW at a time."""
+    model, tables = NextWords(restored(setup, weights)), caches(setup)
+    calls = [(tokens[:, at : at + NEW], torch.tensor(at), tables) for at in (0, NEW)]
+    specs = setup.spec("batch _"), None, None
+    plan = gspmd.plan(model, *calls[0], mesh=setup.on_mesh(), in_specs=specs, **setup.options)
+    return torch.cat([plan.simulate(*call, _poison=True) for call in calls], 1)
 
 
 def run_difference(
@@ -110,15 +182,20 @@ def run_difference(
 
 
 def first_difference(setup: Setup, found: dict, expected: dict) -> str:
-    tolerance = TERMS * torch.finfo(setup.rounding).eps
+    """Return which tensor differs by more than roundings.
+
+    Tensors of few digits are compared by their norms.
+    """
+    eps, is_half = torch.finfo(setup.rounding).eps, setup.rounding.itemsize < 4
     for name, value in expected.items():
         if name not in found:
             return f"no {name}"
         if found[name].shape != value.shape:
             return f"{name} is {tuple(found[name].shape)}, not {tuple(value.shape)}"
-        scale = max(1.0, float(value.abs().max()))
-        off = float((found[name] - value).abs().max())
-        if not off <= tolerance * scale:
+        norm = partial(torch.linalg.vector_norm, ord=2 if is_half else torch.inf)
+        scale = max(1.0, float(norm(value.double())))
+        off = float(norm((found[name] - value).double()))
+        if not off <= (DEPTH if is_half else TERMS) * eps * scale:
             return f"{name} is off by {off:.1e}"
     return ""
 

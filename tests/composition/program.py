@@ -6,6 +6,7 @@ Marks name dimensions; `Setup.layout` says which axes shard a name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,11 +23,42 @@ from torch.utils.checkpoint import (
 )
 
 import torchgspmd as gspmd
-from torchgspmd import Mesh, moe
+from torchgspmd import Layout, Mesh, moe
+from torchgspmd.layout.layout_rules import MeshLayout
 
 SIZES = {"batch": 8, "length": 8, "heads": 4, "head": 2, "width": 8, "hidden": 8, "words": 12}
 UNEVEN = {"batch": 12, "length": 7, "heads": 3, "head": 3, "width": 9, "hidden": 7, "words": 11}
 EXPERTS, CHOICES, WINDOW, RANK = 4, 2, 5, 2
+
+
+@torch.library.custom_op("composition::squash", mutates_args=())
+def squash(x: Tensor) -> Tensor:
+    """An operation that torchgspmd knows by a rule alone: x / (1 + |x|)."""
+    return x / (1 + x.abs())
+
+
+@torch.library.custom_op("composition::squash_backward", mutates_args=())
+def squash_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of squash."""
+    return grad / (1 + x.abs()).square()
+
+
+squash.register_fake(torch.empty_like)
+squash_backward.register_fake(lambda grad, x: torch.empty_like(x))
+squash.register_autograd(
+    lambda ctx, grad: squash_backward(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+squash.register_vmap(lambda info, dims, x: (squash(x), dims[0]))
+squash_backward.register_vmap(
+    lambda info, dims, *x: (
+        squash_backward(*(t.movedim(d, 0) for t, d in zip(x, dims))),
+        0,
+    )
+)
+_RANKS = ("a b", "a b c", "a b c d", "a b c d e")
+gspmd.rule(squash, [f"{dims} -> {dims}" for dims in _RANKS])
+gspmd.rule(squash_backward, [f"{dims}, {dims} -> {dims}" for dims in _RANKS])
 
 
 @dataclass
@@ -53,11 +85,18 @@ class Setup:
     tied: bool = False
     adapters: bool = False
     tracked: bool = False  # a buffer that forward changes
+    normed: bool = False  # BatchNorm of the embedding
+    stem: bool = False  # a convolution along positions and width
+    custom: bool = False  # an operation of the user's in the feed-forward layer
+    alternate: bool = False  # experts in every second layer
+    shared: bool = False  # a dense layer beside the experts of each layer
+    by_name: bool = False  # marks name dimensions, and a Layout has the axes
+    evaluate: bool = False  # on another mesh, from a checkpoint
+    decode: bool = False  # token by token, from a checkpoint
     hooked: bool = False
     dropout: float = 0.0
     attention_dropout: float = 0.0
     step: bool = False  # train_step
-    states: str = ""  # axis of the optimizer's states
     rounding: torch.dtype = torch.float64  # of the sums
 
     @property
@@ -67,12 +106,19 @@ class Setup:
 
     def spec(self, names: str) -> str:
         """Return the layout of a tensor whose dimensions have these names."""
-        return " ".join(self.layout.get(name, "_") for name in names.split())
+        axes = {name: name for name in self.layout} if self.by_name else self.layout
+        return " ".join(axes.get(name, "_") for name in names.split())
+
+    def on_mesh(self) -> Mesh | MeshLayout:
+        """Return the mesh, with the table of names if marks are names."""
+        mesh = Mesh(**self.mesh)
+        return Layout(self.layout).on(mesh) if self.by_name else mesh
 
     def plain(self) -> Setup:
         """Return the same model without what changes how it is computed."""
         shape = ("sizes", "layers", "window", "keys", "feed_forward", "tied", "adapters")
-        rest = ("tracked", "hooked", "frozen", "step")
+        layers = ("alternate", "shared", "normed", "stem", "custom")
+        rest = (*layers, "tracked", "hooked", "frozen", "step")
         return Setup(**{name: getattr(self, name) for name in (*shape, *rest)})
 
 
@@ -80,6 +126,8 @@ def marked(setup: Setup, x: Tensor, names: str) -> Tensor:
     """Mark a value or a weight, if there is a mesh."""
     if not setup.mesh:
         return x
+    if setup.by_name:
+        return gspmd.mark_sharding(x, setup.spec(names))
     return gspmd.mark_sharding(x, Mesh(**setup.mesh), setup.spec(names))
 
 
@@ -90,6 +138,23 @@ def weight(setup: Setup, names: str, **sizes: int) -> nn.Parameter:
     parameter = nn.Parameter(torch.randn(shape, dtype=torch.float64) / max(shape) ** 0.5)
     marked(setup, parameter, names)
     return parameter
+
+
+@dataclass
+class Cache:
+    """Keys and values of the tokens so far, of one layer; `place` is the first new one's."""
+
+    tables: dict[str, Tensor]  # [b, n, all places, d]
+    place: Tensor
+
+    def written(self, k: Tensor, v: Tensor, is_window: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Write the rows of new tokens; return all rows, and which a new token sees."""
+        rows = self.place + torch.arange(k.shape[2])
+        self.tables["k"].index_copy_(2, rows, k)
+        self.tables["v"].index_copy_(2, rows, v)
+        places = torch.arange(self.tables["k"].shape[2])
+        seen = _seen(0, 0, rows[:, None], places) if is_window else places <= rows[:, None]
+        return self.tables["k"], self.tables["v"], seen
 
 
 class Attention(nn.Module):
@@ -103,13 +168,16 @@ class Attention(nn.Module):
         if setup.adapters:
             self.a, self.b = weight(setup, "embed rank"), weight(setup, "rank heads head")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         setup = self.setup
         q, k, v = (torch.einsum("bsm,mnd->bnsd", x, w) for w in (self.q, self.k, self.v))
         if setup.adapters:
             q = q + torch.einsum("bsm,mr,rnd->bnsd", x, self.a, self.b)
-        grouped, rate = setup.keys > 0, setup.attention_dropout
-        if setup.window and setup.mesh:
+        grouped, rate = setup.keys > 0, setup.attention_dropout * self.training
+        if cache is not None:
+            k, v, seen = cache.written(k, v, setup.window)
+            y = F.scaled_dot_product_attention(q, k, v, seen, enable_gqa=grouped)
+        elif setup.window and setup.mesh:
             y = flex_attention(q, k, v, block_mask=_window(x.shape[1]), enable_gqa=grouped)
         elif setup.window:  # on CPUs torch's own flex_attention has no backward
             places = torch.arange(x.shape[1])
@@ -140,22 +208,28 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.setup.by_hand and self.setup.mesh:
             product = gspmd.manual(
-                _by_hand,
+                partial(_by_hand, bend=_bend(self.setup)),
                 Mesh(**self.setup.mesh),
                 ("_ _ _", "_ model", "model", "model _"),
                 "_ _ _",
                 axes=("model",),
             )
             return product(x, self.up, self.bias, self.down)
-        return _dense(x, self.up, self.bias, self.down)
+        return _dense(x, self.up, self.bias, self.down, _bend(self.setup))
 
 
-def _dense(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
-    return torch.tanh(x @ up + bias) @ down
+def _bend(setup: Setup) -> Callable[[Tensor], Tensor]:
+    return squash if setup.custom else torch.tanh
 
 
-def _by_hand(x: Tensor, up: Tensor, bias: Tensor, down: Tensor) -> Tensor:
-    return gspmd.collectives.all_reduce(_dense(x, up, bias, down), "model")
+def _dense(
+    x: Tensor, up: Tensor, bias: Tensor, down: Tensor, bend: Callable[[Tensor], Tensor]
+) -> Tensor:
+    return bend(x @ up + bias) @ down
+
+
+def _by_hand(x: Tensor, *weights: Tensor, bend: Callable[[Tensor], Tensor]) -> Tensor:
+    return gspmd.collectives.all_reduce(_dense(x, *weights, bend), "model")
 
 
 class Experts(nn.Module):
@@ -169,10 +243,11 @@ class Experts(nn.Module):
         self.down = weight(setup, "expert hidden embed")
 
     def forward(self, x: Tensor) -> Tensor:
+        bend = _bend(self.setup)
         weights, chosen = (x @ self.router).softmax(-1).topk(CHOICES)
         if self.setup.feed_forward == "dropless":
             routed = moe.dispatch(x, chosen, EXPERTS)
-            h = torch.tanh(moe.grouped_mm(routed.rows, self.up, routed.ends))
+            h = bend(moe.grouped_mm(routed.rows, self.up, routed.ends))
             y = moe.grouped_mm(h, self.down, routed.ends)
             return moe.combine(y, routed, weights)
         room = CHOICES * x.shape[1]
@@ -181,7 +256,7 @@ class Experts(nn.Module):
         places = (before[..., None] == torch.arange(room)) & (taken[..., None] > 0)
         places = places.transpose(1, 2).to(x.dtype)  # [b, s, k, e, c]
         y = torch.einsum("bsec,bsm->ebcm", places.sum(2), x)
-        h = torch.tanh(torch.einsum("ebcm,emh->ebch", y, self.up))
+        h = bend(torch.einsum("ebcm,emh->ebch", y, self.up))
         y = torch.einsum("ebch,ehm->ebcm", h, self.down)
         return torch.einsum("bskec,bsk,ebcm->bsm", places, weights, y)
 
@@ -193,23 +268,27 @@ def _policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 
 
 class Block(nn.Module):
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, layer: int):
         super().__init__()
         self.setup = setup
         self.norm1 = nn.LayerNorm(setup.sizes["width"], dtype=torch.float64)
         self.norm2 = nn.LayerNorm(setup.sizes["width"], dtype=torch.float64)
         self.attention = Attention(setup)
-        self.feed_forward = (Dense if setup.feed_forward == "dense" else Experts)(setup)
+        is_dense = setup.feed_forward == "dense" or setup.alternate and layer % 2 == 0
+        self.feed_forward = (Dense if is_dense else Experts)(setup)
+        self.beside = Dense(setup) if setup.shared and not is_dense else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         if not self.setup.selective:
-            return self.compute(x)
+            return self.compute(x, cache)
         contexts = partial(create_selective_checkpoint_contexts, _policy)
-        return checkpoint(self.compute, x, use_reentrant=False, context_fn=contexts)
+        return checkpoint(self.compute, x, cache, use_reentrant=False, context_fn=contexts)
 
-    def compute(self, x: Tensor) -> Tensor:
-        x = self.along(x + self.dropped(self.attention(self.norm1(x))))
+    def compute(self, x: Tensor, cache: Cache | None) -> Tensor:
+        x = self.along(x + self.dropped(self.attention(self.norm1(x), cache)))
         y = self.norm2(x)
+        if self.beside is not None:
+            x = x + self.beside(y)
         if self.setup.inner_checkpoint:
             y = checkpoint(self.feed_forward, y, use_reentrant=False)
         else:
@@ -220,7 +299,7 @@ class Block(nn.Module):
         return marked(self.setup, x, "batch stream _")
 
     def dropped(self, x: Tensor) -> Tensor:
-        return F.dropout(x, self.setup.dropout) if self.setup.dropout else x
+        return F.dropout(x, self.setup.dropout, self.training) if self.setup.dropout else x
 
 
 def _halved(module: nn.Module, args: Any, result: Tensor) -> Tensor:
@@ -235,7 +314,11 @@ class Model(nn.Module):
         self.place = weight(setup, "length embed", length=2 * setup.sizes["length"])
         if setup.tracked:
             self.register_buffer("mean", torch.zeros(setup.sizes["width"], dtype=torch.float64))
-        self.blocks = nn.ModuleList(Block(setup) for _ in range(setup.layers))
+        if setup.normed:
+            self.norm = nn.BatchNorm1d(setup.sizes["width"], dtype=torch.float64)
+        if setup.stem:
+            self.stem = nn.Conv2d(1, 1, 3, padding=1, dtype=torch.float64)
+        self.blocks = nn.ModuleList(Block(setup, i) for i in range(setup.layers))
         self.head = None if setup.tied else weight(setup, "words embed")
         for name, parameter in self.named_parameters():
             if name.endswith(setup.frozen):
@@ -250,14 +333,16 @@ class Model(nn.Module):
             self.blocks = gspmd.stack(self.blocks, recompute=setup.recompute)
         elif setup.blocks == "pipeline":
             options = {"microbatches": 2, "recompute": setup.recompute, **setup.pipeline}
-            if options.get("schedule", "circular") != "circular":
+            if options.pop("ends", True) and options.get("schedule", "circular") != "circular":
                 options["loss"] = self.loss
             self.blocks = gspmd.pipeline(self.blocks, Mesh(**setup.mesh), **options)
 
     def loss(self, y: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(self.words(y).flatten(0, 1), targets.flatten())
+
+    def words(self, y: Tensor) -> Tensor:
         head = self.embed if self.head is None else self.head
-        logits = marked(self.setup, y @ head.T, "batch length words")
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return marked(self.setup, y @ head.T, "batch length words")
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         if self.setup.accumulate == 1:
@@ -274,19 +359,72 @@ class Model(nn.Module):
         return total / self.setup.accumulate
 
     def of_part(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        tokens = marked(self.setup, tokens, "batch length")
-        x = self.embed[tokens] + self.place[: tokens.shape[1]]
-        x = marked(self.setup, x, "batch length _")
-        if self.setup.tracked:
-            with torch.no_grad():
-                self.mean.lerp_(x.mean((0, 1)), 0.1)
+        x = self.entered(tokens)
         if self.setup.blocks == "pipeline" and self.blocks.loss is not None:
             return self.blocks(x, targets=targets)
+        return self.loss(self.through(x), targets)
+
+    def entered(self, tokens: Tensor, place: Tensor | None = None) -> Tensor:
+        tokens = marked(self.setup, tokens, "batch length")
+        count = tokens.shape[1]
+        at = self.place[:count] if place is None else self.place[place + torch.arange(count)]
+        x = marked(self.setup, self.embed[tokens] + at, "batch length _")
+        if self.setup.tracked and self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean((0, 1)), 0.1)
+        if self.setup.normed:
+            x = self.norm(x.transpose(1, 2)).transpose(1, 2)
+        if self.setup.stem:  # an image of one channel
+            image = marked(self.setup, x[:, None], "batch _ rows _")
+            x = x + marked(self.setup, self.stem(image), "batch _ rows _")[:, 0]
+        return x
+
+    def through(self, x: Tensor) -> Tensor:
         if self.setup.blocks != "loop":
-            return self.loss(self.blocks(x), targets)
+            return self.blocks(x)
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.setup.recompute else block(x)
-        return self.loss(x, targets)
+        return x
+
+
+class Words(nn.Module):
+    """The model's prediction of the next word at each place."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x, blocks = self.model.entered(tokens), self.model.blocks
+        has_loss = self.model.setup.blocks == "pipeline" and blocks.loss is not None
+        return self.model.words(blocks.outputs(x) if has_loss else self.model.through(x))
+
+
+class NextWords(nn.Module):
+    """The same of new tokens, with a cache of those before."""
+
+    def __init__(self, model: Model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor, place: Tensor, tables: list[dict[str, Tensor]]) -> Tensor:
+        x = self.model.entered(tokens, place)
+        for block, table in zip(self.model.blocks, tables):
+            x = block(x, Cache(table, place))
+        return self.model.words(x)
+
+
+def caches(setup: Setup) -> list[dict[str, Tensor]]:
+    """Return empty tables of keys and values, for each layer."""
+    sizes = setup.sizes
+    shape = sizes["batch"], setup.keys or sizes["heads"], sizes["length"], sizes["head"]
+    return [
+        {
+            name: marked(setup, torch.zeros(shape, dtype=torch.float64), "batch heads cached _")
+            for name in "kv"
+        }
+        for _ in range(setup.layers)
+    ]
 
 
 def build(setup: Setup) -> nn.Module:
@@ -303,13 +441,14 @@ def build(setup: Setup) -> nn.Module:
     # A step without momentum is the gradient, by which a random program is judged.
     if setup.random:
         return gspmd.train_step(model, torch.optim.SGD(trained, lr=1.0), clip=1e9)
+    dtype = setup.options.get("param_dtype")
     # lr / eps: how much a rounding of a gradient near 0 is in a weight.
-    step = gspmd.train_step(model, torch.optim.AdamW(trained, lr=0.1, eps=0.1), clip=0.5)
-    if setup.states:
+    optimizer = torch.optim.AdamW(trained, lr=0.1, eps=0.1)
+    step = gspmd.train_step(model, optimizer, clip=0.5, param_dtype=dtype)
+    if "states" in setup.layout:
         for name, state in step.named_buffers():
             if name.startswith("exp_avg"):
-                spec = " ".join(setup.states if i == 0 else "_" for i in range(state.dim()))
-                gspmd.mark_sharding(state, Mesh(**setup.mesh), spec)
+                marked(setup, state, " ".join(["states"] + ["_"] * (state.dim() - 1)))
     return step
 
 
