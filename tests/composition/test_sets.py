@@ -35,6 +35,10 @@ ONCE = (  # sets that failed before
     "vee+any_batch",
     "1f1b+dropout+any_length",
     "1f1b+accumulate+any_batch",
+    "ring+capacity+flex",
+    "context+recompute+gqa",
+    "sequence+vee+attention_dropout",
+    "names+circular+decode+evaluate",
 )
 EVERY = 80  # of the pairs one in so many
 

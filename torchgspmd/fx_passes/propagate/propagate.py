@@ -24,6 +24,7 @@ from torch import fx
 
 from ...layout.mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
+from ...rules.custom_ops.loops import axes_apart, nests
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
@@ -64,8 +65,14 @@ def propagate(
     for _ in rounds:
         for stage in (ELEMENTWISE, PASSING, ALL):
             propagation.run(stage)
+    nest = nests(graph)
+    apart = axes_apart(nest)
     for op in ops:
-        if op.key is not None and (pinned := rounds.pinned(op, mesh)):
+        if op.key is None:
+            continue
+        loops = nest[op.node]
+        axes = {apart[loops[:n]] for n in range(1, len(loops) + 1) if loops[:n] in apart}
+        if pinned := (*rounds.pinned(op, mesh), *rounds.staying(op, mesh, axes)):
             op.node.meta[PINNED] = pinned
     for value in all_values:
         value.meta["spec"] = layouts.spec[value]

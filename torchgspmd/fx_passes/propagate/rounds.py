@@ -80,6 +80,19 @@ class Rounds:
                 self.round_of[key] = priority
                 self.layouts.origin[key] = source, f"{why} (p{priority})"
 
+    def staying(
+        self, op: Op, mesh: Mesh, axes: Iterable[str]
+    ) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield (axis, its factor) of axes along which no value of an operation may move."""
+        found: dict[str, dict[str, None]] = {axis: {} for axis in axes}
+        for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
+            spec = ShardSpec(()) if value is None else self.layouts.spec[value]
+            for factor, of_factor in project(dims, spec, op.rule.sizes, mesh).items():
+                for axis in of_factor:
+                    if axis in found and factor not in op.rule.replicated:
+                        found[axis][factor] = None
+        yield from ((axis, (*of_axis,)) for axis, of_axis in found.items() if len(of_axis) == 1)
+
     def pinned(self, op: Op, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Return (axis, the factors of the earliest round) where layouts of several rounds meet."""
         rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two

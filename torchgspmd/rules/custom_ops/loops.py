@@ -139,6 +139,9 @@ CONST, CARRY, ROW, NEXT, STACK, TOTAL = (
 )
 ENTRIES = frozenset({CARRY, ROW, CONST})
 EXITS = frozenset({NEXT, STACK, TOTAL})
+# Operations in a body -> the argument that names a mesh axis whose devices run the body at
+# different times: no value of the body moves along it. Features add theirs.
+APART: dict[Any, int] = {}
 LOOP_MARKS = {*ENTRIES, *EXITS}  # the program of one device has them as they are; features add
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
@@ -154,6 +157,18 @@ def nests(graph: torch.fx.Graph) -> dict[torch.fx.Node, Nest]:
         else:
             result[node] = max((result[x] for x in node.all_input_nodes), key=len, default=())
     return result
+
+
+def axes_apart(nest: dict[torch.fx.Node, Nest]) -> dict[Nest, str]:
+    """Return the mesh axis along which values of a loop's body stay, of loops that have one.
+
+    nest: the loops around each node.
+    """
+    return {
+        loops: str(node.args[APART[node.target]])
+        for node, loops in nest.items()
+        if node.target in APART
+    }
 
 
 def ends_by_value(node: torch.fx.Node) -> bool:
