@@ -166,7 +166,7 @@ def _reason(rows: Sequence[Row], op: Op, decisions: Decisions) -> str:
         return "the layout is marked"
     pinned = ", ".join(f"{axis} to {' or '.join(f)}" for axis, f in op.node.meta.get("pinned", ()))
     if pinned:
-        return f"priorities of marks, or stages of a pipeline, bind {pinned}; of what is left it costs least"
+        return f"priorities of marks or stages bind {pinned}; of what is left it costs least"
     if len(rows) == 1:
         return "there is no other candidate"
     chosen = next(row for row in rows if row.chosen)
