@@ -528,7 +528,7 @@ class Layouts:
             spec = ShardSpec.parse(texts.get(node, open_spec))
             node.args = node.args[0], str(self.mesh), str(spec)
         specs = [None if s is None else ShardSpec.parse(s) for s in self.specs]
-        return compile_plan(replace(captured, graph=graph), self.mesh, specs, self.outs)
+        return compile_plan(replace(captured, graph=graph), self.mesh, specs, out_specs=self.outs)
 
 
 def check(number: int, counts: collections.Counter) -> None:

@@ -3,7 +3,7 @@
 `capture` runs it on fake tensors. The other files say what the trace calls in place of what.
 """
 
-from .argument_sizes import ArgumentSizes, sizes_of
+from .argument_sizes import ArgumentSizes, Dims, sizes_of
 from .captured import (
     ARGUMENT,
     BUFFER,
@@ -41,6 +41,7 @@ __all__ = [
     "UNKNOWN",
     "ArgumentSizes",
     "Captured",
+    "Dims",
     "Input",
     "Output",
     "Source",

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..capture import ArgumentSizes, Captured, capture, check_dtypes, leaf_names, opened, sizes_of
+from ..capture import (
+    BUFFER,
+    PARAMETER,
+    ArgumentSizes,
+    Captured,
+    capture,
+    leaf_names,
+    opened,
+    sizes_of,
+)
 from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import _pytree as pytree
 from ..compat.versions import check_plan
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, did_you_mean, user_line
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
 from ..fx_passes.partition.cost_constants import CostConstants
@@ -34,28 +43,25 @@ from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .fix_candidates import report_replicated
+from .options import Options, check_choice, documented, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
 from .small_sizes import SmallSizes
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
+    from .option_types import PlanOptions
+
+
+@documented("plan")
 def plan(
     fn: Callable | nn.Module,
     *args: Any,
     mesh: Mesh | DeviceMesh | MeshLayout,
     in_specs: Any = None,
     out_specs: Any = None,
-    grad: bool = False,
-    strict: bool = False,
-    rng: str = "global",
-    regather: str = "auto",
-    skip_passes: Sequence[str] = (),
-    costs: Mapping[str, float] | None = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    dynamic: Mapping[str, Any] | ArgumentSizes | None = None,
-    hardware: Hardware | str | None = None,
-    **kwargs: Any,
+    **kwargs: Unpack[PlanOptions],
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
 
@@ -71,25 +77,7 @@ def plan(
             arguments by name. Leaves are specs in string form, or None where propagation decides.
             "auto": the axes of the batch ("data", "dp", ...) divide all leading dimensions.
         out_specs: Layouts of the result, as a pytree prefix of it; "same": as it is computed.
-        grad: Compile forward and backward together. fn is a module then.
-        strict: Raise an error where the plan would list replicated_ops.
-        rng: "global" draws the random numbers of a mesh of one device. "native" draws from
-            PyTorch's generator: each shard has numbers of its own.
-        regather: Whether weights are gathered again for the backward: "always", "never", or
-            "auto" (if a GPU's memory would not suffice otherwise). "all": not weights alone.
-        skip_passes: Passes to leave out: some of "bucket", "collective_matmul", "overlap" and
-            "prefetch".
-        costs: Other values for constants of the cost model, by name;
-            docs/debugging_a_layout.md has them.
-        param_dtype: The dtype that a module computes in: floating parameters and arguments are
-            cast to it, parameters before they are gathered. docs/parallelize.md has more.
-        reduce_dtype: The dtype in which gradients of parameters are summed over devices.
-        dynamic: Dimensions that have another size in each run, by argument, as {"tokens": {1}};
-            a name may be a pattern. Sizes that are equal here are one size, unless they have
-            names: {"tokens": {1: "length"}}.
-        hardware: Speeds and links of the devices, a name ("h100") or a Hardware. Sums over axes of
-            which some leave a host are then reduced within hosts first, where that takes less
-            time, and collectives are scheduled by these numbers.
+        {options}
         kwargs: Keyword arguments of fn.
 
     Returns:
@@ -108,70 +96,44 @@ def plan(
         >>> [(c.kind, c.axes) for c in result.collectives]
         [('all_reduce', ('model',))]
     """
-    asked = {
-        "mesh": mesh,
-        "in_specs": in_specs,
-        "out_specs": out_specs,
-        "grad": grad,
-        "strict": strict,
-        "rng": rng,
-        "regather": regather,
-        "skip_passes": skip_passes,
-        "costs": costs,
-        "param_dtype": param_dtype,
-        "reduce_dtype": reduce_dtype,
-        "hardware": hardware,
-    }
+    asked = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs}
+    chosen, keywords = _options_among(kwargs, fn)
+    options = Options.read("plan", chosen)
     layout = layout_of(fn, mesh)
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     mesh = mesh_of(mesh)
     check_plan()
-    if grad and not isinstance(fn, nn.Module):
-        raise ShardingError(
-            "plan(grad=True) takes a module",
-            where=user_line(),
-            fix="call torch.autograd.grad inside of the function",
-        )
-    check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    if (param_dtype or reduce_dtype) and not isinstance(fn, nn.Module):
-        raise ShardingError(
-            "param_dtype and reduce_dtype are of modules: a function has no parameters",
-            where=user_line(),
-            fix="pass the module, or cast inside of the function",
-        )
-    args, kwargs = opened((args, kwargs))
-    specs = spread_inputs(in_specs, args, kwargs, mesh, fn)
+    if not isinstance(fn, nn.Module):
+        _check_of_function(options)
+    args, keywords = opened((args, keywords))
+    specs = spread_inputs(in_specs, args, keywords, mesh, fn)
     start = time.perf_counter()
-    sizes = (
-        dynamic
-        if isinstance(dynamic, ArgumentSizes)
-        else sizes_of(dynamic, leaf_names(fn, args, kwargs), pytree.tree_leaves((args, kwargs)))
-    )
+    leaves = pytree.tree_leaves((args, keywords))
+    sizes = options.dynamic
+    if not isinstance(sizes, ArgumentSizes):
+        named = sizes if isinstance(sizes, Mapping) else None
+        sizes = sizes_of(named, leaf_names(fn, args, keywords), leaves)
     with bound(layout):
         captured = capture(
-            fn, args, kwargs, mesh, grad=grad, param_dtype=param_dtype, dynamic=sizes
+            fn,
+            args,
+            keywords,
+            mesh,
+            grad=options.grad,
+            param_dtype=options.param_dtype,
+            dynamic=sizes,
         )
     seconds = time.perf_counter() - start
     if layout is not None:
         layout.check_used()
-    has_meta_tensor = any(
-        isinstance(t, Tensor) and t.is_meta
-        for t in (*captured.tensors, *pytree.tree_leaves((args, kwargs)))
-    )
-    specs += [None for _ in captured.state_inputs]
+    has_meta_tensor = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *leaves))
     result = compile_plan(
         captured,
         mesh,
-        specs,
-        out_specs,
-        strict=strict,
-        rng=rng,
-        regather=regather,
-        skip_passes=skip_passes,
-        costs=costs,
-        reduce_dtype=reduce_dtype,
-        hardware=hardware,
+        [*specs, *[None for _ in captured.state_inputs]],
+        options,
+        out_specs=out_specs,
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -180,9 +142,50 @@ def plan(
             warnings.warn(line, stacklevel=2)
     if sizes.dims:
         result._small_sizes = SmallSizes(
-            captured, lambda sizes, args, kwargs: plan(fn, *args, dynamic=sizes, **asked, **kwargs)
+            captured,
+            lambda sizes, args, keywords: plan(
+                fn, *args, **{**asked, **chosen, "dynamic": sizes, **keywords}
+            ),
         )
     return result
+
+
+def _options_among(
+    given: Mapping[str, Any], fn: Callable | nn.Module
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options among keyword arguments of plan, and the keyword arguments of fn."""
+    names = [row.name for row in rows_for("plan")]
+    keywords = {name: value for name, value in given.items() if name not in names}
+    try:
+        function = fn.forward if isinstance(fn, nn.Module) else fn
+        takes = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # of C: nobody knows its arguments
+        takes = None
+    for name in keywords:
+        if takes is None or name in takes or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+            continue
+        raise ShardingError(
+            f"plan has no option '{name}', and the function no such argument",
+            where=user_line(),
+            fix=did_you_mean(name, [*names, *takes]),
+        )
+    return {name: given[name] for name in names if name in given}, keywords
+
+
+def _check_of_function(options: Options) -> None:
+    """Raise ShardingError for options that only modules have."""
+    if options.grad:
+        raise ShardingError(
+            "plan(grad=True) takes a module",
+            where=user_line(),
+            fix="call torch.autograd.grad inside of the function",
+        )
+    if options.param_dtype or options.reduce_dtype:
+        raise ShardingError(
+            "param_dtype and reduce_dtype are of modules: a function has no parameters",
+            where=user_line(),
+            fix="pass the module, or cast inside of the function",
+        )
 
 
 @without_gc()
@@ -190,18 +193,11 @@ def compile_plan(
     captured: Captured,
     mesh: Mesh,
     arguments: list[ShardSpec | None],
+    options: Options = Options(),
     out_specs: Any = None,
     stored: Mapping[str, ShardSpec] | None = None,
     plain: Sequence[bool] = (),
-    strict: bool = False,
-    rng: str = "global",
-    regather: str = "auto",
-    skip_passes: Sequence[str] = (),
-    costs: Mapping[str, float] | None = None,
     device: str | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    shard_updates: str | None = None,
-    hardware: Hardware | str | None = None,
     shared: Shared | None = None,
 ) -> Plan:
     """Run the passes over a captured program.
@@ -210,34 +206,33 @@ def compile_plan(
     runs on real processes; its results without a spec are replicated. stored: the layouts of
     parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
     rank; its gradient is whole then. device: the type of device that the program is for ("meta":
-    GPUs); by default that of the input tensors. shard_updates: the axis over which parameters are
-    stored in parts, to be gathered. shared: what plans of like programs share, filled here.
+    GPUs); by default that of the input tensors. shared: what plans of like programs share, filled
+    here.
     """
-    _check_option("rng", rng, ("global", "native"))
-    _check_option("regather", regather, ("auto", "always", "all", "never"))
-    for name in skip_passes:
-        _check_option("pass", name, skippable())
+    for name in options.skip_passes:
+        check_choice("pass", name, skippable())
+    axis, hardware = options.shard_updates, options.hardware
     request = Request(
         captured,
         mesh,
         arguments,
         out_specs,
-        stored or {},
+        stored if stored is not None else _stored_unmarked(captured, options),
         stored is not None,
         plain,
-        rng=rng,
-        regather=regather,
-        skip_passes=frozenset(skip_passes),
-        constants=CostConstants().override(costs),
+        rng=options.rng,
+        regather=options.regather,
+        skip_passes=frozenset(options.skip_passes),
+        constants=CostConstants().override(options.costs),
         device=device or _device_of(captured),
-        reduce_dtype=reduce_dtype,
-        stored_over=frozenset([shard_updates] if shard_updates else []),
+        reduce_dtype=options.reduce_dtype,
+        stored_over=frozenset([axis] if axis else []),
         hardware=None if hardware is None else Hardware.of(hardware),
         shared=shared or Shared(),
     )
     result = _plan(request)
     _dump(result)
-    if strict and result.replicated_ops:
+    if options.strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
     return result
@@ -288,12 +283,12 @@ def _device_of(captured: Captured) -> str:
     return max((n.meta["val"].device.type for n in inputs), default="cpu")
 
 
-def _check_option(name: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise ShardingError(
-            f"there is no {name} '{value}'; there are {', '.join(map(repr, allowed))}",
-            where=user_line(),
-        )
+def _stored_unmarked(captured: Captured, options: Options) -> dict[str, ShardSpec]:
+    """Return the layouts of weights that have no mark, by name, where the options state some."""
+    if options.unmarked == "propagated":
+        return {}
+    weights = [each for each in captured.inputs if each.kind in (PARAMETER, BUFFER)]
+    return {w.name: ShardSpec.replicated(len(w.shape)) for w in weights if w.mark is None}
 
 
 def _dump(plan: Plan) -> None:

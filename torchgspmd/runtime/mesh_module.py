@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +22,7 @@ from ..capture import (
     unrolling,
 )
 from ..compat.private_apis import _pytree as pytree
+from ..compiler.options import Options
 from ..errors import RankError
 from ..fx_passes.stages import verifies
 from ..layout.layout_rules import bound
@@ -87,9 +87,8 @@ class MeshModule(ModuleProxy):
         device_type: str,
         in_specs: Any,
         out_specs: Any,
+        options: Options,
         hooks: bool = True,
-        param_dtype: torch.dtype | None = None,
-        dynamic: bool | Mapping[str, Any] = False,
         **attributes: Any,
     ) -> None:
         self.__dict__.update(
@@ -97,9 +96,8 @@ class MeshModule(ModuleProxy):
             _device_type=device_type,
             _in_specs=in_specs,
             _out_specs=out_specs,
+            _options=options,
             _hooks=hooks,
-            _param_dtype=param_dtype,
-            _dynamic=dynamic,
             _history=SizeHistory(),
             _layout=None,  # of parallelize: a MeshLayout
             plan=None,
@@ -136,7 +134,11 @@ class MeshModule(ModuleProxy):
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)
         except Exception as error:
-            if isinstance(error, RankError) or not call.sizes.dims or self._dynamic is not True:
+            if (
+                isinstance(error, RankError)
+                or not call.sizes.dims
+                or self._options.dynamic is not True
+            ):
                 raise
             warn_of_numbers(error)
             self._history.use_numbers(call.sizes)
@@ -169,7 +171,8 @@ class MeshModule(ModuleProxy):
         )
         key = (tree, tuple(leaf_keys), *rest)
         call = Call(passed, args, kwargs, leaves, key, varying, key[1])
-        if self._dynamic is False or self._dynamic is True and key in self._programs:
+        dynamic = self._options.dynamic
+        if dynamic is False or dynamic is True and key in self._programs:
             return call
         sizes = self._sizes(call)
         if not sizes.dims:
@@ -179,9 +182,9 @@ class MeshModule(ModuleProxy):
 
     def _sizes(self, call: Call) -> ArgumentSizes:
         """Return which sizes of a call are symbols."""
-        if self._dynamic is not True:
+        if self._options.dynamic is not True:
             names = leaf_names(self._model, call.args, call.kwargs)
-            return sizes_of(self._dynamic, names, call.leaves, programs_for_small=True)
+            return sizes_of(self._options.dynamic, names, call.leaves, programs_for_small=True)
         tree, leaf_keys, *rest = call.key
         shared = tree, tuple(map(kind_of, leaf_keys)), *rest
         return self._history.sizes_for(shared, call.shapes, call.key, self._whole_dims)
@@ -223,7 +226,7 @@ class MeshModule(ModuleProxy):
                 hooks=self._hooks,
                 state=self._state,
                 varying=call.varying,
-                param_dtype=self._param_dtype,
+                param_dtype=self._options.param_dtype,
                 dynamic=call.sizes,
             )
         if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks

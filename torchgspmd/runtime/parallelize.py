@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..capture import check_dtypes, check_module
-from ..comm.hardware import Hardware
+from ..capture import check_module
 from ..comm.process_groups import groups_of, part_of
 from ..compat.versions import check_parallelize
+from ..compiler.options import Options, documented
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
@@ -30,30 +27,20 @@ from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
 from .xla_module import XlaModule
 
-BACKENDS = ("torch", "inductor", "xla")
-CHECKS = ("always", "first", "never")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..compiler.option_types import ParallelizeOptions
 
 
+@documented("parallelize")
 def parallelize(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | MeshLayout,
     *,
-    backend: str = "torch",
     in_specs: Any = None,
     out_specs: Any = None,
-    pin: str = "user",
-    strict: bool = False,
-    rng: str = "global",
-    shard_updates: str | None = None,
-    regather: str = "auto",
-    skip_passes: Sequence[str] = (),
-    costs: Mapping[str, float] | None = None,
-    param_dtype: torch.dtype | None = None,
-    reduce_dtype: torch.dtype | None = None,
-    check: str = "always",
-    timeout: float | timedelta | None = None,
-    dynamic: bool | Mapping[str, Any] = True,
-    hardware: Hardware | str | None = None,
+    **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.
 
@@ -69,45 +56,12 @@ def parallelize(
         mesh: The mesh, with one process per device, also as torch's DeviceMesh, or a Layout on one:
             specs have logical names then. A part of a DeviceMesh (`devices["model"]`) puts the
             model on the processes of that part; each part has a model of its own.
-        backend: "torch" runs the program operation by operation, "inductor" compiles it. "xla"
-            needs no process group: parameters become XLA tensors, and XLA partitions the program.
         in_specs: Layouts of the arguments: a tuple, or a mapping by name. "auto": the axes of the
             batch ("data", "dp", ...) divide the leading dimension of each tensor.
         out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
             "same" leaves results as they are computed.
-        pin: For "xla", the layouts that XLA gets besides those of inputs and results: the marks
-            ("user"), every layout that our partitioner chose ("all"), or nothing ("none").
-        strict: Whether an operation of replicated_ops is an error. Not for "xla".
-        rng: "global": random numbers are those of one device, by the place of an element; all ranks
-            need the same torch.manual_seed. "native": from PyTorch's generator. Not for "xla".
-        shard_updates: An axis, such as "data". Every parameter, its gradient and its optimizer
-            state are stored sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).
-        regather: Whether the backward gathers weights again: "always", "never" (they are kept), or
-            "auto": only if they would not fit a GPU's memory. "all": it gathers all again, as the
-            keys of a long context. Not for "xla".
-        skip_passes: Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch";
-            the same on all ranks. Not for "xla".
-        costs: Other values for constants of the cost model, by name, the same on all ranks;
-            docs/debugging_a_layout.md has them. Not for "xla".
-        param_dtype: The dtype to compute in, such as torch.bfloat16. Floating parameters and
-            arguments are cast to it, parameters before they are gathered. Parameters, their
-            gradients and optimizer states stay as they are.
-        reduce_dtype: The dtype in which gradients of parameters are summed over devices, such as
-            torch.float32; by default the one that sends least. Not for "xla".
-        check: When the values of plain tensor arguments are compared between the ranks: "always"
-            at every call (checksums of all integers and small tensors, samples of large ones),
-            "first" at the first call of each program, or "never": then later calls send no
-            comparison at all, of programs neither. Not for "xla".
-        dynamic: Whether calls that differ in sizes share a program. True: from the second size of
-            a dimension on that the first program does not shard. False: never. A mapping names
-            dimensions as in plan(), which are symbols from the first call on. Not for "xla".
-
-        timeout: Seconds, or a timedelta, after which a rank that waits for others raises: the limit
-            of the process groups of the mesh, of one axis those of the default group. None: as
-            init_process_group has set it. Before that, ranks say on stderr for whom they wait.
-            Not for "xla".
-        hardware: As in plan(). Not for "xla".
+        {options}
 
     Returns:
         A ShardedModule, or an XlaModule for backend "xla".
@@ -128,44 +82,13 @@ def parallelize(
                 [8., 8., 8., 8.]])
         >>> dist.destroy_process_group()
     """
-    if backend not in BACKENDS:
-        raise ShardingError(
-            f"there is no backend '{backend}'; there are {', '.join(map(repr, BACKENDS))}",
-            where=user_line(),
-        )
+    chosen = Options.read("parallelize", options)
     layout = layout_of(model, mesh)
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     part, mesh = part_of(mesh), mesh_of(mesh)
     check_parallelize()
-    partitioner_options = {
-        "strict": strict,
-        "rng": rng != "global",
-        "regather": regather != "auto",
-        "skip_passes": bool(skip_passes),
-        "costs": bool(costs),
-        "reduce_dtype": reduce_dtype is not None,
-        "check": check != "always",
-        "timeout": timeout is not None,
-        "dynamic": isinstance(dynamic, Mapping),
-        "hardware": hardware is not None,
-    }
-    if check not in CHECKS:
-        raise ShardingError(
-            f"there is no check '{check}'; there are {', '.join(map(repr, CHECKS))}",
-            where=user_line(),
-        )
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
-    if timeout is not None and timeout <= timedelta():
-        raise ShardingError(
-            f"a timeout of {timeout.total_seconds():g} s",
-            where=user_line(),
-            fix="seconds or a timedelta, more than 0; None for that of init_process_group",
-        )
-    unsupported = partitioner_options if backend == "xla" else {"pin": pin != "user"}
-    for name in (name for name, is_set in unsupported.items() if is_set):
-        raise ShardingError(f"backend '{backend}' has no option {name}", where=user_line())
+    chosen.check_backend()
     if any(isinstance(m, ModuleProxy) for m in model.modules()):
         raise ShardingError(
             "a module is on a mesh already",
@@ -173,34 +96,14 @@ def parallelize(
             fix="wrap the outermost module, once",
         )
     check_module(model)
-    check_dtypes(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     before = dict(named_tensors(model))
     with bound(layout):
-        if shard_updates is not None:
-            mark_updates(model, mesh, shard_updates)
-        if backend == "xla":
-            module = XlaModule(model, mesh, in_specs, out_specs, pin, param_dtype)
+        if chosen.shard_updates is not None:
+            mark_updates(model, mesh, chosen.shard_updates)
+        if chosen.backend == "xla":
+            module = XlaModule(model, mesh, in_specs, out_specs, chosen)
         else:
-            module = ShardedModule(
-                model,
-                mesh,
-                backend,
-                in_specs,
-                out_specs,
-                param_dtype=param_dtype,
-                check=check,
-                dynamic=dynamic,
-                part=part,
-                timeout=timeout,
-                strict=strict,
-                rng=rng,
-                regather=regather,
-                skip_passes=skip_passes,
-                costs=costs,
-                reduce_dtype=reduce_dtype,
-                shard_updates=shard_updates,
-                hardware=hardware,
-            )
+            module = ShardedModule(model, mesh, in_specs, out_specs, chosen, part=part)
     module.__dict__["_layout"] = layout
     carry_optimizers(before, module)
     return module

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +22,7 @@ from ..comm.rank_check import RankCheck, check_ranks
 from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
 from ..comm.watcher import watched
 from ..compiler.api import compile_plan
+from ..compiler.options import Options
 from ..compiler.plan import Plan
 from ..compiler.plan_cache.identity import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
@@ -60,28 +61,23 @@ class ShardedModule(MeshModule):
         self,
         model: nn.Module,
         mesh: Mesh,
-        backend: str,
-        in_specs: Any = None,
-        out_specs: Any = None,
+        in_specs: Any,
+        out_specs: Any,
+        options: Options,
         hooks: bool = True,
-        param_dtype: torch.dtype | None = None,
-        check: str = "always",
-        dynamic: bool | Mapping[str, Any] = True,
         part: DeviceMesh | None = None,
-        timeout: timedelta | None = None,
-        **options: Any,
     ) -> None:
         """Store the model's tensors as DTensors.
 
-        hooks: whether programs include the model's own hooks; those of submodules they do. check:
-        when values of arguments are compared. part: a DeviceMesh of some of the processes.
+        hooks: whether programs include the model's own hooks; those of submodules they do. part: a
+        DeviceMesh of some of the processes.
         """
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
             (t.device.type for t in tensors if not t.is_meta),
             "cuda" if torch.cuda.is_available() else "cpu",
         )
-        groups = groups_of(mesh, device, part, timeout)
+        groups = groups_of(mesh, device, part, options.time_limit)
         groups.watcher.run(
             shard_module,
             model,
@@ -98,15 +94,11 @@ class ShardedModule(MeshModule):
             device,
             in_specs,
             out_specs,
+            options,
             hooks,
-            param_dtype,
-            dynamic,
-            _backend=backend,
-            _options=options,
             _groups=groups,
             _part=part,
             _marked={},
-            _check=check,
             _has_warned=False,
         )
         if hooks:
@@ -115,17 +107,11 @@ class ShardedModule(MeshModule):
             model.register_state_dict_post_hook(_hold_state)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
+        dynamic = self._options.dynamic is not False  # names are those of the whole call
+        options = replace(self._options, dynamic=dynamic, timeout=None)
         with bound(self._layout):
             submodule = ShardedModule(
-                module,
-                self._mesh,
-                self._backend,
-                hooks=False,
-                param_dtype=self._param_dtype,
-                check=self._check,
-                dynamic=self._dynamic is not False,
-                part=self._part,
-                **self._options,
+                module, self._mesh, None, None, options, hooks=False, part=self._part
             )
         submodule.__dict__["_layout"] = self._layout
         return submodule
@@ -196,7 +182,7 @@ class ShardedModule(MeshModule):
         if call.sizes.dims:
             signature ^= _hash(str(call.sizes.values(call.shapes)))
         values = {}
-        if self._check == "always":
+        if self._options.check == "always":
             values = program.values.read([t for t in call.leaves if isinstance(t, Tensor)])
         rank_check = RankCheck(
             self._groups,
@@ -204,7 +190,7 @@ class ShardedModule(MeshModule):
             lambda: self._raise_difference(call, program.draws),
             values,
             lambda: check_values(self._groups, values),
-            compares=self._check != "never" or not program.checked,
+            compares=self._options.check != "never" or not program.checked,
         )
         program.checked = True
         return program(call.leaves, call.passed, rank_check)
@@ -317,13 +303,15 @@ class ShardedModule(MeshModule):
             # A plan of a text would have to be decoded for its code once more.
             program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
-            return _hash(as_text((text, guards, program, self._check)))
+            return _hash(as_text((text, guards, program, self._options.check)))
 
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
-        if self._check != "never":
+        if self._options.check != "never":
             self._check_tensors_alike(captured, tensors, raise_on_difference)
-        return JointProgram(plan, self._groups, self._model, tensors, self._backend, signature)
+        return JointProgram(
+            plan, self._groups, self._model, tensors, self._options.backend, signature
+        )
 
     def _plan_call(self, call: Call, text: str) -> tuple[Plan, str | None, list[Tensor]]:
         """Return the plan, the checksum of its text if all ranks got that, and its tensors."""
@@ -346,8 +334,9 @@ class ShardedModule(MeshModule):
             return learnt
         if call.numbers:
             return "it takes numbers that have changed"
-        names = "in_specs out_specs backend device_type hooks param_dtype"
-        options = {name: getattr(self, f"_{name}") for name in names.split()} | self._options
+        names = "in_specs out_specs device_type hooks"
+        options = {name: getattr(self, f"_{name}") for name in names.split()}
+        options |= self._options.of_plan()
         options["layout"] = repr(self._layout)
         try:
             return identity_of(self._model, self._mesh, text, options)
@@ -380,11 +369,11 @@ class ShardedModule(MeshModule):
             captured,
             self._mesh,
             required,
-            self._out_specs,
+            self._options,
+            out_specs=self._out_specs,
             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
             plain=[not isinstance(t, DTensor) for t in tensors],
             device=self._groups.device_type,
-            **self._options,
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from ..capture import (
     not_compiled,
 )
 from ..compat.private_apis import _pytree as pytree
+from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError, user_line
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
@@ -29,7 +31,7 @@ from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..xla_backend.annotated_program import annotate_for_xla
 from ..xla_backend.host import report_host_operations
-from ..xla_backend.lower import PINS, lower, on_device
+from ..xla_backend.lower import lower, on_device
 from ..xla_backend.recomputed_nodes import mark_repeated, separate
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
@@ -53,14 +55,8 @@ class XlaModule(MeshModule):
         mesh: Mesh,
         in_specs: Any,
         out_specs: Any,
-        pin: str,
-        param_dtype: torch.dtype | None = None,
+        options: Options,
     ) -> None:
-        if pin not in PINS:
-            raise ShardingError(
-                f"there is no pin '{pin}'; there are {', '.join(map(repr, PINS))}",
-                where=user_line(),
-            )
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         device = start(mesh)
         placed = place(model, specs, mesh, device)
@@ -70,9 +66,8 @@ class XlaModule(MeshModule):
             "xla",
             in_specs,
             out_specs,
-            param_dtype=param_dtype,
+            replace(options, dynamic=False),
             _device=device,
-            _pin=pin,
             _specs=specs,
             _placed=placed,
             _versions=None,
@@ -130,8 +125,8 @@ class XlaModule(MeshModule):
                 if i.kind in (PARAMETER, BUFFER)
             },
         )
-        annotated = annotate_for_xla(request, self._pin)
-        return _Program(annotated, self._model, mesh, self._device, self._pin)
+        annotated = annotate_for_xla(request, self._options.pin)
+        return _Program(annotated, self._model, mesh, self._device, self._options.pin)
 
     def _pin_changed(self) -> None:
         """Pin the layouts of parameters and buffers again if any was assigned or loaded."""

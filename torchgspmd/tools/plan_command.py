@@ -10,16 +10,22 @@ import argparse
 import runpy
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from ..comm.hardware import PRESETS
 from ..compiler.api import plan
+from ..compiler.options import Option, rows_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..compiler.option_types import PlanOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("options", nargs="*", metavar="NAME=VALUE", help="options of example, such as layout=tp")
     add("--mesh", required=True, help="the devices, such as data=64,model=32")
     add("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
+    for row in rows_for("plan"):
+        if how := _argument(row):
+            add(f"--{row.name.replace('_', '-')}", help=row.doc.replace("%", "%%"), **how)
     add("--forward", action="store_true", help="without the backward")
     add("--print", action="store_true", help="print the partitioned graph too")
     add("--explain", metavar="NAME", help="tell why a value has its layout")
@@ -40,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> str:
     """Return what the command prints."""
-    result = plan_file(args.file, args.mesh, args.options, grad=not args.forward)
+    given = {row.name: vars(args)[row.name] for row in rows_for("plan") if _argument(row)}
+    options = {name: value for name, value in given.items() if value is not None}
+    result = plan_file(args.file, args.mesh, args.options, grad=not args.forward, **options)
     if args.trace:
         args.trace.write_text(result.trace(args.hardware))
     if args.save:
@@ -58,14 +69,14 @@ def run(args: argparse.Namespace) -> str:
     )
 
 
-def plan_file(file: Path, mesh: str, options: list[str], grad: bool = True) -> Plan:
+def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanOptions]) -> Plan:
     """Plan the example of a file.
 
     Args:
         file: A Python file with a function `example(mesh, **options)`.
         mesh: The devices, such as "data=64,model=32".
         options: Options of example, each "name=value".
-        grad: Plan the backward too, if the example is a module.
+        of_plan: Options of plan. grad is True by default if the example is a module.
 
     Returns:
         The plan.
@@ -86,7 +97,27 @@ def plan_file(file: Path, mesh: str, options: list[str], grad: bool = True) -> P
     devices = Mesh.parse(mesh)
     with torch.device("meta"):
         model, arguments = example(devices, **dict(map(_option, options)))
-    return plan(model, *arguments, mesh=devices, grad=grad and isinstance(model, nn.Module))
+    of_plan["grad"] = of_plan.get("grad", True) and isinstance(model, nn.Module)
+    return plan(model, *arguments, mesh=devices, **of_plan)
+
+
+def _argument(row: Option) -> dict[str, Any] | None:
+    """Return how the command line takes an option of plan; None if it does not."""
+    if row.choices:
+        return {"choices": row.choices}
+    if row.name == "strict":
+        return {"action": "store_const", "const": True}
+    if row.type.startswith("torch.dtype"):
+        return {"type": _dtype, "metavar": "DTYPE"}
+    return {"nargs": "+", "metavar": "PASS"} if row.name == "skip_passes" else None
+
+
+def _dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name, such as bfloat16."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise argparse.ArgumentTypeError(f"torch has no dtype '{name}'")
+    return dtype
 
 
 def _option(text: str) -> tuple[str, Any]:

@@ -39,8 +39,6 @@ _KEYS = (
 )
 _COLLECTIVES = ("_c10d_functional", "c10d", "c10d_functional", "_c10d_functional_autograd")
 _WITHOUT_GRADIENT = {"xla::dynamo_mark_sharding"}  # the backward is empty
-# Layouts that are annotated besides those of inputs and results: marks, every one, none.
-PINS = ("user", "all", "none")
 
 
 def unpartitioned(
@@ -62,7 +60,7 @@ def lower(
 ) -> fx.Graph:
     """Return a copy of the graph for XLA.
 
-    pin: one of PINS. outputs: layouts of results by position; they are always annotated.
+    pin: as in Options. outputs: layouts of results by position; they are always annotated.
     """
     _check_supported(graph)
     lowered, new = fx.Graph(), {}

@@ -15,6 +15,7 @@ from ...capture import BUFFER, MUTATION, PARAMETER, Captured, capture
 from ...comm.hardware import Hardware
 from ...compat.private_apis import _pytree as pytree
 from ...compiler.api import compile_plan
+from ...compiler.options import Options
 from ...errors import ShardingError
 from ...fx_passes.program import Shared
 from ...fx_passes.schedule.arithmetic import graph_flops
@@ -94,6 +95,7 @@ class Judge:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     hardware: Hardware
+    options: Options = Options()
     layers: Layers = field(init=False)
     recomputable: Layers = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
@@ -164,7 +166,14 @@ class Judge:
                 block.enter_context(self.layers.shortened(size))
             block.enter_context(self.recomputable.recomputed(recomputed))
             block.enter_context(bound(Unmarked(Layout({}), ONE_DEVICE)))
-            return capture(self.model, self._args(rows), self.kwargs, ONE_DEVICE, grad=True)
+            return capture(
+                self.model,
+                self._args(rows),
+                self.kwargs,
+                ONE_DEVICE,
+                grad=True,
+                param_dtype=self.options.param_dtype,
+            )
 
     def can_take(self, rows: int) -> bool:
         """Return whether the model takes a batch of so many rows."""
@@ -294,7 +303,7 @@ class Judge:
             replace(program, inputs=marked),
             mesh,
             [*inputs, *[None for _ in program.state_inputs]],
-            regather=savings.regather,
+            replace(self.options, regather=savings.regather),
             device="meta" if self.hardware.beside else "cpu",
             shared=self.shared,
         )

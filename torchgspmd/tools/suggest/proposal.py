@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from ...capture import PARAMETER, Captured
 from ...comm.hardware import Hardware
+from ...compiler.options import Regather
 from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
@@ -158,7 +161,7 @@ class Savings:
     submodule, or all of them (""). microbatches: that a batch is divided into; gradients add up.
     """
 
-    regather: str = "auto"
+    regather: Regather = "auto"
     recomputed: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
 
@@ -180,6 +183,7 @@ class Proposal:
         layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
         savings: What memory asks for: weights that are gathered again for the backward, layers that
             it computes again, microbatches.
+        precision: Options of parallelize that suggest was given.
         recomputed: The code of these layers, such as model.layers[:8]; none if empty.
         largest_batch: Rows of a batch that fit, if it was searched.
         recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
@@ -206,6 +210,7 @@ class Proposal:
     bound: float
     layers: tuple[int, int] | None = None
     savings: Savings = Savings()
+    precision: Mapping[str, torch.dtype] = field(default_factory=dict)
     recomputed: str = ""
     largest_batch: int | None = None
     recompute_bound: float | None = None
@@ -218,15 +223,22 @@ class Proposal:
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
         specs = repr(self.in_specs).replace("'", '"')
-        how, count = self.savings.regather, self.savings.microbatches
-        regather = f', regather="{how}"' if how != "auto" else ""
+        count = self.savings.microbatches
+        options = "".join(f", {name}={text}" for name, text in self._options())
         return (
             f"mesh = gspmd.Mesh({axes})\n"
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
             + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
-            + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{regather})"
+            + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{options})"
             + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
         )
+
+    def _options(self) -> Iterator[tuple[str, str]]:
+        """Yield the options of parallelize that are not as by default, as code."""
+        if self.savings.regather != "auto":
+            yield "regather", f'"{self.savings.regather}"'
+        for name, dtype in self.precision.items():
+            yield name, str(dtype)
 
     def __str__(self) -> str:
         kind = re.sub(r"\s+", " ", " ".join(f"{n}={s}" for n, s in self.mesh.axes))

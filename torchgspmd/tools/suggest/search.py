@@ -17,15 +17,21 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from ...comm.hardware import Hardware
+from ...compiler.options import Options, documented
 from ...errors import ShardingError, user_line
 from ...layout.mesh import Mesh
 from .judge import Judge
 from .proposal import DATA, MODEL, Marks, Proposal, Savings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ...compiler.option_types import Precision
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
@@ -37,6 +43,7 @@ FRUGAL = 1.25  # times the time of the best: of what is not slower the one that 
 RECHECK = 0.2  # of the time, in which the best are planned again with one layer more
 
 
+@documented("suggest")
 def suggest(
     model: nn.Module,
     args: Any = (),
@@ -46,6 +53,7 @@ def suggest(
     memory: str | float | None = None,
     seconds: float = 60.0,
     kwargs: dict[str, Any] | None = None,
+    **options: Unpack[Precision],
 ) -> list[Proposal]:
     """Search a mesh and marks for a model, and return the best as code to paste.
 
@@ -61,6 +69,7 @@ def suggest(
         memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
         seconds: Time of the search; what is best by then is returned.
         kwargs: Keyword arguments of a call.
+        {options}
 
     Returns:
         At most five proposals, the fastest first; those that need too much memory last, and say so.
@@ -77,10 +86,12 @@ def suggest(
         model = gspmd.parallelize(model, mesh, in_specs=("data _",))
     """
     end = time.monotonic() + seconds
+    chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     speed = Hardware.of(hardware)
     limit = speed.memory if memory is None else size_of(memory)
-    search = _Search(Judge(model, args, kwargs or {}, speed), limit, end - RECHECK * seconds, end)
+    judge = Judge(model, args, kwargs or {}, speed, chosen)
+    search = _Search(judge, limit, end - RECHECK * seconds, end)
     search.run(list(_meshes(devices)))
     counts = dict(search.judge.counts)
     return [replace(each, counts=counts) for each in search.best()]
@@ -354,6 +365,7 @@ class _Search:
             flops / (speed.efficiency * speed.peak),
             (judge.first + 1, judge.layers.length) if judge.layers.alike else None,
             savings,
+            judge.options.precision(),
             judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
             limit=self.limit,
         )

@@ -1,0 +1,50 @@
+"""The options of each function as type checkers know them; a test compares these with Options.
+
+Only type checkers read this file: `extra_items` is younger than Python 3.10.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from typing_extensions import TypedDict
+
+from ..comm.hardware import Hardware
+from .options import Backend, Check, Dynamic, Pin, Regather, Rng, Unmarked
+
+
+class Precision(TypedDict, total=False):
+    """Options of suggest."""
+
+    param_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+
+class _Planned(Precision, total=False):
+    strict: bool
+    rng: Rng
+    regather: Regather
+    skip_passes: Iterable[str]
+    costs: Mapping[str, float] | None
+    hardware: Hardware | str | None
+    dynamic: Dynamic
+
+
+class PlanOptions(_Planned, total=False, extra_items=Any):
+    """Options of plan, and keyword arguments of the function that is planned."""
+
+    grad: bool
+    unmarked: Unmarked
+
+
+class ParallelizeOptions(_Planned, total=False):
+    """Options of parallelize."""
+
+    backend: Backend
+    shard_updates: str | None
+    check: Check
+    timeout: float | timedelta | None
+    pin: Pin

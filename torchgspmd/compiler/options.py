@@ -1,0 +1,298 @@
+"""Every option of plan, parallelize, suggest and the command line: name, type, default, meaning."""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from datetime import timedelta
+from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
+
+import torch
+
+from ..capture import ArgumentSizes, Dims, check_dtypes
+from ..comm.hardware import Hardware
+from ..comm.json_rows import field_types
+from ..errors import ShardingError, did_you_mean, user_line
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., object])
+Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
+
+Backend = Literal["torch", "inductor", "xla"]
+Unmarked = Literal["propagated", "replicated"]
+Rng = Literal["global", "native"]
+Regather = Literal["auto", "always", "all", "never"]
+Check = Literal["always", "first", "never"]
+Pin = Literal["user", "all", "none"]
+Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
+
+
+def _option(default: T, readers: str, doc: str) -> T:
+    """Return a field of Options. readers: names of Reader."""
+    return cast(T, field(default=default, metadata={"readers": (*readers.split(),), "doc": doc}))
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one module or plan.
+
+    Each field is stated once, here: documentation, checks and the command line read this table.
+    """
+
+    backend: Backend = _option(
+        "torch",
+        "parallelize xla",
+        '"torch" runs the program operation by operation, "inductor" compiles it. "xla" needs no '
+        "process group: parameters become XLA tensors, and XLA partitions the program.",
+    )
+    grad: bool = _option(
+        False, "plan", "Compile forward and backward together. fn is a module then."
+    )
+    unmarked: Unmarked = _option(
+        "propagated",
+        "plan",
+        'Layouts of parameters and buffers without a mark: chosen by propagation ("propagated"), '
+        'or "replicated", as parallelize stores them.',
+    )
+    strict: bool = _option(
+        False,
+        "plan parallelize",
+        "Raise an error where plan.replicated_ops would list an operation.",
+    )
+    rng: Rng = _option(
+        "global",
+        "plan parallelize",
+        '"global": random numbers are those of one device, by the position of an element; all '
+        'ranks need the same torch.manual_seed. "native": from PyTorch\'s generator, each shard '
+        "has numbers of its own.",
+    )
+    regather: Regather = _option(
+        "auto",
+        "plan parallelize",
+        'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
+        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as the keys '
+        "of a long context.",
+    )
+    skip_passes: Iterable[str] = _option(
+        (),
+        "plan parallelize",
+        'Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch"; the same '
+        "on all ranks.",
+    )
+    costs: Mapping[str, float] | None = _option(
+        None,
+        "plan parallelize",
+        "Other values for constants of the cost model, by name, the same on all ranks; "
+        "docs/debugging_a_layout.md lists them.",
+    )
+    param_dtype: torch.dtype | None = _option(
+        None,
+        "plan parallelize xla suggest",
+        "The dtype to compute in, such as torch.bfloat16. Floating parameters and arguments are "
+        "cast to it, parameters before they are gathered. Parameters, their gradients and "
+        "optimizer states keep their own dtype.",
+    )
+    reduce_dtype: torch.dtype | None = _option(
+        None,
+        "plan parallelize suggest",
+        "The dtype in which gradients of parameters are summed over devices, such as "
+        "torch.float32; by default the one that sends least.",
+    )
+    hardware: Hardware | str | None = _option(
+        None,
+        "plan parallelize",
+        'Speeds and links of the devices, a name ("h100") or a Hardware. Sums over axes that leave '
+        "a host are reduced within hosts first, where that takes less time, and collectives are "
+        "scheduled by these numbers.",
+    )
+    dynamic: Dynamic = _option(
+        True,
+        "plan parallelize",
+        "Whether calls that differ in sizes share a program. True: from the second size of a "
+        "dimension on that the first program does not shard; a plan, which is of one call, has "
+        "none. False: never. A mapping names dimensions that differ from call to call, by "
+        'argument, as {"tokens": {1}}; a name may be a pattern. Sizes that are equal here are one '
+        'size, unless they have names: {"tokens": {1: "length"}}.',
+    )
+    shard_updates: str | None = _option(
+        None,
+        "parallelize xla",
+        'An axis, such as "data". Every parameter, its gradient and its optimizer state are stored '
+        "sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).",
+    )
+    check: Check = _option(
+        "always",
+        "parallelize",
+        'When the values of plain tensor arguments are compared between the ranks: "always" at '
+        "every call (checksums of all integers and small tensors, samples of large ones), "
+        '"first" at the first call of each program, or "never": then later calls send no '
+        "comparison at all, of programs neither.",
+    )
+    timeout: float | timedelta | None = _option(
+        None,
+        "parallelize",
+        "Seconds, or a timedelta, after which a rank that waits for others raises: the limit of "
+        "the process groups of the mesh, of one axis those of the default group. None: as "
+        "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
+    )
+    pin: Pin = _option(
+        "user",
+        "xla",
+        'The layouts that XLA gets besides those of inputs and results: the marks ("user"), every '
+        'layout that our partitioner chose ("all"), or nothing ("none").',
+    )
+
+    @classmethod
+    def read(cls, reader: Reader, given: Mapping[str, Any]) -> Options:
+        """Return the options that a function was given, checked against this table."""
+        known = [row.name for row in rows_for(reader)]
+        for name in given:
+            if name not in known:
+                raise ShardingError(
+                    f"{reader} has no option '{name}'",
+                    where=user_line(),
+                    fix=did_you_mean(name, known),
+                )
+        options = cls(**given)
+        options._check()
+        return options
+
+    def _check(self) -> None:
+        for row in OPTIONS:
+            if row.choices:
+                check_choice(row.name, getattr(self, row.name), row.choices)
+        check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        limit = self.time_limit
+        if limit is not None and limit <= timedelta():
+            raise ShardingError(
+                f"a timeout of {limit.total_seconds():g} s",
+                where=user_line(),
+                fix="seconds or a timedelta, more than 0; None for that of init_process_group",
+            )
+
+    def check_backend(self) -> None:
+        """Raise ShardingError for an option that the backend does not read."""
+        reader = "xla" if self.backend == "xla" else "parallelize"
+        for row in OPTIONS:
+            if reader not in row.readers and self._is_set(row):
+                raise ShardingError(
+                    f"backend '{self.backend}' has no option {row.name}", where=user_line()
+                )
+
+    def _is_set(self, row: Option) -> bool:
+        value = getattr(self, row.name)
+        if row.name == "dynamic":  # XLA compiles a program for each size, as False asks for
+            return isinstance(value, Mapping)
+        return bool(value) if row.default == () else value != row.default
+
+    @property
+    def time_limit(self) -> timedelta | None:
+        seconds = self.timeout
+        return timedelta(seconds=seconds) if isinstance(seconds, (int, float)) else seconds
+
+    def precision(self) -> dict[str, torch.dtype]:
+        """Return the dtypes that are set, by name."""
+        dtypes = {"param_dtype": self.param_dtype, "reduce_dtype": self.reduce_dtype}
+        return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
+
+    def of_plan(self) -> dict[str, Any]:
+        """Return the options on which a plan depends, by name.
+
+        The key of a call has the effect of the others.
+        """
+        beside = ("check", "timeout", "dynamic")
+        return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
+
+
+class Option(NamedTuple):
+    """A row of the table. choices: the values of a closed set, else empty."""
+
+    name: str
+    type: str
+    default: object
+    choices: tuple[str, ...]
+    readers: tuple[str, ...]
+    doc: str
+
+    @property
+    def values(self) -> str:
+        """The type as a user writes values of it."""
+        text = " | ".join(f'"{choice}"' for choice in self.choices) or self.type
+        return text.replace("Dynamic", "bool | Mapping[str, Dims]")
+
+    def backends(self) -> str:
+        """Return the backends of parallelize that read the option, if not all do."""
+        if "parallelize" not in self.readers:
+            return ' For "xla" alone.' if "xla" in self.readers else ""
+        return "" if "xla" in self.readers else ' Not for "xla".'
+
+
+def _rows() -> Iterator[Option]:
+    types = field_types(Options)
+    for each in fields(Options):
+        choices = get_args(types[each.name]) if get_origin(types[each.name]) is Literal else ()
+        yield Option(each.name, str(each.type), each.default, choices, **each.metadata)
+
+
+OPTIONS = tuple(_rows())
+
+
+def rows_for(reader: Reader) -> list[Option]:
+    """Return the options that a function reads; parallelize takes those of all backends."""
+    readers = {reader, "xla"} if reader == "parallelize" else {reader}
+    return [row for row in OPTIONS if readers.intersection(row.readers)]
+
+
+def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ShardingError for a value outside of a closed set."""
+    if value not in choices:
+        raise ShardingError(
+            f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}",
+            where=user_line(),
+        )
+
+
+def documented(reader: Reader) -> Callable[[F], F]:
+    """Write the options of a function into its signature and its docstring.
+
+    The docstring has a line "{options}" where they belong.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, last = signature.parameters.values()
+        rows = rows_for(reader)
+        options = [
+            inspect.Parameter(
+                row.name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=row.type
+            )
+            for row in rows
+        ]
+        rest = [last] if last.name == "kwargs" else []
+        document = cast(Any, function)  # a function has more attributes than its type says
+        document.__signature__ = signature.replace(parameters=[*named, *options, *rest])
+        document.__doc__ = str(function.__doc__).replace(
+            "        {options}",
+            "\n".join(_paragraph(row, reader) for row in rows),
+        )
+        return function
+
+    return decorate
+
+
+def options_table() -> str:
+    """Return the table of all options, as docs/parallelize.md shows it."""
+    lines = ["| option | values, default | read by | meaning |", "|---|---|---|---|"]
+    for row in OPTIONS:
+        default = f'"{row.default}"' if isinstance(row.default, str) else repr(row.default)
+        values = f"`{row.values}`".replace(" | ", "`, `")
+        readers = ", ".join(row.readers).replace("xla", '"xla"')
+        lines.append(f"| `{row.name}` | {values}; `{default}` | {readers} | {row.doc} |")
+    return "\n".join(lines)
+
+
+def _paragraph(row: Option, reader: Reader) -> str:
+    text = f"{row.name}: {row.doc}{row.backends() if reader == 'parallelize' else ''}"
+    return textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)
