@@ -9,11 +9,13 @@ import pytest
 import torch
 from torch import fx
 
+from torchgspmd.features.attention.call import AttentionCall, of_backward, of_parts
 from torchgspmd.features.attention.op import (
     attention,
     attention_backward,
     attention_backward_in_blocks,
     attention_in_blocks,
+    attention_parts,
 )
 from torchgspmd.features.attention.passes import attention_kernels
 
@@ -70,3 +72,17 @@ def test_attention_of_cpu_processes_goes_past_the_registry_of_operators(width: i
     ]
     for g, w in zip(fx.GraphModule({}, graph)(*inputs.values()), want, strict=True):
         torch.testing.assert_close(g, w)
+
+
+@pytest.mark.parametrize("op", [attention, attention_parts, attention_backward])
+def test_operands_by_name_stand_in_the_order_of_the_schema(op) -> None:
+    names = [each.name for each in op._opoverload._schema.arguments]
+    if op is attention_parts:
+        call, count = of_parts(*names)
+        assert count == "count"
+    elif op is attention_backward:
+        call, upstream = of_backward(*names)
+        assert upstream == upstream._fields
+    else:
+        call = AttentionCall(*names)
+    assert call == call._fields

@@ -52,7 +52,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
             ring.kind,
             args=(
                 *operands,
-                options,
+                tuple(options),
                 axes,
                 causal,
                 scale,

@@ -27,6 +27,14 @@ from torch import Tensor
 from ...compat.operators import aten, find
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError, user_line
+from .call import (
+    AttentionCall,
+    Gradients,
+    Results,
+    Upstream,
+    backward_schema,
+    forward_schema,
+)
 from .tiles import Place, Tiles, empty_gradients, empty_results
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
@@ -167,60 +175,44 @@ class Flex(NamedTuple):
         return None
 
 
-def flex_tiles(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    functions: Sequence[Any],
-    scale: float,
-    region: Sequence[int] | None,
-) -> Tiles:
+def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
     """Return the tiles of a call. functions: the buffers and the three expressions."""
-    return Tiles(q, k, v, False, scale, None, region, Flex(*functions))
+    return Tiles(call, Flex(*functions))
 
 
-@torch.library.custom_op("torchgspmd::flex_attention", mutates_args=())
-def flex_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    buffers: Sequence[Tensor],
-    mask: str,
-    score: str,
-    gradient: str,
-    scale: float,
-    region: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+_REST = "Tensor[] buffers, str mask, str score, str gradient, float scale, SymInt[]? region=None"
+
+
+def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
+    """Return the tiles of an operator's call. rest: as _REST."""
+    *functions, scale = rest[:5]
+    call = AttentionCall(q, k, v, False, scale, region=rest[5] if len(rest) > 5 else None)
+    return flex_tiles(call, functions)
+
+
+@torch.library.custom_op(
+    "torchgspmd::flex_attention", mutates_args=(), schema=forward_schema(_REST)
+)
+def flex_attention(*args: Any) -> Results:
     """Return softmax of the changed scores, times v, and the logsumexp of these scores.
 
     q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as of `attention` with dropout.
     """
-    functions = (buffers, mask, score, gradient)
-    out, lse = flex_tiles(q, k, v, functions, scale, region).forward()
+    out, lse = _tiles(*args).forward()
     return out.contiguous(), lse
 
 
 flex_attention.register_fake(empty_results)
 
 
-@torch.library.custom_op("torchgspmd::flex_attention_backward", mutates_args=())
+@torch.library.custom_op(
+    "torchgspmd::flex_attention_backward", mutates_args=(), schema=backward_schema(_REST)
+)
 def flex_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    buffers: Sequence[Tensor],
-    mask: str,
-    score: str,
-    gradient: str,
-    scale: float,
-    region: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
-    functions = (buffers, mask, score, gradient)
-    return flex_tiles(q, k, v, functions, scale, region).backward(grad, out, lse)
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+) -> Gradients:
+    """Return the gradients of q, k and v."""
+    return _tiles(q, k, v, *rest).backward(Upstream(grad, out, lse))
 
 
 flex_attention_backward.register_fake(empty_gradients)

@@ -3,7 +3,7 @@
     out, lse = attention(q, k, v, causal, scale, mask, region, seed, dropout)
 
     q [..., h g, s, d]   k [..., h, t, d]   v [..., h, t, e]   mask [..., h g, s, t], or 1 for each
-    out [..., h g, s, e]   lse [..., h g, s]
+    out [..., h g, s, e]   lse [..., h g, s]                   call.py has all operands by name
 
 Results for several parts of the keys merge by weights: out = sum_i out_i exp(lse_i - lse), where
 lse = log sum_i exp(lse_i). Given the merged out and lse, the gradients of parts are sums. PyTorch's
@@ -15,11 +15,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from .call import (
+    OPTIONS,
+    AttentionCall,
+    Gradients,
+    Results,
+    Upstream,
+    backward_schema,
+    forward_schema,
+    of_backward,
+    of_parts,
+)
 from .kernels import backward_kernel, kernel
 from .tiles import Dropout, Tiles, empty_gradients, empty_results, lse_dtype, merge
 
@@ -43,57 +54,21 @@ def visible_blocks(s: int, t: int, offset: int, causal: bool) -> list[Block]:
     return [block for block in blocks if block.row < s and block.start < block.stop]
 
 
-@torch.library.custom_op("torchgspmd::attention", mutates_args=())
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    region: Sequence[int] | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Return softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
-
-    mask: True for what is seen, or added to the scores. region: the positions of the first query
-    and the first key, and the numbers of queries and keys in all. Those behind the last are
-    padding. With dropout also that of the first and the number in all of each dimension before the
-    queries, where heads are two: heads of keys, and groups (`attention_tiles.Place`). seed: the
-    weights that dropout leaves out follow from it and from positions. A query that sees no key has
-    a result of 0 and a logsumexp of -inf.
-    """
-    out, lse = attention_in_blocks(q, k, v, causal, scale, mask, region, seed, dropout)
-    return out.contiguous(), lse.contiguous()
-
-
-def attention_in_blocks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    region: Sequence[int] | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
-    """Compute `attention` by kernels, past PyTorch's registry of operators."""
-    s, t, offset = _extent(q, k, region)
-    if seed is not None:
-        change = Dropout(seed, dropout)
-        return Tiles(q, k, v, causal, scale, mask, region, change).forward()
+def computed(call: AttentionCall) -> Results:
+    """Compute attention by kernels; with dropout by tiles."""
+    s, t, offset = _extent(call)
+    if call.seed is not None:
+        return Tiles(call, Dropout(call.seed, call.dropout)).forward()
     results = [
-        kernel(*_block(block, s, q, k, v, mask=mask), block.causal, scale)
-        for block in visible_blocks(s, t, offset, causal)
+        kernel(_block(call, block, s)) for block in visible_blocks(s, t, offset, call.causal)
     ]
+    q, v = call.q, call.v
     if not results:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(
             q.shape[:-1], -math.inf, dtype=lse_dtype(q)
         )
     out, lse = results[0] if len(results) == 1 else merge(*results)
-    before = max(0, -offset) if causal else 0
+    before = max(0, -offset) if call.causal else 0
     around = (before, q.shape[-2] - s)
     if any(around):
         out = torch.nn.functional.pad(out, (0, 0, *around))
@@ -101,138 +76,124 @@ def attention_in_blocks(
     return out, lse
 
 
-@torch.library.custom_op("torchgspmd::attention_parts", mutates_args=())
-def attention_parts(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None,
-    region: Sequence[int],
-    count: int,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor]:
+def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
+    """Compute the gradients of a call by kernels; with dropout by tiles."""
+    s, t, offset = _extent(call)
+    if call.seed is not None:
+        return Tiles(call, Dropout(call.seed, call.dropout)).backward(upstream)
+    blocks = visible_blocks(s, t, offset, call.causal)
+    # A query that sees nothing has the weights exp(scores - inf) = 0.
+    if call.mask is not None:
+        lse = torch.where(upstream.lse == -math.inf, math.inf, upstream.lse)
+        upstream = upstream._replace(lse=lse)
+    results = [
+        backward_kernel(_block(call, block, s), upstream.in_rows(slice(block.row, s)))
+        for block in blocks
+    ]
+    sizes = (call.q.shape[-2], call.k.shape[-2])
+    if len(blocks) == 1 and (blocks[0][:3], (s, t)) == ((0, 0, t), sizes):
+        return results[0]
+    totals = [
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
+    ]
+    for block, (q_grad, k_grad, v_grad) in zip(blocks, results):
+        totals[0][..., block.row : s, :] += q_grad
+        totals[1][..., block.start : block.stop, :] += k_grad
+        totals[2][..., block.start : block.stop, :] += v_grad
+    return cast(Gradients, tuple(totals))
+
+
+def _extent(call: AttentionCall) -> tuple[int, int, int]:
+    """Return the numbers of queries and keys without padding, and by how much queries are ahead."""
+    s, t = call.q.shape[-2], call.k.shape[-2]
+    if call.region is None:
+        return s, t, 0
+    first_query, first_key, queries, keys = call.region[:4]
+    return min(s, queries - first_query), min(t, keys - first_key), first_query - first_key
+
+
+def _block(call: AttentionCall, block: Block, s: int) -> AttentionCall:
+    some = call.in_block(slice(block.row, s), slice(block.start, block.stop))
+    return some._replace(causal=block.causal, region=None)
+
+
+# ----------------------------------------------------------------------------------- the operators
+
+
+def attention_in_blocks(*args: Any) -> Results:
+    """Compute `attention` past PyTorch's registry of operators."""
+    return computed(AttentionCall(*args))
+
+
+def attention_backward_in_blocks(*args: Any) -> Gradients:
+    """Compute `attention_backward` past PyTorch's registry of operators."""
+    return gradients(*of_backward(*args))
+
+
+@torch.library.custom_op(
+    "torchgspmd::attention",
+    mutates_args=(),
+    schema=forward_schema(f"bool causal, float scale, {OPTIONS}"),
+)
+def attention(*args: Any) -> Results:
+    """Return softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
+
+    A query that sees no key has a result of 0 and a logsumexp of -inf.
+    """
+    out, lse = attention_in_blocks(*args)
+    return out.contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op(
+    "torchgspmd::attention_parts",
+    mutates_args=(),
+    schema=forward_schema(
+        "bool causal, float scale, Tensor? mask, SymInt[] region, SymInt count, "
+        "Tensor? seed=None, float dropout=0.0"
+    ),
+)
+def attention_parts(*args: Any) -> Results:
     """Return `attention` for each of `count` parts of the keys, in a new first dimension."""
-    rows = k.shape[-2] // count
-    results: list[tuple[Tensor, Tensor]] = []
-    for start in range(0, k.shape[-2], rows):
-        part = slice(start, start + rows)
-        some = mask if mask is None or mask.shape[-1] == 1 else mask[..., part]
-        here = [region[0], region[1] + start, *region[2:]]
-        pair = k[..., part, :], v[..., part, :]
-        results.append(attention_in_blocks(q, *pair, causal, scale, some, here, seed, dropout))
+    call, count = of_parts(*args)
+    query, key, *rest = cast("Sequence[int]", call.region)
+    rows = call.k.shape[-2] // count
+    results: list[Results] = []
+    for start in range(0, call.k.shape[-2], rows):
+        part = call.in_block(slice(None), slice(start, start + rows))
+        results.append(computed(part._replace(region=[query, key + start, *rest])))
     out, lse = zip(*results)
     return torch.stack(out), torch.stack(lse)
 
 
 @attention_parts.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
-    shape = [options[4], *q.shape[:-1]]
-    return q.new_empty([*shape, v.shape[-1]]), q.new_empty(shape, dtype=lse_dtype(q))
-
-
-def _extent(q: Tensor, k: Tensor, region: Sequence[int] | None) -> tuple[int, int, int]:
-    """Return the numbers of queries and keys without padding, and by how much queries are ahead."""
-    s, t = q.shape[-2], k.shape[-2]
-    if region is None:
-        return s, t, 0
-    first_query, first_key, queries, keys = region[:4]
-    return min(s, queries - first_query), min(t, keys - first_key), first_query - first_key
-
-
-def _block(
-    block: Block, s: int, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    rows, keys = slice(block.row, s), slice(block.start, block.stop)
-    if mask is not None:
-        mask = mask[..., rows if mask.shape[-2] > 1 else slice(None), :]
-        mask = mask[..., keys if mask.shape[-1] > 1 else slice(None)]
-    return q[..., rows, :], k[..., keys, :], v[..., keys, :], mask
+def _(*args: Any) -> Results:
+    call, count = of_parts(*args)
+    shape = [count, *call.q.shape[:-1]]
+    out = call.q.new_empty([*shape, call.v.shape[-1]])
+    return out, call.q.new_empty(shape, dtype=lse_dtype(call.q))
 
 
 attention.register_fake(empty_results)
 
 
-@torch.library.custom_op("torchgspmd::attention_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    region: Sequence[int] | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v. out, lse: for all keys, not for a part of them."""
-    grads = attention_backward_in_blocks(
-        grad, q, k, v, out, lse, causal, scale, mask, region, seed, dropout
-    )
-    q_grad, k_grad, v_grad = (g.contiguous() for g in grads)
+@torch.library.custom_op(
+    "torchgspmd::attention_backward",
+    mutates_args=(),
+    schema=backward_schema(f"bool causal, float scale, {OPTIONS}"),
+)
+def attention_backward(*args: Any) -> Gradients:
+    """Return the gradients of q, k and v."""
+    q_grad, k_grad, v_grad = (g.contiguous() for g in attention_backward_in_blocks(*args))
     return q_grad, k_grad, v_grad
-
-
-def attention_backward_in_blocks(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    region: Sequence[int] | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute `attention_backward` by kernels, past PyTorch's registry of operators."""
-    s, t, offset = _extent(q, k, region)
-    if seed is not None:
-        change = Dropout(seed, dropout)
-        tiles = Tiles(q, k, v, causal, scale, mask, region, change)
-        return tiles.backward(grad, out, lse)
-    blocks = visible_blocks(s, t, offset, causal)
-    # A query that sees nothing has the weights exp(scores - inf) = 0.
-    if mask is not None:
-        lse = torch.where(lse == -math.inf, math.inf, lse)
-    results = [
-        backward_kernel(
-            grad[..., block.row : s, :],
-            *_block(block, s, q, k, v, mask=mask),
-            out[..., block.row : s, :],
-            lse[..., block.row : s],
-            block.causal,
-            scale,
-        )
-        for block in blocks
-    ]
-    if len(blocks) == 1 and (blocks[0][:3], s, t) == ((0, 0, t), *_sizes(q, k)):
-        return results[0]
-    totals = tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    for block, (q_grad, k_grad, v_grad) in zip(blocks, results):
-        totals[0][..., block.row : s, :] += q_grad
-        totals[1][..., block.start : block.stop, :] += k_grad
-        totals[2][..., block.start : block.stop, :] += v_grad
-    return totals  # pyright: ignore[reportReturnType]
-
-
-def _sizes(q: Tensor, k: Tensor) -> tuple[int, int]:
-    return q.shape[-2], k.shape[-2]
 
 
 attention_backward.register_fake(empty_gradients)
 
 
 def _attention_context(ctx: Any, inputs: tuple, output: tuple) -> None:
-    ctx.causal, ctx.scale, mask, _, seed, ctx.dropout = (*inputs[3:], *(None,) * 4)[:6]
-    ctx.save_for_backward(*inputs[:3], *output, mask, seed)
+    call = AttentionCall(*inputs)
+    ctx.causal, ctx.scale, ctx.dropout = call.causal, call.scale, call.dropout
+    ctx.save_for_backward(call.q, call.k, call.v, *output, call.mask, call.seed)
     ctx.mark_non_differentiable(output[1])
 
 
@@ -249,26 +210,15 @@ attention.register_autograd(_attention_backward, setup_context=_attention_contex
 
 
 @attention.register_vmap
-def _attention_of_batch(
-    info: Any,
-    in_dims: tuple,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-    region: Sequence[int] | None = None,
-    seed: Tensor | None = None,
-    dropout: float = 0.0,
-) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+def _attention_of_batch(info: Any, in_dims: tuple, *args: Any) -> tuple[Results, tuple[int, int]]:
     """Compute all calls of torch.vmap at once, as one more leading dimension."""
+    call, dims = AttentionCall(*args), AttentionCall(*in_dims)
     q, k, v = (
-        x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
-        for x, d in zip((q, k, v), in_dims)
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip((call.q, call.k, call.v), in_dims)
     )
-    mask_dim = (*in_dims, None, None, None)[5]
-    if mask is not None and mask_dim is not None:
-        mask = mask.movedim(mask_dim, 0)
+    mask, dim = call.mask, cast("int | None", dims.mask)
+    if mask is not None and dim is not None:
+        mask = mask.movedim(dim, 0)
         mask = mask[(slice(None), *(None,) * (q.dim() - mask.dim()))]
-    return attention(q, k, v, causal, scale, mask, region, seed, dropout), (0, 0)
+    return attention(*call._replace(q=q, k=k, v=v, mask=mask)), (0, 0)

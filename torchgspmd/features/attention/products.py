@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ...rules.custom_ops.nd import einsum
+from .call import AttentionCall, Gradients, Results, Upstream
 
 SCORES = 1 << 24  # elements of the scores that are computed at a time
 
@@ -24,96 +25,64 @@ def added_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -math.inf)
 
 
-def in_rows(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+def in_rows(call: AttentionCall) -> Results:
     """Compute some rows of scores at a time."""
-    results = [
-        attention_by_products(q, k, v, False, scale, mask)
-        for q, k, v, mask in _pieces([q], k, v, mask, causal)
-    ]
-    out, lse = zip(*results)
+    out, lse = zip(*(attention_by_products(piece) for _, piece in _pieces(call)))
     return torch.cat(out, 2), torch.cat(lse, 2)
 
 
-def backward_in_rows(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward_in_rows(call: AttentionCall, upstream: Upstream) -> Gradients:
     results = [
-        attention_backward_by_products(g, x, k, v, o, lse.squeeze(-1), False, scale, mask)
-        for g, x, o, lse, k, v, mask in _pieces(
-            [grad, q, out, lse.unsqueeze(-1)], k, v, mask, causal
-        )
+        gradients_by_products(piece, upstream.in_rows(rows)) for rows, piece in _pieces(call)
     ]
     q_grad, k_grad, v_grad = zip(*results)
     return torch.cat(q_grad, 2), cast(Tensor, sum(k_grad)), cast(Tensor, sum(v_grad))
 
 
-def _pieces(
-    rows: Sequence[Tensor], k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
-) -> list[tuple[Any, ...]]:
-    """Return calls for some queries each, with a causal mask as a part of the mask."""
-    (b, h, s), t = rows[0].shape[:3], k.shape[2]
+def _pieces(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
+    """Yield calls for some queries each, with a causal mask as a part of the mask."""
+    (b, h, s), t = call.q.shape[:3], call.k.shape[2]
     step = max(1, SCORES // max(1, b * h * t))
-    result: list[tuple[Any, ...]] = []
     for row in range(0, s, step):
-        some = slice(row, row + step)
-        cut = mask if mask is None or mask.shape[-2] == 1 else mask[..., some, :]
-        if causal:
-            query = torch.arange(row, min(s, row + step), device=k.device).unsqueeze(1)
-            seen = torch.arange(t, device=k.device) <= query
-            allowed = None if cut is None else cast(Tensor, added_mask(cut, k))
+        rows, device = slice(row, row + step), call.k.device
+        piece = call.in_block(rows, slice(None))
+        if call.causal:
+            query = torch.arange(row, min(s, row + step), device=device).unsqueeze(1)
+            seen = torch.arange(t, device=device) <= query
+            allowed = added_mask(piece.mask, call.k)
             cut = seen if allowed is None else torch.where(seen, allowed, -math.inf)
-        result.append((*(x[:, :, some] for x in rows), k, v, cut))
-    return result
+            piece = piece._replace(causal=False, mask=cut)
+        yield rows, piece
 
 
-def attention_by_products(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, mask: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def attention_by_products(call: AttentionCall) -> Results:
     """Compute `attention` by two einsums. Its statistics are float32 or wider."""
+    q, k, v = call.q, call.k, call.v
     lead, heads = _letters(q, k)
-    scores = _scores(q, k, causal, scale, mask)
+    scores = _scores(call, _grouped(q, k, 3), lead)
     lse = scores.logsumexp(-1)
-    finite = lse if mask is None else torch.where(lse == -math.inf, 0, lse)
+    finite = lse if call.mask is None else torch.where(lse == -math.inf, 0, lse)
     weights = (scores - finite.unsqueeze(-1)).exp()
     out = einsum(f"{lead}st,{heads}te->{lead}se", weights.to(v.dtype), v)
     return out.reshape(*q.shape[:-1], v.shape[-1]), lse.reshape(q.shape[:-1])
 
 
-def attention_backward_by_products(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients_by_products(call: AttentionCall, upstream: Upstream) -> Gradients:
     """Compute `attention_backward` by einsums. The logsumexp gives the weights again."""
-    lead, heads = _letters(q, k)
-    shape = q.shape
-    q, grad, out, lse = (_grouped(x, k, d) for x, d in ((q, 3), (grad, 3), (out, 3), (lse, 2)))
-    scores = _scores(q, k, causal, scale, mask, lead)
-    if mask is not None:
+    k, v = call.k, call.v
+    lead, heads = _letters(call.q, k)
+    q, grad, out = (_grouped(x, k, 3) for x in (call.q, upstream.grad, upstream.out))
+    lse = _grouped(upstream.lse, k, 2)
+    scores = _scores(call, q, lead)
+    if call.mask is not None:
         lse = torch.where(lse == -math.inf, math.inf, lse)
     weights = (scores - lse.unsqueeze(-1)).exp()  # [b, h, s, t]
     grad_v = einsum(f"{lead}st,{lead}se->{heads}te", weights.to(grad.dtype), grad)
     grad_weights = einsum(f"{lead}se,{heads}te->{lead}st", grad, v).to(weights.dtype)
     mean = (grad * out).to(weights.dtype).sum(-1, True)  # [b, h, s, 1]
-    grad_scores = (weights * (grad_weights - mean) * scale).to(q.dtype)
+    grad_scores = (weights * (grad_weights - mean) * call.scale).to(q.dtype)
     return (
-        einsum(f"{lead}st,{heads}td->{lead}sd", grad_scores, k).reshape(shape),
+        einsum(f"{lead}st,{heads}td->{lead}sd", grad_scores, k).reshape(call.q.shape),
         einsum(f"{lead}st,{lead}sd->{heads}td", grad_scores, q),
         grad_v,
     )
@@ -134,16 +103,16 @@ def _grouped(x: Tensor, k: Tensor, dims: int) -> Tensor:
     return x.reshape(*x.shape[:at], k.shape[-3], heads // k.shape[-3], *x.shape[at + 1 :])
 
 
-def _scores(
-    q: Tensor, k: Tensor, causal: bool, scale: float, mask: Tensor | None, lead: str = ""
-) -> Tensor:
-    """Return masked scores, with groups of heads as a dimension of their own."""
-    letters, heads = _letters(q, k)
-    q = _grouped(q, k, 3) if not lead else q
-    lead = lead or letters
+def _scores(call: AttentionCall, q: Tensor, lead: str) -> Tensor:
+    """Return masked scores, with groups of heads as a dimension of their own.
+
+    q: with such a dimension. lead: the letters of its dimensions before its rows.
+    """
+    k, mask = call.k, call.mask
+    heads = _letters(call.q, k)[1]
     scores = einsum(f"{lead}sd,{heads}td->{lead}st", q, k)
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * scale
-    if causal:
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) * call.scale
+    if call.causal:
         s, t = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         scores = torch.where(t <= s.unsqueeze(1), scores, float("-inf"))
     if mask is None:

@@ -15,9 +15,9 @@ Source: Ring Attention, arXiv 2310.01889.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, fx
@@ -28,69 +28,107 @@ from ...comm.kinds.all_gather import all_gather
 from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
+from .call import AttentionCall, Gradients, Results, Upstream, of_backward
 from .flex_op import flex_tiles
-from .op import attention_backward_in_blocks, attention_in_blocks
+from .op import computed, gradients
 from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
 from .tiles import lse_dtype
 from .zigzag import Merged
 
-Options = tuple[Tensor | None, tuple[int, ...], tuple[Any, ...], tuple[Any, ...]]
-"""The mask, the place of the dimensions before the queries, the seed and p of dropout, and the
-functions of flex_attention."""
+
+class RingOptions(NamedTuple):
+    """Operands that do not travel.
+
+    place: of the dimensions before the queries, as in a region. dropout: the seed and the
+    probability, or nothing. functions: the buffers and expressions of flex_attention, or nothing.
+    """
+
+    mask: Tensor | None = None
+    place: tuple[int, ...] = ()
+    dropout: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()
 
 
-def _calls(blocks: Blocks, block: int, options: Options) -> list[tuple[slice, slice, bool, Any]]:
-    """Return the rows of queries and keys, and the last arguments, of calls for a block."""
+class RingCall(NamedTuple):
+    """The arguments of a ring behind its tensors, in the order in which they stand in a graph.
+
+    queries, keys: of all devices together. shards: for which tokens are in zigzag order.
+    """
+
+    options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
+    axes: str
+    causal: bool
+    scale: float
+    queries: int
+    keys: int
+    shards: int | None
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> RingCall:
+        """Return the call of the arguments of a ring, whose first ones are tensors."""
+        return cls(*args[-len(cls._fields) :])
+
+
+class _Part(NamedTuple):
+    """Queries and keys of a block, and their call."""
+
+    rows: slice
+    columns: slice
+    call: AttentionCall
+    functions: tuple[Any, ...]
+
+    def forward(self) -> Results:
+        if self.functions:
+            return flex_tiles(self.call, self.functions).forward()
+        return computed(self.call)
+
+    def backward(self, upstream: Upstream) -> Gradients:
+        upstream = upstream.in_rows(self.rows)
+        if self.functions:
+            return flex_tiles(self.call, self.functions).backward(upstream)
+        return gradients(self.call, upstream)
+
+
+def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> Iterator[_Part]:
+    """Yield the parts of a block to compute. call: of all queries and keys of the device."""
+    options = RingOptions(*ring.options)
     if blocks.shards:
-        return [
-            (rows, columns, region is not None, (None, region))
-            for rows, columns, region in blocks.visible(block)
-        ]
+        for rows, columns, region in blocks.visible(block):
+            some = call.in_block(rows, columns)
+            some = some._replace(causal=region is not None, region=region)
+            yield _Part(rows, columns, some, ())
+        return
     first = block * blocks.width
-    mask, place, dropout, _ = options
+    mask = options.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
-    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *place]
-    return [(slice(None), slice(None), blocks.causal, (mask, region, *dropout))]
+    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *options.place]
+    changes = dict(zip(("seed", "dropout"), options.dropout))
+    some = call._replace(causal=blocks.causal, mask=mask, region=region, **changes)
+    yield _Part(slice(None), slice(None), some, options.functions)
 
 
-def _forward(
-    blocks: Blocks, q: Tensor, k: Tensor, v: Tensor, options: Options, scale: float
-) -> Steps:
+def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
     """Compute the result and its logsumexp of one device."""
-    merged = Merged(q, v)
-    block: list[Tensor] | None = [k, v]
-    size = k.numel() + v.numel()
+    merged = Merged(call.q, call.v)
+    own = [call.k, call.v]
+    block: list[Tensor] | None = own
+    size = call.k.numel() + call.v.numel()
     for step in range(blocks.n):
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
         if block is not None:
-            keys, values = block
-            for rows, columns, causal, rest in _calls(
-                blocks, (blocks.me - step) % blocks.n, options
-            ):
-                x, y, z = q[..., rows, :], keys[..., columns, :], values[..., columns, :]
-                if functions := options[3]:
-                    merged.add(rows, *flex_tiles(x, y, z, functions, scale, rest[1]).forward())
-                else:
-                    merged.add(rows, *attention_in_blocks(x, y, z, causal, scale, *rest))
+            here = call._replace(k=block[0], v=block[1])
+            for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
+                merged.add(part.rows, part.forward())
         if arrival is not None:
             came = arrival()
-            block = unpacked(came[blocks.before], (k, v)) if came else None
+            block = unpacked(came[blocks.before], own) if came else None
     return merged.result()
 
 
-def _backward(
-    blocks: Blocks,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-    scale: float,
-) -> Steps:
+def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: RingCall) -> Steps:
     """Compute the gradients of q, of k and of v of one device."""
+    q, k, v = call.q, call.k, call.v
     q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
     size = k.numel() + v.numel()
     own: Tensor | None = None
@@ -102,22 +140,12 @@ def _backward(
         term = None
         if block is not None:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
-            keys, values = block
-            for rows, columns, causal, rest in _calls(
-                blocks, (blocks.me - step) % blocks.n, options
-            ):
-                g, x, o = (t[..., rows, :] for t in (grad, q, out))
-                y, z, total_lse = keys[..., columns, :], values[..., columns, :], lse[..., rows]
-                if functions := options[3]:
-                    tiles = flex_tiles(x, y, z, functions, scale, rest[1])
-                    x_grad, *others = tiles.backward(g, o, total_lse)
-                else:
-                    x_grad, *others = attention_backward_in_blocks(
-                        g, x, y, z, o, total_lse, causal, scale, *rest
-                    )
-                q_grad[..., rows, :] += x_grad
+            here = call._replace(k=block[0], v=block[1])
+            for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
+                x_grad, *others = part.backward(upstream)
+                q_grad[..., part.rows, :] += x_grad
                 for total, other in zip(grads, others):
-                    total[..., columns, :] += other
+                    total[..., part.columns, :] += other
             term = packed(grads)
         if handed is not None:
             came = handed[1]()
@@ -196,43 +224,29 @@ def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
     return results
 
 
-def _forward_steps(
-    n: int,
-    me: int,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    options: Options,
-    axes: str,
-    causal: bool,
-    scale: float,
-    queries: int,
-    keys: int,
-    shards: int | None,
-) -> Steps:
-    blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
-    return (yield from _forward(blocks, q, k, v, options, scale))
+def _blocks(n: int, me: int, call: AttentionCall, ring: RingCall) -> Blocks:
+    return Blocks(
+        n=n,
+        me=me,
+        causal=ring.causal,
+        shards=ring.shards,
+        queries=ring.queries,
+        keys=ring.keys,
+        rows=call.q.shape[-2],
+        width=call.k.shape[-2],
+    )
 
 
-def _backward_steps(
-    n: int,
-    me: int,
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    options: Options,
-    axes: str,
-    causal: bool,
-    scale: float,
-    queries: int,
-    keys: int,
-    shards: int | None,
-) -> Steps:
-    blocks = Blocks(n, me, causal, shards, queries, keys, q.shape[-2], k.shape[-2])
-    return (yield from _backward(blocks, grad, q, k, v, out, lse, options, scale))
+def _forward_steps(n: int, me: int, *args: Any) -> Steps:
+    ring, (q, k, v) = RingCall.of(args), args[:3]
+    call = AttentionCall(q, k, v, ring.causal, ring.scale)
+    return (yield from _forward(_blocks(n, me, call, ring), call, ring))
+
+
+def _backward_steps(n: int, me: int, *args: Any) -> Steps:
+    ring = RingCall.of(args)
+    call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
+    return (yield from _backward(_blocks(n, me, call, ring), call, upstream, ring))
 
 
 def ring_forward(*args: Any) -> Any:
@@ -248,7 +262,7 @@ def ring_backward(*args: Any) -> Any:
 
 
 def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: Any) -> list[Any]:
-    axes: str = args[-6]
+    axes = RingCall.of(args).axes
     names = split_axes(axes)
     return _simulated(
         mesh,
@@ -272,7 +286,7 @@ def _of_device(argument: Any, rank: int) -> Any:
 
 
 def _lower(runs: Callable[..., Any], build: CollectiveBuilder, *args: Any) -> fx.Node:
-    return build.call(runs, *args, *build.ring_position(args[-6]))
+    return build.call(runs, *args, *build.ring_position(RingCall.of(args).axes))
 
 
 def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any) -> int:

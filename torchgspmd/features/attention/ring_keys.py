@@ -27,7 +27,10 @@ from ...fx_passes.ir import results_of
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK
 from ...shard_spec import Axes, ShardSpec
-from .ring import ring_attention, ring_attention_backward
+from .call import AttentionCall, of_backward
+from .ring import RingOptions, ring_attention, ring_attention_backward
+
+Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
 
 class Ring(NamedTuple):
@@ -44,55 +47,52 @@ class Ring(NamedTuple):
     queries: int
     scatters: CollectiveKind | None
     shards: int | None
-    arguments: Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]
+    arguments: Arguments
 
     def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the tensors of a call, but for those of the options."""
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
-def _after(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
-    """Return `arguments` of a call that has causal, the scale and perhaps options at this place."""
-
-    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
-        causal, scale, *rest = args[at:]
-        mask, region = (rest[i] if len(rest) > i else None for i in range(2))
-        place = tuple(region[4:] if region else ())
-        return causal, scale, (mask, place, tuple(rest[2:]), ())
-
-    return arguments
+def _plain(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
+    return _of_call(AttentionCall(*args))
 
 
-def _zigzag(scale: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+def _plain_backward(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
+    return _of_call(of_backward(*args)[0])
+
+
+def _of_call(call: AttentionCall) -> tuple[bool, float, RingOptions]:
+    place = tuple(call.region[4:] if call.region else ())
+    return call.causal, call.scale, RingOptions(call.mask, place, call.modifiers)
+
+
+def _zigzag(scale: int) -> Arguments:
     """Return `arguments` of a call in zigzag order, which has the scale at this place."""
-
-    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
-        return True, args[scale], (None, (), (), ())
-
-    return arguments
+    return lambda args: (True, args[scale], RingOptions())
 
 
-def _flex(at: int) -> Callable[[tuple[Any, ...]], tuple[bool, float, tuple[Any, ...]]]:
+def _flex(at: int) -> Arguments:
     """Return `arguments` of a call that has buffers, and functions of positions, at this place."""
 
-    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, tuple[Any, ...]]:
+    def arguments(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
         buffers, *texts, scale = args[at : at + 5]
         place = tuple(args[at + 5][4:] if len(args) > at + 5 else ())
-        return False, scale, (None, place, (), (tuple(buffers), *texts))
+        return False, scale, RingOptions(place=place, functions=(tuple(buffers), *texts))
 
     return arguments
 
 
 _ours = torch.ops.torchgspmd
 RINGS: dict[Any, Ring] = {
-    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _after(3)),
+    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _plain),
     _ours.attention_backward.default: Ring(
         ring_attention_backward,
         "s",
         1,
         reduce_scatter,
         None,
-        _after(6),
+        _plain_backward,
     ),
     _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
     _ours.flex_attention_backward.default: Ring(

@@ -14,8 +14,9 @@ from ...comm.kinds import add_kinds
 from ...compat.patches import Patch
 from ...rules.rewrites import rewrite
 from . import capture, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
+from .call import AttentionCall, Gradients, Results, of_backward
 from .flex_capture import flexible_attention, with_returns
-from .products import attention_backward_by_products, attention_by_products
+from .products import attention_by_products, gradients_by_products
 from .ring import ring_attention, ring_attention_backward
 
 ours = torch.ops.torchgspmd
@@ -31,8 +32,16 @@ PATCHES += [
         ("_validate_device", always(lambda *_: None), _FLEX),
     )
 ]
-rewrite("xla", ours.attention.default)(attention_by_products)
-rewrite("xla", ours.attention_backward.default)(attention_backward_by_products)
+
+
+@rewrite("xla", ours.attention.default)
+def _attention_on_xla(*args: Any) -> Results:
+    return attention_by_products(AttentionCall(*args))  # has no dropout: see capture.py
+
+
+@rewrite("xla", ours.attention_backward.default)
+def _attention_backward_on_xla(*args: Any) -> Gradients:
+    return gradients_by_products(*of_backward(*args))
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
 from . import flex_op as _flex  # noqa: F401
 from . import zigzag as _zigzag  # noqa: F401
+from .call import AttentionCall, of_backward, of_parts
 from .tiles import merge_parts
 
 ours = torch.ops.torchgspmd
@@ -65,43 +66,24 @@ class Names:
         names = [*self.rows, self.k[-2]][-mask.dim() :] if mask.dim() else []
         return [name if size > 1 else "" for name, size in zip(names, mask.shape)]
 
-    def others(self, options: _Options) -> list[DimNames]:
+    def others(self, call: AttentionCall) -> list[DimNames]:
         """Return the factors of the operands behind the queries, keys and values."""
-        masks = [] if options.mask is None else [self.mask(options.mask)]
-        return masks if options.seed is None else [*masks, []]
+        masks = [] if call.mask is None else [self.mask(call.mask)]
+        return masks if call.seed is None else [*masks, []]
 
-    def local(self, emit: Any, along: str, options: _Options) -> LocalForm:
+    def local(self, emit: Any, along: str, call: AttentionCall) -> LocalForm:
         """Return the local form of a call by positions: with dropout, by those of heads, too."""
-        if options.seed is None:
+        if call.seed is None:
             return LocalForm(emit, when=along)
         return LocalForm(emit, when=[*along.split(), *self.before], positional=along)
-
-
-class _Options(NamedTuple):
-    """The last arguments of a call. between: those that are neither of the mask nor of dropout."""
-
-    mask: Any = None
-    between: tuple[Any, ...] = ()
-    seed: Any = None
-    dropout: float = 0.0
-
-    @classmethod
-    def of(cls, args: Sequence[Any], at: int, between: int = 1) -> _Options:
-        """Return the options of a call whose mask is argument number `at`."""
-        mask, *rest = (*args[at:], *(None,) * (between + 3))[: between + 3]
-        return cls(mask, tuple(rest[:between]), rest[between], rest[between + 1] or 0.0)
-
-    @property
-    def modifiers(self) -> tuple[Any, ...]:
-        return () if self.seed is None else (self.seed, self.dropout)
 
 
 @rule_for(ours.attention.default)
 def _attention(call: Call) -> FactorRule:
     q, k, *_ = call.tensors
-    names, options = Names(q.shape, k.shape), _Options.of(call.args, 5)
+    names, operands = Names(q.shape, k.shape), AttentionCall(*call.args)
     return call.rule(
-        [names.q, names.k, names.v, *names.others(options)],
+        [names.q, names.k, names.v, *names.others(operands)],
         [names.out, names.rows],
         names.sizes,
         replicated="t d e",
@@ -109,7 +91,7 @@ def _attention(call: Call) -> FactorRule:
         split=_split_of(call),
         instead=instead(q, k),
         balance=_balance(call, 3),
-        local=names.local(_emit_queries, "s t", options),
+        local=names.local(_emit_queries, "s t", operands),
     )
 
 
@@ -147,9 +129,9 @@ def instead(q: Tensor, k: Tensor) -> Instead:
 @rule_for(ours.attention_backward.default)
 def _attention_backward(call: Call) -> FactorRule:
     _, q, k, *_ = call.tensors
-    names, options = Names(q.shape, k.shape), _Options.of(call.args, 8)
+    names, operands = Names(q.shape, k.shape), of_backward(*call.args)[0]
     return call.rule(
-        [names.out, names.q, names.k, names.v, names.out, names.rows, *names.others(options)],
+        [names.out, names.q, names.k, names.v, names.out, names.rows, *names.others(operands)],
         [names.q, names.k, names.v],
         names.sizes,
         reduce="s t g",
@@ -157,7 +139,7 @@ def _attention_backward(call: Call) -> FactorRule:
         contraction=True,
         instead=instead(q, k),
         balance=_balance(call, 6),
-        local=names.local(_emit_backward, "s t", options),
+        local=names.local(_emit_backward, "s t", operands),
     )
 
 
@@ -202,25 +184,25 @@ def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
 @rule_for(ours.attention_parts.default)
 def _attention_parts(call: Call) -> FactorRule:
     q, k, *_ = call.tensors
-    options = _Options.of(call.args, 5, between=2)
-    names, count = Names(q.shape, k.shape, ("p", "t")), options.between[1]
+    operands, count = of_parts(*call.args)
+    names = Names(q.shape, k.shape, ("p", "t"))
     return call.rule(
-        [names.q, names.k, names.v, *names.others(options)],
+        [names.q, names.k, names.v, *names.others(operands)],
         [["p", *names.out], ["p", *names.rows]],
         {**names.sizes, "p": count, "t": k.shape[-2] // count},
         replicated="t d e",
         contraction=True,
-        local=names.local(_emit_parts, "p s", options),
+        local=names.local(_emit_parts, "p s", operands),
     )
 
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's queries, with all keys."""
-    options = _Options.of(args, 5)
+    call = AttentionCall(*args)
     region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
-    region += place_of(local, 0) if options.modifiers else []
-    args = (*args[:5], options.mask, region, *options.modifiers)
-    return results_of(local, local.node.target, *args)
+    region += place_of(local, 0) if call.modifiers else []
+    options = call._replace(region=region).options
+    return results_of(local, local.node.target, *args[:3], *options)
 
 
 def place_of(local: LocalBuilder, q: int) -> list[Any]:
@@ -240,26 +222,26 @@ def results_of(local: LocalBuilder, op: Any, *args: Any) -> list[Any]:
 
 def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's queries and keys; gradients are terms of sums."""
-    options = _Options.of(args, 8)
+    call, _ = of_backward(*args)
     region = [
         local.start("s"),
         local.start("t"),
         local.global_shape(1)[-2],
         local.global_shape(2)[-2],
-        *(place_of(local, 1) if options.modifiers else []),
+        *(place_of(local, 1) if call.modifiers else []),
     ]
-    args = (*args[:8], options.mask, region, *options.modifiers)
-    return results_of(local, local.node.target, *args)
+    options = call._replace(region=region).options
+    return results_of(local, local.node.target, *args[:6], *options)
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     """Compute the device's parts of the keys."""
-    options = _Options.of(args, 5, between=2)
-    query, key, *sizes = options.between[0]
+    call, _ = of_parts(*args)
+    query, key, *sizes = args[6]
     rows = local.rule.sizes.get("t", 1)
     region = [query + local.start("s"), key + local.start("p") * rows, *sizes]
-    region += place_of(local, 0) if options.modifiers else []
-    args = (*args[:5], options.mask, region, local.size("p"), *options.modifiers)
+    region += place_of(local, 0) if call.modifiers else []
+    args = (*args[:5], call.mask, region, local.size("p"), *call.modifiers)
     return results_of(local, local.node.target, *args)
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import dropout_mask
+from .call import AttentionCall, Gradients, Results, Upstream
 
 TILE = 1 << 22  # elements of the scores that are computed at a time
 TILE_KEYS = 1 << 10  # keys of a tile, at most
@@ -76,12 +77,13 @@ class Place(NamedTuple):
     whole: tuple[int, ...]
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor, region: Sequence[int] | None) -> Place:
+    def of(cls, call: AttentionCall) -> Place:
         """Return the place that a region says; without one, the shard is everything."""
+        q, k = call.q, call.k
         lead = (*k.shape[:-2], q.shape[-3] // k.shape[-3])
-        if region is None:
+        if call.region is None:
             return cls((0,) * (len(lead) + 2), (*lead, q.shape[-2], k.shape[-2]))
-        query, key, queries, keys, *rest = region
+        query, key, queries, keys, *rest = call.region
         first, whole = rest[: len(lead)] or (0,) * len(lead), rest[len(lead) :] or lead
         return cls((*first, query, key), (*whole, queries, keys))
 
@@ -108,21 +110,10 @@ class _Scores(NamedTuple):
 class Tiles:
     """The tiles of one call: `attention` of a shard of queries and keys, with a change."""
 
-    def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        causal: bool,
-        scale: float,
-        mask: Tensor | None,
-        region: Sequence[int] | None,
-        change: Change,
-    ) -> None:
-        self.q, self.k, self.v, self.mask = q, k, v, mask
-        self.causal, self.scale, self.change = causal, scale, change
-        self.place, self.dtype = Place.of(q, k, region), lse_dtype(q)
-        self.heads = "abcdefh"[-(k.dim() - 2) :]
+    def __init__(self, call: AttentionCall, change: Change) -> None:
+        self.call, self.change = call, change
+        self.place, self.dtype = Place.of(call), lse_dtype(call.q)
+        self.heads = "abcdefh"[-(call.k.dim() - 2) :]
         self.lead = self.heads + "g"
 
     def _tiles(self) -> Iterator[_Tile]:
@@ -130,13 +121,13 @@ class Tiles:
         (*before, query, key), whole = self.place
         s, t = (
             min(x.shape[-2], size - first)
-            for x, first, size in zip((self.q, self.k), (query, key), whole[-2:])
+            for x, first, size in zip(self.call[:2], (query, key), whole[-2:])
         )
         wide = max(1, min(t, TILE_KEYS))
-        tall = max(1, TILE // max(1, self.q[..., 0, 0].numel() * wide))
+        tall = max(1, TILE // max(1, self.call.q[..., 0, 0].numel() * wide))
         for row in range(0, max(s, 0), tall):
             rows = slice(row, min(row + tall, s))
-            visible = min(t, query + rows.stop - key) if self.causal else t
+            visible = min(t, query + rows.stop - key) if self.call.causal else t
             for column in range(0, max(visible, 0), wide):
                 columns = slice(column, min(column + wide, visible))
                 first = (*before, query + row, key + column)
@@ -144,19 +135,19 @@ class Tiles:
 
     def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
         """Take heads of queries apart into heads of keys and groups. dims: from the heads on."""
-        return x.unflatten(-dims, (self.k.shape[-3], -1))
+        return x.unflatten(-dims, (self.call.k.shape[-3], -1))
 
     def _scores(self, tile: _Tile) -> _Scores | None:
         """Return the scores of a tile; None if no query sees a key."""
-        q, k = self._grouped(self.q[..., tile.rows, :]), self.k[..., tile.columns, :]
+        q, k = self._grouped(self.call.q[..., tile.rows, :]), self.call.k[..., tile.columns, :]
         seen = self.change.seen((*q.shape[:-1], k.shape[-2]), tile.place, q.device)
         if seen is False or isinstance(seen, Tensor) and not seen.any():
             return None
         raw = einsum(f"{self.lead}sd,{self.heads}td->{self.lead}st", q, k).to(self.dtype)
-        raw = raw * self.scale
+        raw = raw * self.call.scale
         changed = self.change.scores(raw, tile.place)
         changed = torch.where(seen, changed, -math.inf) if isinstance(seen, Tensor) else changed
-        if self.causal:
+        if self.call.causal:
             s, t = (
                 torch.arange(first, first + size, device=q.device)
                 for first, size in zip(tile.place.first[-2:], raw.shape[-2:])
@@ -170,17 +161,14 @@ class Tiles:
 
     def _mask(self, tile: _Tile) -> Tensor | None:
         """Return the mask of a tile, with groups of heads as a dimension of their own."""
-        if (mask := self.mask) is None:
-            return None
-        mask = mask[..., tile.rows if mask.shape[-2] > 1 else slice(None), :]
-        mask = mask[..., tile.columns if mask.shape[-1] > 1 else slice(None)]
-        if mask.dim() == 2:
+        mask = self.call.in_block(tile.rows, tile.columns).mask
+        if mask is None or mask.dim() == 2:
             return mask
         return self._grouped(mask) if mask.shape[-3] > 1 else mask.unsqueeze(-3)
 
-    def forward(self) -> tuple[Tensor, Tensor]:
+    def forward(self) -> Results:
         """Return the result and its logsumexp."""
-        q, v, lead, heads = self.q, self.v, self.lead, self.heads
+        q, v, lead, heads = self.call.q, self.call.v, self.lead, self.heads
         out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=self.dtype)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=self.dtype)
         for tile in self._tiles():
@@ -198,12 +186,13 @@ class Tiles:
             out[..., tile.rows, :], lse[..., tile.rows] = merged
         return out.to(q.dtype), lse
 
-    def backward(self, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of q, k and v. out, lse: for all keys, not for those of a shard."""
-        lead, heads, k, v = self.lead, self.heads, self.k, self.v
+    def backward(self, upstream: Upstream) -> Gradients:
+        """Return the gradients of q, k and v."""
+        grad, out, lse = upstream
+        lead, heads, k, v = self.lead, self.heads, self.call.k, self.call.v
         q_grad, k_grad, v_grad = (
             torch.zeros_like(x, dtype=self.dtype, memory_format=torch.contiguous_format)
-            for x in (self.q, k, v)
+            for x in (self.call.q, k, v)
         )
         mean = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1, True)  # [.., h g, s, 1]
         lse = torch.where(lse == -math.inf, math.inf, lse).unsqueeze(-1)
@@ -211,7 +200,7 @@ class Tiles:
             if (scores := self._scores(tile)) is None:
                 continue
             rows, columns = (..., tile.rows, slice(None)), (..., tile.columns, slice(None))
-            g, q, m, total = (self._grouped(x[rows]) for x in (grad, self.q, mean, lse))
+            g, q, m, total = (self._grouped(x[rows]) for x in (grad, self.call.q, mean, lse))
             weights = (scores.changed - total).exp()
             factors = self.change.factors(weights, tile.place)
             dropped = (weights if factors is None else weights * factors).to(g.dtype)
@@ -219,15 +208,17 @@ class Tiles:
             g_weights = einsum(f"{lead}se,{heads}te->{lead}st", g, v[columns]).to(self.dtype)
             g_weights = g_weights if factors is None else g_weights * factors
             g_scores = weights * (g_weights - m)
-            g_scores = self.change.score_gradient(g_scores, scores.raw, tile.place) * self.scale
+            g_scores = (
+                self.change.score_gradient(g_scores, scores.raw, tile.place) * self.call.scale
+            )
             if isinstance(scores.seen, Tensor):
                 g_scores = torch.where(scores.seen, g_scores, 0)
             g_scores = g_scores.to(q.dtype)
             part = einsum(f"{lead}st,{heads}td->{lead}sd", g_scores, k[columns])
             q_grad[rows] += part.flatten(-4, -3)
             k_grad[columns] += einsum(f"{lead}st,{lead}sd->{heads}td", g_scores, q)
-        grads = (x.to(self.q.dtype) for x in (q_grad, k_grad, v_grad))
-        return cast("tuple[Tensor, Tensor, Tensor]", tuple(grads))
+        grads = (x.to(self.call.q.dtype) for x in (q_grad, k_grad, v_grad))
+        return cast(Gradients, tuple(grads))
 
 
 # ------------------------------------------------- results for parts of the keys become one

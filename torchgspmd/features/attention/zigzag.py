@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from .op import attention_backward_in_blocks, attention_in_blocks
+from .call import AttentionCall, Gradients, Results, Upstream
+from .op import computed, gradients
 from .tiles import empty_gradients, empty_results, lse_dtype, merge
 
 
@@ -29,12 +30,12 @@ class Merged:
         self.out = q.new_zeros(*shape, v.shape[-1], dtype=lse_dtype(q))
         self.lse = q.new_full(shape, -math.inf, dtype=lse_dtype(q))
 
-    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+    def add(self, rows: slice, results: Results) -> None:
         """Merge the results of some queries for further keys."""
         before = self.out[..., rows, :], self.lse[..., rows]
-        self.out[..., rows, :], self.lse[..., rows] = merge(before, (out, lse))
+        self.out[..., rows, :], self.lse[..., rows] = merge(before, results)
 
-    def result(self) -> tuple[Tensor, Tensor]:
+    def result(self) -> Results:
         """Return the result in the dtype of the queries, and the logsumexp."""
         return self.out.to(self.dtype), self.lse
 
@@ -67,7 +68,7 @@ def runs_of_rows(first: int, rows: int, shards: int, total: int) -> Iterator[tup
 @torch.library.custom_op("torchgspmd::zigzag_attention", mutates_args=())
 def zigzag_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int, region: Sequence[int]
-) -> tuple[Tensor, Tensor]:
+) -> Results:
     """Return causal `attention` of queries to all keys, where tokens are in zigzag order.
 
     region: the rows of the first query and the first key, and the numbers of all queries and keys.
@@ -78,8 +79,8 @@ def zigzag_attention(
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=lse_dtype(q))
     for rows, place in runs_of_rows(region[0], q.shape[-2], shards, total):
         here = [place, 0, total, total]
-        results = attention_in_blocks(q[..., rows, :], k, v, True, scale, None, here)
-        out[..., rows, :], lse[..., rows] = results
+        call = AttentionCall(q[..., rows, :], k, v, True, scale, region=here)
+        out[..., rows, :], lse[..., rows] = computed(call)
     return out, lse
 
 
@@ -97,7 +98,7 @@ def zigzag_attention_backward(
     scale: float,
     shards: int,
     region: Sequence[int],
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Return the gradients of q, k and v of `zigzag_attention`: terms, for some of the keys."""
     total, keys = region[2], k.shape[-2]
     whole = keys == total
@@ -106,12 +107,11 @@ def zigzag_attention_backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     columns = [(slice(0, keys), 0)] if whole else [*runs_of_rows(region[1], keys, shards, total)]
     for rows, place in runs_of_rows(region[0], q.shape[-2], shards, total):
-        g, x, o = (t[..., rows, :] for t in (grad, q, out))
+        upstream = Upstream(grad, out, lse).in_rows(rows)
         for some, start in columns:
-            y, z, here = k[..., some, :], v[..., some, :], [place, start, total, total]
-            terms = attention_backward_in_blocks(
-                g, x, y, z, o, lse[..., rows], True, scale, None, here
-            )
+            here = [place, start, total, total]
+            call = AttentionCall(q, k, v, True, scale, region=here).in_block(rows, some)
+            terms = gradients(call, upstream)
             for total_grad, part, term in zip(grads, (rows, some, some), terms):
                 total_grad[..., part, :] += term
     if whole:
