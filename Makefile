@@ -7,6 +7,7 @@ STEPS ?= 100
 OUT := examples/gpt/out
 TRAIN := examples/gpt/train.py --steps $(STEPS)
 BIN := $(VENV)/bin
+INTEGRATIONS_VENV ?= .venv-integrations
 XLA_VENV ?= .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 NEWEST_VENV ?= .venv-newest
@@ -18,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers gpu venv venv-xla install-xla venv-newest
+.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations gpu venv venv-xla install-xla venv-newest venv-integrations
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -120,6 +121,14 @@ test-transformers:  ## models of transformers (.venv-transformers)
 	$(MAKE) venv VENV=.venv-transformers
 	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers]" "torch==$(TORCH)"
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py tests/test_models_with_values.py tests/distributed/test_transformers.py
+
+# Not in CI, but every night: 3 GB of libraries, and half an hour.
+test-integrations: venv-integrations  ## transformers, accelerate, Lightning and peft on processes (.venv-integrations)
+	OMP_NUM_THREADS=1 $(INTEGRATIONS_VENV)/bin/python -m pytest -q tests_integrations
+
+venv-integrations:
+	$(MAKE) venv VENV=$(INTEGRATIONS_VENV)
+	$(INTEGRATIONS_VENV)/bin/python $(INSTALL) -e ".[test,integrations]" "torch==$(TORCH)"
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:  ## the environment of all that follows

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..errors import ShardingError, user_line
 
 FILE = "gspmd.json"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
+Optimizers = Optimizer | Sequence[Optimizer] | None
 _PLAIN = (type(None), bool, int, float, str)
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
@@ -35,7 +36,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if typ
 def save(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     step: int = 0,
     states: Mapping[str, Any] | None = None,
@@ -47,7 +48,7 @@ def save(
         folder: The folder that the checkpoint becomes, on a file system that all processes see.
             One of that name is moved aside first, and removed when the new one stands there.
         model: What `parallelize` returned.
-        optimizer: The optimizer of its parameters.
+        optimizer: The optimizer of its parameters, or all of them.
         step: The number of steps behind it.
         states: Objects with state_dict and load_state_dict, by name: a scheduler, a scaler, a
             loader. Their states are those of rank 0.
@@ -99,7 +100,7 @@ def save(
 def load(
     folder: str | Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers = None,
     *,
     states: Mapping[str, Any] | None = None,
 ) -> int:
@@ -110,7 +111,7 @@ def load(
     Args:
         folder: A checkpoint, or a folder of checkpoints: that of the latest step is read.
         model: What `parallelize` returned, on any mesh.
-        optimizer: The optimizer of its parameters.
+        optimizer: The optimizer of its parameters, or all of them.
         states: The objects whose states `save` got, by the same names.
 
     Returns:
@@ -164,13 +165,13 @@ def load(
     return said["step"]
 
 
-def _state(model: nn.Module, optimizer: Optimizer | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _state(model: nn.Module, optimizer: Optimizers) -> tuple[dict[str, Any], dict[str, Any]]:
     found: Any = get_state_dict(model, [] if optimizer is None else optimizer)
     return found
 
 
 def _set_state(
-    model: nn.Module, optimizer: Optimizer | None, weights: dict[str, Any], state: dict[str, Any]
+    model: nn.Module, optimizer: Optimizers, weights: dict[str, Any], state: dict[str, Any]
 ) -> None:
     optimizers = [] if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)

@@ -1,0 +1,145 @@
+"""accelerate: an Accelerator that puts models on a mesh in place of DistributedDataParallel."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ..runtime.checkpoint import load, save
+from ..runtime.full_state import full_state_dict
+from ..runtime.module_proxy import ModuleProxy
+from ..runtime.parallelize import parallelize
+from . import Meshes, default_in_specs, library
+
+accelerate: Any = library("accelerate")
+states: Any = library("accelerate.state")
+
+FOLDER = "gspmd_{}"  # of a model and its optimizers, in a folder of save_state
+
+
+def as_one_process(cpu: bool = False) -> None:
+    """Let accelerate see the processes of a mesh as one process, whose files rank 0 writes."""
+    if not dist.is_initialized() and "RANK" in os.environ:
+        dist.init_process_group()
+    states.PartialState(cpu=cpu)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    one = {
+        "distributed_type": states.DistributedType.NO,
+        "num_processes": 1,
+        "process_index": rank,
+        "local_process_index": int(os.environ.get("LOCAL_RANK", rank)),
+    }
+    for state in (states.PartialState, states.AcceleratorState):
+        if state._shared_state:
+            state._shared_state.update(one)
+
+
+@contextmanager
+def as_first_process() -> Iterator[None]:
+    """Let accelerate do what it does on the first process: all draw the same random numbers."""
+    shared = [s for s in (states.PartialState, states.AcceleratorState) if s._shared_state]
+    before = [state._shared_state["process_index"] for state in shared]
+    for state in shared:
+        state._shared_state["process_index"] = 0
+    try:
+        yield
+    finally:
+        for state, rank in zip(shared, before):
+            state._shared_state["process_index"] = rank
+
+
+class Accelerator(accelerate.Accelerator):
+    """accelerate's Accelerator for the devices of a mesh.
+
+    `prepare` calls `parallelize`; optimizers of the model's parameters get those on the mesh. Each
+    rank gets the whole batch: the batch size of a loader is that of one device. `save_state` and
+    `load_state` are gspmd.save and gspmd.load, for any mesh.
+
+    Args:
+        mesh: The mesh of all processes, on which the model is marked.
+        options: What `parallelize` gets besides; in_specs="auto" if the mesh has an axis for it.
+        kwargs: What accelerate's Accelerator takes. mixed_precision is its autocast.
+    """
+
+    def __init__(self, mesh: Meshes, *, options: Mapping[str, Any] | None = None, **kwargs: Any):
+        as_one_process(bool(kwargs.get("cpu")))
+        self._is_saving, self._on_mesh = False, list[Any]()
+        super().__init__(**kwargs)
+        self.mesh, self.options = mesh, {"in_specs": default_in_specs(mesh), **(options or {})}
+        self.register_save_state_pre_hook(self._save)
+        self.register_load_state_pre_hook(self._load)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """Return a model on the mesh; one that is there already stays as it is."""
+        if isinstance(model, ModuleProxy):
+            if not any(each is model for each in self._models):
+                self._models.append(model)
+            return model
+        model = super().prepare_model(model, *args, **kwargs)
+        self._models[-1] = parallelize(model, self.mesh, **self.options)
+        return self._models[-1]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
+        """Return the state of one device's model on rank 0, and {} on the others."""
+        return {} if self._is_saving else full_state_dict(model)
+
+    def wait_for_everyone(self) -> None:
+        """Wait for the other ranks."""
+        if dist.is_initialized():
+            dist.barrier()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Let rank 0 go first: it fills a cache that the others read."""
+        if not self.is_main_process:
+            self.wait_for_everyone()
+        yield
+        if self.is_main_process:
+            self.wait_for_everyone()
+
+    local_main_process_first = main_process_first
+
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
+        """Write models, optimizers and all else into a folder; call it on every rank."""
+        with self._without_optimizers():
+            place = super().save_state(*args, **kwargs)
+        self.wait_for_everyone()
+        return place
+
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
+        """Read what save_state has written, on any mesh; call it on every rank."""
+        with self._without_optimizers(), as_first_process():
+            super().load_state(*args, **kwargs)
+
+    @contextmanager
+    def _without_optimizers(self) -> Iterator[None]:
+        """Keep models and optimizers from accelerate, which would pickle a rank's part of each."""
+        self._on_mesh, self._optimizers, self._is_saving = self._optimizers, [], True
+        try:
+            yield
+        finally:
+            self._optimizers, self._is_saving = self._on_mesh, False
+
+    def _with_optimizers(self, models: list) -> Iterator[tuple[nn.Module, list]]:
+        """Yield each model with the optimizers of its parameters."""
+        for model in models:
+            own = {id(p) for p in model.parameters()}
+            inner = [each.optimizer for each in self._on_mesh]
+            is_own = [any(id(p) in own for g in o.param_groups for p in g["params"]) for o in inner]
+            yield model, [o for o, mine in zip(inner, is_own) if mine]
+
+    def _save(self, models: list, weights: list, folder: str) -> None:
+        for i, (model, optimizers) in enumerate(self._with_optimizers(models)):
+            save(Path(folder, FOLDER.format(i)), model, optimizers, step=self.step)
+        weights.clear()
+
+    def _load(self, models: list, folder: str) -> None:
+        for i, (model, optimizers) in enumerate(self._with_optimizers(models)):
+            load(Path(folder, FOLDER.format(i)), model, optimizers)
+        models.clear()

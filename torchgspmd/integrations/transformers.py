@@ -1,0 +1,119 @@
+"""transformers: a Trainer for models on a mesh."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ..runtime.load_safetensors import INDEX, load_safetensors
+from ..runtime.module_proxy import ModuleProxy
+from ..runtime.parallelize import parallelize
+from ..runtime.write_whole import write_whole
+from . import Meshes, batch_parts, default_in_specs, library
+from .accelerate import as_first_process, as_one_process
+
+transformers: Any = library("transformers")
+
+OPTIMIZER = "optimizer"  # a folder of torch.distributed.checkpoint in each checkpoint
+SCHEDULER = "scheduler.pt"
+WEIGHTS = ("model.safetensors", INDEX)
+
+
+class Trainer(transformers.Trainer):
+    """transformers' Trainer for the devices of a mesh: `mesh=` is the one argument more.
+
+    Losses, gradient norms, learning rates and weights are those of one process with the same
+    global batch: per_device_train_batch_size times the devices along the batch's axes. Checkpoints
+    have transformers' files of weights; the optimizer's state is sharded. Any mesh resumes them.
+
+    Args:
+        model: The model of one device, with its marks, or what `parallelize` returned.
+        args: The TrainingArguments.
+        mesh: The mesh of all processes.
+        options: What `parallelize` gets besides; in_specs="auto" if the mesh has an axis for it.
+        kwargs: What transformers' Trainer takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        args: Any = None,
+        *rest: Any,
+        mesh: Meshes,
+        options: Mapping[str, Any] | None = None,
+        **kwargs: Any,
+    ):
+        self._mesh, self._options = mesh, {"in_specs": default_in_specs(mesh), **(options or {})}
+        args = copy.copy(args or transformers.TrainingArguments("tmp_trainer"))
+        args.device  # noqa: B018 (starts the processes as transformers would)
+        as_one_process(args.use_cpu)
+        args._n_gpu = min(args.n_gpu, 1)
+        args.per_device_train_batch_size *= batch_parts(mesh)
+        args.per_device_eval_batch_size *= batch_parts(mesh)
+        super().__init__(model, args, *rest, **kwargs)
+        if not isinstance(self.model, ModuleProxy):
+            self.model = self.model_wrapped = self._on_mesh(self.model)
+
+    def _on_mesh(self, model: nn.Module) -> nn.Module:
+        """Put a model on the mesh; accelerate has put its autocast around forward before."""
+        model = self.accelerator.prepare_model(model)
+        self.accelerator._models.clear()
+        model = parallelize(model, self._mesh, **self._options)
+        setattr(model, "_is_accelerate_prepared", True)  # noqa: B010 (no tensor, for pyright)
+        return model
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Return a new model on the mesh."""
+        return self._on_mesh(super().call_model_init(trial))
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with as_first_process():  # workers of all ranks draw the same numbers
+            return super()._get_dataloader(*args, **kwargs)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        write = super()._save
+        write_whole(self.model, lambda: write(output_dir, state_dict))
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        dcp.save(self._optimizer_state(), checkpoint_id=Path(output_dir, OPTIMIZER))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _optimizer_state(self) -> dict[str, Any]:
+        found: Any = get_optimizer_state_dict(self.model, self.optimizer.optimizer)
+        return found
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (folder := Path(checkpoint, OPTIMIZER)).is_dir():
+            return
+        state = self._optimizer_state()
+        dcp.load(state, checkpoint_id=folder)
+        set_optimizer_state_dict(self.model, self.optimizer.optimizer, state)
+        scheduler = torch.load(Path(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(scheduler)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        if self.args.should_save:
+            super()._save_rng_state(output_dir)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if any(Path(resume_from_checkpoint, name).exists() for name in WEIGHTS):
+            load_safetensors(self.model, resume_from_checkpoint)
+        else:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
