@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations gpu venv venv-xla install-xla venv-newest venv-integrations
+.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -129,6 +129,20 @@ test-integrations: venv-integrations  ## transformers, accelerate, Lightning and
 venv-integrations:
 	$(MAKE) venv VENV=$(INTEGRATIONS_VENV)
 	$(INTEGRATIONS_VENV)/bin/python $(INSTALL) -e ".[test,integrations]" "torch==$(TORCH)"
+
+# Real models with five and more features at once, on 4 and 8 processes: ten minutes on two idle cores.
+test-mixtures:  ## 20 steps of mixtures of features, on processes and on one (.venv-transformers)
+	$(MAKE) venv VENV=.venv-transformers
+	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers,examples]" "torch==$(TORCH)"
+	TORCHGSPMD_MIXTURES=all OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q -n 0 $(wildcard tests/composition/test_mixtures*.py)
+
+# Sets of features: every pair, then 300 of three to six, which the day draws. Half an hour and twenty minutes on one core.
+DAY ?= $(shell date +%Y%m%d)
+SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
+nightly: venv test-mixtures  ## all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
+	cd tests && OMP_NUM_THREADS=1 $(SETS) --all 2
+	cd tests && OMP_NUM_THREADS=1 $(SETS) --random 300 --seed $(DAY)
 
 # The CPU build of torch where pip's indexes have it, else what they have; nothing if a torch is there already.
 venv:  ## the environment of all that follows

@@ -1,0 +1,29 @@
+"""Mixtures train on processes as on one: losses of 20 steps, and all weights after them.
+
+`make test-mixtures` runs all, `make test` the cheapest two.
+"""
+
+import os
+
+import pytest
+import torch
+from ranks import distributed
+
+from composition.mixtures import EXACT, MIXTURES, compare
+
+CHEAP = ("long_context", "unet")
+# Both runs round a loss once, and each has rounded on its way there: through two blocks of five
+# operations, one after the other.
+HALF = 16 * torch.finfo(torch.bfloat16).eps
+
+
+@distributed(timeout=600)
+def train(mesh, name):
+    compare(mesh, MIXTURES[name][1], HALF if "half" in name else EXACT)
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", MIXTURES if "TORCHGSPMD_MIXTURES" in os.environ else CHEAP)
+def test_a_mixture(name):
+    train(MIXTURES[name][0], name=name)
