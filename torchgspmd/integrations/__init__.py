@@ -22,6 +22,7 @@ from ..layout.spec_notation import AUTO
 VERSIONS = {  # on which `make test-integrations` passes
     "transformers": "5.24",
     "accelerate": "1.15",
+    "lightning": "2.6",
 }
 Meshes = Mesh | DeviceMesh | MeshLayout
 
