@@ -280,7 +280,16 @@ class Watcher:
             ]
             wait = f"{self.limit:g} s"
             self._tell(
-                Fate(rank, answer.host, "stuck", answer.status, seen, wait, self.rank, answer.stack)
+                Fate(
+                    rank=rank,
+                    host=answer.host,
+                    kind="stuck",
+                    status=answer.status,
+                    seen=seen,
+                    text=wait,
+                    by=self.rank,
+                    stack=answer.stack,
+                )
             )
 
     def _end(self, error: BaseException | None) -> None:

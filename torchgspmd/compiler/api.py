@@ -213,13 +213,13 @@ def compile_plan(
         check_choice("pass", name, skippable())
     axis, hardware = options.shard_updates, options.hardware
     request = Request(
-        captured,
-        mesh,
-        arguments,
-        out_specs,
-        stored if stored is not None else _stored_unmarked(captured, options),
-        stored is not None,
-        plain,
+        captured=captured,
+        mesh=mesh,
+        arguments=arguments,
+        out_specs=out_specs,
+        stored=stored if stored is not None else _stored_unmarked(captured, options),
+        on_processes=stored is not None,
+        plain=plain,
         rng=options.rng,
         regather=options.regather,
         skip_passes=frozenset(options.skip_passes),
@@ -261,13 +261,13 @@ def _plan(request: Request) -> Plan:
     """Run the passes up to the program of one device."""
     program = run(start_program(request), until=SCHEDULED)
     result = Plan(
-        request.mesh,
-        request.captured,
-        program.sharded,
-        program.graph,
-        program.layouts,
-        program.seconds,
-        data_axes(request.captured, request.arguments) | request.stored_over,
+        mesh=request.mesh,
+        captured=request.captured,
+        sharded=program.sharded,
+        program=program.graph,
+        layouts=program.layouts,
+        seconds=program.seconds,
+        data_axes=data_axes(request.captured, request.arguments) | request.stored_over,
         counts=program.counts,
     )
     result.request = replace(request, shared=Shared()) if is_default() else None

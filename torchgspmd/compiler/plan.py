@@ -365,12 +365,12 @@ def _collective(node: fx.Node, mesh: Mesh) -> Collective:
     """Return the Collective of a node with a step that communicates."""
     step, val = node.meta["step"], node.meta["val"]
     return Collective(
-        step.collective,
-        step.axes,
-        mesh.count(step.axes),
-        dtype_name(val.dtype),
-        step.payload,
-        step.sent * runs(node),
-        runs(node),
-        node.meta.get("source"),
+        kind=step.collective,
+        axes=step.axes,
+        group_size=mesh.count(step.axes),
+        dtype=dtype_name(val.dtype),
+        payload_bytes=step.payload,
+        sent_bytes=step.sent * runs(node),
+        count=runs(node),
+        source=node.meta.get("source"),
     )

@@ -83,7 +83,17 @@ def replication_report(
                     math.prod(operand.meta["spec"].local_shape(val.shape, mesh))
                     * val.element_size()
                 )
-                report[ReplicatedOp(op, source, size, why, value, dim, weight)] = None
+                report[
+                    ReplicatedOp(
+                        op=op,
+                        source=source,
+                        bytes=size,
+                        why=why,
+                        value=value,
+                        dim=dim,
+                        weight=weight,
+                    )
+                ] = None
     return tuple(report)
 
 

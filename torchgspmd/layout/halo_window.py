@@ -69,14 +69,14 @@ class Reach:
         if not self.wrap:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
         return Window(
-            step,
-            low + self.every - 1,
-            self.every,
-            length,
-            begin,
-            max(begin, end),
-            self.fill,
-            size if self.wrap else 0,
+            step=step,
+            start=low + self.every - 1,
+            every=self.every,
+            length=length,
+            begin=begin,
+            end=max(begin, end),
+            fill=self.fill,
+            wrap=size if self.wrap else 0,
         )
 
     def through(self, window: Window, size: int) -> Window | None:
@@ -109,14 +109,14 @@ class Reach:
             begin, end = min(max(begin, 0), size), min(max(end, 0), size)
         fill = window.fill if self.fill is None else self.fill
         return Window(
-            step,
-            start,
-            window.every,
-            window.length,
-            begin,
-            max(begin, end),
-            fill,
-            size if self.wrap else 0,
+            step=step,
+            start=start,
+            every=window.every,
+            length=window.length,
+            begin=begin,
+            end=max(begin, end),
+            fill=fill,
+            wrap=size if self.wrap else 0,
         )
 
     def _rows(self, start: int, count: int) -> tuple[int, int]:
@@ -185,14 +185,14 @@ class Window:
         step, start, every, length, begin, end, fill, wrap = match.groups()
         step = {"": 1, "-": -1}[step] if step in ("", "-") else int(step)
         return cls(
-            step,
-            int(start or 0),
-            int(every or 1),
-            int(length),
-            int(begin),
-            int(end),
-            None if fill is None else float(fill),
-            int(wrap or 0),
+            step=step,
+            start=int(start or 0),
+            every=int(every or 1),
+            length=int(length),
+            begin=int(begin),
+            end=int(end),
+            fill=None if fill is None else float(fill),
+            wrap=int(wrap or 0),
         )
 
     @property

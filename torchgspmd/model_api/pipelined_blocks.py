@@ -117,8 +117,27 @@ def pipeline(
         )
     vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
     stages = mesh.count((axis,))
-    order = Order(schedule, stages, microbatches, 0, memory or 0, recompute, repeats, vee)
-    return Pipeline(list(blocks), mesh, axis, microbatches, repeats, recompute, order, loss, rows)
+    order = Order(
+        name=schedule,
+        devices=stages,
+        microbatches=microbatches,
+        limit=0,
+        memory=memory or 0,
+        recompute=recompute,
+        rounds=repeats,
+        vee=vee,
+    )
+    return Pipeline(
+        blocks=list(blocks),
+        mesh=mesh,
+        axis=axis,
+        microbatches=microbatches,
+        repeats=repeats,
+        recompute=recompute,
+        order=order,
+        loss=loss,
+        rows=rows,
+    )
 
 
 class Pipeline(StackedBlocks):

@@ -170,7 +170,15 @@ class MeshModule(ModuleProxy):
             torch.get_default_dtype(),
         )
         key = (tree, tuple(leaf_keys), *rest)
-        call = Call(passed, args, kwargs, leaves, key, varying, key[1])
+        call = Call(
+            passed=passed,
+            args=args,
+            kwargs=kwargs,
+            leaves=leaves,
+            key=key,
+            varying=varying,
+            leaf_keys=key[1],
+        )
         dynamic = self._options.dynamic
         if dynamic is False or dynamic is True and key in self._programs:
             return call

@@ -79,7 +79,18 @@ def launch(
         for rank in range(processes):
             own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
             card = rank % cards if cards else None
-            ranks.append(_start(rank, own, card, backend, threads, fn, args, ranks))
+            ranks.append(
+                _start(
+                    rank,
+                    own,
+                    card,
+                    backend=backend,
+                    threads=threads,
+                    fn=fn,
+                    args=args,
+                    others=ranks,
+                )
+            )
         _follow(ranks)
     finally:
         _end(ranks)
@@ -132,7 +143,15 @@ def _start(
     answer, answering = context.Pipe(duplex=False)
     output, printing = os.pipe()
     unused = [output, answer.fileno(), *(r.output for r in others)]
-    child = _Child(variables, card, backend, threads, answering, printing, unused)
+    child = _Child(
+        variables=variables,
+        card=card,
+        backend=backend,
+        threads=threads,
+        answer=answering,
+        printing=printing,
+        unused=unused,
+    )
     process = context.Process(target=child.run, args=(fn, args), daemon=False)
     process.start()
     answering.close()

@@ -206,7 +206,13 @@ def _cross_entropy(
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return DECLINED
     return _nll_loss(
-        input.log_softmax(1), target, weight, size_average, ignore_index, reduce, reduction
+        input.log_softmax(1),
+        target,
+        weight,
+        size_average=size_average,
+        ignore_index=ignore_index,
+        reduce=reduce,
+        reduction=reduction,
     )
 
 

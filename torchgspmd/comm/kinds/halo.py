@@ -74,7 +74,9 @@ def _lower(
         if owner == me
     ]
     if sent_rows(window, size, n):
-        pieces += yield from _exchange_rows(build, x, shape, dim, name, sends, receives)
+        pieces += yield from _exchange_rows(
+            build, x, shape, dim=dim, name=name, sends=sends, receives=receives
+        )
     return _concat_window(build, x, shape, dim, window, pieces)
 
 

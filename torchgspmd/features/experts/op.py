@@ -21,7 +21,7 @@ rows, matrices and ends of its own: x [s, t, k], w [s, e, k, n], ends [s, e]. to
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,13 +39,9 @@ def leading_dims(ends: Tensor) -> int:
     return ends.dim() - 1
 
 
-def _each(function: Callable[..., Tensor], ends: int, *args: Any) -> Tensor:
-    """Return the results for each position of the first leading dimension.
-
-    ends: how many arguments there are up to the ends. They have that dimension, others do not.
-    """
-    tensors, rest = args[:ends], args[ends:]
-    return torch.stack([function(*row, *rest) for row in zip(*tensors, strict=True)])
+def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: Any) -> Tensor:
+    """Return the results for each position of the first leading dimension of the tensors."""
+    return torch.stack([function(*row, *options) for row in zip(*tensors, strict=True)])
 
 
 @torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=())
@@ -55,7 +51,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     ends: the row behind each group. Rows behind the last group are 0.
     """
     if leading_dims(ends):
-        return _each(grouped_mm, 3, x, w, ends)
+        return _each(grouped_mm, (x, w, ends))
     if _has_kernel(x, w):
         out = _grouped_mm(x, w, offs=ends.to(torch.int32))
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
@@ -72,7 +68,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return [e, k, n]: of each group the product of x [t, k], transposed, and y [t, n]."""
     if leading_dims(ends):
-        return _each(grouped_outer, 3, x, y, ends)
+        return _each(grouped_outer, (x, y, ends))
     if _has_kernel(x.t(), y):
         return _grouped_mm(x.t(), y, offs=ends.to(torch.int32))
     out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
@@ -177,7 +173,7 @@ def take_blocks(
     The groups are cut into `blocks`; those from `first` on are taken.
     """
     if leading_dims(ends):
-        return _each(take_blocks, 2, x, ends, blocks, groups, first, count)
+        return _each(take_blocks, (x, ends), blocks, groups, first, count)
     order, ends = sorted_groups(ends, groups)
     start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
     rows = torch.arange(len(x), device=x.device)
@@ -192,7 +188,7 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
     Rows that no block has are 0.
     """
     if leading_dims(ends):
-        return _each(put_blocks, 2, ys, ends, blocks, groups, first)
+        return _each(put_blocks, (ys, ends), blocks, groups, first)
     order, ends = sorted_groups(ends, groups)
     start, last = block_ends(ends, blocks, first, len(ys))
     out = ys.new_zeros(ys.shape[1:])
@@ -209,7 +205,7 @@ def block_mm(
 ) -> Tensor:
     """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
     if leading_dims(ends):
-        return _each(block_mm, 3, xs, ws, ends, blocks, groups, first)
+        return _each(block_mm, (xs, ws, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
@@ -220,7 +216,7 @@ def block_outer(
 ) -> Tensor:
     """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
     if leading_dims(ends):
-        return _each(block_outer, 3, xs, ys, ends, blocks, groups, first)
+        return _each(block_outer, (xs, ys, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
     return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
 

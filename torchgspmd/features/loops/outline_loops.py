@@ -125,7 +125,15 @@ class _Block:
         )
         others = [*(self.new[n.args[0]] for n in consts), *(self.new[n] for n in others)]
         empty = [_type(n) for n in (*stacks, *totals)] if nest[-1].ends else []
-        call = LoopCall(nest[-1], body.graph, len(ends), len(rows), len(others), len(stacks), empty)
+        call = LoopCall(
+            loop=nest[-1],
+            graph=body.graph,
+            carries=len(ends),
+            rows=len(rows),
+            others=len(others),
+            stacks=len(stacks),
+            empty=empty,
+        )
         node = self.graph.call_function(
             call,
             (

@@ -46,7 +46,16 @@ class Order:
         devices, microbatches = map(int, sizes.split("x"))
         rounds = int(numbers.get("rounds", 1))
         recompute, vee = "recompute" in words, "vee" in words
-        return cls(name, devices, microbatches, limit, memory, recompute, rounds, vee)
+        return cls(
+            name=name,
+            devices=devices,
+            microbatches=microbatches,
+            limit=limit,
+            memory=memory,
+            recompute=recompute,
+            rounds=rounds,
+            vee=vee,
+        )
 
     @property
     def splits(self) -> bool:

@@ -65,7 +65,9 @@ def _maximum(call: Call) -> FactorRule:
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         value, index, shape, size = args[0], None, list(local.shape(args[0])), 1
         for d, line in reversed(list(enumerate(lines, start=len(shape) - len(lines)))):
-            value, index = _pool_dimension(local, value, index, shape, d, line, size)
+            value, index = _pool_dimension(
+                local, value, index, shape=shape, d=d, line=line, size=size
+            )
             shape[d] = local.results[0].shape[d]
             size *= line.rows
         return [value, local.call(aten.expand.default, index, list(local.results[0].shape))]

@@ -50,7 +50,7 @@ def _register(name: str, count: int, aligned: bool) -> None:
         corners, scales = (rest[0], rest[1:]) if aligned else (None, rest)
         scales = [*scales, *[None] * (count - len(scales))]
         return [
-            Line(name, d, n, m, corners, scales[d], back)
+            Line(op=name, dim=d, rows=n, positions=m, corners=corners, scale=scales[d], back=back)
             for d, (n, m) in enumerate(zip(before[-count:], after[-count:]))
         ]
 

@@ -45,8 +45,7 @@ def _maximum(call: Call) -> FactorRule:
         """Pool a halo, then convert its indices to those of the whole input."""
         pair = local.call(
             call.target,
-            args[0],
-            args[1],
+            *args[:2],
             [w.stride for w in windows],
             remaining_padding(local, windows),
             [w.dilation for w in windows],
@@ -105,7 +104,7 @@ def _average(call: Call) -> FactorRule:
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         """Pool a halo. Where divisors differ, sum it, then divide by the row counts."""
         stride, padding = [w.stride for w in windows], remaining_padding(local, windows)
-        y = local.call(call.target, args[0], args[1], stride, padding, ceil, True, uniform or 1)
+        y = local.call(call.target, *args[:2], stride, padding, ceil, True, uniform or 1)
         if uniform:
             return y
         counts = _row_counts(local, windows, local.results[0].shape, padded, None)

@@ -105,7 +105,12 @@ def band(
     Positions: start:start+count; those past the end read an arbitrary row. Row numbers count from
     `first`, in rows first:first+length.
     """
-    begin, _, weight = bands(Line(op, dim, rows, positions, corners, scale, back), kind)
+    begin, _, weight = bands(
+        Line(
+            op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
+        ),
+        kind,
+    )
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
     index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]
     index = index.clamp(0, length - 1)

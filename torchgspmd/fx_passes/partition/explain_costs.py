@@ -51,7 +51,15 @@ class Decisions:
             for i, v in enumerate(output.args[0])
         )
         omitted = frozenset(at.omitted_marks)
-        return cls(at.graph, at.mesh, constants, inputs, at.strategy_of, outputs, omitted)
+        return cls(
+            graph=at.graph,
+            mesh=at.mesh,
+            constants=constants,
+            inputs=inputs,
+            strategies=at.strategy_of,
+            outputs=outputs,
+            omitted_marks=omitted,
+        )
 
     def assignment(self, memory: SearchMemory) -> Assignment:
         """Return the assignment with these decisions."""

@@ -59,14 +59,14 @@ def matrix_form(equation: str, x: Iterable[int], y: Iterable[int]) -> MatrixForm
     letters = batch + rows + columns
     groups = [batch, rows, columns] if batch else [rows, columns]
     return MatrixForm(
-        exchanged,
-        _matrix(a, sizes, batch, rows, inner),
-        _matrix(b, sizes, batch, inner, columns),
-        bool(batch),
-        tuple(math.prod(sizes[c] for c in group) for group in groups),
-        columns,
-        tuple(sizes[c] for c in letters),
-        tuple(letters.index(c) for c in out) if letters != out else None,
+        exchanged=exchanged,
+        left=_matrix(a, sizes, batch, rows, inner),
+        right=_matrix(b, sizes, batch, inner, columns),
+        has_batch=bool(batch),
+        product=tuple(math.prod(sizes[c] for c in group) for group in groups),
+        columns=columns,
+        shape=tuple(sizes[c] for c in letters),
+        order=tuple(letters.index(c) for c in out) if letters != out else None,
     )
 
 

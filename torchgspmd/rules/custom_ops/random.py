@@ -115,7 +115,7 @@ def keep_mask(
     p: the probability that it does not. One byte an element.
     """
     if native:
-        drawn = uniform(seed, 0, shape, first, whole, torch.float32, device, True)
+        drawn = uniform(seed, 0, shape, first, whole, torch.float32, device=device, native=True)
         return drawn < 1 - p
     return dropout_mask(seed, p, shape, first, whole, device)
 

@@ -113,7 +113,15 @@ def _scatter(call: Call) -> FactorRule | Declined:
         kind = KINDS.get(call.args[4])
     elif call.target is aten.scatter.src:
         linear = [[0, 2]]
-    return _rule(call, dim, names, sizes, whole, None if f"i{dim}" in whole else kind, linear)
+    return _rule(
+        call,
+        dim,
+        names,
+        sizes=sizes,
+        whole=whole,
+        kind=None if f"i{dim}" in whole else kind,
+        linear=linear,
+    )
 
 
 @rule_for(
@@ -132,4 +140,6 @@ def _index_write(call: Call) -> FactorRule | Declined:
         [*table[:dim], f"i{dim}", *table[dim + 1 :]] if s.dim() == x.dim() else [] for s in source
     ]
     linear = [[0, 2]] if source and sources[0] else ()
-    return _rule(call, dim, [table, [f"i{dim}"], *sources], {}, [], kind, linear)
+    return _rule(
+        call, dim, [table, [f"i{dim}"], *sources], sizes={}, whole=[], kind=kind, linear=linear
+    )

@@ -43,7 +43,15 @@ def reshape_factors(
                 a, i = a * before[i], i + 1
             else:
                 b, j = b * after[j], j + 1
-        _add_factors(before, after, range(start[0], i), range(start[1], j), left, right, sizes)
+        _add_factors(
+            before,
+            after,
+            range(start[0], i),
+            outs=range(start[1], j),
+            left=left,
+            right=right,
+            sizes=sizes,
+        )
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
 
 

@@ -184,7 +184,16 @@ class _Streams:
     ) -> Event:
         """Return an event of a node."""
         source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
-        return Event(node.name, stream, begin, seconds, alive, source, backward, steps)
+        return Event(
+            name=node.name,
+            stream=stream,
+            begin=begin,
+            seconds=seconds,
+            alive=alive,
+            source=source,
+            backward=backward,
+            steps=steps,
+        )
 
     def seconds(self, node: fx.Node) -> float:
         """Return the seconds of an operation."""

@@ -285,13 +285,13 @@ def _memory_report(
         else "no event"
     )
     return MemoryReport(
-        parameters,
-        gradients,
-        states,
-        inputs,
-        max(first.alive - stored, 0) if first else 0,
-        max(peak.alive if peak else 0, stored),
-        where,
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=states,
+        inputs=inputs,
+        saved=max(first.alive - stored, 0) if first else 0,
+        peak=max(peak.alive if peak else 0, stored),
+        where=where,
     )
 
 

@@ -354,19 +354,19 @@ class _Search:
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
         in_specs = judge.call_specs(mesh, marks, judge.rows // savings.microbatches)
         return Proposal(
-            mesh,
-            judge.marks(mesh, marks, savings),
-            in_specs,
-            speed,
-            numbers.seconds,
-            numbers.memory,
-            numbers.sent_bytes,
-            flops / (numbers.seconds * speed.peak),
-            flops / (speed.efficiency * speed.peak),
-            (judge.first + 1, judge.layers.length) if judge.layers.alike else None,
-            savings,
-            judge.options.precision(),
-            judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
+            mesh=mesh,
+            marks=judge.marks(mesh, marks, savings),
+            in_specs=in_specs,
+            hardware=speed,
+            seconds=numbers.seconds,
+            memory=numbers.memory,
+            sent_bytes=numbers.sent_bytes,
+            mfu=flops / (numbers.seconds * speed.peak),
+            bound=flops / (speed.efficiency * speed.peak),
+            layers=(judge.first + 1, judge.layers.length) if judge.layers.alike else None,
+            savings=savings,
+            precision=judge.options.precision(),
+            recomputed=judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
             limit=self.limit,
         )
 
