@@ -58,10 +58,10 @@ def difference(got: list, want: list) -> str:
 
 def arithmetic_of_xla(text: str) -> float:
     """Of the products in a program of XLA, on one device."""
-    from torchgspmd.xla_backend.hlo import Program
+    from torchgspmd.xla_backend.hlo import HloModule
 
     total = 0.0
-    for body in Program(text).computations.values():
+    for body in HloModule(text).computations.values():
         for made in body.values():
             contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", made.rest)
             if made.op == "dot" and contracted:
@@ -78,12 +78,13 @@ def examine(
     """One program: what was found. keep: for what is known before XLA gets the program, which may
     abort.
     """
-    import arithmetic
     import programs
     import torch
     from torch.utils import _pytree as pytree
+    from torch.utils.flop_counter import FlopCounterMode
 
     import torchgspmd as gspmd
+    from torchgspmd.fx_passes.schedule.arithmetic import graph_flops
 
     torch.manual_seed(seed)
     program = programs.make(seed, devices, only)
@@ -104,13 +105,13 @@ def examine(
     }
     if show:
         print(plan)
-    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter:
         got = pytree.tree_leaves(plan.simulate(*program.inputs, _poison=True))
     row["wrong"] = difference(got, want)
     keep(row)
     compared = gspmd.compare_with_xla(plan)
     row["xla"] = compared.bytes[1]
-    if whole := arithmetic.of_program(plan):
+    if whole := graph_flops(plan.captured.graph, plan.mesh):
         row["arithmetic"] = (
             counter.get_total_flops() / whole,
             arithmetic_of_xla(compared.text) * devices / whole,
@@ -160,7 +161,7 @@ def report(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--seeds", default="0:100", help="first:end")
     parser.add_argument("--devices", type=int, default=8, choices=(2, 4, 8))
     parser.add_argument("--only", action="append", default=[], help="families")

@@ -28,7 +28,7 @@ def as_code(graph: fx.Graph) -> Callable[..., Any]:
     return fx.GraphModule(torch.nn.Module(), graph).forward
 
 
-class Body:
+class InnerProgram:
     """A program in a program. compile: makes a function of a graph, when it first runs."""
 
     graph: fx.Graph
@@ -72,7 +72,7 @@ class BodyCall:
         return f"x {self.loop.length}"
 
     @property
-    def bodies(self) -> Sequence[Body]:
+    def bodies(self) -> Sequence[InnerProgram]:
         """The bodies."""
         raise NotImplementedError
 
@@ -118,7 +118,7 @@ BODY_CALLS: dict[str, type[BodyCall]] = {}  # by the tag in files of plans; feat
 
 
 @dataclass(eq=False)
-class LoopCall(Body, BodyCall):
+class LoopCall(InnerProgram, BodyCall):
     """A loop over the rows of tensors, with the program of its body.
 
     graph: from the coordinates, as long as a program has them, the carries, what is held, a row of

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from ..capture import Captured
 from ..comm.hardware import Hardware, hardware_of
-from ..comm.loop_call import Body
+from ..comm.loop_call import InnerProgram
 from ..comm.process_groups import ProcessGroups
 from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
@@ -132,7 +132,7 @@ class Program:
     rank: Rank = field(init=False)
     boundary: Boundary = field(init=False)
     backward: Program | None = None
-    call: Body | None = None
+    call: InnerProgram | None = None
     changed: frozenset[str] = frozenset()
     seconds: dict[str, float] = field(default_factory=dict)
     counts: SearchCounts = field(default_factory=no_counts)

@@ -29,7 +29,7 @@ from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
 from ..features.loops.recomputed_loops import recomputed
-from ..features.pipelines.list_scheduler import Places
+from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, in_ticks
 from ..layout.annotate import mark_sharding
@@ -37,7 +37,7 @@ from ..layout.device_mesh import mesh_of
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .pipeline_schedules import check_schedule
-from .row_arguments import RowArguments, Shared
+from .row_arguments import RowArguments, SharedArguments
 from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks
 
@@ -184,7 +184,7 @@ class Pipeline(StackedBlocks):
             return self.outputs(x, *args, **kwargs)
         if self.stages == 1 or not is_capturing() or is_unrolling():
             return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
-        return self._scheduled(self.loss, x, Shared(args), kwargs)
+        return self._scheduled(self.loss, x, SharedArguments(args), kwargs)
 
     def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
         """Return the mean of the losses of the microbatches."""
@@ -197,7 +197,9 @@ class Pipeline(StackedBlocks):
             losses.append(loss(y, **others))
         return torch.stack(losses).mean()
 
-    def _scheduled(self, loss: Loss, x: Any, shared: Shared, targets: dict[str, Any]) -> Tensor:
+    def _scheduled(
+        self, loss: Loss, x: Any, shared: SharedArguments, targets: dict[str, Any]
+    ) -> Tensor:
         """Return the loss of a pipeline that computes forward and backward in turn."""
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
@@ -233,13 +235,13 @@ class Pipeline(StackedBlocks):
         parts = [self._divided(each) for each in leaves]
         return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
 
-    def _row_arguments(self, shared: Shared, leaves: Sequence[Tensor]) -> RowArguments:
+    def _row_arguments(self, shared: SharedArguments, leaves: Sequence[Tensor]) -> RowArguments:
         """Return the arguments of all blocks. leaves: of what the first one takes."""
         return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
 
     def outputs(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block returns for the batch, without the loss."""
-        shared = Shared(args, kwargs)
+        shared = SharedArguments(args, kwargs)
         if self.stages == 1 or not is_capturing():
             return self.one_by_one(x, shared)
         rows = self.stages, self.repeats, self.layers
@@ -388,7 +390,7 @@ def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     return weight[torch.arange(len(round_of), device=round_of.device), round_of]
 
 
-def _place(layer: int, layers: int, places: Places) -> int:
+def _place(layer: int, layers: int, places: StagePlacement) -> int:
     """Return the row of a block's weights: those of a device are together, round by round."""
     stage, position = divmod(layer, layers)
     return (places.device(stage) * places.rounds + places.round(stage)) * layers + position

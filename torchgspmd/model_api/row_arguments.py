@@ -12,7 +12,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
 
 
-class Shared(NamedTuple):
+class SharedArguments(NamedTuple):
     """Arguments of all blocks, besides what the block before returns."""
 
     args: tuple[Any, ...] = ()
@@ -26,7 +26,7 @@ class RowArguments:
     """
 
     def __init__(
-        self, shared: Shared, block: nn.Module, names: Sequence[str] | None, batch: int
+        self, shared: SharedArguments, block: nn.Module, names: Sequence[str] | None, batch: int
     ) -> None:
         """Take the arguments of a call.
 
@@ -74,15 +74,15 @@ class RowArguments:
             )
         return self.tensors
 
-    def with_rows(self, rows: Sequence[Tensor]) -> Shared:
+    def with_rows(self, rows: Sequence[Tensor]) -> SharedArguments:
         """Return the arguments with rows in the place of those of the batch."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, rows):
             leaves[i] = x
-        return Shared(*pytree.tree_unflatten(leaves, self.tree))
+        return SharedArguments(*pytree.tree_unflatten(leaves, self.tree))
 
 
-def _names(shared: Shared, block: nn.Module) -> list[str]:
+def _names(shared: SharedArguments, block: nn.Module) -> list[str]:
     """Return for each leaf the name of its argument."""
     parameters = [*inspect.signature(block.forward).parameters][1:]
     parameters += [f"{i + 1}" for i in range(len(parameters), len(shared.args))]

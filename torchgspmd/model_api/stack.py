@@ -16,7 +16,7 @@ from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..features.loops.recomputed_loops import recomputed
-from .row_arguments import Shared
+from .row_arguments import SharedArguments
 from .stacked_blocks import StackedBlocks
 
 
@@ -63,7 +63,7 @@ class Stack(StackedBlocks):
 
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
         """Return what the last block returns."""
-        shared = Shared(args, kwargs)
+        shared = SharedArguments(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)
         leaves, tree = pytree.tree_flatten(x)

@@ -21,7 +21,7 @@ from ..capture.rewrites.recomputed_regions import in_block
 from ..errors import ShardingError, user_line
 from ..layout.annotate import Row, mark_sharding, raw_mark
 from ..layout.mesh import Mesh
-from .row_arguments import Shared
+from .row_arguments import SharedArguments
 
 
 class StackedBlocks(nn.Module):
@@ -106,7 +106,7 @@ class StackedBlocks(nn.Module):
         """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
-    def one_by_one(self, x: Any, shared: Shared) -> Any:
+    def one_by_one(self, x: Any, shared: SharedArguments) -> Any:
         """Return what the last block returns; call one after the other."""
         weights = self.weights()
         for place in self.places:
@@ -114,7 +114,7 @@ class StackedBlocks(nn.Module):
         return x
 
     @staticmethod
-    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: Shared) -> Any:
+    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: SharedArguments) -> Any:
         """Return what a block with these weights returns."""
         args = x, *shared.args
         with in_block():

@@ -43,7 +43,7 @@ from .stored_inputs import Stored
 from .submodule_calls import install_calls
 
 
-class Call(NamedTuple):
+class ModuleCall(NamedTuple):
     """A call of a module: what was passed, the same with its objects opened, and its key.
 
     varying: the numbers among the leaves that are inputs of the program; None if there are none.
@@ -149,7 +149,7 @@ class MeshModule(ModuleProxy):
         with unwritten([*state, *tensors], besides=program.mutated):
             return self._run(program, call)
 
-    def _call(self, args: tuple, kwargs: dict) -> Call:
+    def _call(self, args: tuple, kwargs: dict) -> ModuleCall:
         passed = args, kwargs
         if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
             args, kwargs = opened(passed)
@@ -170,7 +170,7 @@ class MeshModule(ModuleProxy):
             torch.get_default_dtype(),
         )
         key = (tree, tuple(leaf_keys), *rest)
-        call = Call(
+        call = ModuleCall(
             passed=passed,
             args=args,
             kwargs=kwargs,
@@ -188,7 +188,7 @@ class MeshModule(ModuleProxy):
         keys = tuple(without_sizes(leaf_keys, sizes))
         return call._replace(key=(tree, keys, *rest), sizes=sizes)
 
-    def _sizes(self, call: Call) -> ArgumentSizes:
+    def _sizes(self, call: ModuleCall) -> ArgumentSizes:
         """Return which sizes of a call are symbols."""
         if self._options.dynamic is not True:
             names = leaf_names(self._model, call.args, call.kwargs)
@@ -201,7 +201,7 @@ class MeshModule(ModuleProxy):
         """Return the dimensions of tensors that the program of a key does not shard."""
         return set()
 
-    def _timed_build(self, call: Call) -> CompiledProgram:
+    def _timed_build(self, call: ModuleCall) -> CompiledProgram:
         start = time.perf_counter()
         with bound(self._layout):
             program = self._build(call)
@@ -210,11 +210,11 @@ class MeshModule(ModuleProxy):
         warn_of_sizes(call.key, self._programs, names)
         return program
 
-    def _build(self, call: Call) -> CompiledProgram:
+    def _build(self, call: ModuleCall) -> CompiledProgram:
         """Compile the program of a call."""
         raise NotImplementedError
 
-    def _run(self, program: Any, call: Call) -> Any:
+    def _run(self, program: Any, call: ModuleCall) -> Any:
         """Run the program of a call."""
         raise NotImplementedError
 
@@ -222,7 +222,7 @@ class MeshModule(ModuleProxy):
         """Return whether loops become their iterations, as the backend has none."""
         return False
 
-    def _capture(self, call: Call) -> tuple[Captured, list[ShardSpec | None]]:
+    def _capture(self, call: ModuleCall) -> tuple[Captured, list[ShardSpec | None]]:
         """Return the captured program of a call, and the layouts required of its arguments."""
         with unrolling() if self._unrolls() else nullcontext():
             captured = capture(

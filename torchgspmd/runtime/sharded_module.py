@@ -35,7 +35,7 @@ from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .joint_program import JointProgram
-from .mesh_module import Call, MeshModule
+from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
@@ -130,7 +130,7 @@ class ShardedModule(MeshModule):
         self._read_structure()
         return module
 
-    def _call(self, args: tuple, kwargs: dict) -> Call:
+    def _call(self, args: tuple, kwargs: dict) -> ModuleCall:
         call = super()._call(args, kwargs)
         if self._marked and (marked := self._marked.get(call.key)) is not None:
             tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -142,7 +142,7 @@ class ShardedModule(MeshModule):
         self,
         captured: Captured,
         tensors: list[Tensor],
-        call: Call,
+        call: ModuleCall,
         before_talk: Callable[[], None],
     ) -> None:
         """Store the marked tensors that the program changes as DTensors; if any, raise Stored.
@@ -174,7 +174,7 @@ class ShardedModule(MeshModule):
         }
 
     @watched
-    def _run(self, program: JointProgram, call: Call) -> Any:
+    def _run(self, program: JointProgram, call: ModuleCall) -> Any:
         self.__dict__["plan"] = program.plan
         signature = program.signature ^ _generator_state() if program.draws else program.signature
         if program.takes_numbers:
@@ -209,7 +209,7 @@ class ShardedModule(MeshModule):
         return super()._kind(name, value)
 
     def _raise_difference(
-        self, call: Call, draws: bool = False, compiled: Captured | None = None
+        self, call: ModuleCall, draws: bool = False, compiled: Captured | None = None
     ) -> NoReturn:
         """Raise, on every rank, the ShardingError for ranks about to run different programs.
 
@@ -260,7 +260,7 @@ class ShardedModule(MeshModule):
         check_alike(self._groups, whole, raise_unnamed)
 
     @watched
-    def _build(self, call: Call) -> JointProgram:
+    def _build(self, call: ModuleCall) -> JointProgram:
         """Compile the program of a call and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
         text = as_text((call.key[:2], call.key[3:], call.numbers))
@@ -271,7 +271,7 @@ class ShardedModule(MeshModule):
         with self._groups.planning():
             return self._build_planned(call, text)
 
-    def _build_planned(self, call: Call, text: str) -> JointProgram:
+    def _build_planned(self, call: ModuleCall, text: str) -> JointProgram:
         """Compile the program of a call, which all ranks are about to plan."""
         try:
             plan, checksum, tensors = self._plan_call(call, text)
@@ -313,7 +313,7 @@ class ShardedModule(MeshModule):
             plan, self._groups, self._model, tensors, self._options.backend, signature
         )
 
-    def _plan_call(self, call: Call, text: str) -> tuple[Plan, str | None, list[Tensor]]:
+    def _plan_call(self, call: ModuleCall, text: str) -> tuple[Plan, str | None, list[Tensor]]:
         """Return the plan, the checksum of its text if all ranks got that, and its tensors."""
         plan, checksum = shared_plan(
             self._groups,
@@ -324,7 +324,7 @@ class ShardedModule(MeshModule):
         )
         return plan, checksum, self._tensors(call, plan.captured)
 
-    def _identity(self, call: Call, text: str) -> Identity | str:
+    def _identity(self, call: ModuleCall, text: str) -> Identity | str:
         """Return the key of the plan of a call, or why the plan is for this rank alone."""
         if int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0:
             return "TORCHGSPMD_DUMP prints what passes do"
@@ -343,12 +343,12 @@ class ShardedModule(MeshModule):
         except Unshareable as error:
             return str(error)
 
-    def _tensors(self, call: Call, captured: Captured) -> list[Tensor]:
+    def _tensors(self, call: ModuleCall, captured: Captured) -> list[Tensor]:
         """Return the tensors that a program takes besides parameters and buffers."""
         leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         return [*leaves, *captured.state_tensors()]
 
-    def _plan_here(self, call: Call, before_talk: Callable[[], None]) -> Plan:
+    def _plan_here(self, call: ModuleCall, before_talk: Callable[[], None]) -> Plan:
         """Capture and plan in this process. before_talk: as in shared_plan."""
         for name, tensor in named_tensors(self._model):
             if tensor.device.type == "meta":

@@ -37,7 +37,7 @@ from ..xla_backend.runtime import start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync
 from .compiled_program import CompiledProgram
-from .mesh_module import Call, MeshModule
+from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 
 
@@ -94,7 +94,7 @@ class XlaModule(MeshModule):
                 return super().forward(*args, **kwargs)
         return super().forward(*args, **kwargs)
 
-    def _run(self, program: _Program, call: Call) -> Any:
+    def _run(self, program: _Program, call: ModuleCall) -> Any:
         self._pin_changed()
         return program(call.leaves, call.passed)
 
@@ -109,7 +109,7 @@ class XlaModule(MeshModule):
     def _unrolls(self) -> bool:
         return True
 
-    def _build(self, call: Call) -> _Program:
+    def _build(self, call: ModuleCall) -> _Program:
         """Compile the program of a call."""
         mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")
         with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("xla")):

@@ -66,7 +66,7 @@ class Instruction:
         return sum(math.prod(dims) for _, dims in self.shapes)
 
 
-class Program:
+class HloModule:
     """The instructions of an XLA module, by computation, and the users of each."""
 
     def __init__(self, text: str) -> None:
@@ -139,7 +139,7 @@ def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
 
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
     """Return every collective of a program, in the order of its text."""
-    program = Program(text)
+    program = HloModule(text)
     return tuple(
         _collective(program, computation, instruction, mesh)
         for computation, instruction in program.collectives()
@@ -147,7 +147,7 @@ def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _collective(
-    program: Program, computation: str, instruction: Instruction, mesh: Mesh
+    program: HloModule, computation: str, instruction: Instruction, mesh: Mesh
 ) -> Collective:
     kind, rest = KINDS[instruction.op], instruction.rest
     has_pairs = "source_target_pairs" in rest

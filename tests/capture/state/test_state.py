@@ -12,7 +12,7 @@ from helpers import rand
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.capture.state.recorder import Reach
+from torchgspmd.capture.state.recorder import ReachedObjects
 
 
 class Recurrent(nn.Module):
@@ -57,7 +57,7 @@ def test_of_very_many_objects_the_nearest_are_watched():
     assert len(plan.captured.reads.guards) < 20 and plan.captured.reads.hold()
     net.trainer.children[3].children[0].value = 2.0
     assert not plan.captured.reads.hold()
-    assert len(Reach([net]).objects) == 1000
+    assert len(ReachedObjects([net]).objects) == 1000
 
 
 USES = {

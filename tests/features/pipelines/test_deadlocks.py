@@ -20,11 +20,11 @@ from torch import Tensor
 
 from torchgspmd.features.pipelines.call import StageCall
 from torchgspmd.features.pipelines.order import Order
-from torchgspmd.features.pipelines.parts import Link
+from torchgspmd.features.pipelines.parts import StageLink
 from torchgspmd.features.pipelines.transport import key_of
 from torchgspmd.rules.custom_ops.loops import Loop
 
-Stream = Callable[[Link, int, int], Hashable]  # which communicator a message has
+Stream = Callable[[StageLink, int, int], Hashable]  # which communicator a message has
 
 
 class Message(NamedTuple):
@@ -45,12 +45,12 @@ class Recorder:
         self.messages: list[Message] = []
         self.awaits: list[list[int]] = [[]]  # for each piece, and the end, numbers of messages
 
-    def send(self, link: Link, to: int, x: Tensor) -> None:
+    def send(self, link: StageLink, to: int, x: Tensor) -> None:
         stream = self.stream(link, self.device, to)
         key = link.kind, link.round
         self.messages.append(Message(stream, self.device, to, key, self.call.computed))
 
-    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
         stream, number = self.stream(link, source, self.device), len(self.messages)
         key = link.kind, link.round
         self.messages.append(Message(stream, source, self.device, key, self.call.computed))
@@ -82,7 +82,7 @@ class Recorded(StageCall):
         return []
 
 
-def by_direction(link: Link, sender: int, receiver: int) -> Hashable:
+def by_direction(link: StageLink, sender: int, receiver: int) -> Hashable:
     """Return one communicator for what a device sends on and what it receives."""
     return link.kind, link.round, receiver - sender
 
@@ -92,7 +92,7 @@ def messages_of(order: Order, stream: Stream) -> list[Recorder]:
     rounds, devices = range(order.rounds), []
     kinds = "F" if order.name == "forward" else "FB"
     links = tuple(
-        Link(kind, r, 0, "x", ("x",) * order.rounds, None) for kind in kinds for r in rounds
+        StageLink(kind, r, 0, "x", ("x",) * order.rounds, None) for kind in kinds for r in rounds
     )
     for device in range(order.devices):
         call = Recorded(

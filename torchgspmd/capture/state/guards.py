@@ -46,7 +46,7 @@ ANY = Marker("anything")
 
 
 @dataclass(frozen=True)
-class Kind:
+class TensorPredicate:
     """The predicate on a tensor that the program takes from its source in every run."""
 
     shape: tuple[int, ...]
@@ -55,8 +55,8 @@ class Kind:
     placements: Any  # those of a DTensor, else None
 
     @staticmethod
-    def of(tensor: Tensor) -> Kind:
-        return Kind(
+    def of(tensor: Tensor) -> TensorPredicate:
+        return TensorPredicate(
             tuple(tensor.shape),
             tensor.dtype,
             tensor.requires_grad,
@@ -123,7 +123,7 @@ class HasKey:
 
 
 _HOLDING = (Conditions, Copied, HasAttributes, HasKey)
-_PREDICATES = (Kind, Contents, *_HOLDING)
+_PREDICATES = (TensorPredicate, Contents, *_HOLDING)
 
 
 @dataclass(frozen=True)
@@ -325,8 +325,8 @@ def matches(now: Any, value: Any) -> bool:
     """Return whether the current value satisfies the guard."""
     if now is value or value is ANY:
         return True
-    if isinstance(value, Kind):
-        return isinstance(now, Tensor) and Kind.of(now) == value
+    if isinstance(value, TensorPredicate):
+        return isinstance(now, Tensor) and TensorPredicate.of(now) == value
     if isinstance(value, _HOLDING):
         return value.hold(now)
     if isinstance(value, Contents):
@@ -349,8 +349,8 @@ def _describe(value: Any) -> str:
 
     The order of strings in a set differs between processes, so they are sorted.
     """
-    value = value if isinstance(value, Kind) else snapshot(value)
-    if isinstance(value, (Tensor, Kind)):
+    value = value if isinstance(value, TensorPredicate) else snapshot(value)
+    if isinstance(value, (Tensor, TensorPredicate)):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     if isinstance(value, HasKey):
         return f"{value.key[2]}{list(value.key[1])} {value.key[-1][:8]}"

@@ -27,7 +27,7 @@ from .guards import (
     Contents,
     Guard,
     Guards,
-    Kind,
+    TensorPredicate,
     is_plain,
     is_watched,
     leaves_of,
@@ -36,7 +36,7 @@ from .guards import (
 from .mutable_tables import MutableTable, find_tables
 from .name_uses import READ, uses_of_names
 from .object_trees import opened
-from .recorder import Reach, Recorder
+from .recorder import ReachedObjects, Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
@@ -77,13 +77,13 @@ class Tables:
         self.table_of = {id(table.container): table for table in self.tables}
         self.changed: dict[Source, None] = {}  # entries of roots, as an ordered set
         # (stand-in, index of the input, predicate on its tensor) by the id of the stand-in
-        self.stand_ins: dict[int, tuple[Tensor, int, Kind]] = {}
+        self.stand_ins: dict[int, tuple[Tensor, int, TensorPredicate]] = {}
         self.numbers: list[NumberInput] = []
         self.recorder: Recorder | None = None  # while a module is traced
 
     def _reach(self) -> None:
         """Find the Python functions that the program may call, and the objects that it may read."""
-        roots, reach, before = self.functions, Reach(self.modules), -1
+        roots, reach, before = self.functions, ReachedObjects(self.modules), -1
         while len(reach.objects) != before:
             before = len(reach.objects)
             self.functions = [*roots, *reach.functions.values()]
@@ -110,7 +110,7 @@ class Tables:
         """
         before = [each.source.read() for each in inputs]
         self.stand_ins = {
-            id(tensor): (tensor, i, Kind.of(value))
+            id(tensor): (tensor, i, TensorPredicate.of(value))
             for i, (value, tensor) in enumerate(zip(before, stand_ins))
             if isinstance(value, Tensor)
         }

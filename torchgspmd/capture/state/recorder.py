@@ -181,7 +181,7 @@ def record_reads(
                 cls.__getattribute__ = original
 
 
-class Reach:
+class ReachedObjects:
     """What attributes and variables lead to: objects, such as a configuration, and functions."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:

@@ -30,7 +30,7 @@ from .reduce_scatter import reduce_scatter
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingPosition:
     """A device's position in its group. ranks: positions in the process group, in axes order."""
 
     name: str
@@ -92,7 +92,7 @@ def ring_gather_einsum(
     me: int,
 ) -> tuple[Tensor, ...]:
     """Compute gather_einsum on one device."""
-    ring, n = Ring(name, tuple(ranks), me), len(ranks)
+    ring, n = RingPosition(name, tuple(ranks), me), len(ranks)
     letters = [e.split("->")[0].split(",")[side][dim] for e, side in zip(equations, sides)]
     x = x.contiguous()
     chunks: list[Any] = [None] * n
@@ -117,7 +117,7 @@ def ring_einsum_scatter(
     a: Tensor, b: Tensor, dim: int, equation: str, name: str, ranks: Sequence[int], me: int
 ) -> Tensor:
     """Compute einsum_scatter on one device."""
-    ring, n = Ring(name, tuple(ranks), me), len(ranks)
+    ring, n = RingPosition(name, tuple(ranks), me), len(ranks)
     letter = equation.split("->")[1][dim]
     total = einsum_chunk(equation, letter, (a, b), (me + 1) % n, n)
     for step in range(1, n):

@@ -26,7 +26,7 @@ from ...capture.state.guards import (
     Guard,
     Guards,
     HasAttributes,
-    Kind,
+    TensorPredicate,
     leaves_of,
     snapshot,
     snapshot_components,
@@ -39,7 +39,7 @@ from .decoder import typed
 from .faults import Malformed, Stale, Unshareable
 
 _SHOWN = 200  # characters of a content in the log
-_OF_THE_STATE = (Kind, Conditions, HasAttributes)
+_OF_THE_STATE = (TensorPredicate, Conditions, HasAttributes)
 
 
 class GuardEncoder:

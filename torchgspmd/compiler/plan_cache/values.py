@@ -38,7 +38,7 @@ from ...rules.custom_ops.numbers import at_least
 from ...shard_spec import ShardSpec
 from .faults import Stale as Stale
 from .faults import Unshareable
-from .operators import is_emitted
+from .known_operators import is_emitted
 
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple",

@@ -40,14 +40,14 @@ from ...shard_spec import ShardSpec
 from .zigzag import zigzag
 
 
-class Order(NamedTuple):
+class ZigzagOrder(NamedTuple):
     """Zigzag order of `rows` tokens for so many shards."""
 
     shards: int
     rows: int
 
 
-class Place(NamedTuple):
+class TokenDim(NamedTuple):
     """A dimension of a value that tokens lie along. outer: sequences behind one another in it."""
 
     value: fx.Node
@@ -78,7 +78,7 @@ def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostCons
     return changed
 
 
-def _order(op: Op, layouts: Layouts) -> tuple[Order, int] | None:
+def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
     """Return the order that would balance an operation, and how many shards differ in work.
 
     These are fewer if another factor gets a part of the axes. None if all have the same work, or
@@ -95,7 +95,7 @@ def _order(op: Op, layouts: Layouts) -> tuple[Order, int] | None:
         part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
         if instead.sent(count, part) <= instead.sent(count, 1):
             rest = count // part
-    return (Order(count, rows), rest) if rest > 1 and rows % (2 * count) == 0 else None
+    return (ZigzagOrder(count, rows), rest) if rest > 1 and rows % (2 * count) == 0 else None
 
 
 class _Reordering:
@@ -106,14 +106,14 @@ class _Reordering:
         graph: fx.Graph,
         layouts: Layouts,
         ops: dict[fx.Node, Op],
-        order: Order,
+        order: ZigzagOrder,
         constants: CostConstants,
     ) -> None:
         self.graph, self.layouts, self.ops, self.order = graph, layouts, ops, order
         self.constants, self.cut = constants, Cut()
         self.attention: dict[fx.Node, Balance] = {}
         self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
-        self.exchanged: dict[tuple[fx.Node, Place], fx.Node] = {}
+        self.exchanged: dict[tuple[fx.Node, TokenDim], fx.Node] = {}
         self.producers = {v: op for op in ops.values() for v in op.results if v is not None}
         self.users: dict[fx.Node, list[tuple[Op, int]]] = {v: [] for v in values(graph)}
         for op in ops.values():
@@ -148,9 +148,9 @@ class _Reordering:
 
     # --------------------------------------------------------------------------------- what is cut
 
-    def _add_values(self, begin: list[Tokens]) -> list[Place]:
+    def _add_values(self, begin: list[Tokens]) -> list[TokenDim]:
         """Add all values that tokens come to from `begin`; return them."""
-        seen, places, queue = set(begin), dict[Place, None](), [*begin]
+        seen, places, queue = set(begin), dict[TokenDim, None](), [*begin]
         while queue:
             for place in self._places(queue.pop()):
                 if place in places:
@@ -161,7 +161,7 @@ class _Reordering:
                 seen.update(ends)
         return [*places]
 
-    def _add_value(self, place: Place) -> list[Tokens]:
+    def _add_value(self, place: TokenDim) -> list[Tokens]:
         """Add what it costs to exchange the tokens of a value; return what has them."""
         producer = self._producer(place)
         users = [(op.node, self._tokens(op, i, place)) for op, i in self.users[place.value]]
@@ -179,7 +179,7 @@ class _Reordering:
         ends = (producer, *(tokens for _, tokens in users))
         return [end for end in ends if isinstance(end, Tokens)]
 
-    def _cost(self, place: Place) -> float:
+    def _cost(self, place: TokenDim) -> float:
         """Return what the exchange of a value's tokens costs, in bytes on the wire."""
         spec, mesh = self.layouts.spec[place.value], self.layouts.mesh
         size = local_bytes(place.value.meta["val"], spec, mesh)
@@ -187,14 +187,14 @@ class _Reordering:
         sent = 0.0 if count == 1 else size / 2 if count == self.order.shards else size
         return (sent + size / self.constants.memory_per_byte) * runs(place.value)
 
-    def _producer(self, place: Place) -> Any:
+    def _producer(self, place: TokenDim) -> Any:
         op = self.producers.get(place.value)
         if op is None:
             return NATURAL
         at = len(op.operands) + op.results.index(place.value)
         return self._tokens(op, at, place)
 
-    def _tokens(self, op: Op, tensor: int, place: Place) -> Any:
+    def _tokens(self, op: Op, tensor: int, place: TokenDim) -> Any:
         """Return what has the tokens of a tensor of an operation; NATURAL if positions count."""
         factor, outer = self._factor(op, tensor, place)
         if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:
@@ -205,7 +205,7 @@ class _Reordering:
             return NATURAL
         return Tokens(op.node, factor, outer)
 
-    def _factor(self, op: Op, tensor: int, place: Place) -> tuple[str, int]:
+    def _factor(self, op: Op, tensor: int, place: TokenDim) -> tuple[str, int]:
         """Return the factor with all tokens of a dimension, and the sequences along it, or ""."""
         dims: Dims = (*op.rule.operands, *op.rule.results)[tensor]
         inner = place.value.meta["val"].shape[place.dim] // (place.outer * self.order.rows)
@@ -220,7 +220,7 @@ class _Reordering:
             before *= size
         return "", 1
 
-    def _places(self, tokens: Tokens) -> Iterator[Place]:
+    def _places(self, tokens: Tokens) -> Iterator[TokenDim]:
         """Yield the values of an operation that have its tokens."""
         op = self.ops[tokens.node]
         factors = (tokens.factor,)
@@ -232,11 +232,11 @@ class _Reordering:
                 for i, name in enumerate(names):
                     if value is not None and name in factors:
                         before = math.prod(op.rule.sizes[f] for f in names[:i])
-                        yield Place(value, d, before * tokens.outer)
+                        yield TokenDim(value, d, before * tokens.outer)
 
     # -------------------------------------------------------------------------- what is exchanged
 
-    def _exchange(self, place: Place, reordered: set[Any]) -> None:
+    def _exchange(self, place: TokenDim, reordered: set[Any]) -> None:
         """Exchange the tokens of a value for the operations that have another order than it."""
         here, value = self._producer(place) in reordered, place.value
         users = [
@@ -250,7 +250,7 @@ class _Reordering:
             self.operands[user, value] = self._exchanged(now, place, users)
             user.replace_input_with(now, self.operands[user, value])
 
-    def _exchanged(self, value: fx.Node, place: Place, users: list[fx.Node]) -> fx.Node:
+    def _exchanged(self, value: fx.Node, place: TokenDim, users: list[fx.Node]) -> fx.Node:
         """Return a value with the tokens of a place in the other order."""
         key = value, place
         if key not in self.exchanged:
@@ -261,7 +261,7 @@ class _Reordering:
                 self.exchanged[key] = self._emit_exchange(value, place, backward)
         return self.exchanged[key]
 
-    def _emit_exchange(self, value: fx.Node, place: Place, backward: bool) -> fx.Node:
+    def _emit_exchange(self, value: fx.Node, place: TokenDim, backward: bool) -> fx.Node:
         """Add the operations of an exchange.
 
         Keys in zigzag order are marked: all of them would be gathered first, for less bytes, and
@@ -284,7 +284,7 @@ class _Reordering:
             result = self._marked(result, spec, meta)
         return result
 
-    def _keys(self, op: Op, place: Place) -> bool:
+    def _keys(self, op: Op, place: TokenDim) -> bool:
         """Return whether a place is that of keys, or of their gradient, of balanced attention."""
         rows = self.attention[op.node].factors[1:] if op.node in self.attention else ()
         tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))

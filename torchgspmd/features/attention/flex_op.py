@@ -119,7 +119,7 @@ def is_elementwise(op: Any) -> bool:
 
 
 class Flex(NamedTuple):
-    """A Change of attention by expressions. buffers: tensors that they read, whole."""
+    """A ScoreChange by expressions. buffers: tensors that they read, whole."""
 
     buffers: Sequence[Tensor]
     mask: str

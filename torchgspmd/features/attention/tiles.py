@@ -26,7 +26,7 @@ TILE = 1 << 22  # elements of the scores that are computed at a time
 TILE_KEYS = 1 << 10  # keys of a tile, at most
 
 
-class Change(Protocol):
+class ScoreChange(Protocol):
     """What is changed of a tile. shape: of its scores [*lead, heads of keys, groups, s, t]."""
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
@@ -47,7 +47,7 @@ class Change(Protocol):
 
 
 class Dropout(NamedTuple):
-    """A Change: what is left out of the weights. seed: a number; p: the probability."""
+    """A ScoreChange: what is left out of the weights. seed: a number; p: the probability."""
 
     seed: Tensor
     p: float
@@ -110,7 +110,7 @@ class _Scores(NamedTuple):
 class Tiles:
     """The tiles of one call: `attention` of a shard of queries and keys, with a change."""
 
-    def __init__(self, call: AttentionCall, change: Change) -> None:
+    def __init__(self, call: AttentionCall, change: ScoreChange) -> None:
         self.call, self.change = call, change
         self.place, self.dtype = Place.of(call), lse_dtype(call.q)
         self.heads = "abcdefh"[-(call.k.dim() - 2) :]

@@ -88,7 +88,7 @@ def _dims_of_blocks(call: Call, tensor: Tensor, blocks: int) -> tuple[DimNames, 
     return [*lead, "t", *row], [*lead, ()], [*lead, "d", "t", *row]
 
 
-class Cut(NamedTuple):
+class BlockCut(NamedTuple):
     """Rows in blocks of groups: what take_blocks and put_blocks name besides the rows."""
 
     ends: fx.Node
@@ -106,20 +106,20 @@ class Cut(NamedTuple):
         return (*self[:2], *((self.groups,) if self.groups else ()))
 
 
-def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, Cut] | None:
+def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, BlockCut] | None:
     """Return (x, how it is cut) of a call of take_blocks, else None."""
     return _cut_of(node) if node.target is take_blocks._opoverload else None
 
 
-def put_blocks_of(node: fx.Node) -> tuple[fx.Node, Cut] | None:
+def put_blocks_of(node: fx.Node) -> tuple[fx.Node, BlockCut] | None:
     """Return (blocks, how they are cut) of a call of put_blocks, else None."""
     return _cut_of(node) if node.target is put_blocks._opoverload else None
 
 
-def _cut_of(node: fx.Node) -> tuple[fx.Node, Cut]:
+def _cut_of(node: fx.Node) -> tuple[fx.Node, BlockCut]:
     args: Any = (*node.args, 0)
     rows, ends, blocks, groups = args[:4]
-    return rows, Cut(ends, blocks, groups)
+    return rows, BlockCut(ends, blocks, groups)
 
 
 @rewrite("split", ours.grouped_mm.default)

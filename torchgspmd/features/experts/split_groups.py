@@ -27,7 +27,7 @@ from ...compat.fx_nodes import inline
 from ...compat.private_apis import _pytree as pytree
 from ...fx_passes.ir import Op, Rules, is_operation, operands_of
 from ...rules import DECLINED, FactorRule, trace
-from .rule import Cut, put_blocks_of, taken_blocks_of
+from .rule import BlockCut, put_blocks_of, taken_blocks_of
 
 MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
 
@@ -62,9 +62,11 @@ class _Lifter:
 
     def __init__(self, graph: fx.Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
-        self.lifted: dict[tuple[fx.Node, Cut], fx.Node | None] = {}
+        self.lifted: dict[tuple[fx.Node, BlockCut], fx.Node | None] = {}
 
-    def lift(self, value: fx.Node, cut: Cut, before: fx.Node, depth: int = 0) -> fx.Node | None:
+    def lift(
+        self, value: fx.Node, cut: BlockCut, before: fx.Node, depth: int = 0
+    ) -> fx.Node | None:
         """Return the blocks of a value; None if it is not computed from blocks of these groups."""
         key = value, cut
         if key not in self.lifted:
@@ -76,7 +78,7 @@ class _Lifter:
                 self._lift_operation(value, cut, before, depth)
         return self.lifted[key]
 
-    def add_by_blocks(self, node: fx.Node, cut: Cut) -> None:
+    def add_by_blocks(self, node: fx.Node, cut: BlockCut) -> None:
         """Add up blocks, if all summands are blocks that were put back."""
         if all(self.lift(value, cut, node) for value in operands_of(node)):
             blocks = self.lift(node, cut, node)
@@ -86,7 +88,7 @@ class _Lifter:
                 node.replace_all_uses_with(put)
                 self.lifted[put, cut] = blocks
 
-    def _lift_operation(self, value: fx.Node, cut: Cut, before: fx.Node, depth: int) -> None:
+    def _lift_operation(self, value: fx.Node, cut: BlockCut, before: fx.Node, depth: int) -> None:
         """Note the blocks of all results of the operation that computes a value."""
         node: Any = value.args[0] if value.target is operator.getitem else value
         if depth >= MAX_DEPTH or not is_operation(node):
@@ -110,7 +112,7 @@ class _Lifter:
             if result is not None:
                 self.lifted[result, cut] = lifted
 
-    def _take(self, value: fx.Node, cut: Cut) -> fx.Node:
+    def _take(self, value: fx.Node, cut: BlockCut) -> fx.Node:
         """Return the blocks of a value that exists as a whole."""
         key = value, cut
         if self.lifted.get(key) is None:
@@ -152,7 +154,7 @@ class _Lifter:
         return list(out) if isinstance(out, (tuple, list)) else [out]
 
 
-def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: Cut) -> fx.Node:
+def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
     """Return a new node that takes the blocks of a value."""
     target = torch.ops.torchgspmd.take_blocks.default
     node = graph.call_function(target, (value, *cut.arguments))
@@ -166,7 +168,7 @@ def _with_blocks(val: Tensor, blocks: int, lead: int) -> Tensor:
     return val.new_empty([*val.shape[:lead], blocks, *val.shape[lead:]])
 
 
-def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: Cut) -> fx.Node:
+def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: BlockCut) -> fx.Node:
     """Return a new node that puts the blocks of a value back."""
     target = torch.ops.torchgspmd.put_blocks.default
     node = graph.call_function(target, (blocks, *cut.arguments))

@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from ...comm.local_ops import stack_rows
-from ...comm.loop_call import Body, LoopCall, loop_calls
+from ...comm.loop_call import InnerProgram, LoopCall, loop_calls
 from ..pipelines.call import LOSS, StageBody
 
 
@@ -36,7 +36,7 @@ def list_rows(graph: fx.Graph) -> fx.Graph | None:
     return graph if lists.listed else None
 
 
-Around = tuple[tuple[fx.Node, Body], ...]  # calls, and the body of each
+Around = tuple[tuple[fx.Node, InnerProgram], ...]  # calls, and the body of each
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import Loop
 from .list_scheduler import curve
 from .order import Order
-from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, Transport
+from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, StageBody, StageLink, Transport
 from .schedule import Piece
 from .transport import StageTransport
 
@@ -50,7 +50,7 @@ class StageCall(BodyCall):
     axis: str
     order: Order
     pieces: tuple[StageBody, ...]
-    links: tuple[Link, ...]
+    links: tuple[StageLink, ...]
     carries: tuple[str, ...]
     rows: tuple[str, ...]
     others: tuple[str, ...]
@@ -135,7 +135,7 @@ class StageCall(BodyCall):
             order=schedule,
             pieces=tuple(bodies),
             links=tuple(
-                Link(a, b, c, sent, tuple(to), read.value(message))
+                StageLink(a, b, c, sent, tuple(to), read.value(message))
                 for a, b, c, sent, to, message in links
             ),
             carries=carries,
@@ -232,7 +232,7 @@ class StageRun:
     def _own_stages(self) -> list[int]:
         return [self.places.stage(self.device, r) for r in range(self.places.rounds)]
 
-    def links(self, piece: Piece, direction: int) -> Iterator[tuple[Link, str, int]]:
+    def links(self, piece: Piece, direction: int) -> Iterator[tuple[StageLink, str, int]]:
         """Yield the links that a piece has to a stage (1) or from one (-1).
 
         With the name that the value has where it arrives, and the device of the other stage.
@@ -245,11 +245,11 @@ class StageRun:
                     carry = link.carries[self.places.round(receiver)]
                     yield link, carry, self.places.device(other)
 
-    def received(self, piece: Piece) -> list[tuple[Link, str, int]]:
+    def received(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
         """Return what a piece takes from other devices."""
         return [each for each in self.links(piece, -1) if each[-1] != self.device]
 
-    def sent(self, piece: Piece) -> list[tuple[Link, str, int]]:
+    def sent(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
         """Return what a piece sends to other devices."""
         return [each for each in self.links(piece, 1) if each[-1] != self.device]
 
@@ -330,7 +330,7 @@ class _Simulation:
         self.runs = [StageRun(call, place, *args) for place, args in zip(places, arguments)]
         groups = {device: group for group in mesh.groups(axes) for device in group}
         self.at = [dict(enumerate(groups[device])) for device in self.devices]
-        self.messages: dict[tuple[int, int, Link], deque[Tensor]] = {}  # to, from, link
+        self.messages: dict[tuple[int, int, StageLink], deque[Tensor]] = {}  # to, from, link
         self.done = [0] * mesh.size
 
     def run(self) -> list[list[Tensor]]:

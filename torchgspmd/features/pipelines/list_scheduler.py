@@ -21,7 +21,7 @@ from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
 
 
 @dataclass(frozen=True)
-class Places:
+class StagePlacement:
     """On which device a stage is. vee: the second round goes back, from the last device."""
 
     devices: int
@@ -85,13 +85,13 @@ def list_schedule(
             where=user_line(),
             fix=f"memory={rounds}, or more",
         )
-    places = Places(stages, rounds, split and rounds == 2)
+    places = StagePlacement(stages, rounds, split and rounds == 2)
     return _shortest(places, microbatches, "FBW" if split else "FB", memory, times or Times())
 
 
 @lru_cache(maxsize=256)
 def _shortest(
-    places: Places, microbatches: int, kinds: str, memory: int | None, times: Times
+    places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
     """Return the shortest schedule that a rule leads to."""
     rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
@@ -100,7 +100,7 @@ def _shortest(
     return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
 
 
-def forward_schedule(places: Places, microbatches: int, times: Times) -> Schedule:
+def forward_schedule(places: StagePlacement, microbatches: int, times: Times) -> Schedule:
     """Return the schedule of forwards alone."""
     return timed(_Order(places, microbatches, "F", None, _RULES[-1]).run(), times)
 
@@ -127,7 +127,7 @@ class _Order:
     """The list scheduler. done: when each piece ends, of those that have begun."""
 
     def __init__(
-        self, places: Places, microbatches: int, kinds: str, memory: int | None, rule: _Rule
+        self, places: StagePlacement, microbatches: int, kinds: str, memory: int | None, rule: _Rule
     ) -> None:
         self.places, self.microbatches, self.memory, self.rule = places, microbatches, memory, rule
         self.kinds, self.seconds = kinds, seconds_of("W" in kinds, Times())
@@ -194,7 +194,9 @@ class _Order:
         return min(ready, key=lambda piece: self.rule(piece, self.turns[device], self.places))
 
 
-_Rule = Callable[[Piece, str, Places], tuple]  # (piece, last kind of F and B) -> what is urgent
+_Rule = Callable[
+    [Piece, str, StagePlacement], tuple
+]  # (piece, last kind of F and B) -> what is urgent
 
 
 def _rank(piece: Piece, kinds: str) -> int:
@@ -210,7 +212,7 @@ def _depth(piece: Piece) -> int:
     return piece.stage if piece.kind == "B" else -piece.stage
 
 
-def _group(piece: Piece, places: Places) -> tuple[int, int]:
+def _group(piece: Piece, places: StagePlacement) -> tuple[int, int]:
     """Return groups of as many microbatches as devices: round by round."""
     return piece.microbatch // places.devices, -_depth(piece)
 

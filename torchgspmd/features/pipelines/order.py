@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ...errors import ShardingError, user_line
-from .list_scheduler import Places, curve, forward_schedule, list_schedule
+from .list_scheduler import StagePlacement, curve, forward_schedule, list_schedule
 from .schedule import Schedule, Times, in_ticks
 
 
@@ -68,9 +68,9 @@ class Order:
         return self.name in ("zero_bubble", "auto")
 
     @property
-    def places(self) -> Places:
+    def places(self) -> StagePlacement:
         """Which device has which stages."""
-        return Places(self.devices, self.rounds, self.vee)
+        return StagePlacement(self.devices, self.rounds, self.vee)
 
     def zero_bubble(self, limit: int) -> Order:
         """Return the zero-bubble schedule with a limit of activations."""

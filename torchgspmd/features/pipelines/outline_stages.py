@@ -30,7 +30,7 @@ from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
 from ..loops.split_loops import drop_unused_results, split_loop
-from .call import BACKWARD, FORWARD, LOSS, WEIGHTS, Link, StageBody, StageCall
+from .call import BACKWARD, FORWARD, LOSS, WEIGHTS, StageBody, StageCall, StageLink
 from .op import HEAD, SEND
 from .order import Order, order_within
 
@@ -208,7 +208,7 @@ class _Cut:
                     raise needs_number(node.name, node.meta.get("source"))
                 yield (node.name, dim, *known[size])
 
-    def _link(self, i: int) -> Link:
+    def _link(self, i: int) -> StageLink:
         """Return what the stages of a round send."""
         shift, (round_, leaf) = self.shifts[i], self.spots[i]
         names = {
@@ -221,7 +221,7 @@ class _Cut:
         carries = tuple(names[r] for r in range(self.rounds))
         send = self.ends.sends[i]
         kind, message = "F" if shift > 0 else "B", send.meta["step"]
-        return Link(kind, round_, leaf, _source(send).name, carries, message)
+        return StageLink(kind, round_, leaf, _source(send).name, carries, message)
 
     def _fill(self) -> None:
         """Collect the nodes of each piece, and what they take from outside of it."""

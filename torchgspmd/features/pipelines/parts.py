@@ -10,13 +10,13 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from ...comm.kinds import Step
-from ...comm.loop_call import Body
+from ...comm.loop_call import InnerProgram
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 
 
 @dataclass(eq=False)
-class StageBody(Body):
+class StageBody(InnerProgram):
     """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
 
     kind: str
@@ -36,7 +36,7 @@ class StageBody(Body):
 
 
 @dataclass(frozen=True)
-class Link:
+class StageLink:
     """What the stages of a round send to their neighbors.
 
     kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
@@ -62,11 +62,11 @@ class Transport(Protocol):
 
     device: int
 
-    def send(self, link: Link, to: int, x: Tensor) -> None:
+    def send(self, link: StageLink, to: int, x: Tensor) -> None:
         """Send a value to a device; it may arrive later."""
         ...
 
-    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
         """Begin to receive the next value of a link; return what waits for it and returns it."""
         ...
 

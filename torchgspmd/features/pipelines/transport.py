@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...comm.process_groups import ProcessGroups
 from .order import Order
-from .parts import Link
+from .parts import StageLink
 
 
 class StageTransport:
     """The devices of a rank along the axis of the stages; see parts.Transport."""
 
     def __init__(
-        self, groups: ProcessGroups, axis: str, order: Order, links: Sequence[Link]
+        self, groups: ProcessGroups, axis: str, order: Order, links: Sequence[StageLink]
     ) -> None:
         self.device = groups.coordinates[axis]
         self.groups = groups.between_stages(axis, _keys(order, links))
@@ -27,7 +27,7 @@ class StageTransport:
         self.processes = [groups.processes[rank] for rank in ranks]
         self.in_flight: deque[tuple[Any, Tensor]] = deque()
 
-    def send(self, link: Link, to: int, x: Tensor) -> None:
+    def send(self, link: StageLink, to: int, x: Tensor) -> None:
         """Begin to send a value to a device."""
         group, tag = self.groups[key_of(link, self.device, to)], _tag(link)
         x = x.contiguous()
@@ -35,7 +35,7 @@ class StageTransport:
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
-    def receive(self, link: Link, source: int, like: Tensor) -> Callable[[], Tensor]:
+    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
         """Begin to receive the next value of a link; return what waits for it and returns it.
 
         It begins before this piece has sent. Where a group's messages wait for each other, what
@@ -60,7 +60,7 @@ class StageTransport:
 Key = tuple[str, int, int, int]
 
 
-def key_of(link: Link, sender: int, receiver: int) -> Key:
+def key_of(link: StageLink, sender: int, receiver: int) -> Key:
     """Return which group a message has: by its kind, round and step, and the sender's parity.
 
     So a device that receives from one neighbor and sends to the other has a group for each.
@@ -68,7 +68,7 @@ def key_of(link: Link, sender: int, receiver: int) -> Key:
     return link.kind, link.round, receiver - sender, sender % 2
 
 
-def _keys(order: Order, links: Sequence[Link]) -> list[Key]:
+def _keys(order: Order, links: Sequence[StageLink]) -> list[Key]:
     """Return the keys of all messages."""
     places = order.places
     keys: dict[Key, None] = {}
@@ -81,6 +81,6 @@ def _keys(order: Order, links: Sequence[Link]) -> list[Key]:
     return [*keys]
 
 
-def _tag(link: Link) -> int:
+def _tag(link: StageLink) -> int:
     """Return the tag of a link's messages: those of one are in order."""
     return (link.leaf * 64 + link.round) * 2 + (link.kind == "F")

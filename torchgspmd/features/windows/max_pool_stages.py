@@ -24,7 +24,7 @@ from ...compat.operators import aten
 
 
 @dataclass(frozen=True)
-class Stage:
+class PoolStage:
     """Pooling along one dimension, which is negative: -1 is the last one."""
 
     dim: int
@@ -113,13 +113,13 @@ def stages(
     stride: Sequence[int] = (),
     padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,),
-) -> list[Stage]:
+) -> list[PoolStage]:
     """Return the stages of a pooling, from the last dimension on; at least one."""
     options = [
         list(v) * (spatial if len(v) == 1 else 1)
         for v in (kernel, stride or kernel, padding, dilation)
     ]
-    all_stages = [Stage(dim, *(v[dim] for v in options)) for dim in range(-1, -spatial - 1, -1)]
+    all_stages = [PoolStage(dim, *(v[dim] for v in options)) for dim in range(-1, -spatial - 1, -1)]
     return [stage for stage in all_stages if stage.changes] or all_stages[-1:]
 
 
@@ -151,7 +151,7 @@ def max_pool_backward(
     *,
     shards: int = 1,
 ) -> Tensor:
-    """Return the gradient of x. index: from `max_pool`. shards: see Stage.pool_backward.
+    """Return the gradient of x. index: from `max_pool`. shards: see PoolStage.pool_backward.
 
     The indices of the stages before the last are computed again.
     """

@@ -19,7 +19,7 @@ from ...rules.notation import Call, FactorRule, LocalForm, factors
 
 
 @dataclass(frozen=True)
-class Cut:
+class WindowCut:
     """The device's own positions, among those that its window touches.
 
     They begin at `start`. The operation already leaves out `spare` positions at both ends. If the
@@ -51,8 +51,8 @@ def cut(
     padding: int,
     span: int,
     crop: bool = True,
-) -> Cut:
-    """Return the Cut for the window of an operand's dimension.
+) -> WindowCut:
+    """Return the WindowCut for the window of an operand's dimension.
 
     span: distance of the first and last element of the kernel. crop: whether the operation can
     leave out `spare` positions.
@@ -68,7 +68,7 @@ def cut(
     front, back = max(0, -min(starts)), max(0, max(starts) + length - end)
     spare = min(min(starts), end - max(starts) - length) if crop and not front and not back else 0
     own_start = start(local.index(factor)) if len(starts) > 1 else starts.pop()
-    return Cut(own_start + (front - spare), length, spare, front, back)
+    return WindowCut(own_start + (front - spare), length, spare, front, back)
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ class Spread:
 
     windows: tuple[PoolWindow, ...]
     shape: list[int]
-    cuts: dict[int, Cut]
+    cuts: dict[int, WindowCut]
 
     @classmethod
     def from_windows(cls, local: LocalBuilder, windows: Sequence[PoolWindow]) -> Spread:

@@ -87,7 +87,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
     candidates[_content(chosen)] = chosen
     which = op.results.index(value)
 
-    def row(strategy: Strategy) -> Row:
+    def row(strategy: Strategy) -> CandidateRow:
         """Return the costs of a strategy."""
         compute = arithmetic(op.rule, dict(strategy.assignment), at.mesh, decisions.constants)
         free = replace(strategy, work=0.0, pending=0.0)
@@ -96,7 +96,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
             for without in ({"results": ()}, {"operands": ()})
         ]
         factors = ", ".join(f"{f}: {'+'.join(axes)}" for f, axes in strategy.assignment)
-        return Row(
+        return CandidateRow(
             factors or ("whole" if marked(op) is None else "marked"),
             f"[{strategy.results[which]}]",
             (compute, strategy.work - compute, *moves),
@@ -110,7 +110,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """One candidate, with its costs in the order of COLUMNS."""
 
     name: str
@@ -144,7 +144,7 @@ def _explain_input(costs: CostModel, value: fx.Node) -> str:
     )
 
 
-def _table(rows: Sequence[Row], constants: CostConstants) -> list[str]:
+def _table(rows: Sequence[CandidateRow], constants: CostConstants) -> list[str]:
     """Return the lines of a table."""
     shown = [row for i, row in enumerate(rows) if i < MAX_ROWS or row.chosen]
     cells = [("strategy", "result", *COLUMNS, "total")]
@@ -166,7 +166,7 @@ def _table(rows: Sequence[Row], constants: CostConstants) -> list[str]:
     ]
 
 
-def _reason(rows: Sequence[Row], op: Op, decisions: Decisions) -> str:
+def _reason(rows: Sequence[CandidateRow], op: Op, decisions: Decisions) -> str:
     """Return why the chosen candidate won. rows: the cheapest first."""
     if op.node in decisions.omitted_marks:
         return "nobody uses the layout of the mark, so it is left out"

@@ -19,7 +19,7 @@ from ...layout.open_sizes import OpenSize, nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
-from .reshard_pattern import Instance, Pattern, Solution, instance, solve
+from .reshard_pattern import Instance, Pattern, PatternSolution, instance, solve
 from .reshard_search import at_least, on_average, step_cost
 from .search_counts import SearchCounts, no_counts
 
@@ -146,7 +146,7 @@ class Resharder:
             each = self.instances[key] = instance(self.mesh, *key)
         return each
 
-    def _solution(self, pattern: Pattern) -> Solution:
+    def _solution(self, pattern: Pattern) -> PatternSolution:
         """Return the steps of a pattern; its work is counted once a search memory."""
         solution = solve(pattern, self.constants)
         if pattern not in self.patterns:

@@ -71,7 +71,7 @@ class Send(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Solution:
+class PatternSolution:
     """The cheapest steps of a pattern, and the work of the search for them."""
 
     steps: tuple[Step, ...]
@@ -103,7 +103,7 @@ class Instance(NamedTuple):
     pending: Axes  # of the layout before, in order
     unit: int
 
-    def cost(self, solution: Solution) -> float:
+    def cost(self, solution: PatternSolution) -> float:
         """Return the bytes sent, plus the fees of collectives."""
         sends = solution.sends
         if self.unit:
@@ -113,7 +113,7 @@ class Instance(NamedTuple):
         missing = lacking(self._own_mesh(), self.shape, self.pattern.before, self.pattern.after)
         return missing * self.itemsize + sum(s.fee for s in sends)
 
-    def steps(self, solution: Solution, constants: CostConstants) -> Iterator[Step]:
+    def steps(self, solution: PatternSolution, constants: CostConstants) -> Iterator[Step]:
         """Yield the steps with the axes and bytes of this reshard."""
         mesh, spec = self._own_mesh(), self.pattern.before
         search = ReshardSearch(mesh, self.shape, self.itemsize, self.pattern.after, constants)
@@ -255,13 +255,15 @@ def _follows(first: tuple[int, int] | None, second: tuple[int, int] | None) -> b
     return first == second or first[0] == second[0] >= 0 and first[1] + 1 == second[1]
 
 
-def solve(pattern: Pattern, constants: CostConstants) -> Solution:
+def solve(pattern: Pattern, constants: CostConstants) -> PatternSolution:
     """Return the cheapest steps of a pattern; a process searches each once."""
     return _solve(pattern, constants, tuple(SEARCHED))
 
 
 @lru_cache(maxsize=MAX_PATTERNS)
-def _solve(pattern: Pattern, constants: CostConstants, kinds: tuple[StepKind, ...]) -> Solution:
+def _solve(
+    pattern: Pattern, constants: CostConstants, kinds: tuple[StepKind, ...]
+) -> PatternSolution:
     """Return the cheapest steps of a pattern by steps of these kinds."""
     mesh = _mesh(pattern.sizes)
     search = ReshardSearch(mesh, pattern.shape, pattern.unit, pattern.after, constants)
@@ -271,4 +273,4 @@ def _solve(pattern: Pattern, constants: CostConstants, kinds: tuple[StepKind, ..
         for s in steps
         if isinstance(s.target, CollectiveKind) and s.collective
     )
-    return Solution(steps, sends, search.states, search.permutes, search.limited)
+    return PatternSolution(steps, sends, search.states, search.permutes, search.limited)

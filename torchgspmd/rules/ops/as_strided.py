@@ -20,7 +20,7 @@ from ..rewrites import DECLINED, Declined, rewrite
 
 
 @dataclass
-class Window:
+class StridedWindow:
     """A dimension of the base, and the result's dimensions that read it.
 
     stride: of one row in memory. start: the first row that is read.
@@ -40,7 +40,7 @@ def _storage_order(x: Tensor) -> list[int] | None:
 
 def _windows(
     shape: list[int], size: Sequence[int], stride: Sequence[int], offset: int
-) -> list[Window] | None:
+) -> list[StridedWindow] | None:
     """Return what the strides read of each dimension of a contiguous tensor, or None.
 
     Adjacent dimensions are merged until every stride stays within one.
@@ -50,7 +50,7 @@ def _windows(
         windows, rest, step = [], offset, math.prod(shape)
         for n in shape:
             step //= n
-            windows.append(Window(n, step, rest // step, []))
+            windows.append(StridedWindow(n, step, rest // step, []))
             rest %= step
         for d, (n, t) in enumerate(zip(size, stride)):
             if n > 1 and t:
@@ -74,7 +74,7 @@ def _windows(
     return None
 
 
-def _read(base: Tensor, dim: int, window: Window, size: Sequence[int]) -> Tensor:
+def _read(base: Tensor, dim: int, window: StridedWindow, size: Sequence[int]) -> Tensor:
     """Replace one dimension of the base by the dimensions that read it."""
     if not window.readers:
         return base.select(dim, window.start)

@@ -26,7 +26,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Choice:
+class RecomputeChoice:
     """How many layers do what, and seconds that no choice is below."""
 
     counts: tuple[int, ...]
@@ -38,7 +38,7 @@ def has_solver() -> bool:
     return find_spec("highspy") is not None
 
 
-def choose(ways: Sequence[Way], layers: int, limit: float) -> Choice | None:
+def choose(ways: Sequence[Way], layers: int, limit: float) -> RecomputeChoice | None:
     """Return the choice with the least seconds whose memory keeps to the limit; None without one.
 
     Args:
@@ -54,7 +54,7 @@ def choose(ways: Sequence[Way], layers: int, limit: float) -> Choice | None:
     if relaxed is None or chosen is None:
         return None
     bound = sum(n * way.seconds for n, way in zip(relaxed, ways))
-    return Choice(tuple(round(n) for n in chosen), bound)
+    return RecomputeChoice(tuple(round(n) for n in chosen), bound)
 
 
 def _solve(ways: Sequence[Way], layers: int, limit: float, integer: bool) -> list[float] | None:
