@@ -126,6 +126,7 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
     }
     python = {
         "_current_frames",
+        "_exit",
         "_getframe",
         "_XLAC",
         "_SymbolicNumber__of",

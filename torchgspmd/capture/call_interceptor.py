@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +32,8 @@ from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import at_once, is_transforming, is_vectorizing
 from .unsupported import check_dense
+
+_CALL = getattr(nn.Module.__call__, "__code__", None)  # of frames that call a module
 
 
 class CallInterceptor(TorchFunctionMode):
@@ -214,29 +218,44 @@ _SET_DATA = _data.__set__
 
 
 class SourceTracker:
-    """The source line of each node, and whether the node belongs to the backward.
+    """The source line and module of each node, and whether the node belongs to the backward.
 
-    entry: the file that calls what is traced.
+    entry: the file that calls what is traced. model: its modules have their paths in it.
     """
 
-    def __init__(self, entry: str) -> None:
+    def __init__(self, entry: str, model: Any) -> None:
         self.entry, self.backward = entry, False
+        self.paths: dict[int, str] = {}
+        if isinstance(model, nn.Module):
+            self.paths = {id(module): name for name, module in model.named_modules()}
 
     def before(self) -> None:
         """Set the metadata of the nodes that the next call creates."""
         if not self.backward:
-            source = traced_line(self.entry)
-            fx_traceback.get_current_meta()["custom"] = {"source": source, "backward": False}
+            place = {"source": traced_line(self.entry), "module": self._module()}
+            fx_traceback.get_current_meta()["custom"] = {**place, "backward": False}
+
+    def _module(self) -> str:
+        """Return the path of the innermost module that is called."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL:
+                path = self.paths.get(id(frame.f_locals["self"]))
+                if path is not None:
+                    return path
+            frame = frame.f_back
+        return ""
 
     def after(self, result: Any) -> None:
-        """Store the source line in the autograd nodes of the results."""
+        """Store the place in the program in the autograd nodes of the results."""
         if self.backward:
             return
-        source = fx_traceback.get_current_meta()["custom"]
+        custom = fx_traceback.get_current_meta()["custom"]
+        place = {"source": custom["source"], "module": custom["module"]}
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
             if node is not None:
-                node.metadata.setdefault("torchgspmd", source["source"])
+                node.metadata.setdefault("torchgspmd", place)
 
     def clear(self) -> None:
         """Remove the metadata of the last call."""
@@ -244,7 +263,7 @@ class SourceTracker:
 
     def start_backward(self, outputs: list[Tensor]) -> None:
         """Give each later node the line of the forward operation that it differentiates."""
-        self._mark({"source": None, "backward": True}, outputs)
+        self._mark({"source": None, "module": "", "backward": True}, outputs)
 
     @contextmanager
     def inner_backward(self, arguments: Any) -> Iterator[None]:
@@ -253,8 +272,8 @@ class SourceTracker:
             yield
             return
         outputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-        source = traced_line(self.entry)
-        self._mark({"source": source, "backward": True, "inner": True}, outputs)
+        place = {"source": traced_line(self.entry), "module": self._module()}
+        self._mark({**place, "backward": True, "inner": True}, outputs)
         try:
             yield
         finally:
@@ -264,18 +283,17 @@ class SourceTracker:
     def _mark(self, meta: dict[str, Any], outputs: list[Tensor]) -> None:
         fx_traceback.get_current_meta()["custom"] = meta
         self.backward = True
-        stack: list[Any] = [(t.grad_fn, meta["source"]) for t in outputs if t.grad_fn is not None]
+        outer = {"source": meta["source"], "module": meta["module"]}
+        stack: list[Any] = [(t.grad_fn, outer) for t in outputs if t.grad_fn is not None]
         seen = set()
         while stack:
             node, inherited = stack.pop()
             if node in seen:
                 continue
             seen.add(node)
-            source = node.metadata.get("torchgspmd", inherited)
-            node.register_prehook(_set_meta({**meta, "source": source}))
-            stack.extend(
-                (parent, source) for parent, _ in node.next_functions if parent is not None
-            )
+            place = node.metadata.get("torchgspmd", inherited)
+            node.register_prehook(_set_meta({**meta, **place}))
+            stack.extend((parent, place) for parent, _ in node.next_functions if parent is not None)
 
 
 def _is_of_the_program(x: Tensor) -> bool:

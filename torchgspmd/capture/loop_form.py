@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.fx_nodes import origin_of
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
@@ -278,7 +279,7 @@ class _Residuals:
             new = val(old)
         node.meta = {
             "val": new,
-            "source": like.meta["source"],
+            **origin_of(like),
             "backward": before.meta["backward"],
             "captured": node.name,
         }

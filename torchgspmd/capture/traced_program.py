@@ -81,7 +81,7 @@ class TracedProgram:
             for tensor, needed in zip(inputs, requires):
                 if needed:
                     tensor.requires_grad_()
-            tracker = SourceTracker(__file__)
+            tracker = SourceTracker(__file__, self.fn)
             with CallInterceptor(tracker, self.constants, mode), capturing():
                 outputs, grads = self._with_state(inputs, tracker)
             tracker.clear()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compat.fx_nodes import add_node, allocates
+from ..compat.fx_nodes import add_node, allocates, origin_of
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .collective import split_axes
@@ -32,8 +32,7 @@ class CollectiveBuilder:
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """Add a call with the source line and phase of the node that is being lowered."""
         result = add_node(self.graph, "call_function", op, args, kwargs)
-        meta = self.node.meta
-        result.meta.update(source=meta.get("source"), backward=meta.get("backward", False))
+        result.meta.update({"source": None, "backward": False, **origin_of(self.node)})
         return result
 
     def ring_position(self, axes: str) -> tuple[str, list[int], int]:

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from ..layout.mesh import Mesh
 from ..rules.custom_ops.loops import Loop
 from .local_ops import add_rows, copy_rows
+from .profiled_code import ProfiledCode
 
 RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
 """Runs a graph on all devices: inputs are lists over the devices, results are those of each."""
@@ -25,7 +26,7 @@ RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
 
 def as_code(graph: fx.Graph) -> Callable[..., Any]:
     """Return a function that runs a graph, operation by operation."""
-    return fx.GraphModule(torch.nn.Module(), graph).forward
+    return ProfiledCode(fx.GraphModule(torch.nn.Module(), graph).forward)
 
 
 class InnerProgram:

@@ -44,8 +44,10 @@ class Places:
     def watch(self, function: Any) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives.
 
-        function: forward of a GraphModule. What torch.compile made has no nodes that run.
+        function: a ProfiledCode, or forward of a GraphModule. What torch.compile made has no nodes
+            that run.
         """
+        function = getattr(function, "plain", function)
         owner = getattr(function, "__self__", None)
         if not isinstance(owner, fx.GraphModule):
             return ""

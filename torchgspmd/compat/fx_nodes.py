@@ -22,6 +22,14 @@ _UNSAFE = (
     aten.unsafe_split_with_sizes.default,
 )
 
+# Where in the user's program a node is from, and the collective that it is a part of.
+ORIGIN = ("source", "module", "backward", "collective")
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """Return the metadata that says where in the user's program a node is from."""
+    return {key: node.meta[key] for key in ORIGIN if key in node.meta}
+
 
 def add_node(
     graph: fx.Graph,

@@ -98,6 +98,7 @@ TABLE: tuple[PrivateApi, ...] = (
     ),
     *_rows(NOTHING, "torch._C._functorch", "get_unwrapped maybe_get_level", "manual regions"),
     *_rows(PLAN, "torch.autograd.graph", "_engine_run_backward"),
+    *_rows(NOTHING, "torch.autograd", "_profiler_enabled", "names of modules in a profile"),
     *_rows(
         PLAN,
         "torch.nn.Module",

@@ -60,6 +60,7 @@ _ROWS = (
         "dtype in which an operation has the value, if another than that of val",
     ),
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
+    Key("module", CAPTURED, RUNNABLE, str, "path of the module whose forward computes it"),
     Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),
     Key(
         "dynamic", CAPTURED, RUNNABLE, bool, "has sizes or numbers known in a run, which stay whole"
@@ -84,6 +85,7 @@ _ROWS = (
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, RUNNABLE, int, "of all results of a start; of the workspace of a ring"),
     Key("ring", PARTITIONED, LOCAL, bool, "its keys are to travel round a ring"),
+    Key("collective", LOCAL, RUNNABLE, str, "kind, operand, size, axes: for profiles"),
     Key("product", LOWERED, RUNNABLE, bool, "computes an einsum"),
     Key("again", ANNOTATED, PARTITIONED, bool, "for XLA: repeats a node of the forward"),
 )

@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.graph import CodeGen
 from torch.fx.passes.split_module import split_module
 
 from ..comm.loop_call import BodyCall, loop_calls
+from ..comm.profiled_code import ProfiledCode
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 
 
@@ -23,9 +25,9 @@ def compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool =
     if backend == "inductor":
         compiled = _by_inductor(owner, graph)
         return (lambda inputs: compiled(*inputs)) if boxed else compiled
-    if boxed:
-        graph.set_codegen(BoxedCodeGen())
-    return fx.GraphModule(owner, graph).forward
+    codegen = BoxedCodeGen() if boxed else CodeGen()
+    graph.set_codegen(codegen)
+    return ProfiledCode(fx.GraphModule(owner, graph).forward, codegen)
 
 
 def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import fx
 
+from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
 from .ring_keys import RINGS, Ring
@@ -64,7 +65,8 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
     steps = [x.meta["step"] for x in (*gathers, *scattered)]
     moved = bytes_of(k) + bytes_of(v)
     fused.meta = {
-        **{key: node.meta[key] for key in ("source", "backward", "dtype")},
+        **origin_of(node),
+        "dtype": node.meta["dtype"],
         "step": replace(
             steps[0], payload=sum(s.payload for s in steps), sent=sum(s.sent for s in steps)
         ),

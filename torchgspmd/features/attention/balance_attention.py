@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node, copy_node
+from ...compat.fx_nodes import add_node, copy_node, origin_of
 from ...fx_passes.expand.min_cut import Cut
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Op, Rules, runs, values
@@ -267,7 +267,7 @@ class _Reordering:
         Keys in zigzag order are marked: all of them would be gathered first, for less bytes, and
         could not travel round a ring.
         """
-        meta = {"source": value.meta.get("source"), "backward": backward}
+        meta = {"source": None, **origin_of(value), "backward": backward}
         spec, producer = self.layouts.spec[place.value], self.producers.get(place.value)
         if producer is not None and self._keys(producer, place):
             value = self._marked(value, spec, meta)

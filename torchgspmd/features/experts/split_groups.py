@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...compat.fx_nodes import inline
+from ...compat.fx_nodes import inline, origin_of
 from ...compat.private_apis import _pytree as pytree
 from ...fx_passes.ir import Op, Rules, is_operation, operands_of
 from ...rules import DECLINED, FactorRule, trace
@@ -178,7 +178,7 @@ def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: Block
 
 def carried_meta(node: fx.Node) -> dict[str, Any]:
     """Return the metadata that a node of other shapes takes over."""
-    return {k: v for k, v in node.meta.items() if k in ("source", "backward")}
+    return origin_of(node)
 
 
 def _is_elementwise(op: Op) -> bool:

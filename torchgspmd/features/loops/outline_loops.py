@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from ...comm.loop_call import LoopCall
+from ...compat.fx_nodes import origin_of
 from ...errors import ShardingError
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import (
@@ -163,4 +164,4 @@ def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
 
 def _meta(node: fx.Node) -> dict[str, Any]:
     """Return the metadata of a call, which has several results."""
-    return {"source": node.meta["source"], "backward": node.meta["backward"], "dtype": None}
+    return {**origin_of(node), "dtype": None}

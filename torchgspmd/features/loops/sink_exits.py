@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import fx
 
-from ...compat.fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node, origin_of
 from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
 from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
@@ -131,7 +131,7 @@ class _Sunk:
     def _exit_of(self, x: fx.Node, end: fx.Node) -> fx.Node:
         """Return an exit like `end` for another value."""
         node = self.graph.call_function(end.target, (x, *end.args[1:]))  # pyright: ignore
-        node.meta = {key: end.meta[key] for key in ("source", "backward") if key in end.meta}
+        node.meta = origin_of(end)
         rows = [end.meta["shape"][0]] if end.target is STACK else []
         node.meta |= {"shape": [*rows, *x.meta["shape"]], "dtype": x.meta["dtype"]}
         self.nests[node] = self.nests[end]

@@ -22,6 +22,7 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...rules.ops.pointwise import is_float_cast
@@ -162,8 +163,9 @@ def _cast(value: fx.Node, dtype: torch.dtype, op: OpOverload = aten._to_copy.def
         else:
             cast = value.graph.call_function(op, (value, dtype))
     cast.meta = {
+        "source": None,
+        "backward": False,
+        **origin_of(value),
         "val": value.meta["val"].to(dtype),
-        "source": value.meta.get("source"),
-        "backward": value.meta.get("backward", False),
     }
     return cast

@@ -21,7 +21,7 @@ from torch import fx
 
 from ...comm.collective import split_axes
 from ...comm.local_ops import mask_padding
-from ...compat.fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node, origin_of
 from ...compat.operators import aten
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh, sub_axis
@@ -217,8 +217,9 @@ class _Localizer:
         ring = {"ring": True} if node.meta.get("ring") else {}
         return {
             **ring,
-            "source": node.meta.get("source"),
-            "backward": node.meta.get("backward", False),
+            "source": None,
+            "backward": False,
+            **origin_of(node),
             "dtype": val.dtype if isinstance(val, torch.Tensor) else None,
             "step": node.meta.get("step"),
             "dynamic": node.meta.get("dynamic", False),

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node
+from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
 from ...rules.custom_ops.matrix_form import Matrix, matrix_form
 from ...rules.custom_ops.nd import einsum, split_equation
@@ -156,6 +156,6 @@ class _Product:
 
     def call(self, op: Any, *args: Any) -> fx.Node:
         """Add a call with the source line and phase of the einsum."""
-        result, meta = add_node(self.graph, "call_function", op, args, {}), self.node.meta
-        result.meta.update(source=meta.get("source"), backward=meta.get("backward", False))
+        result = add_node(self.graph, "call_function", op, args, {})
+        result.meta.update({"source": None, "backward": False, **origin_of(self.node)})
         return result

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from ...compat.fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node, origin_of
 from ...rules.custom_ops.loops import CARRY, NEXT, ends_by_value
 from ...shard_spec import ShardSpec
 from ..ir import is_number
@@ -191,6 +191,7 @@ def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, Any]:
         **({"other": value.meta["other"], "dynamic": True} if "other" in value.meta else {}),
         **({"runs": value.meta["runs"]} if "runs" in value.meta else {}),
         "val": value.meta["val"],
-        "source": value.meta.get("source"),
+        "source": None,
+        **origin_of(value),
         "backward": backward or value.meta.get("backward", False),
     }

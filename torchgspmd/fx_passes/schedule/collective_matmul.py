@@ -24,6 +24,7 @@ from torch import fx
 from ...comm.collective import split_axes
 from ...comm.hardware import Hardware
 from ...comm.kinds import einsum_scatter, gather_einsum
+from ...compat.fx_nodes import origin_of
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.nd import einsum
 from .arithmetic import flops
@@ -93,7 +94,7 @@ def _fuse_gather(
                 keep,
             ),
         )
-    ring.meta = {key: node.meta[key] for key in ("source", "backward", "dtype", "step")}
+    ring.meta = {**origin_of(node), **{key: node.meta[key] for key in ("dtype", "step")}}
     order[ring] = order[node] = order[first]
     for i, member in enumerate(members):
         member.target, member.args = operator.getitem, (ring, i)

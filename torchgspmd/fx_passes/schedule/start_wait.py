@@ -15,6 +15,8 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.kinds import CollectiveKind
+from ...compat.fx_nodes import origin_of
+from ..units import size_text
 from .liveness import bytes_of
 
 
@@ -44,10 +46,22 @@ def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
             name=f"{first.name}_start",
         )
     started.meta = {
-        "source": first.meta.get("source"),
-        "backward": first.meta.get("backward", False),
+        "source": None,
+        "backward": False,
+        **origin_of(first),
         "dtype": first.meta["dtype"],
         "bytes": sum(map(bytes_of, run)),
     }
+    started.meta["collective"] = label = _label(run)
     for i, node in enumerate(run):
+        node.meta["collective"] = label
         node.target, node.args = wait, (started, i)
+
+
+def _label(run: Sequence[fx.Node]) -> str:
+    """Return kind, first operand, bytes of all results and axes of a start."""
+    first, rest = run[0], f" and {len(run) - 1} more" if len(run) > 1 else ""
+    step = first.meta.get("step")
+    axes = ", " + "+".join(step.axes) if step is not None else ""
+    size = size_text(sum(map(bytes_of, run)))
+    return f"{first.target.name} {first.args[0]}{rest}, {size}{axes}"

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...compat.fx_nodes import ORIGIN
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
 from ..notation import FactorRule
@@ -100,7 +101,7 @@ def add(graph: fx.Graph, values: Sequence[fx.Node], val: Tensor, meta: dict) -> 
 
 def _call(graph: fx.Graph, target: Any, args: tuple, val: Tensor, meta: dict) -> fx.Node:
     node = graph.create_node("call_function", target, args, name=target.overloadpacket.__name__)
-    node.meta = {key: meta[key] for key in ("source", "backward") if key in meta} | {"val": val}
+    node.meta = {key: meta[key] for key in ORIGIN if key in meta} | {"val": val}
     return node
 
 

@@ -1,0 +1,89 @@
+"""The code of a program, with ranges for torch.profiler while it runs.
+
+    forward | blocks | blocks.0 | blocks.0.up | all_gather blocks_0_up_weight, 4.00 MiB, data
+
+A range has the path of the module whose operations run in it; that of a collective says what is
+sent. They stand in a second version of the code, which is made when a profiler first looks. Without
+a profiler a run costs one more question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import CodeGen
+
+from ..compat.fx_nodes import copy_node
+from ..compat.private_apis import _profiler_enabled, is_missing
+
+_IS_MISSING = is_missing(_profiler_enabled)
+
+
+class ProfiledCode:
+    """A function that runs a graph. plain: `forward` of its GraphModule, without ranges.
+
+    codegen: that of the graph, if it is not torch's own.
+    """
+
+    def __init__(self, plain: Callable[..., Any], codegen: CodeGen | None = None) -> None:
+        self.plain, self.codegen = plain, codegen
+        self._with_ranges: Callable[..., Any] | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the graph."""
+        if _IS_MISSING or not _profiler_enabled():
+            return self.plain(*inputs)
+        if self._with_ranges is None:
+            owner: Any = self.plain.__self__  # pyright: ignore[reportFunctionMemberAccess]
+            graph = with_ranges(owner.graph)
+            graph.set_codegen(self.codegen or CodeGen())
+            self._with_ranges = fx.GraphModule(owner, graph).forward
+        return self._with_ranges(*inputs)
+
+
+def open_range(text: str) -> Any:
+    """Begin a range, and return it."""
+    return torch.autograd.profiler.record_function(text).__enter__()
+
+
+def close_range(begun: Any) -> None:
+    """End a range."""
+    begun.__exit__(None, None, None)
+
+
+def with_ranges(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph whose nodes run inside of ranges."""
+    result, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    opened: list[tuple[str, fx.Node]] = []
+
+    def move_to(ranges: list[str]) -> None:
+        common = 0
+        while common < min(len(opened), len(ranges)) and opened[common][0] == ranges[common]:
+            common += 1
+        while len(opened) > common:
+            result.call_function(close_range, (opened.pop()[1],))
+        for text in ranges[common:]:
+            opened.append((text, result.call_function(open_range, (text,))))
+
+    for node in graph.nodes:
+        if node.op == "call_function":
+            move_to(ranges_of(node))
+        elif node.op == "output":
+            move_to([])
+        new[node] = copy_node(result, node, new.__getitem__)
+    return result
+
+
+def ranges_of(node: fx.Node) -> list[str]:
+    """Return the ranges of a node, the outermost first."""
+    path = node.meta.get("module", "")
+    ranges = ["backward" if node.meta.get("backward") else "forward"]
+    own, _, path = path.rpartition("/")
+    ranges += own.split("/") if own else []
+    parts = path.split(".") if path else []
+    ranges += [".".join(parts[: i + 1]) for i in range(len(parts))]
+    label = node.meta.get("collective")
+    return [*ranges, label] if label else ranges
