@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .runtime.load_safetensors import load_safetensors as load_safetensors
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
     from .tools.launch import launch as launch
+    from .tools.step_log import StepLog as StepLog
 
 __all__ = [
     "UNCONSTRAINED",
@@ -68,6 +69,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     **dict.fromkeys(
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"
     ),
+    "StepLog": "tools.step_log",
     "launch": "tools.launch",
 }
 

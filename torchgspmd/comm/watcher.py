@@ -49,6 +49,7 @@ class Watcher:
 
     def __init__(self, processes: Sequence[int], limit: float) -> None:
         self.step, self.phase, self.program, self.raised = 0, "", "", ""
+        self.looks = self.waits = 0  # how often the thread has looked, and found a wait
         self.processes, self.rank, self.limit = list(processes), dist.get_rank(), limit
         self.world, self.places = dist.group.WORLD, Places()
         self.fates: dict[int, Fate] = {}
@@ -116,6 +117,7 @@ class Watcher:
     def _look(self, peers: Peers) -> None:
         """Tell the neighbors where this rank is; ask all ranks if it has waited for long."""
         status, place = self.places.status(self.now(), self.program)
+        self.looks, self.waits = self.looks + 1, self.waits + bool(status.waits_in)
         if status != self._told:
             self._told = status
             peers.mark(kind="status", status=asdict(status))
