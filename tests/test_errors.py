@@ -298,7 +298,7 @@ def test_numbers_in_a_format():
         return f"{x.sum().item():.2f}"
 
     assert message(lambda: plan(log, X, mesh=MESH)).startswith(
-        "a number that is known only when the program runs is printed in a format"
+        "forward formats a value that only a run knows as"
     )
 
 

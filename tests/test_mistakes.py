@@ -46,8 +46,8 @@ MISTAKES = {
     "number": (lambda: gspmd.mark_sharding(3.0, MESH, ""), "gets a float", "pass a parameter"),
     "format": (
         lambda: plan_of(lambda net, y: (f"{y.sum():.3f}", y)[1]),
-        "printed in a format",
-        "print it outside",
+        "formats a value that only a run knows",
+        "or return the number",
     ),
     "tuple": (
         lambda: gspmd.plan(nn.Linear(8, 8), (X,), mesh=MESH),

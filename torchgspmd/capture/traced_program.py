@@ -18,6 +18,7 @@ from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .compute_dtype import Casts
 from .functional_values import unwrap, was_mutated
 from .functionalize import Functional, FunctionalTensor
+from .prints import Prints
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
@@ -214,7 +215,9 @@ class TracedProgram:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = WatchedArguments((args, kwargs))
         try:
-            result = opened(to_computed(self.call(*args, **kwargs)), watched.origins)
+            with (prints := Prints()).recorded():
+                called = self.call(*args, **kwargs)
+            result = opened(to_computed(called), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [
                 i for i, leaf in enumerate(self.result_leaves) if isinstance(leaf, Tensor)
@@ -235,7 +238,7 @@ class TracedProgram:
             state_writes = self.tables.writes(
                 outputs, [*used[: len(self.names)], *self.rebound.values()]
             )
-            self.writes = [*argument_writes, *state_writes]
+            self.writes = [*argument_writes, *state_writes, *prints.writes(outputs)]
         finally:
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):

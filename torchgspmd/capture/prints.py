@@ -1,0 +1,218 @@
+"""print() and logging of tensors in forward: every run prints the values that it computes.
+
+    print("h", h)                           the run prints   h tensor([[0.3, ...]])
+    print(f"loss {loss:.3f}")               loss 1.234
+    logger.info("norm %s", h.norm())        the logger of rank 0 gets it
+
+While a program is traced a tensor has no value. What would be printed becomes a row of PRINTER, a
+list that each run extends as it extends the user's own lists (state/writes.py): rank 0 prints the
+rows, in the order of the program, when the forward has ended. A format of a tensor, f"{x:.3f}", is
+a text with a stand-in until then.
+"""
+
+from __future__ import annotations
+
+import builtins
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ..compat.patches import Patch
+from ..compat.private_apis import (
+    FunctionalTensor,
+    get_proxy_mode,
+    is_functorch_wrapped_tensor,
+)
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, user_line
+from .state.source import Source
+from .state.writes import EXTEND, Write, replace_tensors
+from .trace_context import PATCHES, is_transforming
+
+_NUMBERS = torch.SymInt, torch.SymFloat
+_STAND_IN = re.compile("<value ([0-9]+) of a run>")
+_now: ContextVar[Prints | None] = ContextVar("prints of the trace", default=None)
+
+
+class Printer(list):
+    """The list that runs extend by rows; it prints them and keeps none.
+
+    A row has a kind with its options, and texts of which some are (tensor, format).
+    """
+
+    def extend(self, rows: Iterable[Any]) -> None:
+        """Print rows of a run. All ranks call it, since a value may be sharded."""
+        texts = [(how, "".join(map(_text, pieces))) for how, pieces in rows]
+        if dist.is_initialized() and dist.get_rank():
+            return
+        for (kind, option), text in texts:
+            if kind == "print":
+                sys.stdout.write(text)
+            else:
+                logging.getLogger(kind).log(option, "%s", text)
+
+
+PRINTER = Printer()
+_SOURCE = Source(globals(), ("PRINTER",))
+
+
+class Prints:
+    """What one trace prints."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.values: list[tuple[Tensor, str | None]] = []  # that stand-ins stand for, with formats
+        self.used: set[int] = set()
+        self.lines: list[str | None] = []  # of the user's code, of the stand-ins
+        mode = get_proxy_mode()
+        self.tracer = None if mode is None else mode.tracer
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the prints of this context."""
+        token = _now.set(self)
+        try:
+            yield
+        finally:
+            _now.reset(token)
+        for i, (_, spec) in enumerate(self.values):
+            if spec and i not in self.used:
+                raise ShardingError(
+                    f"forward formats a value that only a run knows as '{spec}', and neither "
+                    "prints nor logs the text",
+                    where=self.lines[i],
+                    why="one program is made for all values, before any device computes",
+                    fix="print() or log the text in forward, or return the number",
+                )
+
+    def writes(self, outputs: list[Tensor]) -> list[Write]:
+        """Return the write that prints; its tensors are appended to the outputs."""
+        return [Write(_SOURCE, replace_tensors(self.rows, outputs), EXTEND)] if self.rows else []
+
+    def has_values(self, value: Any) -> bool:
+        """Return whether only a run knows all of a value, or of a text."""
+        if isinstance(value, str):
+            return _STAND_IN.search(value) is not None
+        return any(map(_is_value, pytree.tree_leaves(value)))
+
+    def stand_in(self, value: Any, spec: str | None) -> str:
+        """Return the text that stands for a value, in a format. None: as print shows a tensor."""
+        if isinstance(value, Tensor):
+            kept = value.detach().clone()  # as it is now, without a gradient
+        else:
+            kept = torch.scalar_tensor(
+                value, dtype=torch.int64 if isinstance(value, torch.SymInt) else torch.float64
+            )
+        self.values.append((kept, spec))
+        self.lines.append(user_line())
+        return f"<value {len(self.values) - 1} of a run>"
+
+    def text(self, value: Any) -> str:
+        """Return a value as text; with stand-ins of what only a run knows."""
+        if isinstance(value, str) or not self.has_values(value):
+            return str(value)
+        return str(pytree.tree_map(lambda x: _Shown(self, x) if _is_value(x) else x, value))
+
+    def add(self, kind: str, option: Any, text: str) -> None:
+        """Add a row that prints a text, with values for its stand-ins."""
+        if not self.is_outside():
+            raise ShardingError(
+                "a print or log in the body of a transform has a value of each of its iterations",
+                where=user_line(),
+                why="a loop, a pipeline and torch.vmap trace their body once for all of them",
+                fix="return the value, and print it behind the loop",
+            )
+        pieces: list[Any] = _STAND_IN.split(text)
+        for i in range(1, len(pieces), 2):
+            number = int(pieces[i])
+            self.used.add(number)
+            pieces[i] = [*self.values[number]]
+        self.rows.append([[kind, option], pieces])
+
+    def is_outside(self) -> bool:
+        """Return whether the trace is in the body of no loop and no transform."""
+        mode = get_proxy_mode()
+        return mode is not None and mode.tracer is self.tracer and not is_transforming()
+
+
+class _Shown:
+    """A value in a container that is printed."""
+
+    def __init__(self, prints: Prints, value: Any) -> None:
+        self.text = prints.stand_in(value, None if isinstance(value, Tensor) else "")
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+def _is_value(x: Any) -> bool:
+    """Return whether only a run knows this."""
+    return isinstance(x, (FunctionalTensor, *_NUMBERS)) or (
+        isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
+    )
+
+
+def _text(piece: Any) -> str:
+    """Return a text, or a value in its format."""
+    if isinstance(piece, str):
+        return piece
+    value, spec = piece
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return str(value) if spec is None else format(value, spec)
+
+
+def _print(before: Callable[..., None]) -> Callable[..., None]:
+    def print_(*values: Any, sep: Any = " ", end: Any = "\n", **options: Any) -> None:
+        prints = _now.get()
+        if prints is None or options.get("file") or not any(map(prints.has_values, values)):
+            before(*values, sep=sep, end=end, **options)
+        else:
+            sep, end = " " if sep is None else sep, "\n" if end is None else end
+            prints.add("print", None, sep.join(map(prints.text, values)) + end)
+
+    return print_
+
+
+def _log(before: Callable[..., None]) -> Callable[..., None]:
+    def handle(self: logging.Logger, record: logging.LogRecord) -> None:
+        prints, args = _now.get(), record.args
+        if prints is None or not (prints.has_values(args) or prints.has_values(record.msg)):
+            before(self, record)
+            return
+        if isinstance(args, tuple):
+            record.args = tuple(prints.text(a) if prints.has_values(a) else a for a in args)
+        prints.add(self.name, record.levelno, record.getMessage())
+
+    return handle
+
+
+def _format(before: Callable[..., str]) -> Callable[..., str]:
+    def format_(self: Any, spec: str) -> str:
+        prints = _now.get()
+        if prints is None or not spec and not isinstance(self, Tensor):
+            return before(self, spec)
+        return prints.stand_in(self, spec)
+
+    return format_
+
+
+_WHY = "a print would show a tensor without values, once"
+PATCHES.extend(
+    [
+        Patch(builtins, "print", _print, _WHY),
+        Patch(logging.Logger, "handle", _log, _WHY),
+        Patch(FunctionalTensor, "__format__", _format, _WHY),
+        Patch(torch.SymFloat, "__format__", _format, _WHY),
+        Patch(torch.SymInt, "__format__", _format, _WHY),
+    ]
+)
