@@ -21,6 +21,7 @@ from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
     from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .runtime.batch_sampler import BatchSampler as BatchSampler
     from .runtime.checkpoint import load, save
     from .runtime.load_full_state import load_full_state_dict
     from .runtime.load_safetensors import load_safetensors as load_safetensors
@@ -62,6 +63,7 @@ __all__ = [
 ]
 
 _LATER = {  # Names that load their folder, or file, when they are first asked for.
+    "BatchSampler": "runtime.batch_sampler",
     **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
     "load_full_state_dict": "runtime.load_full_state",
     "load_safetensors": "runtime.load_safetensors",

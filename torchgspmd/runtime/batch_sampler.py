@@ -1,0 +1,172 @@
+"""The rows of each global batch that one process loads: those of its place along the batch axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import Sampler
+
+from ..comm.process_groups import part_of
+from ..errors import ShardingError, user_line
+from ..layout.device_mesh import mesh_of
+from ..layout.mesh import Mesh
+from ..layout.prefix_specs import BATCH_AXES
+
+LAST = ("drop", "repeat")
+
+
+class BatchSampler(Sampler[list[int]]):
+    """Indices for a DataLoader: each process loads its rows of every global batch, and no others.
+
+    Processes that differ along other axes than those of the batch, such as "model", load the same
+    rows. The global batches are the same on every mesh. `shard_batch` makes one global tensor of
+    what the processes have loaded.
+
+    Args:
+        data: The data set, or its length.
+        batch_size: Rows of a global batch.
+        mesh: The mesh of the module, also as torch's DeviceMesh.
+        axes: Axes that divide the batch, such as "data" or ("host", "data"). "auto": those that
+            in_specs="auto" takes.
+        shuffle: Whether the order is random, another one in each epoch.
+        seed: Of the order; the same on every rank.
+        last: "drop" leaves out the rows that fill no batch. "repeat" fills it with the first rows
+            of the epoch, which then count twice.
+
+    Raises:
+        ShardingError: The axes do not divide the batch, or the data fill no batch.
+
+    Example:
+        >>> sampler = gspmd.BatchSampler(10, 4, Mesh(data=1), shuffle=False)
+        >>> list(sampler)
+        [[0, 1, 2, 3], [4, 5, 6, 7]]
+        >>> sampler.resume(step=1)  # a run that has had one step goes on
+        >>> list(sampler)
+        [[4, 5, 6, 7]]
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        batch_size: int,
+        mesh: Mesh | DeviceMesh,
+        *,
+        axes: str | tuple[str, ...] = "auto",
+        shuffle: bool = True,
+        seed: int = 0,
+        last: str = "drop",
+    ) -> None:
+        part, mesh = part_of(mesh), mesh_of(mesh)
+        self.length = data if isinstance(data, int) else len(data)
+        self.batch_size, self.shuffle, self.seed, self.last = batch_size, shuffle, seed, last
+        if axes == "auto":
+            names = tuple(name for name in mesh.names if name in BATCH_AXES)
+        else:
+            names = (axes,) if isinstance(axes, str) else tuple(axes)
+        for name in names:
+            mesh.check_axis(name)
+        shards = mesh.count(names)
+        rank = _rank(mesh) if part is None else part.mesh.flatten().tolist().index(dist.get_rank())
+        place = mesh.index(names, mesh.coordinates(rank))
+        if last not in LAST:
+            raise ShardingError(
+                f"last is '{last}'", where=user_line(), fix=f"one of {', '.join(LAST)}"
+            )
+        if batch_size % shards:
+            raise ShardingError(
+                f"a batch of {batch_size} rows is not divided by {shards} devices of "
+                f"{' and '.join(names)}",
+                where=user_line(),
+                fix=f"a batch of {shards * -(-batch_size // shards)} rows",
+            )
+        if self.length < batch_size and last == "drop" or not self.length:
+            raise ShardingError(
+                f"{self.length} rows fill no batch of {batch_size}",
+                where=user_line(),
+                fix='a smaller batch, or last="repeat"',
+            )
+        rows = batch_size // shards
+        self._rows = slice(place * rows, (place + 1) * rows)
+        self.epoch = self.first = 0
+
+    def __len__(self) -> int:
+        """Return the batches of an epoch."""
+        batches, rest = divmod(self.length, self.batch_size)
+        return batches + (rest > 0 and self.last == "repeat")
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the rows of this process, batch by batch; then the next epoch begins."""
+        order = self._order(self.epoch)
+        while self.first < len(self):
+            at = self.first * self.batch_size
+            self.first += 1
+            yield order[at : at + self.batch_size][self._rows]
+        self.epoch, self.first = self.epoch + 1, 0
+
+    def resume(self, step: int) -> None:
+        """Go on as after so many batches, counted over all epochs.
+
+        Args:
+            step: The number of steps that the run has had. Count those that were trained, since
+                workers of a DataLoader are ahead of them.
+
+        Example:
+            >>> sampler = gspmd.BatchSampler(8, 4, Mesh(data=1))
+            >>> sampler.resume(5)
+            >>> sampler.epoch, sampler.first
+            (2, 1)
+        """
+        self.epoch, self.first = divmod(step, len(self))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place in the data, for StatefulDataLoader and `save`.
+
+        Returns:
+            The epoch and the batch in it that comes next.
+
+        Example:
+            >>> gspmd.BatchSampler(8, 4, Mesh(data=1)).state_dict()
+            {'epoch': 0, 'first': 0}
+        """
+        return {"epoch": self.epoch, "first": self.first}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on at a place that state_dict returned, on any mesh.
+
+        Args:
+            state: The place.
+
+        Example:
+            >>> gspmd.BatchSampler(8, 4, Mesh(data=1)).load_state_dict({"epoch": 1, "first": 0})
+        """
+        self.epoch, self.first = int(state["epoch"]), int(state["first"])
+
+    def _order(self, epoch: int) -> list[int]:
+        """Return all rows of an epoch, in the order of the global batches."""
+        if self.shuffle:
+            draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
+            order = torch.randperm(self.length, generator=draw).tolist()
+        else:
+            order = list(range(self.length))
+        missing = len(self) * self.batch_size - self.length
+        while missing > 0:  # a data set may be smaller than what is missing
+            order += order[:missing]
+            missing = len(self) * self.batch_size - len(order)
+        return order
+
+
+def _rank(mesh: Mesh) -> int:
+    """Return the place of this process in the mesh; 0 where there is one device and no group."""
+    if dist.is_initialized():
+        return dist.get_rank()
+    if mesh.size == 1:
+        return 0
+    raise ShardingError(
+        f"{mesh} has {mesh.size} devices, and this process is in no process group",
+        where=user_line(),
+        fix="torch.distributed.init_process_group() before",
+    )
