@@ -1,8 +1,10 @@
 """Run sets of features: `cd tests && python -m composition tensor+stack`.
 
-a+b+c           one set: right, refused, wrong or crash, and a smallest set that fails
+a+b+c           one set: right, refused, wrong, crash or other bytes than in sent_bytes.json,
+                and of one that fails a smallest set
 --all N         all sets of N features; with --log FILE a line of JSON each, and goes on there
 --random N      N sets of three to six features, from --seed
+--sent          write the rows that sent_bytes.json lacks; --sent all: all of them
 --list          the features
 """
 
@@ -17,7 +19,11 @@ from collections import Counter
 from pathlib import Path
 
 from .features import FEATURES, limits_of, parse, random_sets, sets
-from .judge import CRASH, REFUSED, RIGHT, WRONG, judge, shrink
+from .judge import CRASH, REFUSED, WRONG, Verdict, judge, shrink
+from .sent_bytes import SENT, complete
+
+OTHER_BYTES = "sends other bytes"
+FAILURES = REFUSED, WRONG, CRASH, OTHER_BYTES
 
 
 def main() -> None:
@@ -27,12 +33,16 @@ def main() -> None:
     parser.add_argument("--random", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path)
+    parser.add_argument("--sent", nargs="?", const="new", choices=("new", "all"))
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--with", dest="only", default="", help="only sets with one of a+b")
     args = parser.parse_args()
     os.environ.setdefault("TORCHGSPMD_CHECK", "1")  # programs are verified, as in tests
     if args.list:
         print(*FEATURES, sep="\n")
+    if args.sent:
+        complete(args.sent == "all")
+        return
     chosen = [parse(text) for text in args.sets]
     chosen += sets(args.all) if args.all else []
     chosen += random_sets(args.random, args.seed) if args.random else []
@@ -47,20 +57,31 @@ def main() -> None:
             continue
         start = time.process_time()
         verdict = judge(names)
-        is_limit = verdict.kind == REFUSED and any(w in verdict.text for w in limits_of(names))
-        counts[f"{verdict.kind}, a row of docs/limits.md" if is_limit else verdict.kind] += 1
+        kind = kind_of(verdict)
+        counts[kind] += 1
         if args.log:
             row = {"names": "+".join(names), "kind": verdict.kind, "text": verdict.text}
             row |= {"sent": verdict.sent, "seconds": round(time.process_time() - start, 2)}
             with args.log.open("a") as log:
                 log.write(json.dumps(row) + "\n")
-        elif verdict.kind != RIGHT and not is_limit or len(chosen) < 10:
+        if kind in FAILURES or len(chosen) < 10:
             print(verdict, flush=True)
-            if verdict.kind != RIGHT and not is_limit and len(names) > 1:
-                smallest = shrink(verdict)
-                print(f"  smallest: python -m composition {'+'.join(smallest.names)}")
+        if kind == OTHER_BYTES:
+            print(f"  {verdict.sent:.0f} bytes, {SENT['+'.join(names)]} in sent_bytes.json")
+        elif kind in FAILURES and len(names) > 1:
+            print(
+                f"  smallest: python -m composition {'+'.join(shrink(verdict).names)}", flush=True
+            )
     print(", ".join(f"{count} {kind}" for kind, count in counts.items()))
-    sys.exit(any(kind in (REFUSED, WRONG, CRASH) for kind in counts))
+    sys.exit(any(kind in FAILURES for kind in counts))
+
+
+def kind_of(verdict: Verdict) -> str:
+    """Return the verdict in a word, with that of limits and bytes."""
+    name = "+".join(verdict.names)
+    if verdict.kind == REFUSED and any(w in verdict.text for w in limits_of(verdict.names)):
+        return "a row of docs/limits.md"
+    return OTHER_BYTES if verdict.sent != SENT.get(name, verdict.sent) else verdict.kind
 
 
 main()

@@ -104,8 +104,8 @@ FEATURES = {row.name: row for row in ROWS}
 # What one field cannot say: a number of heads that two do not divide has no groups of two, layers
 # of experts have no dense layer to write by hand, torch's scan forbids writes in its body,
 # a mask of blocks is one of a length, specs in a manual region are axes, a convolution along tokens
-# has no cache, a slope is as exact as the loss that it is taken of, and blocks that differ are no
-# stack.
+# has no cache, a slope is as exact as the loss that it is taken of, BatchNorm takes no statistics
+# of float64 with rows of float32, and blocks that differ are no stack.
 APART = {
     frozenset(pair)
     for pair in (
@@ -117,6 +117,8 @@ APART = {
         ("accumulate", "tracked"),
         ("any_length", "flex"),
         ("accumulate", "batch_norm"),
+        ("param", "batch_norm"),
+        ("half", "batch_norm"),
         ("names", "manual"),
         ("decode", "spatial"),
         *(

@@ -60,7 +60,24 @@ def shrink(verdict: Verdict) -> Verdict:
     return verdict
 
 
+def bytes_sent(names: tuple[str, ...]) -> float | None:
+    """Return the bytes that a device sends, None of a set that is refused."""
+    try:
+        return compiled(setup_of(names))[0].sent_bytes
+    except ShardingError:
+        return None
+
+
 def planned(setup: Setup) -> tuple[Plan, nn.Module]:
+    """Return the plan of a setup's program, whose views work, and the module that it is of."""
+    plan, model = compiled(setup)
+    _ = str(plan), plan.summary(), program_text(plan.program_graph), str(plan.report())
+    for name in PRESETS if "hardware" in setup.options else ():
+        _ = str(plan.report(name))
+    return plan, model
+
+
+def compiled(setup: Setup) -> tuple[Plan, nn.Module]:
     """Return the plan of a setup's program, and the module that it is of."""
     model, mesh = build(setup), setup.on_mesh()
     names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
@@ -72,9 +89,6 @@ def planned(setup: Setup) -> tuple[Plan, nn.Module]:
         options["dynamic"] = dict.fromkeys(names, dims)
     rows = setup.spec("batch length")
     plan = gspmd.plan(model, *batch(setup), mesh=mesh, in_specs=(rows, rows), **options)
-    _ = str(plan), plan.summary(), program_text(plan.program_graph), str(plan.report())
-    for name in PRESETS if "hardware" in setup.options else ():
-        _ = str(plan.report(name))
     return plan, model
 
 

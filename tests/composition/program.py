@@ -371,7 +371,7 @@ class Model(nn.Module):
         x = marked(self.setup, self.embed[tokens] + at, "batch length _")
         if self.setup.tracked and self.training:
             with torch.no_grad():
-                self.mean.lerp_(x.mean((0, 1)), 0.1)
+                self.mean.lerp_(x.mean((0, 1)).to(self.mean.dtype), 0.1)
         if self.setup.normed:
             x = self.norm(x.transpose(1, 2)).transpose(1, 2)
         if self.setup.stem:  # an image of one channel

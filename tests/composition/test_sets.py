@@ -9,6 +9,7 @@ import pytest
 
 from composition.features import LIMITS, limits_of, parse, random_sets, sets
 from composition.judge import REFUSED, RIGHT, judge
+from composition.sent_bytes import SENT
 
 ONCE = (  # sets that failed before
     "sequence+hardware",
@@ -63,3 +64,4 @@ def test_a_set_of_features(text):
     wanted = REFUSED if limits else RIGHT
     assert verdict.kind == wanted, f"{verdict}\ncd tests && python -m composition {text}"
     assert not limits or any(words in verdict.text for words in limits)
+    assert limits or verdict.sent == SENT.get(text, verdict.sent)
