@@ -39,6 +39,7 @@ ONCE = (  # sets that failed before
     "ring+capacity+flex",
     "context+recompute+gqa",
     "sequence+vee+attention_dropout",
+    "zero_bubble+any_batch+attention_dropout",
     "names+circular+decode+evaluate",
 )
 EVERY = 80  # of the pairs one in so many

@@ -21,7 +21,7 @@ from ...capture.rewrites.products import autocast
 from ...capture.trace_context import is_transforming
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
-from ...rules.rewrites import DECLINED, rewrite
+from ...rules.rewrites import DECLINED, apply_first, rewrite
 from .op import attention
 from .repeated_heads import unrepeated
 
@@ -41,7 +41,7 @@ def _attention(
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
     It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
-    of our own, nor does torch.func.
+    of our own, nor does torch.vmap.
     """
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
@@ -51,8 +51,6 @@ def _attention(
     fused &= not (dropout_p and (is_transforming() or is_unrolling()))
     if attn_mask is not None:
         fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
-    if is_transforming() and not fused:
-        return DECLINED
     if fused:
         key, value = unrepeated(key, value)
     query, key, value = autocast(query, key, value)
@@ -83,7 +81,9 @@ def _attention(
         weights = weights if empty is None else weights.masked_fill(empty, 0)
     else:
         weights = scores.softmax(-1)
-    weights = F.dropout(weights, dropout_p).to(value.dtype)
+    left = apply_first("vmap", F.dropout, weights, dropout_p)
+    weights = F.dropout(weights, dropout_p) if left is DECLINED else left
+    weights = weights.to(value.dtype)
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
 
 
