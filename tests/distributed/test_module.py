@@ -273,7 +273,7 @@ def test_other_modules(mesh):
         "a module is on a mesh already"
     )
     model.head = nn.Linear(16, WORDS)
-    assert error_of(lambda: model(tokens())).startswith("parameter 'weight' is a plain tensor")
+    assert error_of(lambda: model(tokens())).startswith("parameter 'head.weight' is a plain tensor")
 
 
 @distributed(*MESHES)

@@ -191,10 +191,6 @@ class ModuleProxy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return of_model(self, name)
 
-    def _called_on_model(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call a method of the model."""
-        return method(*args, **kwargs)
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self.__dict__:
             object.__setattr__(self, name, value)

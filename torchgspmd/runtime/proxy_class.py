@@ -40,7 +40,7 @@ def of_model(proxy: Any, name: str) -> Any:
 
     @wraps(attribute.__func__)
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = self._called_on_model(attribute, args, kwargs)
+        result = attribute(*args, **kwargs)
         return self if result is model else result
 
     return MethodType(method, proxy)

@@ -40,7 +40,7 @@ from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
-from .write_whole import write_whole
+from .write_whole import install_writers
 
 _MODES = (
     "torch.is_grad_enabled()",
@@ -49,7 +49,6 @@ _MODES = (
     "torch.get_default_dtype()",
 )
 _CALLS = "calls a module"
-WRITERS = ("save_pretrained",)  # methods by which models of other libraries write themselves
 
 
 class ShardedModule(MeshModule):
@@ -105,6 +104,7 @@ class ShardedModule(MeshModule):
             for module in model.modules():  # behind hooks that rename what is loaded
                 module.register_load_state_dict_pre_hook(distribute_state)
             model.register_state_dict_post_hook(_hold_state)
+            install_writers(model)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
         dynamic = self._options.dynamic is not False  # names are those of the whole call
@@ -115,11 +115,6 @@ class ShardedModule(MeshModule):
             )
         submodule.__dict__["_layout"] = self._layout
         return submodule
-
-    def _called_on_model(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        if getattr(method, "__name__", "") in WRITERS:
-            return write_whole(self._model, lambda: method(*args, **kwargs))
-        return super()._called_on_model(method, args, kwargs)
 
     def _read_structure(self) -> None:
         super()._read_structure()
@@ -199,12 +194,13 @@ class ShardedModule(MeshModule):
         if isinstance(value, DTensor):
             return tuple(value.shape), value.dtype, value.placements
         if isinstance(value, nn.Parameter):
+            path = next((n for n, p in self._model.named_parameters() if p is value), name)
             raise ShardingError(
-                f"parameter '{name}' is a plain tensor",
+                f"parameter '{path}' is a plain tensor",
                 where=user_line(),
                 why="it was put into the model after parallelize",
-                fix="change the model before it is wrapped, "
-                "or put in a DTensor (torch's distribute_tensor)",
+                fix="change the model before it is wrapped; put in a DTensor (torch's "
+                "distribute_tensor); for adapters, torchgspmd.integrations.peft.get_peft_model",
             )
         return super()._kind(name, value)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,33 @@ from torch.distributed.tensor import DTensor
 from ..errors import ShardingError, user_line
 from .full_state import Gather, groups_of_state, in_place_of, tables_of
 from .shared_plan import broadcast_text
+
+WRITERS = ("save_pretrained",)  # methods by which models of other libraries write themselves
+
+
+def install_writers(model: nn.Module) -> None:
+    """Let the methods of a model and its submodules that write them write whole tensors."""
+    for module in model.modules():
+        for name in WRITERS:
+            if name not in module.__dict__ and hasattr(type(module), name):
+                module.__dict__[name] = WholeWriter(module, name)
+
+
+class WholeWriter:
+    """Replacement of a method that writes a model: every rank calls it, and rank 0 writes."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.__wrapped__ = getattr(module, name)  # the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return write_whole(self.module, lambda: self.__wrapped__(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict) -> WholeWriter:
+        module = copy.deepcopy(self.module, memo)
+        writer = copy.copy(self)
+        writer.module, writer.__wrapped__ = module, self.__wrapped__.__func__.__get__(module)
+        return writer
 
 
 def write_whole(model: nn.Module, write: Callable[[], Any]) -> Any:
