@@ -5,6 +5,7 @@ setup(
     version="0.1.0",
     description="GSPMD for PyTorch: one annotated model, sharded over a mesh of devices",
     packages=find_packages(include=["torchgspmd", "torchgspmd.*"]),
+    entry_points={"console_scripts": ["torchgspmd=torchgspmd.__main__:main"]},
     package_data={"torchgspmd": ["py.typed"], "torchgspmd.tools.report": ["page.html"]},
     license="BSD-3-Clause",
     python_requires=">=3.10",

@@ -35,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("options", nargs="*", metavar="NAME=VALUE", help="options of example, such as layout=tp")
     add("--mesh", required=True, help="the devices, such as data=64,model=32")
     add("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
-    for row in rows_for("plan"):
-        if how := _argument(row):
-            add(f"--{row.name.replace('_', '-')}", help=row.doc.replace("%", "%%"), **how)
+    add_options(parser, "plan")
     add("--forward", action="store_true", help="without the backward")
     add("--print", action="store_true", help="print the partitioned graph too")
     add("--explain", metavar="NAME", help="tell why a value has its layout")
@@ -47,10 +45,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--diff", type=Path, metavar="FILE", help="compare with a plan that was written")
 
 
+def add_options(parser: argparse.ArgumentParser, reader: str) -> None:
+    """Add the options of the table that a function reads."""
+    for row in rows_for(reader):
+        if how := _argument(row):
+            name = f"--{row.name.replace('_', '-')}"
+            parser.add_argument(name, help=row.doc.replace("%", "%%"), **how)
+
+
+def given_options(args: argparse.Namespace, reader: str) -> dict[str, Any]:
+    """Return those of these options that the command line has."""
+    given = {row.name: vars(args)[row.name] for row in rows_for(reader) if _argument(row)}
+    return {name: value for name, value in given.items() if value is not None}
+
+
 def run(args: argparse.Namespace) -> str:
     """Return what the command prints."""
-    given = {row.name: vars(args)[row.name] for row in rows_for("plan") if _argument(row)}
-    options = {name: value for name, value in given.items() if value is not None}
+    options = given_options(args, "plan")
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward, **options)
     if args.trace:
         args.trace.write_text(result.trace(args.hardware))
@@ -84,6 +95,14 @@ def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanO
     Raises:
         ShardingError: The file has no such function.
     """
+    devices = Mesh.parse(mesh)
+    model, arguments = example_of(file, devices, options)
+    of_plan["grad"] = of_plan.get("grad", True) and isinstance(model, nn.Module)
+    return plan(model, *arguments, mesh=devices, **of_plan)
+
+
+def example_of(file: Path, mesh: Mesh, options: list[str]) -> tuple[Any, tuple]:
+    """Return the model and the arguments that `example` of a file makes, on the meta device."""
     sys.path.insert(0, str(file.resolve().parent))
     try:
         example = runpy.run_path(str(file)).get("example")
@@ -94,11 +113,8 @@ def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanO
             f"{file} has no function 'example'",
             fix="def example(mesh): return model, (tokens, targets)",
         )
-    devices = Mesh.parse(mesh)
     with torch.device("meta"):
-        model, arguments = example(devices, **dict(map(_option, options)))
-    of_plan["grad"] = of_plan.get("grad", True) and isinstance(model, nn.Module)
-    return plan(model, *arguments, mesh=devices, **of_plan)
+        return example(mesh, **dict(map(_option, options)))
 
 
 def _argument(row: Option) -> dict[str, Any] | None:
