@@ -148,7 +148,7 @@ COMMANDS = (
         "doctor",
         "the version of torch, what it lacks, backends at hand",
         "torchgspmd doctor",
-        lambda args: doctor(),
+        lambda args: str(doctor()),
     ),
 )
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..comm.hardware import PRESETS
 from ..compiler.api import plan
-from ..compiler.options import Option, rows_for
+from ..compiler.options import Option, Reader, rows_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--diff", type=Path, metavar="FILE", help="compare with a plan that was written")
 
 
-def add_options(parser: argparse.ArgumentParser, reader: str) -> None:
+def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
     """Add the options of the table that a function reads."""
     for row in rows_for(reader):
         if how := _argument(row):
@@ -53,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser, reader: str) -> None:
             parser.add_argument(name, help=row.doc.replace("%", "%%"), **how)
 
 
-def given_options(args: argparse.Namespace, reader: str) -> dict[str, Any]:
+def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
     """Return those of these options that the command line has."""
     given = {row.name: vars(args)[row.name] for row in rows_for(reader) if _argument(row)}
     return {name: value for name, value in given.items() if value is not None}
