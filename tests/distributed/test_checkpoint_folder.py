@@ -62,19 +62,21 @@ def written(mesh, folder):
     for step in (2, 4, 5):
         steps(model, optimizer, scheduler, step - 2 if step < 5 else 4, step)
         states = {"scheduler": scheduler}
-        gspmd.save(f"{folder}/step-{step}", model, optimizer, step=step, states=states, keep=2)
+        options = {"step": step, "states": states, "keep": 2, "asynchronous": step == 4}
+        saving = gspmd.save(f"{folder}/step-{step}", model, optimizer, **options)
+        assert (saving is not None) == (step == 4)  # the next steps run while it is written
     gspmd.save(f"{folder}/best", model, step=1)  # of another name: it stays
     gspmd.save(f"{folder}/step-5", model, optimizer, step=5, states=states, keep=2)
     Path(folder, "step-9.writing").mkdir(exist_ok=True)  # a process died here
 
 
 @distributed()
-def resumed(mesh, folder):
+def resumed(mesh, folder, step):
     model, optimizer, scheduler = wrapped(mesh)
     first = gspmd.load(folder, model, optimizer, states={"scheduler": scheduler})
     got = steps(model, optimizer, scheduler, first, 8)
-    want = steps(*plain(), 0, 8)[5:]
-    assert first == 5 and got == pytest.approx(want, rel=1e-5), (first, got, want)
+    want = steps(*plain(), 0, 8)[step:]
+    assert first == step and got == pytest.approx(want, rel=1e-5), (first, got, want)
 
 
 @pytest.mark.distributed
@@ -88,8 +90,8 @@ def test_a_run_goes_on_on_other_meshes(tmp_path):
         "step-9.writing",
     ]
     assert json.loads((tmp_path / "step-5" / "gspmd.json").read_text())["step"] == 5
-    for mesh in ("model=3", "data=1"):
-        resumed(mesh, folder=str(tmp_path))
+    resumed("model=3", folder=str(tmp_path), step=5)
+    resumed("data=1", folder=str(tmp_path / "step-4"), step=4)
 
 
 @distributed("model=3")

@@ -14,6 +14,8 @@ import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,8 @@ def save(
     step: int = 0,
     states: Mapping[str, Any] | None = None,
     keep: int | None = None,
-) -> None:
+    asynchronous: bool = False,
+) -> Future[None] | None:
     """Write a checkpoint. Call it on every rank.
 
     Args:
@@ -54,6 +57,12 @@ def save(
             loader. Their states are those of rank 0.
         keep: How many checkpoints of the run stay, this one and those of the latest steps: of
             folders beside it whose names differ in numbers alone; None: all.
+        asynchronous: Whether training goes on while files are written: values are copied to the
+            CPU before the call returns, and a thread with a process group of its own writes them.
+
+    Returns:
+        With asynchronous=True a Future: `result()` waits until this rank has written, on rank 0
+        until the folder is the checkpoint. The next save and load wait for it. Else None.
 
     Raises:
         ShardingError: A state holds more than tensors, numbers, texts, lists and dicts.
@@ -69,32 +78,81 @@ def save(
         7
         >>> dist.destroy_process_group()
     """
+    _LATEST.wait()
     path, tensors = Path(folder), dict[str, Tensor]()
     plain = {
         name: _plain(each.state_dict(), name, tensors) for name, each in (states or {}).items()
     }
     weights, state = _state(model, optimizer)
     content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
+    content["states"] = tensors
     writing = path.with_name(path.name + WRITING)
-    if is_first := _rank() == 0:
+    if _rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
     _barrier()
-    dcp.save({**content, "states": tensors}, checkpoint_id=writing)
-    if is_first:
-        said = {"step": step, "states": plain}
-        (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
-        if path.exists():
-            old = path.with_name(path.name + WRITING + ".old")
-            path.rename(old)
-            writing.rename(path)
-            shutil.rmtree(old)
-        else:
-            writing.rename(path)
-        others = [each for each in _checkpoints(path.parent) if _is_of_a_run(each, path)]
-        for each in others[: len(others) + 1 - keep] if keep else ():
-            shutil.rmtree(each)
+    complete = partial(_complete, path, {"step": step, "states": plain}, keep)
+    if asynchronous:
+        return _LATEST.start(content, writing, complete)
+    dcp.save(content, checkpoint_id=writing)
+    complete()
     _barrier()
+
+
+def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
+    """Make a checkpoint of what all ranks have written; rank 0 does it."""
+    if _rank() != 0:
+        return
+    writing = path.with_name(path.name + WRITING)
+    (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
+    if path.exists():
+        old = path.with_name(path.name + WRITING + ".old")
+        path.rename(old)
+        writing.rename(path)
+        shutil.rmtree(old)
+    else:
+        writing.rename(path)
+    others = [each for each in _checkpoints(path.parent) if _is_of_a_run(each, path)]
+    for each in others[: len(others) + 1 - keep] if keep else ():
+        shutil.rmtree(each)
+
+
+class _Latest:
+    """The asynchronous checkpoint that is being written, and the process group for these."""
+
+    def __init__(self) -> None:
+        self.saving: Future[None] | None = None
+        self.world, self.group = None, None  # a default group, and that of its checkpoints
+
+    def start(self, content: dict[str, Any], writing: Path, complete: Any) -> Future[None]:
+        """Copy the content to the CPU and write it in a thread, then complete it."""
+        if dist.is_initialized() and self.world is not dist.group.WORLD:
+            self.world, self.group = dist.group.WORLD, dist.new_group(backend="gloo")
+        saving = self.saving = Future[None]()
+
+        def finish(written: Future) -> None:
+            try:
+                written.result()
+                complete()
+            except BaseException as error:
+                saving.set_exception(error)
+            else:
+                saving.set_result(None)
+
+        group: Any = self.group
+        written: Any = dcp.async_save(content, checkpoint_id=writing, process_group=group)
+        written.add_done_callback(finish)
+        return saving
+
+    def wait(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, on all ranks."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.result()
+            _barrier()
+
+
+_LATEST = _Latest()
 
 
 def load(
@@ -131,6 +189,7 @@ def load(
         2
         >>> dist.destroy_process_group()
     """
+    _LATEST.wait()
     path = Path(folder)
     if not (path / FILE).exists():
         found = _checkpoints(path)
