@@ -108,6 +108,22 @@ def test_training_equals_one_device(mesh):
     assert seen == pytest.approx(expected, rel=1e-4)
 
 
+@distributed("data=2")
+def test_rows_come_in_the_order_of_the_loader(mesh):
+    """Lightning puts a DistributedSampler in the place of other ones, which shuffles."""
+
+    class Recording(Tokens):
+        def __getitem__(self, i):
+            seen.append(int(i))
+            return super().__getitem__(i)
+
+    seen = []
+    order = [5, 3, 9, 1, 0, 2, 7, 4]
+    rows = DataLoader(Recording(22), ROWS, sampler=order)
+    trainer(mesh, shared_folder(), 1, enable_checkpointing=False).fit(Module(mesh), rows)
+    assert seen == order
+
+
 @distributed()
 def written(mesh, folder):
     torch.manual_seed(5)

@@ -184,7 +184,7 @@ def test_bfloat16_rounds_as_one_process(mesh):
         same_logs(logged(trainer), logged(one_process(folder, **options)), rel=4 * 2.0**-8)
 
 
-@distributed("data=2")
+@distributed("data=2,model=2")
 def test_traps(mesh):
     """What is easily multiplied by the processes, and the rows that each of them reads."""
     seen, folder = [], shared_folder()
