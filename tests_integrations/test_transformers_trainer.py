@@ -9,6 +9,7 @@ import transformers
 from ranks import distributed
 from tiny import EPSILON, Tokens, close, llama, marked, shared_folder, whole
 
+import torchgspmd as gspmd
 from torchgspmd.integrations import batch_parts
 from torchgspmd.integrations.transformers import Trainer
 
@@ -202,3 +203,18 @@ def test_traps(mesh):
     assert seen == list(range(22))  # each row once, in the order that the sampler gives
     assert trainer.lr_scheduler.last_epoch == trainer.state.global_step == 2
     assert args.per_device_train_batch_size == ROWS // 2  # the caller's arguments are as they were
+
+
+@distributed("data=2")
+def test_mistakes_lead_to_the_adapter(mesh):
+    model, options = gspmd.parallelize(marked(mesh), mesh), {"eval_strategy": "no", "max_steps": 1}
+    args = arguments(shared_folder(), **options)
+    with pytest.raises(gspmd.ShardingError, match="torchgspmd.integrations"):
+        transformers.Trainer(model, args, train_dataset=Tokens(8)).train()
+    args = arguments(shared_folder(), bf16=True, **options)
+    with pytest.raises(gspmd.ShardingError, match="mixed precision 'bf16' for a model that is on"):
+        Trainer(model, args, mesh=mesh, train_dataset=Tokens(8))
+    trainer = Trainer(
+        model, arguments(shared_folder(), **options), mesh=mesh, train_dataset=Tokens(8)
+    )
+    trainer.train()

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from ..errors import ShardingError, user_line
 from ..runtime.checkpoint import load, save
 from ..runtime.full_state import full_state_dict
 from ..runtime.module_proxy import ModuleProxy
@@ -54,6 +55,18 @@ def as_first_process() -> Iterator[None]:
             state._shared_state["process_index"] = rank
 
 
+def check_precision(accelerator: Any) -> None:
+    """Raise ShardingError if autocast would be put around a model that is on a mesh already."""
+    if accelerator.mixed_precision != "no":
+        raise ShardingError(
+            f"mixed precision '{accelerator.mixed_precision}' for a model that is on a mesh",
+            where=user_line(),
+            why="autocast has to be part of the program, which parallelize makes",
+            fix="pass the model of one device with its marks, or leave mixed precision out and "
+            "parallelize(..., param_dtype=torch.bfloat16)",
+        )
+
+
 class Accelerator(accelerate.Accelerator):
     """accelerate's Accelerator for the devices of a mesh.
 
@@ -78,6 +91,7 @@ class Accelerator(accelerate.Accelerator):
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return a model on the mesh; one that is there already stays as it is."""
         if isinstance(model, ModuleProxy):
+            check_precision(self)
             if not any(each is model for each in self._models):
                 self._models.append(model)
             return model

@@ -21,7 +21,7 @@ from ..runtime.module_proxy import ModuleProxy
 from ..runtime.parallelize import parallelize
 from ..runtime.write_whole import write_whole
 from . import Meshes, batch_parts, default_in_specs, library
-from .accelerate import as_first_process, as_one_process
+from .accelerate import as_first_process, as_one_process, check_precision
 
 transformers: Any = library("transformers")
 
@@ -62,20 +62,25 @@ class Trainer(transformers.Trainer):
         args.per_device_train_batch_size *= batch_parts(mesh)
         args.per_device_eval_batch_size *= batch_parts(mesh)
         super().__init__(model, args, *rest, **kwargs)
-        if not isinstance(self.model, ModuleProxy):
-            self.model = self.model_wrapped = self._on_mesh(self.model)
+        if isinstance(model, ModuleProxy):
+            check_precision(self.accelerator)
+        elif not isinstance(self.model, ModuleProxy):
+            self.model = self._on_mesh(self.model)
+        # accelerate lets it be from now on; setattr since this is no tensor, for pyright.
+        setattr(self.model, "_is_accelerate_prepared", True)  # noqa: B010
+        self.model_wrapped = self.model
 
     def _on_mesh(self, model: nn.Module) -> nn.Module:
         """Put a model on the mesh; accelerate has put its autocast around forward before."""
         model = self.accelerator.prepare_model(model)
         self.accelerator._models.clear()
-        model = parallelize(model, self._mesh, **self._options)
-        setattr(model, "_is_accelerate_prepared", True)  # noqa: B010 (no tensor, for pyright)
-        return model
+        return parallelize(model, self._mesh, **self._options)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Return a new model on the mesh."""
-        return self._on_mesh(super().call_model_init(trial))
+        model = self._on_mesh(super().call_model_init(trial))
+        setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
+        return model
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with as_first_process():  # workers of all ranks draw the same numbers

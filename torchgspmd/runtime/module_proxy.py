@@ -213,7 +213,8 @@ class ModuleProxy(nn.Module):
             "DistributedDataParallel is around a module on a mesh",
             where=user_line(),
             why="the mesh shards the batch and reduces the gradients",
-            fix="leave it out, and shard the batch: parallelize(..., in_specs='data _')",
+            fix="leave it out, and shard the batch: parallelize(..., in_specs='data _'); for "
+            "transformers' Trainer and accelerate, which put it there, torchgspmd.integrations",
         )
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
