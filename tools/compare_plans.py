@@ -6,8 +6,9 @@
     PYTHONPATH=NEW python tools/compare_plans.py show 17    # a seed, or the name of a case
 
 Every case of the communication suite and random programs of benchmarks/programs are planned. A
-record has the bytes that a device sends and hashes of two texts: `plan` is str(plan) and the
-replicated operations, `program` the code of one device. An exception is recorded as its message.
+record has the bytes that a device sends and hashes of two texts: `plan` is the whole text of the
+plan and the replicated operations, `program` the code of one device. An exception is recorded as
+its message.
 
 PYTHONPATH chooses the package. Run one copy of the tool for both: the programs come from beside it,
 and `compare` warns where two copies draw other ones. A program depends on its seed alone, so one
@@ -55,12 +56,17 @@ Record = dict[str, Any]
 # --------------------------------------------------------------------------- what is recorded
 
 
+def text_of(plan: gspmd.Plan) -> str:
+    """Return the whole text of a plan, also of a commit that has no Plan.text."""
+    return plan.text(full=True) if hasattr(plan, "text") else str(plan)
+
+
 def texts(plan: gspmd.Plan) -> dict[str, str]:
     """Return what is compared of a plan."""
     report = replication_report(plan.sharded, plan.mesh)  # in program order
     replicated = [f"replicated {r.op} {r.bytes} {r.why} {r.source}" for r in report]
     return {
-        "plan": portable("\n".join([str(plan), *replicated])),
+        "plan": portable("\n".join([text_of(plan), *replicated])),
         "program": portable(without_modules(plan.program.code, plan.program.graph)),
     }
 

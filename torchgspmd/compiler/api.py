@@ -295,7 +295,7 @@ def _dump(plan: Plan) -> None:
     """Print a plan on standard error, as TORCHGSPMD_DUMP says."""
     level = dump_level()
     if level:
-        dump_text(str(plan), "the plan")
+        dump_text(plan.text(full=True), "the plan")
     if level > 1:
         dump_text(
             program_text(plan.program_graph),

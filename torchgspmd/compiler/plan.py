@@ -29,6 +29,8 @@ from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..fx_passes import Layouts
+from ..fx_passes.digest import HEIGHT as PAGE
+from ..fx_passes.digest import digest_text
 from ..fx_passes.ir import global_shape, runs
 from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, replication_report
@@ -189,7 +191,31 @@ class Plan(PlanFiles):
         return Memory(parameters, others, peak(self.program_graph))
 
     def __str__(self) -> str:
-        return "\n".join([graph_text(self.sharded, self.mesh, fold=True), "", self.summary()])
+        return self.text()
+
+    def text(self, full: bool = False) -> str:
+        """Return the program with its layouts and collectives, as `print` shows it.
+
+        Args:
+            full: Show every value, also of a program that fills more than a page. Without it, such
+                a program has a line for each module, and like layers stand once.
+
+        Returns:
+            The program, and the summary behind it.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result.text(full=True) == str(result)  # it is short
+            True
+        """
+        whole, summary = graph_text(self.sharded, self.mesh, fold=True), self.summary()
+        if full or whole.count("\n") < PAGE:
+            return f"{whole}\n\n{summary}"
+        names = [each.name for each in self.captured.inputs]
+        page = digest_text(self.sharded, names, self.mesh, PAGE - summary.count("\n") - 4)
+        return f"{page}\n\n{summary}\nprint(plan.text(full=True)) shows every value"
 
     def summary(self) -> str:
         """Summarize what a device sends and holds.

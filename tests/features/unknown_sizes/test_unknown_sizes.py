@@ -103,7 +103,7 @@ def test_a_product_with_a_sharded_weight_sends_its_result():
     plan = gspmd.plan(f, *args, mesh=MESH, in_specs=specs, out_specs="_ _")
     assert [c.kind for c in plan.collectives] == ["all_reduce"]
     assert_same(plan.simulate(*args), f(*args))
-    assert "f64[u" in str(plan) and ", 4096@" in str(plan)
+    assert "f64[u" in plan.text(full=True) and ", 4096@" in plan.text(full=True)
 
 
 LOOKUPS = {

@@ -175,7 +175,7 @@ def test_the_graph_of_an_interpolation() -> None:
         in_specs="_ _ s",
         out_specs="_ _ s",
     )
-    assert str(plan).splitlines()[1:5] == [
+    assert plan.text(full=True).splitlines()[1:5] == [
         "  %x                 : f32[1, 2, 32@s]                = input",
         "  %x_h               : f32[1, 2, 32@s[(16i-1)/2:+10]] = halo(%x, 2, s, (16i-1)/2:+10 in "
         "0:32 else 0, 32)",

@@ -103,7 +103,7 @@ class TestText(expecttest.TestCase):
             reduce_dtype=F32,
         )
         self.assertExpectedInline(
-            str(plan),
+            plan.text(full=True),
             """\
 mesh data=2
   %weight      : f32[6@data, 4]     = input
@@ -139,7 +139,7 @@ memory of a device: parameters 48 B, inputs 112 B, peak 352 B""",
             reduce_dtype=BF16,
         )
         self.assertExpectedInline(
-            str(plan),
+            plan.text(full=True),
             """\
 mesh data=2
   %weight     : f32[6, 4]           = input

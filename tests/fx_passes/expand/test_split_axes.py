@@ -78,7 +78,7 @@ def test_one_line_names_the_part():
     plan = gspmd.plan(
         reshape, torch.randn(4, 12, 5), mesh=Mesh(x=4), in_specs="_ x _", out_specs="_ _ x _"
     )
-    assert str(plan).splitlines()[1:4] == [
+    assert plan.text(full=True).splitlines()[1:4] == [
         "  %x      : f32[4, 12@x, 5]               = input",
         "  %view   : f32[4, 2@x:(1)2, 6@x:(2)2, 5] = reshape(%x, [4, 2, 6, 5])",
         "  %view_p : f32[4, 2, 6@x, 5]             = permute(%view, _ x:(1)2 x:(2)2 _, _ _ x _)",

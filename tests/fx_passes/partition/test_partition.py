@@ -65,7 +65,7 @@ def test_what_changes_places_anyway_passes_its_operation_whole(function):
 
 def text_of(plan: gspmd.Plan) -> str:
     """The graph without the empty columns that wide types make."""
-    return re.sub(r" +(?=[:=] )", " ", str(plan))
+    return re.sub(r" +(?=[:=] )", " ", plan.text(full=True))
 
 
 SIZES = [2, 4]

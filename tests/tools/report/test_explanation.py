@@ -65,7 +65,7 @@ def test_all_names(name):
     """Of each name that is printed: a value has a reason, a step moves a value for somebody."""
     plan = PLANS[name]()
     steps = {n.name for n in plan.sharded.nodes if "step" in n.meta}
-    printed = re.findall(r"%(\w+)", str(plan).split("\n\n")[0])
+    printed = re.findall(r"%(\w+)", plan.text(full=True).split("\n\n")[0])
     asked = dict.fromkeys([*printed, *(n.name for n in plan.sharded.nodes if n.op != "output")])
     assert steps and steps <= {*asked}
     for each in asked:

@@ -58,7 +58,7 @@ def test_a_report_counts_all_iterations():
     assert 0.8 < report.memory.peak / other.memory.peak < 1.4
     assert plan.memory.peak >= report.memory.peak
     assert "_start x 12" in plan.trace()
-    assert ", 1x3/2x4)  x 12\n" in str(plan)
+    assert ", 1x3/2x4)  x 12\n" in plan.text(full=True)
     assert "body of loop_2x4, x 4\n" in program_text(plan.program.graph)
 
 
@@ -79,7 +79,9 @@ def test_a_plan_with_loops_is_saved(tmp_path):
     plan, x = planned(model)
     plan.save(tmp_path / "plan")
     again = Plan.load(tmp_path / "plan", model)
-    assert str(again) == str(plan) and str(again.report()) == str(plan.report())
+    assert again.text(full=True) == plan.text(full=True) and str(again.report()) == str(
+        plan.report()
+    )
     assert program_text(again.program.graph) == program_text(plan.program.graph)
     (one, gradients), (other, others) = plan.simulate(x), again.simulate(x)
     assert one.equal(other) and all(gradients[k].equal(others[k]) for k in gradients)

@@ -262,7 +262,7 @@ def _plan_of(text: dict[str, Any], cls: type[P], model: nn.Module | None) -> P:
 def _view(plan: Any) -> None:
     """Raise Stale unless a plan can be looked at: no view of it raises anything later."""
     try:
-        str(plan)
+        plan.text(full=True)
         plan.trace()
         report = plan.report()
         if plan._layouts is not None:

@@ -23,6 +23,7 @@ from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind, Step
 from ...compiler.plan import Plan
 from ...errors import ShardingError, did_you_mean, user_line
+from ...fx_passes.digest import named_node
 from ...fx_passes.ir import planned_shape, runs
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.explain_costs import Decisions, explain_costs
@@ -64,7 +65,11 @@ class _Explainer:
         name = alias.get(name, name.removeprefix("%"))
         if name in self.values:
             return self._of_value(self.values[name], costs)
-        if name not in self.nodes:
+        if name not in self.nodes:  # a line of the page: layers.*.down
+            names = [each.name for each in self.plan.captured.inputs]
+            node = named_node(self.plan.sharded, names, name)
+            if node is not None:
+                return self.lines(node.name, costs)
             raise ShardingError(
                 f"the plan has no value '{name}'",
                 where=user_line(),
