@@ -67,6 +67,16 @@ MISTAKES = {
         "gives 'data _' to '1.weight'",
         "'1.weight': 'data'",
     ),
+    "wrapped": (
+        lambda: gspmd.plan(nn.DataParallel(nn.Linear(8, 8)), X, mesh=MESH),
+        "the model is wrapped by DataParallel",
+        "in_specs='auto'",
+    ),
+    "wrapped inside": (
+        lambda: gspmd.plan(nn.Sequential(nn.DataParallel(nn.Linear(8, 8))), X, mesh=MESH),
+        "'0' is wrapped by DataParallel",
+        "shard_updates='data'",
+    ),
     "tied": (tied, "'a.weight' and 'b.weight' are one tensor", "'b.weight': '_ data'"),
     "keywords": (
         lambda: gspmd.plan(torch.add, X, other=X, mesh=MESH, in_specs=("data _", "data _")),

@@ -36,6 +36,13 @@ from .failing_line import name_line
 _OLD = torch.__version__ < "2.10"
 # words in the errors of collectives
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
+# Classes that parallelize a module by themselves.
+_WRAPPERS = {
+    "DataParallel",
+    "DistributedDataParallel",
+    "FSDPModule",
+    "FullyShardedDataParallel",
+}
 # words in torch's errors
 _FORMATTED = re.compile(r"(Sym\w+|FunctionalTensor|FakeTensor)\.__format__")
 _DEVICES = re.compile(r"found at least two devices, (\S+) and (\w+(?::\d+)?)")
@@ -70,6 +77,15 @@ def check_module(module: nn.Module) -> None:
                 where=user_line(),
                 why="it is that of a lazy module",
                 fix="call the model once on one device before",
+            )
+    for name, inner in module.named_modules():
+        if wrapper := _WRAPPERS.intersection(each.__name__ for each in type(inner).__mro__):
+            raise ShardingError(
+                f"{repr(name) if name else 'the model'} is wrapped by {min(wrapper)}",
+                where=user_line(),
+                why="the mesh shards the batch and the weights, and reduces gradients",
+                fix="leave the wrapper out, and wrap the model itself: parallelize(model, mesh, "
+                "in_specs='auto'), with shard_updates='data' to store weights in parts",
             )
     scripted = next(
         (name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None
