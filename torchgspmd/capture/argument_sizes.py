@@ -106,7 +106,7 @@ Dims = int | Iterable[int] | Mapping[int, str]
 def sizes_of(
     dynamic: Mapping[str, Dims] | None,
     names: Sequence[str],
-    leaves: Sequence[Any],
+    leaves: Sequence[object],
     programs_for_small: bool = False,
 ) -> ArgumentSizes:
     """Return the sizes that `plan(dynamic=)` names. names: those of all leaves.

@@ -34,7 +34,7 @@ class AssumingShapeEnv(ShapeEnv):
         self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
         self.near: dict[Any, int] = {}  # symbol -> the size that an argument has in this trace
 
-    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluate_expr(self, *args: object, **kwargs: object) -> Any:
         try:
             return super().evaluate_expr(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:
@@ -61,7 +61,7 @@ class AssumingShapeEnv(ShapeEnv):
             self.lower_bounds[symbol] = max(before, (low, user_line()), key=lambda pair: pair[0])
         return outcome
 
-    def _is_size(self, symbol: Any) -> bool:
+    def _is_size(self, symbol: object) -> bool:
         """Return whether a symbol is the size of a dimension, or was required to be able to be."""
         bounds = self.var_to_range.get(symbol)
         return bounds is not None and bounds.lower >= 0 and bounds.upper > 1
@@ -89,7 +89,7 @@ def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> None:
             _insert_check(graph, symbol, low, where)
 
 
-def _insert_check(graph: fx.Graph, symbol: Any, low: int, where: str | None) -> None:
+def _insert_check(graph: fx.Graph, symbol: object, low: int, where: str | None) -> None:
     """Pass a size through a check, from the first node on that has it."""
     for node in graph.nodes:
         val = node.meta.get("val")

@@ -38,19 +38,19 @@ class _NumberType(type):
             return cls.convert(value)
         return cls.plain(*args, **kwargs)
 
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, (cls.plain, cls.symbolic))
 
     def __subclasscheck__(cls, subclass: type) -> bool:
         return issubclass(subclass, cls.plain)
 
-    def __eq__(cls, other: Any) -> bool:
+    def __eq__(cls, other: object) -> bool:
         return other is cls or other is cls.plain
 
     def __hash__(cls) -> int:
         return hash(cls.plain)
 
-    def __or__(cls, other: Any) -> Any:
+    def __or__(cls, other: object) -> Any:
         return cls.plain | other
 
     def __getattr__(cls, name: str) -> Any:
@@ -75,7 +75,7 @@ class _Float(metaclass=_NumberType):
 def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Callable:
     """Return max or min that takes numbers of both sorts, and tensors that are numbers."""
 
-    def extremum(*args: Any, **kwargs: Any) -> Any:
+    def extremum(*args: object, **kwargs: object) -> Any:
         values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else list(args)
         if not kwargs and any(isinstance(value, Tensor) for value in values):
             return functools.reduce(of_tensors, map(torch.as_tensor, values))

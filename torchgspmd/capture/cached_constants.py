@@ -92,7 +92,7 @@ def _is_computable(node: fx.Node) -> bool:
     return True
 
 
-def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, Any]) -> Any:
+def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, object]) -> Any:
     """Compute the value of a node, and those of its operands, into the table."""
     if node not in values:
         if node.op == "get_attr":

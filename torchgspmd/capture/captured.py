@@ -85,7 +85,7 @@ class Captured:
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
     run_guards: RunGuards | None = None  # on what else a run of a plan depends
 
-    def result(self, outputs: Sequence[Any], arguments: tuple[tuple, dict]) -> Any:
+    def result(self, outputs: Sequence[object], arguments: tuple[tuple, dict]) -> Any:
         """Return the result of the function, and repeat its writes.
 
         outputs: a value for every output of kind OUTPUT; those after the tensors of the result
@@ -119,7 +119,7 @@ class Captured:
             *(f"a buffer at {look.where}" for look in self.looks if not look.holds()),
         ]
 
-    def check_unchanged(self, leaves: Sequence[Any]) -> None:
+    def check_unchanged(self, leaves: Sequence[object]) -> None:
         """Raise ShardingError if a run would have other values than the program has.
 
         leaves: of the arguments of the run. Tensors are not compared: they are inputs.
@@ -233,7 +233,7 @@ class Captured:
         }
         return components if len(set(components.values())) > 1 else {}
 
-    def flowing(self, with_cotangent: set[int], gradients: Sequence[Any]) -> Sequence[Any]:
+    def flowing(self, with_cotangent: set[int], gradients: Sequence[object]) -> Sequence[Any]:
         """Return the gradients, with None where no output that reaches the input has a cotangent.
 
         Eager PyTorch computes no gradient there. with_cotangent: the outputs that have one.
@@ -244,7 +244,7 @@ class Captured:
             for out, value in zip(gradient_outputs, gradients)
         ]
 
-    def observe(self, values: Sequence[Any]) -> None:
+    def observe(self, values: Sequence[object]) -> None:
         """Store the outputs of kind OBSERVED where the gradient hooks of the program put them."""
         apply_writes(self.observed, values)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -46,7 +44,7 @@ class Casts:
         )
 
 
-def check_dtypes(**dtypes: Any) -> None:
+def check_dtypes(**dtypes: object) -> None:
     """Raise ShardingError unless each is None or a real floating dtype."""
     for name, dtype in dtypes.items():
         if dtype is not None and not (

@@ -29,7 +29,7 @@ from .rewrites.loop_trace import is_unrolling
 _calls = count()  # tells the calls of one program apart, if one makes several nodes
 
 
-def draws(target: Any) -> bool:
+def draws(target: object) -> bool:
     """Return whether an operator takes numbers from PyTorch's generator."""
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
@@ -62,7 +62,7 @@ def one_draw() -> Iterator[None]:
         generator.manual_seed(_follow(seed, 0))
 
 
-def recomputing_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
+def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., Any]:
     """Return the dispatch of a recomputation that a selective checkpoint has saved values for.
 
     It moves the generator past draws that are saved. Eager PyTorch does not, so that a draw that is
@@ -70,7 +70,9 @@ def recomputing_dispatch(dispatch: Callable[..., Any]) -> Callable[..., Any]:
     does not look at their result, but at the tensor.
     """
 
-    def recomputing(self: Any, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+    def recomputing(
+        self: Any, func: Any, types: object, args: tuple = (), kwargs: Any = None
+    ) -> Any:
         if func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         generator = torch.default_generator

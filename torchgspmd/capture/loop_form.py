@@ -103,7 +103,7 @@ def _add_up(graph: fx.Graph, end: fx.Node) -> None:
     carry.replace_all_uses_with(first)
 
 
-def _reaches(value: Any, carry: fx.Node) -> bool:
+def _reaches(value: object, carry: fx.Node) -> bool:
     """Return whether a term of a sum is the carry, or a sum with it."""
     while isinstance(value, fx.Node) and value is not carry:
         if value.target is not aten.add.Tensor:
@@ -112,7 +112,7 @@ def _reaches(value: Any, carry: fx.Node) -> bool:
     return value is carry
 
 
-def _is_like(value: Any, carry: fx.Node) -> bool:
+def _is_like(value: object, carry: fx.Node) -> bool:
     """Return whether a term has the shape and dtype of the carry."""
     if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], Tensor):
         return False

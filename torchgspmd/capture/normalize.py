@@ -168,12 +168,12 @@ def _merge_equal_views(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
-def _is_view(target: Any) -> bool:
+def _is_view(target: object) -> bool:
     """Return whether the result of an operator shares the memory of its operand."""
     return isinstance(target, OpOverload) and target.is_view
 
 
-def _is_profiling(target: Any) -> bool:
+def _is_profiling(target: object) -> bool:
     """Return whether the target comes from torch.profiler.record_function.
 
     The step of every optimizer is inside of one.

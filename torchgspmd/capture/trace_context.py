@@ -41,7 +41,7 @@ class _Checkpoint:
     """Replacement of torch.utils.checkpoint.CheckpointFunction."""
 
     @staticmethod
-    def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+    def apply(function: object, preserve_rng_state: bool, *args: object) -> Any:
         return checkpointing.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state
         )
@@ -72,12 +72,12 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     return result
 
 
-def always(value: Any) -> Callable[[Any], Any]:
+def always(value: object) -> Callable[[Any], Any]:
     """Return the replacement of anything by a value."""
     return lambda _: value
 
 
-def _comparison(compare: Callable[[Any, Any], Any]) -> Callable[[Callable], Callable]:
+def _comparison(compare: Callable[[object, object], object]) -> Callable[[Callable], Callable]:
     """Return the replacement of a comparison of SymBools: with numbers, as of bools."""
     return lambda before: (
         lambda self, other: (
@@ -198,7 +198,7 @@ class capturing:
         self.stance = torch.compiler.set_stance("force_eager")
         self.patches = apply(PATCHES)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.patches.close()
         self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):

@@ -40,7 +40,7 @@ class CollectiveBuilder:
         names = split_axes(axes)
         return *self.groups.group(names), self.mesh.index(names, self.groups.coordinates)
 
-    def to_front(self, x: Any, shape: list[int], dim: int, count: int) -> tuple[Any, list[int]]:
+    def to_front(self, x: object, shape: list[int], dim: int, count: int) -> tuple[Any, list[int]]:
         """Return x with `dim` split in `count` equal shards along a new first dimension, padded."""
         rows = -(-shape[dim] // count)
         if rows * count != shape[dim]:
@@ -56,7 +56,7 @@ class CollectiveBuilder:
             x = self.call(aten.permute.default, x, order)
         return x, shard
 
-    def from_front(self, x: Any, shard: list[int], dim: int, count: int) -> Any:
+    def from_front(self, x: object, shard: list[int], dim: int, count: int) -> Any:
         """Return x with the shards of its first dimension joined at `dim`, undoing to_front."""
         if dim:
             x = self.call(
@@ -66,31 +66,31 @@ class CollectiveBuilder:
             aten.reshape.default, x, [*shard[:dim], shard[dim] * count, *shard[dim + 1 :]]
         )
 
-    def reorder(self, x: Any, positions: Sequence[int]) -> Any:
+    def reorder(self, x: object, positions: Sequence[int]) -> Any:
         """Return x with the entries of its first dimension in the order of `positions`."""
         if list(positions) == list(range(len(positions))):
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
-    def in_group_order(self, x: Any, positions: Sequence[int]) -> Any:
+    def in_group_order(self, x: object, positions: Sequence[int]) -> Any:
         """Return x with the entries of its first dimension in the order of the process group."""
         return self.contiguous(self.reorder(x, [positions.index(i) for i in range(len(positions))]))
 
-    def begin(self, op: Any, shape: list[int], *args: Any) -> fx.Node:
+    def begin(self, op: object, shape: list[int], *args: object) -> fx.Node:
         """Add a collective whose result has this shape."""
         collective = self.call(op, *args)
         collective.meta |= {"shape": shape, "dtype": self.node.args[1][0].meta["dtype"]}
         return collective
 
-    def exchange(self, x: Any, receives: list[int], sends: list[int], name: str) -> fx.Node:
+    def exchange(self, x: object, receives: list[int], sends: list[int], name: str) -> fx.Node:
         """Add an all_to_all of vectors, given the element counts from and to every member."""
         return self.begin(c10d.all_to_all_single.default, [sum(receives)], x, receives, sends, name)
 
-    def contiguous(self, x: Any) -> Any:
+    def contiguous(self, x: object) -> Any:
         """Return x in contiguous memory."""
         return self.call(aten.contiguous.default, x)
 
-    def flat(self, xs: Sequence[Any]) -> fx.Node:
+    def flat(self, xs: Sequence[object]) -> fx.Node:
         """Return tensors as one vector."""
         return self.call(aten.cat.default, [self.call(aten.reshape.default, x, [-1]) for x in xs])
 
@@ -108,7 +108,7 @@ class CollectiveBuilder:
             value = value.args[0]
         return False
 
-    def unpack(self, flat: Any, shapes: list[list[int]]) -> list[fx.Node]:
+    def unpack(self, flat: object, shapes: list[list[int]]) -> list[fx.Node]:
         """Split the flat result of merged collectives into its members."""
         members = self.call(
             aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0

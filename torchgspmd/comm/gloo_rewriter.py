@@ -89,7 +89,9 @@ class GlooRewriter:
             **({"dtype": self.dtype} if widens else {}),
         )
 
-    def replace_result(self, arrived: fx.Node, op: OpOverload, *args: Any, **kwargs: Any) -> None:
+    def replace_result(
+        self, arrived: fx.Node, op: OpOverload, *args: object, **kwargs: object
+    ) -> None:
         """Let the users of the wait read op(*args, **kwargs) instead."""
         users = [user for user in self.wait.users if user is not arrived]
         with self.graph.inserting_after(arrived):

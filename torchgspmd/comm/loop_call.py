@@ -85,7 +85,7 @@ class BodyCall:
         """Return the results of all devices. arguments: those of the call, of each device."""
         raise NotImplementedError
 
-    def connect(self, groups: Any) -> None:
+    def connect(self, groups: object) -> None:
         """Take the process groups of the rank that will run it (comm/process_groups.py)."""
 
     def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
@@ -100,12 +100,14 @@ class BodyCall:
         """Return an SVG of what each device does when, for calls that have one."""
         return None
 
-    def encode(self, graph: Callable[[fx.Graph], Any], value: Callable[[Any], Any]) -> list[Any]:
+    def encode(
+        self, graph: Callable[[fx.Graph], object], value: Callable[[object], object]
+    ) -> list[Any]:
         """Return the parts as JSON, a tag first. graph, value: encode a graph, any other value."""
         raise NotImplementedError
 
     @classmethod
-    def decode(cls, parts: list[Any], read: BodyReader) -> BodyCall:
+    def decode(cls, parts: list[object], read: BodyReader) -> BodyCall:
         """Return the call of these parts. It may have fields of a wrong type."""
         raise NotImplementedError
 
@@ -196,7 +198,7 @@ class LoopCall(InnerProgram, BodyCall):
             return done.value
 
     def runs(
-        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
+        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]
     ) -> Generator[tuple[int, list[Any]], Sequence[Tensor], tuple[Tensor, ...]]:
         """Yield which of the graphs runs on which inputs; take its results. Return the loop's."""
         now, ahead = rows[: len(rows) - self.ahead], rows[len(rows) - self.ahead :]
@@ -242,7 +244,7 @@ class LoopCall(InnerProgram, BodyCall):
         order = range(len(rows[0]) if self.loop.ends == "*" else self.loop.length)
         return order[::-1] if self.loop.reverse else order
 
-    def _without_iterations(self, values: Sequence[Any]) -> list[Tensor]:
+    def _without_iterations(self, values: Sequence[object]) -> list[Tensor]:
         """Return what a loop without iterations stacks and adds up, on the device of values."""
         device = next(x.device for x in values if isinstance(x, Tensor))
         return [

@@ -170,7 +170,7 @@ def check_backend(device_type: str) -> None:
         )
 
 
-def _set_timeout(group: Any, timeout: timedelta) -> None:
+def _set_timeout(group: object, timeout: timedelta) -> None:
     """Set the time limit of a group's waits."""
     set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
     (set_timeout or _set_pg_timeout)(timeout, group)

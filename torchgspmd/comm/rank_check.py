@@ -125,12 +125,12 @@ def _terms(message: Tensor, term: Tensor) -> Tensor:
     return message.view(torch.float64)[:, HEAD : HEAD + term.numel()]
 
 
-def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], Any]) -> None:
+def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], object]) -> None:
     """Call `on_difference` on every rank unless all have the same number."""
     RankCheck(groups, number, on_difference).begin().check()
 
 
-def all_gather_rows(groups: ProcessGroups, mine: Any) -> list[Any]:
+def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
     """Return what every rank has passed, as JSON has it: nothing that ranks send is unpickled.
 
     mine: of dicts, lists, numbers and texts. Ranks that differ exchange their Accounts so

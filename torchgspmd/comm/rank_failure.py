@@ -78,7 +78,7 @@ class Fate:
         return {"kind": "fate", "fate": asdict(self)}
 
     @staticmethod
-    def of_message(message: Mapping[str, Any]) -> Fate:
+    def of_message(message: Mapping[str, object]) -> Fate:
         """Return the fate that a message tells of."""
         return from_row(Fate, message["fate"])
 

@@ -102,7 +102,7 @@ class Simulator(fx.Interpreter):
         values = body.run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]
 
-    def output(self, target: Any, args: tuple, kwargs: dict) -> Any:
+    def output(self, target: object, args: tuple, kwargs: dict) -> Any:
         return args[0]
 
 
@@ -110,7 +110,7 @@ class _PerDevice(list):
     """List with one value per device; other lists are arguments of an operation."""
 
 
-def _map(args: Any, mine: Callable) -> Any:
+def _map(args: object, mine: Callable) -> Any:
     """Replace the per-device values in arguments by those of one device."""
     if isinstance(args, _PerDevice):
         return mine(args)

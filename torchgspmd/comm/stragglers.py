@@ -37,7 +37,7 @@ class Answer:
         return {"kind": "answer", "answer": asdict(self)}
 
     @staticmethod
-    def of_message(message: Mapping[str, Any]) -> Answer:
+    def of_message(message: Mapping[str, object]) -> Answer:
         """Return the answer of a message."""
         return from_row(Answer, message["answer"])
 
@@ -57,7 +57,7 @@ class Stragglers:
         self._least, self._pause = 0.0, 2 * WINDOW * TICK
         self._named: list[int] = []  # ranks of which a line has told, in this wait
 
-    def has_to_ask(self, status: Status, place: Any, limit: float) -> bool:
+    def has_to_ask(self, status: Status, place: object, limit: float) -> bool:
         """Note where this rank is; return whether to ask the others."""
         now, plans = time.monotonic(), status.phase == "planning"
         if place != self._place or not status.waits_in:

@@ -15,7 +15,6 @@ import signal
 import socket
 import threading
 import time
-from typing import Any
 
 GRACE, NEWS = 10.0, 0.5  # Seconds from the signal to the end, if a rank has failed, and if none.
 
@@ -31,7 +30,7 @@ class Termination:
         self._since = 0.0
         self._holders: set[int] = set()
 
-    def hold(self, holder: Any) -> None:
+    def hold(self, holder: object) -> None:
         """Handle the signal while a holder lives, if nobody else does."""
         self._holders.add(id(holder))
         is_main = threading.current_thread() is threading.main_thread()
@@ -49,7 +48,7 @@ class Termination:
             return
         signal.signal(signal.SIGTERM, self._handle)
 
-    def release(self, holder: Any) -> None:
+    def release(self, holder: object) -> None:
         """Note that a holder has ended."""
         self._holders.discard(id(holder))
 
@@ -72,7 +71,7 @@ class Termination:
             if signal.getsignal(signal.SIGTERM) == self._handle:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    def _handle(self, *_: Any) -> None:
+    def _handle(self, *_: object) -> None:
         if not self._holders:
             _end()
 

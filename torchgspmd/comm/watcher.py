@@ -72,7 +72,7 @@ class Watcher:
             atexit.register(self._close)
             multiprocessing.util.Finalize(None, self._close, exitpriority=100)
 
-    def watch(self, function: Any) -> str:
+    def watch(self, function: object) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives."""
         return self.places.watch(function)
 
@@ -222,7 +222,7 @@ class Watcher:
 
     # ------------------------------------------------------------------------------- the errors
 
-    def run(self, function: Callable, *args: Any, **options: Any) -> Any:
+    def run(self, function: Callable, *args: object, **options: object) -> Any:
         """Call a function. Raise RankError for a wait that ended, or if another rank has failed."""
         if self.has_failed:
             self._give_up()
@@ -321,7 +321,7 @@ def watched(method: Callable) -> Callable:
     """Return a method of what has `_groups`, whose waits that end say for whom."""
 
     @functools.wraps(method)
-    def explaining(self: Any, *args: Any) -> Any:
+    def explaining(self: Any, *args: object) -> Any:
         return self._groups.watcher.run(method, self, *args)
 
     return explaining

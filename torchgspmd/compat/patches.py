@@ -69,7 +69,7 @@ class Patch:
 
         return undo
 
-    def _set(self, value: Any) -> None:
+    def _set(self, value: object) -> None:
         is_dict = isinstance(self.owner, dict)
         if value is not ABSENT:
             self.owner.__setitem__(self.name, value) if is_dict else setattr(
@@ -123,7 +123,7 @@ class Installation:
         """Whether the patches are applied."""
         return self._applied is not None
 
-    def hold(self, patches: Sequence[Patch], *holders: Any) -> None:
+    def hold(self, patches: Sequence[Patch], *holders: object) -> None:
         """Apply the patches, unless they are applied, until all holders have been collected."""
         with self._lock:
             for holder in holders:

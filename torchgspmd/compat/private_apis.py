@@ -259,7 +259,7 @@ def lookup(api: PrivateApi) -> Any:
     return _check_instance_attribute(owner, rest[-1])
 
 
-def _submodule_or_attribute(owner: Any, name: str, path: str) -> Any:
+def _submodule_or_attribute(owner: object, name: str, path: str) -> Any:
     """Return the submodule of that name, or else the attribute.
 
     torch._higher_order_ops has both for flex_attention: a function hides the module.
@@ -312,7 +312,7 @@ class _Missing(type):
         raise error_without(cls.api)
 
 
-def is_missing(imported: Any) -> bool:
+def is_missing(imported: object) -> bool:
     """True if an object imported from here stands for a missing API."""
     return isinstance(imported, _Missing)
 

@@ -57,10 +57,10 @@ if TYPE_CHECKING:
 @documented("plan")
 def plan(
     fn: Callable | nn.Module,
-    *args: Any,
+    *args: object,
     mesh: Mesh | DeviceMesh | MeshLayout,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: object = None,
+    out_specs: object = None,
     **kwargs: Unpack[PlanOptions],
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
@@ -151,7 +151,7 @@ def plan(
 
 
 def _options_among(
-    given: Mapping[str, Any], fn: Callable | nn.Module
+    given: Mapping[str, object], fn: Callable | nn.Module
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the options among keyword arguments of plan, and the keyword arguments of fn."""
     names = [row.name for row in rows_for("plan")]
@@ -194,7 +194,7 @@ def compile_plan(
     mesh: Mesh,
     arguments: list[ShardSpec | None],
     options: Options = Options(),
-    out_specs: Any = None,
+    out_specs: object = None,
     stored: Mapping[str, ShardSpec] | None = None,
     plain: Sequence[bool] = (),
     device: str | None = None,

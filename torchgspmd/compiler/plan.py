@@ -253,7 +253,7 @@ class Plan(PlanFiles):
 
     # ----------------------------------------------------------------------------------- running it
 
-    def simulate(self, *args: Any, _poison: bool = False, **kwargs: Any) -> Any:
+    def simulate(self, *args: object, _poison: bool = False, **kwargs: object) -> Any:
         """Run the programs of all devices in this process, on global tensors.
 
         Inputs that the function mutates are mutated. The gradients of a plan with grad=True are
@@ -352,7 +352,7 @@ class Plan(PlanFiles):
         return [*tensors, *cotangents_of(self.captured, tensors)]
 
     def rebuild(
-        self, flat: Sequence[Any], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]
+        self, flat: Sequence[object], tensors: Sequence[Tensor], arguments: tuple[tuple, dict]
     ) -> Any:
         """Return flat results in the function's own structure, and write its mutations.
 

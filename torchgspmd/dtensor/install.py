@@ -70,7 +70,7 @@ def _methods(names: Iterable[str], replace: Callable, why: str) -> list[Patch]:
 
 
 def _handled(
-    operators: Iterable[Any], handler: Handler, why: str, versions: tuple[str, ...] = CHECKED
+    operators: Iterable[object], handler: Handler, why: str, versions: tuple[str, ...] = CHECKED
 ) -> list[Patch]:
     """Return a row for each operator that this torch has."""
     return [
@@ -254,7 +254,7 @@ def _held_method(before: Callable) -> Callable:
     """Wrap Optimizer.state_dict: the patches are applied while a tensor of the state lives."""
 
     @functools.wraps(before)
-    def state_dict(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
         state = before(self, *args, **kwargs)
         hold(self, pytree.tree_leaves(state))
         return state

@@ -118,7 +118,7 @@ def without_pending(args: tuple) -> tuple:
     return first, *map(_reduce, args[1:])
 
 
-def _reduce(value: Any) -> Any:
+def _reduce(value: object) -> Any:
     """Return a DTensor, or a list of them, without pending reductions."""
     if isinstance(value, (list, tuple)):
         return [*map(_reduce, value)]

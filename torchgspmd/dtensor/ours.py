@@ -25,7 +25,7 @@ def handlers() -> dict[Any, Handler]:
     return DTensor._op_dispatcher._custom_op_handlers
 
 
-def is_ours(tensor: Any) -> bool:
+def is_ours(tensor: object) -> bool:
     """Whether a value is a DTensor on a mesh of parallelize."""
     return isinstance(tensor, DTensor) and find_groups(tensor._spec.mesh) is not None
 
@@ -95,7 +95,7 @@ def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
     """Return the replacement of a method: `function` for our DTensors, as before for others."""
 
     def replace(before: Callable) -> Callable:
-        def method(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+        def method(self: DTensor, *args: object, **kwargs: object) -> Any:
             if not is_ours(self):
                 return before(self, *args, **kwargs)
             try:

@@ -29,7 +29,7 @@ def reduce_method(before: Callable) -> Callable:
     """
 
     @functools.wraps(before)
-    def method(self: DTensor, protocol: Any) -> Any:
+    def method(self: DTensor, protocol: object) -> Any:
         if not is_ours(self) or _copies() or _is_called_by(_OF_PARTS):
             return before(self, protocol)
         return ordinary(self).__reduce_ex__(protocol)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -166,7 +165,7 @@ def _become_parameter(tensor: DTensor, requires_grad: bool) -> None:
     tensor.requires_grad_(requires_grad)
 
 
-def distribute_state(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
     """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         loaded = state.get(prefix + name)
@@ -202,7 +201,7 @@ def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
     return DTensor.__new__(DTensor, local, parameter._spec, requires_grad=False)
 
 
-def takes_gradient(parameter: DTensor, accumulator: Any) -> bool:
+def takes_gradient(parameter: DTensor, accumulator: object) -> bool:
     """Whether the running backward would only assign the gradient to `parameter.grad`.
 
     accumulator: autograd's node for that assignment. It detaches the gradient first, 14 us for a

@@ -20,7 +20,7 @@ def redistribute_method(before: Callable) -> Callable:
     """Wrap DTensor.redistribute: the wait for a rank that does not call it is explained."""
 
     @functools.wraps(before)
-    def method(self: DTensor, *args: Any, **options: Any) -> DTensor:
+    def method(self: DTensor, *args: object, **options: object) -> DTensor:
         return _explained(self.device_mesh, before, self, *args, **options)
 
     return method
@@ -30,7 +30,7 @@ def with_explained_waits(before: Callable) -> Callable:
     """Wrap the function that redistributes the operands of an operation, as `redistribute`."""
 
     @functools.wraps(before)
-    def redistribute(op_info: Any, *args: Any, **options: Any) -> None:
+    def redistribute(op_info: Any, *args: object, **options: object) -> None:
         meshes = (getattr(spec, "mesh", None) for spec in op_info.flat_args_schema)
         mesh = next((mesh for mesh in meshes if mesh is not None), None)
         return _explained(mesh, before, op_info, *args, **options)
@@ -59,7 +59,7 @@ def with_farewell(before: Callable) -> Callable:
     """
 
     @functools.wraps(before)
-    def destroy(group: Any = None) -> None:
+    def destroy(group: object = None) -> None:
         if group is None:
             say_farewell()
         return before(group)
@@ -67,7 +67,7 @@ def with_farewell(before: Callable) -> Callable:
     return destroy
 
 
-def _explained(mesh: Any, function: Callable, *args: Any, **options: Any) -> Any:
+def _explained(mesh: Any, function: Callable, *args: object, **options: object) -> Any:
     """Call a function; if the mesh is of parallelize, a wait that ends in it says for whom."""
     groups = find_groups(mesh) if mesh is not None else None
     if groups is None:

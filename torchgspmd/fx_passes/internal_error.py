@@ -12,7 +12,6 @@ import shlex
 import sys
 import traceback
 from dataclasses import fields
-from typing import Any
 
 import torch
 
@@ -82,7 +81,7 @@ def _options(request: Request) -> list[str]:
     ]
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return str(getattr(value, "name", value))
 
 

@@ -50,7 +50,7 @@ def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
     return _tensors_in(node.meta["val"])
 
 
-def _tensors_in(val: Any) -> tuple[Tensor, ...]:
+def _tensors_in(val: object) -> tuple[Tensor, ...]:
     return tuple(
         v for v in (val if isinstance(val, (tuple, list)) else (val,)) if isinstance(v, Tensor)
     )

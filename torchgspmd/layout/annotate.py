@@ -114,7 +114,7 @@ def mark_sharding(
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
 
 
-def _no_tensor(given: Any, spec: Any) -> ShardingError:
+def _no_tensor(given: object, spec: object) -> ShardingError:
     """Return the error for a mark on a module, or on another object without a layout."""
     if not isinstance(given, nn.Module):
         fix = "pass a parameter, a buffer or a value inside of forward"
@@ -226,7 +226,7 @@ def copy_mark(source: Tensor, target: Tensor) -> None:
         setattr(target, _MARK, raw_mark(source))
 
 
-def layout_of(module: Any, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayout | None:
+def layout_of(module: object, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayout | None:
     """Return the layout that translates the names of a program, if there is one.
 
     It is the one passed as the mesh, or that of `annotate`.
@@ -428,12 +428,12 @@ def _mark_outputs(
     """Return a forward hook that marks the results of a module."""
     rank = len(spec.split()) if isinstance(spec, str) else spec.rank
 
-    def mark(value: Any) -> Any:
+    def mark(value: object) -> Any:
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim() == rank:
             return _marked(value, mesh, spec)
         return value
 
-    def hook(module: nn.Module, args: tuple, output: Any) -> Any:
+    def hook(module: nn.Module, args: tuple, output: object) -> Any:
         if isinstance(output, Tensor):
             return _marked(output, mesh, spec)
         return pytree.tree_map(mark, output)

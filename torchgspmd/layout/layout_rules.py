@@ -291,7 +291,7 @@ def _has(mesh: Mesh, axes: Axes) -> bool:
     return all(axis in mesh.names for axis in axes)
 
 
-def _name(name: Any) -> str:
+def _name(name: object) -> str:
     """Return an identifier. Raise for anything else."""
     if not isinstance(name, str) or not name.isidentifier() or name == "_":
         raise ShardingError(
@@ -302,7 +302,7 @@ def _name(name: Any) -> str:
     return name
 
 
-def _choice(rule: Any) -> Choice:
+def _choice(rule: object) -> Choice:
     """Return one alternative."""
     if rule is None or rule == "_":
         return Choice(())

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Coordinates = dict[str, int]  # axis name -> index along it
 
 
-def _unnamed_axes(given: tuple[Any, ...]) -> ShardingError:
+def _unnamed_axes(given: tuple[object, ...]) -> ShardingError:
     """Return the error for sizes without names: Mesh(2, 4), or a mapping."""
     first: Any = given[0]
     named: dict[str, Any] = dict(zip(("data", "model", "seq"), given))

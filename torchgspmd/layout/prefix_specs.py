@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -18,12 +17,12 @@ from .spec_notation import AUTO, SAME, UNCONSTRAINED
 BATCH_AXES = ("data", "batch", "dp", "fsdp", "replica", "dp_replicate", "dp_shard", "replicate")
 
 
-def is_same(prefix: Any) -> bool:
+def is_same(prefix: object) -> bool:
     """Return whether a prefix leaves all layouts below it as they are computed."""
     return prefix is UNCONSTRAINED or isinstance(prefix, str) and prefix == SAME
 
 
-def spread(prefix: Any, tree: Any, mesh: Mesh, what: str) -> list[ShardSpec | None]:
+def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor leaf of `tree`.
 
     A leaf of the prefix is a string, a ShardSpec, None, SAME or UNCONSTRAINED; it applies to every
@@ -103,7 +102,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def spread_inputs(
-    prefix: Any, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
+    prefix: object, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
 ) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor of (args, kwargs).
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from ..errors import ShardingError, user_line
 from .halo_window import Window
@@ -30,7 +30,7 @@ AUTO: Final = "auto"  # in_specs: the axes of the batch divide the leading dimen
 SAME: Final = "same"  # out_specs: results stay where they are computed.
 
 
-def _is_axis(name: Any) -> bool:
+def _is_axis(name: object) -> bool:
     return isinstance(name, str) and (
         name.isidentifier() and name != "_" or sub_axis(name) is not None
     )
@@ -93,7 +93,7 @@ def _split_window(word: str) -> tuple[str, Window | None]:
         return word, None
 
 
-def parse_sequence(entries: Any) -> SpecFields:
+def parse_sequence(entries: object) -> SpecFields:
     """Return the fields of a spec in tuple form, such as ("data", None)."""
     if not isinstance(entries, Sequence):
         raise ShardingError(

@@ -36,7 +36,7 @@ class _Recorder(dict):
         for name, value in dict(*args, **values).items():
             self[name] = value
 
-    def setdefault(self, name: Any, value: Any = None) -> Any:
+    def setdefault(self, name: object, value: object = None) -> Any:
         if name not in self:
             self[name] = value
         return self[name]
@@ -91,7 +91,7 @@ def own_step(
     gradients: Sequence[Tensor],
     states: Sequence[Mapping[str, Tensor]],
     _: Tensor,
-    group: Mapping[str, Any],
+    group: Mapping[str, object],
 ) -> None:
     """Step parameters of a group in place, and their states. Each state has its own count."""
     options = dict(group)
@@ -109,7 +109,7 @@ def own_step(
         p.grad = gradient
 
 
-def _step(optimizer: Optimizer, groups: list[dict[str, Any]], states: Any) -> None:
+def _step(optimizer: Optimizer, groups: list[dict[str, object]], states: object) -> None:
     """Step with other groups and states than the optimizer has, and without its hooks."""
     twin = object.__new__(type(optimizer))
     hooks = {name: {} for name in vars(optimizer) if name.endswith("_hooks")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ..errors import ShardingError, did_you_mean, user_line
 
 SCHEDULES = ("auto", "gpipe", "circular")
@@ -11,7 +9,7 @@ WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
 
 
 def check_schedule(
-    schedule: str, repeats: int, microbatches: int, loss: Any, memory: int | None
+    schedule: str, repeats: int, microbatches: int, loss: object, memory: int | None
 ) -> None:
     """Raise ShardingError unless there is such a schedule."""
     names = SCHEDULES if loss is None else WITH_LOSS

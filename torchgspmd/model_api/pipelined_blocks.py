@@ -178,7 +178,7 @@ class Pipeline(StackedBlocks):
             f"{self.microbatches} microbatches, {self.repeats} repeats"
         )
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return what the last block returns for the batch; its loss, if there is one."""
         if self.loss is None:
             return self.outputs(x, *args, **kwargs)
@@ -186,7 +186,7 @@ class Pipeline(StackedBlocks):
             return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
         return self._scheduled(self.loss, x, SharedArguments(args), kwargs)
 
-    def _loss_of(self, loss: Loss, results: Any, targets: dict[str, Any]) -> Tensor:
+    def _loss_of(self, loss: Loss, results: object, targets: dict[str, object]) -> Tensor:
         """Return the mean of the losses of the microbatches."""
         leaves, tree = pytree.tree_flatten((results, targets))
         parts = [self._divided(x) if isinstance(x, Tensor) else x for x in leaves]
@@ -198,7 +198,7 @@ class Pipeline(StackedBlocks):
         return torch.stack(losses).mean()
 
     def _scheduled(
-        self, loss: Loss, x: Any, shared: SharedArguments, targets: dict[str, Any]
+        self, loss: Loss, x: object, shared: SharedArguments, targets: dict[str, object]
     ) -> Tensor:
         """Return the loss of a pipeline that computes forward and backward in turn."""
         leaves, tree = pytree.tree_flatten(x)
@@ -239,7 +239,7 @@ class Pipeline(StackedBlocks):
         """Return the arguments of all blocks. leaves: of what the first one takes."""
         return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
 
-    def outputs(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return what the last block returns for the batch, without the loss."""
         shared = SharedArguments(args, kwargs)
         if self.stages == 1 or not is_capturing():
@@ -267,7 +267,7 @@ class Pipeline(StackedBlocks):
         weights: dict[str, Tensor],
         is_block: Tensor,
         parts: list[Tensor],
-        tree: Any,
+        tree: object,
         shared: RowArguments,
         shift: int = 1,
     ) -> list[Tensor]:
@@ -370,7 +370,7 @@ class Pipeline(StackedBlocks):
         return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
 
 
-def _of_all_stages(function: Callable[..., Any], *args: Any) -> Any:
+def _of_all_stages(function: Callable[..., object], *args: object) -> Any:
     """Return the results of a function of one stage for values of all."""
     results = torch.vmap(function, randomness="different")(*args)
     note_results(pytree.tree_leaves(results))

@@ -61,7 +61,7 @@ class Stack(StackedBlocks):
     def extra_repr(self) -> str:
         return f"{self.count} blocks"
 
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return what the last block returns."""
         shared = SharedArguments(args, kwargs)
         if not is_capturing():
@@ -86,7 +86,7 @@ class Stack(StackedBlocks):
         return pytree.tree_unflatten(last, tree)
 
 
-def _check(taken: Any, tree: Any, returned: list[Tensor], other: Any) -> None:
+def _check(taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
     """Raise unless a block returns what the next one can take in its place."""
     before = [(tuple(x.shape), x.dtype) for x in taken]
     after = [(tuple(x.shape), x.dtype) for x in returned]

@@ -106,7 +106,7 @@ class StackedBlocks(nn.Module):
         """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
-    def one_by_one(self, x: Any, shared: SharedArguments) -> Any:
+    def one_by_one(self, x: object, shared: SharedArguments) -> Any:
         """Return what the last block returns; call one after the other."""
         weights = self.weights()
         for place in self.places:
@@ -114,7 +114,9 @@ class StackedBlocks(nn.Module):
         return x
 
     @staticmethod
-    def run(block: nn.Module, weights: dict[str, Tensor], x: Any, shared: SharedArguments) -> Any:
+    def run(
+        block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
+    ) -> Any:
         """Return what a block with these weights returns."""
         args = x, *shared.args
         with in_block():
@@ -187,7 +189,7 @@ def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
                 )
 
 
-def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Put the weights of each block into a state_dict, under its own names."""
     blocks = cast(StackedBlocks, module)
     stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in blocks.names}
@@ -201,7 +203,9 @@ def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *
             state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
 
 
-def _from_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _from_names_of_blocks(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
     """Stack the weights of all blocks in a state_dict that is loaded."""
     blocks = cast(StackedBlocks, module)
     for name in blocks.names:

@@ -76,7 +76,7 @@ class TrainStep(nn.Module):
                     buffer.copy_(present)
                 state[kind] = buffer
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         with torch.enable_grad():
             outputs = self._outputs(args, kwargs)
         loss = outputs[0] if isinstance(outputs, Sequence) else outputs
@@ -122,7 +122,7 @@ class TrainStep(nn.Module):
 def train_step(
     model: nn.Module,
     optimizer: Optimizer,
-    loss: Callable[..., Any] | None = None,
+    loss: Callable[..., object] | None = None,
     *,
     clip: float | None = None,
     average: float | None = None,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import fx
@@ -75,7 +74,7 @@ def _index_of_each(node: fx.Node) -> fx.Node | None:
 
 
 def _call(
-    node: fx.Node, op: Any, args: tuple[Any, ...], shape: Sequence[int], dtype: torch.dtype
+    node: fx.Node, op: object, args: tuple[object, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> fx.Node:
     """Return a call before a node, with a result of a shape and dtype."""
     call = replacement_call(node, op, args)

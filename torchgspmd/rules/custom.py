@@ -14,7 +14,7 @@ _CUSTOM: set[Any] = set()  # operations whose rule came from gspmd.rule, which m
 
 
 def rule(
-    op: Any,
+    op: object,
     sentence: str | Sequence[str],
     *,
     reduce: str | Mapping[str, str] = "",
@@ -85,7 +85,7 @@ def rule(
     RULES[target] = bind
 
 
-def _target(op: Any) -> OpOverload | str:
+def _target(op: object) -> OpOverload | str:
     if isinstance(op, OpOverloadPacket):
         return op.default
     target = getattr(op, "_opoverload", op)

@@ -41,7 +41,7 @@ def _core() -> dict[Any, Callable]:
     return dict(core_aten_decompositions())
 
 
-def decomposition_of(op: Any, *, splitting: int = 0) -> Callable | None:
+def decomposition_of(op: object, *, splitting: int = 0) -> Callable | None:
     """Return a function that computes an operation by others; None if it is not decomposed.
 
     splitting: over how many devices the rule's replicated factors are sharded (1: unknown, 0: not).
@@ -105,7 +105,7 @@ class _Recorder(TorchDispatchMode):
             )
         return self._record(tensor, self.graph.placeholder("tensor"))
 
-    def nodes_of(self, tree: Any) -> Any:
+    def nodes_of(self, tree: object) -> Any:
         return pytree.tree_map(
             lambda leaf: self._node(leaf) if isinstance(leaf, Tensor) else leaf, tree
         )

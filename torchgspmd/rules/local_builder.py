@@ -60,7 +60,7 @@ class LocalBuilder(Protocol):
         """Return the rows of an operand's dimension that a device holds, its halo included."""
         ...
 
-    def narrow(self, value: Any, dim: int, start: Any, length: int) -> fx.Node:
+    def narrow(self, value: object, dim: int, start: object, length: int) -> fx.Node:
         """Return `length` rows of a value, from `start` on, contiguous."""
         ...
 
@@ -71,7 +71,7 @@ class LocalBuilder(Protocol):
         """Return the local shape of a value."""
         ...
 
-    def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+    def scalar(self, value: object, dtype: torch.dtype | None = None) -> fx.Node:
         """Return a tensor of one number, by default of the result's dtype."""
         ...
 

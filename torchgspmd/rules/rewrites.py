@@ -78,7 +78,7 @@ def without_rewrites(feature: str) -> Generator[None, None, None]:
         REWRITES.update(before)
 
 
-def rewrite(level: str, *targets: Any) -> Callable:
+def rewrite(level: str, *targets: object) -> Callable:
     """Register a function at a level, for operators that this torch has."""
     assert level in LEVELS
 
@@ -90,7 +90,7 @@ def rewrite(level: str, *targets: Any) -> Callable:
     return register
 
 
-def rewrite_of(level: str, target: Any) -> Callable | None:
+def rewrite_of(level: str, target: object) -> Callable | None:
     """Return the first function of a level, or None. A target may be registered by its name."""
     entries = REWRITES.get((level, target))
     if entries is None and isinstance(target, OpOverload):
@@ -98,7 +98,7 @@ def rewrite_of(level: str, target: Any) -> Callable | None:
     return entries[0].apply if entries else None
 
 
-def apply_first(level: str, target: Any, *args: Any, **kwargs: Any) -> Any:
+def apply_first(level: str, target: object, *args: object, **kwargs: object) -> Any:
     """Return what the first function of a level that applies to a call returns, or DECLINED."""
     for entry in REWRITES.get((level, target), ()):
         if (result := entry.apply(*args, **kwargs)) is not DECLINED:
@@ -106,7 +106,7 @@ def apply_first(level: str, target: Any, *args: Any, **kwargs: Any) -> Any:
     return DECLINED
 
 
-def is_present(op: Any) -> bool:
+def is_present(op: object) -> bool:
     """Return whether this torch has an operator, or may load it later; else note it in SKIPPED."""
     if isinstance(op, AbsentOperator):
         SKIPPED.append(op.name())

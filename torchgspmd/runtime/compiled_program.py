@@ -132,7 +132,7 @@ class CompiledProgram:
 
 
 @contextmanager
-def unwritten(tensors: Sequence[Any], besides: Collection[int] = ()) -> Generator[None]:
+def unwritten(tensors: Sequence[object], besides: Collection[int] = ()) -> Generator[None]:
     """Raise AssertionError, for a bug of torchgspmd, if the block writes to one of the tensors.
 
     besides: the indices of those that the user's own program writes to.

@@ -76,7 +76,7 @@ class JointProgram(CompiledProgram):
         self.watcher.phase = "forward ended"
         return results
 
-    def _watched(self, function: Callable[[list], Any]) -> Callable[[list], Any]:
+    def _watched(self, function: Callable[[list], object]) -> Callable[[list], Any]:
         """Return a backward whose waits that end say for whom."""
         watcher = self.watcher
         name = watcher.watch(function)

@@ -127,7 +127,7 @@ class MeshModule(ModuleProxy):
         raise NotImplementedError
 
     @not_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         call = self._call(args, kwargs)
         try:
             program = self._program_for(call.key, lambda: self._timed_build(call))
@@ -214,7 +214,7 @@ class MeshModule(ModuleProxy):
         """Compile the program of a call."""
         raise NotImplementedError
 
-    def _run(self, program: Any, call: ModuleCall) -> Any:
+    def _run(self, program: object, call: ModuleCall) -> Any:
         """Run the program of a call."""
         raise NotImplementedError
 

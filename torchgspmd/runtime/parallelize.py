@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -38,8 +38,8 @@ def parallelize(
     model: nn.Module,
     mesh: Mesh | DeviceMesh | MeshLayout,
     *,
-    in_specs: Any = None,
-    out_specs: Any = None,
+    in_specs: object = None,
+    out_specs: object = None,
     **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh; every process calls it alike.

@@ -53,7 +53,7 @@ class PartialBackward:
         boxed += shared
         return self._all(self.later(boxed), False)
 
-    def _all(self, values: Sequence[Any], of_arguments: bool) -> list:
+    def _all(self, values: Sequence[object], of_arguments: bool) -> list:
         """Return values with None for the gradients of the other piece."""
         rest = iter(values)
         return [
@@ -62,7 +62,7 @@ class PartialBackward:
         ]
 
 
-def _needed_for(values: Sequence[Any]) -> set[fx.Node]:
+def _needed_for(values: Sequence[object]) -> set[fx.Node]:
     """Return the nodes that values are computed from, themselves included."""
     stack = [value for value in values if isinstance(value, fx.Node)]
     needed = set(stack)
@@ -74,7 +74,7 @@ def _needed_for(values: Sequence[Any]) -> set[fx.Node]:
 
 
 def _piece(
-    graph: fx.Graph, nodes: set[fx.Node], inputs: list[fx.Node], outputs: Sequence[Any]
+    graph: fx.Graph, nodes: set[fx.Node], inputs: list[fx.Node], outputs: Sequence[object]
 ) -> fx.Graph:
     """Return the graph of some nodes. inputs: besides those of the whole graph."""
     piece, copies = fx.Graph(), {}
@@ -91,12 +91,12 @@ def _piece(
     return piece
 
 
-def is_asked_for(accumulators: Iterable[Any]) -> bool:
+def is_asked_for(accumulators: Iterable[object]) -> bool:
     """Return whether the running backward needs the gradient that goes to any of these nodes."""
     return any(node is not None and _is_executed(node) for node in accumulators)
 
 
-def _is_executed(node: Any) -> bool:
+def _is_executed(node: object) -> bool:
     try:
         return _will_engine_execute_node(node)
     except RuntimeError:  # torch.autograd.grad computes this gradient

@@ -190,7 +190,7 @@ class ShardedModule(MeshModule):
         program.checked = True
         return program(call.leaves, call.passed, rank_check)
 
-    def _kind(self, name: str, value: Any) -> Any:
+    def _kind(self, name: str, value: object) -> Any:
         if isinstance(value, DTensor):
             return tuple(value.shape), value.dtype, value.placements
         if isinstance(value, nn.Parameter):
@@ -378,12 +378,12 @@ def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
     return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
 
 
-def _hold_state(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:
     """Let the patches of DTensor last while a tensor of a state_dict lives."""
     hold(module, state.values())
 
 
-def _argument_text(key: Any) -> str | None:
+def _argument_text(key: object) -> str | None:
     """Return the shape of a tensor, a number or a text from an argument's key, else None."""
     if isinstance(key, tuple) and isinstance(key[0], tuple):
         return str(list(key[0]))

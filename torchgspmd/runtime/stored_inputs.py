@@ -77,7 +77,7 @@ class MarkedInputs:
         return places
 
     def store(
-        self, tensors: Sequence[Tensor], passed: Any, mesh: Mesh, groups: ProcessGroups
+        self, tensors: Sequence[Tensor], passed: object, mesh: Mesh, groups: ProcessGroups
     ) -> bool:
         """Put DTensors in their place. Return whether there was one.
 

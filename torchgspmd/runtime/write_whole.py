@@ -41,7 +41,7 @@ class WholeWriter:
         return writer
 
 
-def write_whole(model: nn.Module, write: Callable[[], Any]) -> Any:
+def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
     """Call a function on rank 0, where the model has whole tensors on the CPU meanwhile.
 
     Call it identically on every rank. An error of the function is an error of every rank.

@@ -88,7 +88,7 @@ class XlaModule(MeshModule):
         return module
 
     @not_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         if torch.is_inference_mode_enabled():  # torch_xla cannot create inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 return super().forward(*args, **kwargs)
@@ -98,7 +98,7 @@ class XlaModule(MeshModule):
         self._pin_changed()
         return program(call.leaves, call.passed)
 
-    def _kind(self, name: str, value: Any) -> Any:
+    def _kind(self, name: str, value: object) -> Any:
         if isinstance(value, nn.Parameter) and value.device not in (
             self._device,
             torch.device("meta"),

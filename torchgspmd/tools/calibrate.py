@@ -232,7 +232,7 @@ class _Calibration:
                 links.setdefault(name, by_wire[wire.op])
         return [((name, count), link) for name, link in links.items()]
 
-    def _link(self, kind: CollectiveKind, arguments: tuple[Any, ...], count: int) -> Link:
+    def _link(self, kind: CollectiveKind, arguments: tuple[object, ...], count: int) -> Link:
         """Return the bytes per second and the latency of a kind, from two sizes."""
         run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
         for side in SIDES:
@@ -245,7 +245,7 @@ class _Calibration:
         slope = max((second - first) / (large - small), 1e-15)
         return Link(count, 1 / slope, max(first - small * slope, 0.0))
 
-    def _time(self, run: Callable[[], Any]) -> float:
+    def _time(self, run: Callable[[], object]) -> float:
         """Return the median of the seconds of a call, each until the slowest device is through.
 
         Where devices take turns on few cores, it is another one each time.
@@ -256,7 +256,7 @@ class _Calibration:
         times = [self._once(run) for _ in range(repeats)]
         return statistics.median(self._slowest(times))
 
-    def _once(self, run: Callable[[], Any]) -> float:
+    def _once(self, run: Callable[[], object]) -> float:
         """Return the seconds of one call that all devices begin together."""
         dist.barrier()
         start = time.perf_counter()
@@ -276,7 +276,7 @@ class _Calibration:
         return numbers.tolist()
 
 
-def _wire(kind: Any) -> Sequence[Any]:
+def _wire(kind: object) -> Sequence[Any]:
     return kind.wire if isinstance(kind, CollectiveKind) else ()
 
 

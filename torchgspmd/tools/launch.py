@@ -31,9 +31,9 @@ END = 5.0  # seconds from SIGTERM to SIGKILL
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     processes: int,
-    *args: Any,
+    *args: object,
     backend: str | None = "auto",
     threads: int = 1,
 ) -> list[Any]:
@@ -131,12 +131,12 @@ def _check(processes: int) -> None:
 
 def _start(
     rank: int,
-    variables: dict[str, Any],
+    variables: dict[str, object],
     card: int | None,
     backend: str | None,
     threads: int,
-    fn: Callable[..., Any],
-    args: Sequence[Any],
+    fn: Callable[..., object],
+    args: Sequence[object],
     others: Sequence[_Rank],
 ) -> _Rank:
     context = multiprocessing.get_context("fork")
@@ -172,7 +172,7 @@ class _Child:
     printing: int
     unused: list[int] = field(default_factory=list)  # descriptors of the parent
 
-    def run(self, fn: Callable[..., Any], args: Sequence[Any]) -> None:
+    def run(self, fn: Callable[..., object], args: Sequence[object]) -> None:
         """Run the function, and send its result or its error."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
         for descriptor in self.unused:

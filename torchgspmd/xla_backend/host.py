@@ -16,7 +16,7 @@ from ..compat.private_apis import OpOverload
 _READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 
 
-def report_host_operations(graph: fx.Graph, run: Callable[[], Any]) -> Any:
+def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> Any:
     """Return what `run` returns; warn of each operation of the graph that ran on the host."""
     before = _host_counts()
     result = run()
@@ -43,5 +43,5 @@ def _host_counts() -> dict[str, int]:
     }
 
 
-def _name(target: Any) -> str:
+def _name(target: object) -> str:
     return target._schema.name if isinstance(target, OpOverload) else ""

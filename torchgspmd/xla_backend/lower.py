@@ -78,7 +78,7 @@ def lower(
     return lowered
 
 
-def _value(new: dict[fx.Node, fx.Node], value: Any) -> Any:
+def _value(new: dict[fx.Node, fx.Node], value: object) -> Any:
     """Return the copy of a node; any other value as it is."""
     return new[value] if isinstance(value, fx.Node) else value
 
@@ -171,7 +171,7 @@ def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
 # ------------------------------------------------------------------------------------------- guards
 
 
-def _has_kernel(op: Any) -> bool:
+def _has_kernel(op: object) -> bool:
     """True if torch_xla has a kernel for an operation; else the host runs it."""
     if not isinstance(op, OpOverload) or op.namespace == "torchgspmd":
         return True

@@ -29,14 +29,14 @@ class Record(TorchFunctionMode):
         self.of_the_body = {id(x): x for x in own}
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Callable, types: object, args: tuple = (), kwargs: Any = None
     ) -> Any:
         self.use(pytree.tree_leaves((args, kwargs or {})))
         result = func(*args, **(kwargs or {}))
         self.add(pytree.tree_leaves(result))
         return result
 
-    def use(self, operands: Sequence[Any]) -> None:
+    def use(self, operands: Sequence[object]) -> None:
         """Note operands."""
         for x in operands:
             if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from types import FunctionType
-from typing import Any
 
 from ...rules.rewrites import rewrite_of
 from . import embedding_bag, rnn  # noqa: F401 (they register bodies)
@@ -57,6 +56,6 @@ def _copy_without_dispatch(function: Callable) -> Callable | None:
     return copy
 
 
-def _no_torch_function(*tensors: Any) -> bool:
+def _no_torch_function(*tensors: object) -> bool:
     """Return False; stands for torch.overrides.has_torch_function."""
     return False

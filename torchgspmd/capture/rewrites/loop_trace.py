@@ -263,7 +263,7 @@ class _Replace(TorchFunctionMode):
         self.entries = entries
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Callable, types: object, args: tuple = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map_only(
             Tensor, lambda t: self.entries.get(id(t), t), (args, kwargs or {})

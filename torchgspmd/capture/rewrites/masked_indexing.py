@@ -41,7 +41,7 @@ class Trace(Protocol):
         """Return the indices that a mask selects, a constant for each dimension, or None."""
 
 
-def _index(trace: Trace, x: Tensor, index: Any) -> tuple[Callable, tuple]:
+def _index(trace: Trace, x: Tensor, index: object) -> tuple[Callable, tuple]:
     """Return the call of x[index] with indices in place of masks."""
     indices = index if isinstance(index, tuple) else (index,)
     indices = tuple(

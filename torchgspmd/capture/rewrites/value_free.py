@@ -115,8 +115,8 @@ def _gaussian_nll(
 def _ctc(
     log_probs: Tensor,
     targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
+    input_lengths: object,
+    target_lengths: object,
     blank: int = 0,
     reduction: str = "mean",
     zero_infinity: bool = False,
@@ -136,7 +136,7 @@ def _ctc(
 
 
 @rewrite("value", torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(input: Tensor, *sections: Any, **named: Any) -> Any:
+def _tensor_split(input: Tensor, *sections: object, **named: object) -> Any:
     """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return DECLINED
@@ -192,7 +192,7 @@ def nested_list(input: Tensor) -> Any:
 # ------------------------------------------------------------ indices that only a run knows
 
 
-def _is_number(entry: Any) -> bool:
+def _is_number(entry: object) -> bool:
     """Return whether x[entry] reads the value of a tensor.
 
     A tensor of bool is a mask, whose values are not read.
@@ -246,7 +246,7 @@ def _concrete_slice(entry: slice) -> slice:
     )
 
 
-def _dim_count(entry: Any) -> int:
+def _dim_count(entry: object) -> int:
     """Return how many dimensions an entry of an index takes."""
     if entry is None or isinstance(entry, bool):
         return 0
@@ -256,7 +256,7 @@ def _dim_count(entry: Any) -> int:
 
 
 @rewrite("value", Tensor.__getitem__)
-def _getitem(input: Tensor, index: Any) -> Any:
+def _getitem(input: Tensor, index: object) -> Any:
     """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
@@ -266,7 +266,7 @@ def _getitem(input: Tensor, index: Any) -> Any:
 
 
 @rewrite("value", Tensor.__setitem__)
-def _setitem(input: Tensor, index: Any, value: Any) -> Any:
+def _setitem(input: Tensor, index: object, value: Any) -> Any:
     """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):

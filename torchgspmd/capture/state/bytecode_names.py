@@ -30,7 +30,7 @@ _AGAIN = ("COPY", "DUP_TOP")  # opcodes of an augmented assignment
 _FAR = 3  # limit of calls from a forward into installed packages
 
 
-def called_functions(functions: Iterable[Any], classes: Iterable[type]) -> list[FunctionType]:
+def called_functions(functions: Iterable[object], classes: Iterable[type]) -> list[FunctionType]:
     """Return the Python functions among these, and all that they name, and so on.
 
     This includes global functions, those of modules and classes, closures, and methods and
@@ -52,7 +52,7 @@ def called_functions(functions: Iterable[Any], classes: Iterable[type]) -> list[
     return list(functions_by_id.values())
 
 
-def is_function(value: Any) -> bool:
+def is_function(value: object) -> bool:
     return isinstance(value, (FunctionType, MethodType, functools.partial))
 
 
@@ -204,7 +204,7 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
     return methods
 
 
-def function_in(value: Any) -> Any:
+def function_in(value: object) -> Any:
     """Return the function of a method or property."""
     return (
         getattr(value, "fget", None)
@@ -213,7 +213,7 @@ def function_in(value: Any) -> Any:
     )
 
 
-def _plain_functions(function: Any) -> Iterator[FunctionType]:
+def _plain_functions(function: object) -> Iterator[FunctionType]:
     """Yield the plain Python functions inside of partials, methods and wrappers."""
     while function is not None:
         if isinstance(function, functools.partial):
@@ -226,7 +226,7 @@ def _plain_functions(function: Any) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-def _callees(function: FunctionType, methods: dict[str, list[Any]]) -> Iterator[Any]:
+def _callees(function: FunctionType, methods: dict[str, list[object]]) -> Iterator[Any]:
     """Yield what a function may call: globals, methods of classes, closure variables."""
     yield from (source.read() for source in global_sources(function))
     for cls, attribute in class_names(function):

@@ -184,7 +184,11 @@ class Tables:
         return writes
 
     def _writes_of(
-        self, table: MutableTable, old: dict[Step, Any], now: dict[Step, Any], state: frozenset[int]
+        self,
+        table: MutableTable,
+        old: dict[Step, object],
+        now: dict[Step, object],
+        state: frozenset[int],
     ) -> Iterator[Write]:
         """Yield the writes that turn the old entries of a table into the new ones."""
         changed = {
@@ -212,7 +216,9 @@ class Tables:
         for table in self.tables:
             table.last = table.entries()
 
-    def _is_mutation(self, step: Step, value: Any, excluded: frozenset[int] = frozenset()) -> bool:
+    def _is_mutation(
+        self, step: Step, value: object, excluded: frozenset[int] = frozenset()
+    ) -> bool:
         """Return whether runs write the entry: it is plain, or a tensor of the trace."""
         return step_name(step) not in KEPT_BY_TORCH and (
             is_plain(value) or _contains_tensor(value, self.traced, excluded)
@@ -247,7 +253,7 @@ class Tables:
                 yield Guard(table.source, self._predicate(contents, used, _READ))
 
     def _predicate_of_read(
-        self, used: Container[int], source: Source, value: Any, then: Any
+        self, used: Container[int], source: Source, value: object, then: object
     ) -> Any:
         """Return the predicate of the guard on what was read.
 
@@ -276,7 +282,7 @@ class Tables:
             return ANY  # an object that the trace replaced
         return self._predicate(then, used, self._uses_of(source))
 
-    def _has_stand_in(self, value: Any) -> bool:
+    def _has_stand_in(self, value: object) -> bool:
         """Return whether the value is or contains a stand-in for an input."""
         return any(
             type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins for leaf in leaves_of(value)
@@ -295,13 +301,13 @@ class Tables:
         uses = [self.uses.get(name, _READ) for name in names]
         return set().union(*uses) if uses else _READ
 
-    def _predicate(self, value: Any, used: Container[int], uses: set[str]) -> Any:
+    def _predicate(self, value: object, used: Container[int], uses: set[str]) -> Any:
         """Return the predicate of the guard with a snapshot.
 
         uses: how functions use the value. What they only add to has no guard.
         """
 
-        def leaf(value: Any) -> Any:
+        def leaf(value: object) -> Any:
             if type(value) is SymbolicNumber:
                 return conditions_of(value) or ANY
             if not isinstance(value, self.traced):
@@ -322,7 +328,7 @@ class Tables:
         items = map(self._predicate, value.items, repeat(used), inside)
         return replace(value, items=tuple(items))
 
-    def _is_used(self, value: Any, used: Container[int]) -> bool:
+    def _is_used(self, value: object, used: Container[int]) -> bool:
         """Return whether the value stands for an input whose tensor the program uses."""
         return id(value) in self.stand_ins and self.stand_ins[id(value)][1] in used
 
@@ -344,7 +350,7 @@ class Tables:
 
 
 def _contains_tensor(
-    value: Any, kind: type[Tensor], excluded: frozenset[int] = frozenset()
+    value: object, kind: type[Tensor], excluded: frozenset[int] = frozenset()
 ) -> bool:
     """Return whether a tensor of this type is in the value, other than those excluded."""
     return any(

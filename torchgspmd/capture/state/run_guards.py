@@ -43,7 +43,7 @@ class ArgumentKeys(NamedTuple):
     keys: tuple[Any, ...]
 
     @staticmethod
-    def of_file(names: Sequence[str], leaves: Iterable[Any]) -> ArgumentKeys:
+    def of_file(names: Sequence[str], leaves: Iterable[object]) -> ArgumentKeys:
         """Return the keys of leaves that have None in the place of tensors."""
         keys = tuple(None if leaf is None else value_key(leaf) for leaf in leaves)
         return ArgumentKeys(tuple(names), keys)
@@ -53,7 +53,7 @@ class ArgumentKeys(NamedTuple):
         keys = tuple(None if isinstance(leaf, Tensor) else value_key(leaf) for leaf in leaves)
         return ArgumentKeys(tuple(names), keys)
 
-    def changes(self, leaves: Sequence[Any]) -> Iterator[Change]:
+    def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
         """Yield the leaves that differ from those of the plan."""
         now = ArgumentKeys.of(self.names, leaves)
         for name, one, other in zip(self.names, now.keys, self.keys):
@@ -205,7 +205,7 @@ class RunGuards(NamedTuple):
     module: ModuleFacts | None
     functions: FunctionFacts
 
-    def changes(self, leaves: Sequence[Any]) -> Iterator[Change]:
+    def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
         """Yield what differs from the time of the plan. leaves: of the arguments of the run."""
         yield from self.arguments.changes(leaves)
         if self.module is not None:
@@ -213,7 +213,7 @@ class RunGuards(NamedTuple):
         yield from self.functions.changes()
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, nn.Module):
         return f"a {type(value).__qualname__} of its own"
     return value if isinstance(value, str) else as_text(getattr(value, "__qualname__", value))

@@ -94,7 +94,7 @@ class Conditions:
     cls: type
     conditions: tuple[tuple[Function, Any], ...]
 
-    def hold(self, value: Any) -> bool:
+    def hold(self, value: object) -> bool:
         """Return whether all functions of the number have the same results as in the trace."""
         if type(value) is not self.cls:
             return False
@@ -107,7 +107,7 @@ class Conditions:
             return False
 
 
-def identity(value: Any) -> Any:
+def identity(value: object) -> Any:
     """Return the value."""
     return value
 
@@ -119,7 +119,7 @@ class Varying:
         self.first: dict[int, float] = {}  # value in the first call, by leaf index
         self.now: dict[str, float] = {}  # current value of those that vary
 
-    def take(self, leaves: Sequence[Any]) -> list[int]:
+    def take(self, leaves: Sequence[object]) -> list[int]:
         """Record the floats of a call; return the positions of those that vary."""
         positions = []
         for i, leaf in enumerate(leaves):
@@ -162,7 +162,7 @@ class State:
         # in which int() and the like take numbers that only a run knows (builtin_numbers.py)
         self.namespaces: list[dict[str, Any]] = []
 
-    def add(self, source: Source, value: Any = None) -> None:
+    def add(self, source: Source, value: object = None) -> None:
         """Add the entry of a source. value: what the program writes there."""
         self.entries[source.entry] = None
         if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
@@ -185,7 +185,7 @@ class State:
         """Let traces have plain numbers."""
         self.is_counting = False
 
-    def vary(self, source: Source, value: Any) -> None:
+    def vary(self, source: Source, value: object) -> None:
         """Record that a number or tensor differs from its guard. value: the current one."""
         if isinstance(value, Tensor):
             self.add(source)

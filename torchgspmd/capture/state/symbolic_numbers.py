@@ -136,7 +136,7 @@ class SymbolicNumber:
 
     @classmethod
     def __torch_function__(
-        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+        cls, func: Any, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         if func in _BESIDE_TENSORS and len(args) == 2:
             args = tuple(
@@ -157,14 +157,14 @@ def of(symbol: SymbolicNumber) -> Expression:
     return symbol._SymbolicNumber__of
 
 
-def specialize_tree(value: Any) -> Any:
+def specialize_tree(value: object) -> Any:
     """Return the tree with the value in place of every symbolic number."""
     return pytree.tree_map(
         lambda leaf: of(leaf).specialize() if type(leaf) is SymbolicNumber else leaf, value
     )
 
 
-def to_computed(value: Any) -> Any:
+def to_computed(value: object) -> Any:
     """Return the tree with Computed in place of every symbolic number."""
     return pytree.tree_map(
         lambda leaf: Computed(_evaluator(leaf)) if type(leaf) is SymbolicNumber else leaf, value
@@ -177,7 +177,7 @@ def conditions_of(symbol: SymbolicNumber) -> Conditions | None:
     return number.to_conditions() if isinstance(number, NumberInput) else None
 
 
-def source_of(value: Any) -> Source | None:
+def source_of(value: object) -> Source | None:
     """Return the source that a symbolic number is a function of; None for anything else."""
     number = of(value).number if type(value) is SymbolicNumber else None
     return number and number.source
@@ -206,7 +206,7 @@ def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
     return SymbolicNumber(Expression(number, number.value))
 
 
-def _compute(operation: Callable, *operands: Any) -> Any:
+def _compute(operation: Callable, *operands: object) -> Any:
     """Apply an operation to symbolic numbers.
 
     A result of several numbers that cannot be computed with tensors is specialized.
@@ -224,7 +224,7 @@ def _compute(operation: Callable, *operands: Any) -> Any:
         of(o).function if type(o) is SymbolicNumber else lambda value, o=o: o for o in operands
     ]
 
-    def function(value: Any) -> Any:
+    def function(value: object) -> Any:
         return operation(*(function(value) for function in functions))
 
     value = operation(*values)
@@ -238,7 +238,7 @@ def _compute(operation: Callable, *operands: Any) -> Any:
     return SymbolicNumber(result) if is_symbolic else result.specialize()
 
 
-def _merge_additions(operation: Callable, one: Any, other: Any = None) -> Any:
+def _merge_additions(operation: Callable, one: object, other: object = None) -> Any:
     """Merge the addition of an integer to a sum with an integer, as in a loop that counts.
 
     Return None for anything else.
@@ -300,7 +300,7 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
     return tensor if other.dim() else tensor.to(other.dtype)
 
 
-def _guarding_method(function: Callable[..., Any]) -> Any:
+def _guarding_method(function: Callable[..., object]) -> Any:
     """Return a method that guards on the result of a function."""
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
@@ -315,7 +315,7 @@ def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
 def _comparison_method(operation: Callable) -> Any:
     """Return a method that guards on the outcome of a comparison."""
 
-    def method(self: SymbolicNumber, other: Any) -> Any:
+    def method(self: SymbolicNumber, other: object) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
         other = specialize_tree(other)

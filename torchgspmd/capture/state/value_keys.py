@@ -31,7 +31,7 @@ _FEW = 8  # numbers of an array in a message
 _SHOWN = 60  # characters of a key in a message
 
 
-def value_key(value: Any) -> Any:
+def value_key(value: object) -> Any:
     """Return a key that equal values share.
 
     A function, module or tensor is its own key, with what it holds, since its address may be
@@ -48,7 +48,7 @@ class _Keys:
         self.depth = 0
         self.known: dict[int, tuple[Any, Any]] = {}  # The value too: its id is not used again.
 
-    def key_of(self, value: Any) -> Any:
+    def key_of(self, value: object) -> Any:
         if isinstance(value, _BY_NAME) or _is_own(value):
             return value
         if type(value) in _PLAIN:
@@ -64,7 +64,7 @@ class _Keys:
         self.known[id(value)] = value, key
         return key
 
-    def _key(self, value: Any) -> Any:
+    def _key(self, value: object) -> Any:
         if isinstance(value, Tensor):
             kind = tuple(value.shape), str(value.dtype), value.requires_grad
             return f"a tensor at 0x{id(value):x}", *kind
@@ -93,7 +93,7 @@ class _Keys:
         shown = str(value.tolist()) if value.size <= _FEW else f"other numbers ({checksum[:8]})"
         return np.ndarray, value.shape, str(value.dtype), shown, checksum
 
-    def _callable_key(self, value: Any) -> Any:
+    def _callable_key(self, value: object) -> Any:
         """Return the key of a function or module: itself, and what it holds."""
         if isinstance(value, CellType):
             return "<empty>" if value == CellType() else self.key_of(value.cell_contents)
@@ -113,14 +113,14 @@ class _Keys:
         return identity if not held else (identity, self.key_of(held))
 
 
-def _is_own(value: Any) -> bool:
+def _is_own(value: object) -> bool:
     """Return whether a value is a mesh, a wrapped model or the like, but no layer of ours."""
     package, _, folder = type(value).__module__.partition(".")
     is_own = package == __name__.partition(".")[0] and not folder.startswith("model_api")
     return is_own and isinstance(value, Hashable)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, Any]:
     """Return the attributes of an object by their names."""
     if not hasattr(value, "__dict__") and not slots_of(type(value)):
         return {}
@@ -131,12 +131,12 @@ def _attributes(value: Any) -> dict[str, Any]:
     }
 
 
-def as_text(key: Any) -> str:
+def as_text(key: object) -> str:
     """Return the text of a key without addresses, the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
-def difference(now: Any, then: Any, path: str = "") -> tuple[str, str, str]:
+def difference(now: object, then: object, path: str = "") -> tuple[str, str, str]:
     """Return where two keys differ first, and both as short texts."""
     if isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
         if now[:1] == (np.ndarray,) and now[:3] == then[:3]:
@@ -150,7 +150,7 @@ def difference(now: Any, then: Any, path: str = "") -> tuple[str, str, str]:
     return path, _shown(now), _shown(then)
 
 
-def _shown(key: Any) -> str:
+def _shown(key: object) -> str:
     if isinstance(key, tuple) and key[:1] == (np.ndarray,):
         key = f"{key[2]}{list(key[1])}"
     text = as_text(getattr(key, "__qualname__", key))

@@ -42,7 +42,7 @@ def _simulate(mesh: Mesh, x: list[Tensor], dim: int, axes: str) -> list[Tensor]:
     return in_groups(axes, mesh, x, lambda shards: [torch.cat(shards, dim)] * len(shards))
 
 
-def _lower(build: CollectiveBuilder, x: Any, shape: list[int], dim: int, axes: str) -> Lowering:
+def _lower(build: CollectiveBuilder, x: object, shape: list[int], dim: int, axes: str) -> Lowering:
     name, positions = build.groups.group(split_axes(axes))
     n = len(positions)
     gathered = yield build.begin(
@@ -58,7 +58,7 @@ def _lower(build: CollectiveBuilder, x: Any, shape: list[int], dim: int, axes: s
 
 def _lower_merged(
     build: CollectiveBuilder,
-    xs: list[Any],
+    xs: list[object],
     shapes: list[list[int]],
     arguments: Sequence[tuple[int, str]],
 ) -> MergedLowering:

@@ -82,7 +82,7 @@ def _lower(
 
 def _exchange_rows(
     build: CollectiveBuilder,
-    x: Any,
+    x: object,
     shape: list[int],
     dim: int,
     name: str,
@@ -122,7 +122,7 @@ def _exchange_rows(
 
 def _concat_window(
     build: CollectiveBuilder,
-    x: Any,
+    x: object,
     shape: list[int],
     dim: int,
     window: Window,

@@ -67,7 +67,7 @@ class LocalSteps(Protocol):
         """Return a new node that calls an operation."""
         ...
 
-    def collective(self, *args: Any) -> fx.Node:
+    def collective(self, *args: object) -> fx.Node:
         """Return a new node of the step's own kind."""
         ...
 
@@ -138,7 +138,7 @@ class MergedForm:
     lower: Callable[..., MergedLowering]  # (builder, operands, local shapes, arguments of each)
 
 
-def unset(*_: Any) -> Any:
+def unset(*_: object) -> Any:
     """Stand for a function that a row lacks."""
     raise NotImplementedError(
         "this kind of collective is not complete; tests/test_kinds.py says why"
@@ -150,13 +150,13 @@ def no_moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[
     yield from ()
 
 
-def localize_unchanged(build: LocalSteps, *args: Any) -> fx.Node:
+def localize_unchanged(build: LocalSteps, *args: object) -> fx.Node:
     """Return the local form of a step: the same call."""
     return build.collective(*args)
 
 
 def rename_axes(
-    args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]
+    args: tuple[object, ...], axes: Axes, rename: Callable[[Axes], Axes]
 ) -> tuple[Any, ...]:
     """Return the arguments of a step over `axes` with other names of these."""
     return tuple("+".join(rename(axes)) if arg == "+".join(axes) else arg for arg in args)

@@ -128,7 +128,12 @@ def ring_einsum_scatter(
 
 
 def _lower_gather(
-    build: CollectiveBuilder, x: Any, others: Sequence[Any], dim: int, axes: str, *rest: Any
+    build: CollectiveBuilder,
+    x: object,
+    others: Sequence[object],
+    dim: int,
+    axes: str,
+    *rest: object,
 ) -> fx.Node:
     return build.call(ring_gather_einsum, x, others, dim, *rest, *build.ring_position(axes))
 
@@ -186,7 +191,7 @@ gather_einsum = FusedKind(
 
 
 def _lower_scatter(
-    build: CollectiveBuilder, a: Any, b: Any, dim: int, axes: str, equation: str
+    build: CollectiveBuilder, a: object, b: object, dim: int, axes: str, equation: str
 ) -> fx.Node:
     return build.call(ring_einsum_scatter, a, b, dim, equation, *build.ring_position(axes))
 

@@ -27,7 +27,7 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEP = 12  # limit of nesting
 
 
-def content(value: Any, modules: Mapping[int, str], depth: int = 0) -> str:
+def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
     """Return the content of a value as text. modules: names of the model's modules, by id.
 
     Raises:
@@ -76,7 +76,7 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def _plain_attributes(value: Any) -> dict[str, Any]:
+def _plain_attributes(value: object) -> dict[str, Any]:
     table = {step.name: item for step, item in attributes(value).items() if item is not ABSENT}
     if not table:
         raise Unshareable(f"it reads a {type(value).__qualname__}, whose content is unknown")
@@ -90,5 +90,5 @@ def _of_function(function: FunctionType, of: Any) -> str:
     return name if not any(rest) else f"{name}{of(tuple(each or () for each in rest))}"
 
 
-def _other(value: Any) -> str:
+def _other(value: object) -> str:
     raise Unshareable(f"it reads a {type(value).__qualname__} that is no module of the model")

@@ -54,7 +54,7 @@ class Identity:
                 raise Stale(f"module {name} is another")
 
 
-def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, Any]) -> Identity:
+def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, object]) -> Identity:
     """Return the key of the plan for a call of a model.
 
     text: the call, and the modes of the model. options: of parallelize.

@@ -13,7 +13,7 @@ from .faults import Stale, shown
 LARGEST = 1 << 30  # bytes of a text
 
 
-def dump(value: Any) -> str:
+def dump(value: object) -> str:
     """Return a value as JSON, which has no NaN."""
     return json.dumps(value, allow_nan=False)
 
@@ -57,7 +57,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _dict(pairs: list[tuple[str, object]]) -> dict[str, Any]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]

@@ -88,7 +88,7 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
 
 
 def encode_graphs(
-    planned: RunnablePlan, fields: dict[str, Any], encoder: Encoder
+    planned: RunnablePlan, fields: dict[str, object], encoder: Encoder
 ) -> dict[str, Any]:
     """Return the graphs of a plan as JSON, with encoded fields of its Captured."""
     body = {
@@ -139,7 +139,7 @@ def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) ->
 
 
 def decode_graphs(
-    text: dict[str, Any],
+    text: dict[str, object],
     decoder: Decoder,
     plan_class: type[P],
     tensors: Callable[[tuple[Input, ...]], list[Tensor]],
@@ -195,7 +195,7 @@ def decode_graphs(
     return plan
 
 
-def _constants(text: dict[str, Any], decoder: Decoder) -> nn.Module:
+def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
     """Return the module of the constants of a text: name -> dtype, shape, bytes in base64."""
     constants = nn.Module()
     rows = typed(text, "constants", dict, "a table of constants")
@@ -215,7 +215,7 @@ def _constants(text: dict[str, Any], decoder: Decoder) -> nn.Module:
     return constants
 
 
-def _fields(text: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
+def _fields(text: dict[str, object], decoder: Decoder) -> dict[str, Any]:
     """Return the fields of the captured program, of the types that Captured declares."""
     fields = _decode_fields(text, "captured", decoder, FIELDS)
     hints = field_types(Captured)
@@ -227,7 +227,7 @@ def _fields(text: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
 
 
 def _decode_fields(
-    text: dict[str, Any], part: str, decoder: Decoder, names: Iterable[str]
+    text: dict[str, object], part: str, decoder: Decoder, names: Iterable[str]
 ) -> dict[str, Any]:
     """Return the values of a part of a text, which has these names."""
     table = typed(text, part, dict, "a table of fields")
@@ -237,7 +237,7 @@ def _decode_fields(
 
 
 def _request(
-    text: dict[str, Any], decoder: Decoder, captured: Captured, mesh: Mesh
+    text: dict[str, object], decoder: Decoder, captured: Captured, mesh: Mesh
 ) -> Request | None:
     """Return what was asked of a plan, if it can be planned again."""
     if text.get("request") is None:
@@ -249,7 +249,7 @@ def _request(
     return Request(captured, mesh, **options)
 
 
-def _boundary(text: dict[str, Any], decoder: Decoder) -> Boundary:
+def _boundary(text: dict[str, object], decoder: Decoder) -> Boundary:
     """Return the layouts of inputs and results."""
     rows, hints = typed(text, "boundary", list, "layouts"), field_types(Boundary)
     values = [*map(decoder.decode, rows)]

@@ -293,7 +293,7 @@ class _Reordering:
             for value, dims in tensors
         )
 
-    def _marked(self, value: fx.Node, spec: ShardSpec, meta: dict[str, Any]) -> fx.Node:
+    def _marked(self, value: fx.Node, spec: ShardSpec, meta: dict[str, object]) -> fx.Node:
         mesh = self.layouts.mesh
         words = str(spec.map_axes(mesh.merge))
         arguments = value, str(mesh.unsplit()), words

@@ -44,7 +44,7 @@ class _Buffers(TorchFunctionMode):
         self.outer: dict[int, Tensor] = {}
         self.replaced = replaced
 
-    def _operand(self, x: Any) -> Any:
+    def _operand(self, x: object) -> Any:
         if not isinstance(x, Tensor) or id(x) in self.own:
             return x
         if self.replaced is not None:
@@ -53,7 +53,7 @@ class _Buffers(TorchFunctionMode):
         return x
 
     def __torch_function__(
-        self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
+        self, func: Callable, types: object, args: tuple = (), kwargs: Any = None
     ) -> Any:
         args, kwargs = pytree.tree_map(self._operand, (args, kwargs or {}))
         if func is Tensor.__bool__:
@@ -93,7 +93,7 @@ class _Expression:
         (output,) = graph.graph.find_nodes(op="output")
         self.text = self._of(output.args[0])
 
-    def _of(self, value: Any) -> str:
+    def _of(self, value: object) -> str:
         if isinstance(value, fx.Node):
             return self.texts[value] if value in self.texts else self._of_node(value)
         if isinstance(value, (list, tuple)):
@@ -198,8 +198,8 @@ def flexible_attention(
     score_mod: Callable,
     block_mask: tuple,
     scale: float,
-    kernel_options: dict[str, Any],
-    *buffers: Any,
+    kernel_options: dict[str, object],
+    *buffers: object,
 ) -> Any:
     """Run the higher-order operation of flex_attention as one of ours."""
     arguments = (query, key, value, score_mod, block_mask, scale, kernel_options, *buffers)

@@ -114,7 +114,7 @@ def _balance(call: Call, operands: int) -> Balance | None:
     widths = q.shape[-1] + v.shape[-1] if operands == 3 else 3 * q.shape[-1] + 2 * v.shape[-1]
     target = (ours.zigzag_attention if operands == 3 else ours.zigzag_attention_backward).default
 
-    def zigzag(args: tuple[Any, ...], shards: int) -> tuple[Any, tuple[Any, ...]]:
+    def zigzag(args: tuple[object, ...], shards: int) -> tuple[Any, tuple[Any, ...]]:
         rows = q.shape[-2]
         return target, (*args[:operands], args[operands + 1], shards, [0, 0, rows, rows])
 
@@ -215,7 +215,7 @@ def place_of(local: LocalBuilder, q: int) -> list[Any]:
     return [*map(local.start, Names(*sizes).before), *whole]
 
 
-def results_of(local: LocalBuilder, op: Any, *args: Any) -> list[Any]:
+def results_of(local: LocalBuilder, op: object, *args: object) -> list[Any]:
     result = local.call(op, *args)
     return [local.call(operator.getitem, result, i) for i in range(len(local.results))]
 
@@ -254,7 +254,7 @@ def _split_keys(
     scale: float,
     mask: Tensor | None = None,
     region: Sequence[int] | None = None,
-    *modifiers: Any,
+    *modifiers: object,
     shards: int,
 ) -> Any:
     """Compute parts of the keys, and merge them."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -247,11 +247,13 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float32 if q.dtype in (torch.bfloat16, torch.float16) else q.dtype
 
 
-def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     """Return tensors like attention's result and logsumexp."""
     return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
 
-def empty_gradients(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def empty_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
+) -> tuple[Tensor, ...]:
     """Return tensors like the gradients of q, k and v."""
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

@@ -105,7 +105,7 @@ def _uncast(node: fx.Node) -> fx.Node:
     return node
 
 
-def _chosen_from(node: Any) -> tuple[fx.Node, fx.Node] | None:
+def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
     """Return (table, index) of table[index] with an index of one dimension, else None."""
     if not isinstance(node, fx.Node) or node.meta.get("dynamic"):
         return None
@@ -221,7 +221,7 @@ def _gradient(node: fx.Node, index: fx.Node, product: fx.Node, order: str) -> Ch
     return Choices(node, index, (x, y, index), compute)
 
 
-def _read_rows(table: Tensor, index: Tensor, *rest: Any) -> Tensor:
+def _read_rows(table: Tensor, index: Tensor, *rest: object) -> Tensor:
     """Return the row of a table [e, ...] that each of an index [t] chooses."""
     by, groups, shards = _grouped_by(index, len(table), *rest)
     rows = table.reshape(len(table), 1, -1)
@@ -230,7 +230,7 @@ def _read_rows(table: Tensor, index: Tensor, *rest: Any) -> Tensor:
     return out.reshape(len(index), *table.shape[1:])
 
 
-def _add_rows(values: Tensor, index: Tensor, *rest: Any, groups: int) -> Tensor:
+def _add_rows(values: Tensor, index: Tensor, *rest: object, groups: int) -> Tensor:
     """Return [e, ...]: the sum of the rows of values [t, ...] for each choice."""
     by, named, shards = _grouped_by(index, groups, *rest)
     flat = values.reshape(len(index), -1)

@@ -39,7 +39,7 @@ def leading_dims(ends: Tensor) -> int:
     return ends.dim() - 1
 
 
-def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: Any) -> Tensor:
+def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: object) -> Tensor:
     """Return the results for each position of the first leading dimension of the tensors."""
     return torch.stack([function(*row, *options) for row in zip(*tensors, strict=True)])
 
@@ -287,7 +287,7 @@ def _(counts: Tensor, room: int, where: str | None) -> Tensor:
     return torch.empty_like(counts)
 
 
-def _first(x: Any, dim: int | None, size: int) -> Any:
+def _first(x: object, dim: int | None, size: int) -> Any:
     """Return an argument of a vmapped call, a tensor with `size` positions in front."""
     if not isinstance(x, Tensor):
         return x

@@ -25,14 +25,14 @@ from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 
 
-def run_branch(goes: Tensor, true: Callable[[], Any], false: Callable[[], Any]) -> Any:
+def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> Any:
     """Trace a branch; return its results.
 
     Both sides are computed if these draw random numbers by PyTorch's own generator.
     """
     trees: list[Any] = []
 
-    def leaves(side: Callable[[], Any]) -> tuple[list[Tensor], list[Tensor]]:
+    def leaves(side: Callable[[], object]) -> tuple[list[Tensor], list[Tensor]]:
         flat, tree = pytree.tree_flatten(side())
         trees.append(tree)
         return flat, []
@@ -57,7 +57,7 @@ def run_branch(goes: Tensor, true: Callable[[], Any], false: Callable[[], Any]) 
     return pytree.tree_unflatten(results, trees[0])
 
 
-def both_sides(goes: Tensor, true: Callable[[], Any], false: Callable[[], Any]) -> Any:
+def both_sides(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> Any:
     """Compute both sides of a branch, and choose."""
     return pytree.tree_map(lambda yes, no: torch.where(goes, yes, no), true(), false())
 
@@ -114,7 +114,7 @@ def _check(alike: list[list[Tensor]]) -> None:
         )
 
 
-def _type(x: Any) -> str:
+def _type(x: object) -> str:
     if not isinstance(x, Tensor):
         return type(x).__name__
     return f"{str(x.dtype).removeprefix('torch.')}{[*x.shape]}"

@@ -29,11 +29,11 @@ def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 @_body("cond")
 def _cond(
-    pred: Any,
-    true_fn: Callable[..., Any],
-    false_fn: Callable[..., Any],
-    operands: Sequence[Any],
-    **_: Any,
+    pred: object,
+    true_fn: Callable[..., object],
+    false_fn: Callable[..., object],
+    operands: Sequence[object],
+    **_: object,
 ) -> Any:
     if not isinstance(pred, Tensor):
         return true_fn(*operands) if pred else false_fn(*operands)
@@ -43,11 +43,11 @@ def _cond(
 
 @_body("scan")
 def _scan(
-    combine_fn: Callable[..., Any],
+    combine_fn: Callable[..., object],
     init: Sequence[Tensor],
     xs: Sequence[Tensor],
-    additional_inputs: Sequence[Any] = (),
-    **_: Any,
+    additional_inputs: Sequence[object] = (),
+    **_: object,
 ) -> tuple[Tensor, ...]:
     def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         result = _as_tuple(combine_fn(*inputs, *additional_inputs))
@@ -59,7 +59,10 @@ def _scan(
 
 @_body("map_impl")
 def _map(
-    function: Callable[..., Any], xs: Sequence[Tensor], others: Sequence[Any], **options: Any
+    function: Callable[..., object],
+    xs: Sequence[Tensor],
+    others: Sequence[object],
+    **options: object,
 ) -> Any:
     trees = []
 
@@ -95,5 +98,5 @@ def _while_loop(
     return carry
 
 
-def _as_tuple(result: Any) -> tuple[Any, ...]:
+def _as_tuple(result: object) -> tuple[Any, ...]:
     return tuple(result) if isinstance(result, (tuple, list)) else (result,)

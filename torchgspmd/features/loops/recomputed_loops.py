@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ...capture.rewrites.loop_trace import TracedLoop, loops_around, note_results, repeating
 
 
-def recomputed(function: Callable[..., Sequence[Tensor]], *args: Any) -> Sequence[Tensor]:
+def recomputed(function: Callable[..., Sequence[Tensor]], *args: object) -> Sequence[Tensor]:
     """Return the results of a function of tensors, which the backward computes again."""
     with set_checkpoint_early_stop(False):  # a loop is traced to its end
         return checkpoint(_Region(function), *args, use_reentrant=False)  # pyright: ignore

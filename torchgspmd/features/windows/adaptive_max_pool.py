@@ -104,7 +104,13 @@ def _split(lines: Sequence[Line]) -> Split | None:
 
 
 def _pool_dimension(
-    local: LocalBuilder, value: Any, index: Any, shape: Sequence[int], d: int, line: Line, size: int
+    local: LocalBuilder,
+    value: object,
+    index: object,
+    shape: Sequence[int],
+    d: int,
+    line: Line,
+    size: int,
 ) -> tuple[Any, Any]:
     """Return the maxima along one dimension of a local value, and their positions.
 
@@ -125,7 +131,7 @@ def _pool_dimension(
     windows = [math.prod(shape[:d]), count * width, math.prod(shape[d + 1 :])]
     after = [*shape[:d], count, *shape[d + 1 :]]
 
-    def read(tensor: Any) -> Any:
+    def read(tensor: object) -> Any:
         return local.call(
             aten.reshape.default, local.call(aten.index_select.default, tensor, d, rows), windows
         )

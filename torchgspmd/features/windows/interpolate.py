@@ -99,7 +99,7 @@ def _rule(call: Call, lines: Sequence[Line], local: LocalForm = LocalForm()) -> 
 
 
 def rule_along(
-    call: Call, lines: Sequence[Line], windowed: Sequence[int], local: LocalForm, **keywords: Any
+    call: Call, lines: Sequence[Line], windowed: Sequence[int], local: LocalForm, **keywords: object
 ) -> FactorRule:
     """Return a rule in which all tensors have the dimensions d0, d1, ... of the result.
 
@@ -158,7 +158,7 @@ def _reach(line: Line) -> Reach:
     return min(reaches, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
 
 
-def _resample(local: LocalBuilder, x: Any, lines: Sequence[Line]) -> Any:
+def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> Any:
     """Resample one dimension after the other, beginning with those that shrink most."""
     result, shape = local.results[0], list(local.shape(x))
     lead, dtype = len(result.shape) - len(lines), computation_dtype(result.dtype)
@@ -195,7 +195,7 @@ def read_line(
 
 
 def _resample_dimension(
-    local: LocalBuilder, value: Any, shape: Sequence[int], d: int, line: Line
+    local: LocalBuilder, value: object, shape: Sequence[int], d: int, line: Line
 ) -> Any:
     """Resample one dimension of a local value of this shape."""
     count = local.results[0].shape[d]

@@ -150,7 +150,7 @@ def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
     return None if inner is DECLINED or not _is_valid(inner, node, values[node]) else inner
 
 
-def _is_valid(inner: fx.Graph, node: fx.Node, results: Any) -> bool:
+def _is_valid(inner: fx.Graph, node: fx.Node, results: object) -> bool:
     """Return whether a decomposition can replace its operation, which has these results.
 
     It has no constants, does not contain the operation itself, and has results like its.

@@ -14,7 +14,9 @@ from torch.fx.graph import CodeGen
 class BoxedCodeGen(CodeGen):
     """Code generator of `def forward(self, boxed)`."""
 
-    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, **options: object
+    ) -> str:
         """Return the head of the function, which unpacks and clears the list."""
         names = [
             name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"
@@ -24,6 +26,6 @@ class BoxedCodeGen(CodeGen):
             f"def forward(self, boxed){maybe_return_annotation}:\n    {unpack}\n    boxed.clear()\n"
         )
 
-    def process_inputs(self, *inputs: Any) -> Any:
+    def process_inputs(self, *inputs: object) -> Any:
         """Return the list of inputs."""
         return inputs[0]

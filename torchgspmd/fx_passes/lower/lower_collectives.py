@@ -90,7 +90,7 @@ class _Lowerer(CollectiveBuilder):
                 new[node] = self._copy(node, new)
         return self.graph
 
-    def _start(self, node: fx.Node, new: dict[fx.Node, Any]) -> _CollectiveInFlight:
+    def _start(self, node: fx.Node, new: dict[fx.Node, object]) -> _CollectiveInFlight:
         """Lower a start to the nodes up to the call of its collective."""
         name, operands, arguments = node.args
         kind = collective_kinds()[name]
@@ -108,7 +108,7 @@ class _Lowerer(CollectiveBuilder):
             lowering = _as_merged(kind.lower(self, new[operands[0]], shapes[0], *arguments[0]))
         return _CollectiveInFlight(lowering)
 
-    def _copy(self, node: fx.Node, new: dict[fx.Node, Any]) -> fx.Node:
+    def _copy(self, node: fx.Node, new: dict[fx.Node, object]) -> fx.Node:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), new.__getitem__)
         copy = add_node(self.graph, node.op, node.target, args, kwargs, node.name)
         copy.meta.update(node.meta)

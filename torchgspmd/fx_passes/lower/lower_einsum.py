@@ -146,7 +146,7 @@ class _Product:
             product = self.call(aten.contiguous.default, product)
         return product
 
-    def matrix(self, x: Any, matrix: Matrix) -> Any:
+    def matrix(self, x: object, matrix: Matrix) -> Any:
         """Return an operand as a matrix."""
         if matrix.order is not None:
             x = self.call(aten.permute.default, x, list(matrix.order))

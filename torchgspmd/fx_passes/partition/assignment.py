@@ -112,7 +112,7 @@ class Assignment:
         """Copy everything that decisions change."""
         return {name: copy(getattr(self, name)) for name in SNAPSHOT_FIELDS}
 
-    def restore(self, snapshot: dict[str, Any]) -> None:
+    def restore(self, snapshot: dict[str, object]) -> None:
         """Go back to a snapshot, which cannot be used again."""
         vars(self).update(snapshot)
 

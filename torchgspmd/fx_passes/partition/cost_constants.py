@@ -14,7 +14,7 @@ from typing import Any
 from ...errors import ShardingError, did_you_mean, user_line
 
 
-def _constant(value: Any, unit: str, reason: str, source: str = "ours") -> Any:
+def _constant(value: object, unit: str, reason: str, source: str = "ours") -> Any:
     """Return a field of CostConstants."""
     return field(default=value, metadata={"unit": unit, "reason": reason, "source": source})
 

@@ -168,7 +168,7 @@ def _move_tails_down(graph: fx.Graph, reductions: list[fx.Node]) -> None:
 
 def _fill_buckets(
     order: dict[fx.Node, int],
-    caps: dict[Any, float],
+    caps: dict[object, float],
     keys: Keys,
     fits: Callable[[list[fx.Node], fx.Node], bool],
     move: Callable[[list[fx.Node]], None],
@@ -191,7 +191,7 @@ def _fill_buckets(
         move(members)
 
 
-def _adjacent_run(node: fx.Node, keys: Keys, caps: dict[Any, float]) -> list[fx.Node]:
+def _adjacent_run(node: fx.Node, keys: Keys, caps: dict[object, float]) -> list[fx.Node]:
     """Return the node and the collectives right behind it that can be merged with it.
 
     They have an equal key, and none uses the result of another.

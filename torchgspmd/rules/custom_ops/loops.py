@@ -116,7 +116,7 @@ def loop_total(x: Tensor, loop: str) -> Tensor:
     return x * _length(loop)
 
 
-def _alike(x: Tensor, *_: Any) -> Tensor:
+def _alike(x: Tensor, *_: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -110,7 +110,7 @@ def ctc_losses(
 
 
 @ctc_losses.register_fake
-def _(log_probs: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return log_probs.new_empty([log_probs.shape[1]]), torch.empty_like(
         log_probs, memory_format=torch.contiguous_format
     )
@@ -121,7 +121,7 @@ def _ctc_context(ctx: Any, inputs: tuple, output: tuple) -> None:
     ctx.mark_non_differentiable(output[1])
 
 
-def _ctc_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
+def _ctc_backward(ctx: Any, grad: Tensor, _: object) -> tuple:
     return ctx.saved_tensors[0] * grad.unsqueeze(-1), None, None, None, None, None
 
 

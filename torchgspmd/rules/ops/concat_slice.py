@@ -22,7 +22,7 @@ MOST = 4  # the most slices of one dimension: q, k, v, and one more
 
 
 def parts_taken(
-    target: Any,
+    target: object,
     args: tuple,
     rule: FactorRule,
     shape: Sequence[int],

@@ -45,12 +45,12 @@ def _arange(call: Call) -> FactorRule:
 
 
 @rewrite("decompose", aten.arange.default)
-def _arange_end(end: float, **options: Any) -> Tensor:
+def _arange_end(end: float, **options: object) -> Tensor:
     return aten.arange.start_step(0, end, 1, **options)
 
 
 @rewrite("decompose", aten.arange.start)
-def _arange_start(start: float, end: float, **options: Any) -> Tensor:
+def _arange_start(start: float, end: float, **options: object) -> Tensor:
     return aten.arange.start_step(start, end, 1, **options)
 
 
@@ -60,10 +60,10 @@ def _register_filled(arguments: Callable, *ops: OpOverload) -> None:
     @rewrite("decompose", *ops)
     def filled(
         x: Tensor,
-        *args: Any,
+        *args: object,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        **_: Any,
+        **_: object,
     ) -> Tensor:
         shape, value = arguments(x, *args)
         dtype, device = dtype or x.dtype, x.device if device is None else device

@@ -35,7 +35,9 @@ def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     )
 
 
-def pointwise_rule(call: Call, linear: Sequence[Sequence[int]] = (), **keywords: Any) -> FactorRule:
+def pointwise_rule(
+    call: Call, linear: Sequence[Sequence[int]] = (), **keywords: object
+) -> FactorRule:
     """Return the rule of an elementwise call. linear: see FactorRule."""
     shape = tuple(call.results[0].shape)
     return call.rule(

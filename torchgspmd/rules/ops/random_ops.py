@@ -38,7 +38,7 @@ def _drawn_by_place(call: Call) -> FactorRule:
     return call.rule([[]], [names], local=LocalForm(partial(_emit_draw, call.target), when=names))
 
 
-def _emit_draw(target: Any, local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+def _emit_draw(target: object, local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     seed, number, _, first, *rest = args
     starts = [
         local.start(names[0]) if names else start
@@ -129,7 +129,7 @@ def _rand(
     size: Sequence[int],
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     if dtype.is_complex:
@@ -142,7 +142,7 @@ def _randn(
     size: Sequence[int],
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     return _normal(size, dtype, device)
 
@@ -165,89 +165,89 @@ def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
     return _randint_low(0, high, size, **options)
 
 
-def _like(x: Tensor, dtype: Any = None, device: Any = None, **_: Any) -> tuple:
+def _like(x: Tensor, dtype: object = None, device: object = None, **_: object) -> tuple:
     """Return (shape, dtype, device) of what is drawn like x."""
     return x.shape, dtype or x.dtype, device or x.device
 
 
 @rewrite("decompose", aten.rand_like.default)
-def _rand_like(x: Tensor, **options: Any) -> Tensor:
+def _rand_like(x: Tensor, **options: object) -> Tensor:
     return _rand(*_like(x, **options))
 
 
 @rewrite("decompose", aten.randn_like.default)
-def _randn_like(x: Tensor, **options: Any) -> Tensor:
+def _randn_like(x: Tensor, **options: object) -> Tensor:
     return _normal(*_like(x, **options))
 
 
 @rewrite("decompose", aten.randint_like.default)
-def _randint_like(x: Tensor, high: int, **options: Any) -> Tensor:
+def _randint_like(x: Tensor, high: int, **options: object) -> Tensor:
     return _randint_low(0, high, *_like(x, **options))
 
 
 @rewrite("decompose", aten.randint_like.low_dtype)
-def _randint_like_low(x: Tensor, low: int, high: int, **options: Any) -> Tensor:
+def _randint_like_low(x: Tensor, low: int, high: int, **options: object) -> Tensor:
     return _randint_low(low, high, *_like(x, **options))
 
 
 @rewrite("decompose", aten.bernoulli.p)
-def _bernoulli_p(x: Tensor, p: float = 0.5, **_: Any) -> Tensor:
+def _bernoulli_p(x: Tensor, p: float = 0.5, **_: object) -> Tensor:
     return (_draw(x.shape, torch.float32, x.device)[0] < p).to(x.dtype)
 
 
 @rewrite("decompose", aten.bernoulli.default)
-def _bernoulli(x: Tensor, **_: Any) -> Tensor:
+def _bernoulli(x: Tensor, **_: object) -> Tensor:
     return (_draw_like(x) < x).to(x.dtype)
 
 
 @rewrite("decompose", aten.bernoulli.Tensor)
-def _bernoulli_tensor(x: Tensor, p: Tensor, **_: Any) -> Tensor:
+def _bernoulli_tensor(x: Tensor, p: Tensor, **_: object) -> Tensor:
     return (_draw_like(x, p.dtype) < p).to(x.dtype)
 
 
 @rewrite("decompose", aten.uniform.default)
-def _uniform_between(x: Tensor, low: float = 0.0, high: float = 1.0, **_: Any) -> Tensor:
+def _uniform_between(x: Tensor, low: float = 0.0, high: float = 1.0, **_: object) -> Tensor:
     return (_draw_like(x) * (high - low) + low).to(x.dtype)
 
 
 @rewrite("decompose", aten.normal_functional.default)
-def _normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, **_: Any) -> Tensor:
+def _normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> Tensor:
     return (_normal_like(x) * std + mean).to(x.dtype)
 
 
 @rewrite("decompose", aten.normal.Tensor_Tensor)
-def _normal_tensors(mean: Tensor, std: Tensor, **_: Any) -> Tensor:
+def _normal_tensors(mean: Tensor, std: Tensor, **_: object) -> Tensor:
     shape = torch.broadcast_shapes(mean.shape, std.shape)
     return (_normal(shape, mean.dtype, mean.device) * std + mean).to(mean.dtype)
 
 
 @rewrite("decompose", aten.normal.Tensor_float)
-def _normal_mean(mean: Tensor, std: float = 1.0, **_: Any) -> Tensor:
+def _normal_mean(mean: Tensor, std: float = 1.0, **_: object) -> Tensor:
     return _normal(mean.shape, mean.dtype, mean.device) * std + mean
 
 
 @rewrite("decompose", aten.normal.float_Tensor)
-def _normal_std(mean: float, std: Tensor, **_: Any) -> Tensor:
+def _normal_std(mean: float, std: Tensor, **_: object) -> Tensor:
     return _normal(std.shape, std.dtype, std.device) * std + mean
 
 
 @rewrite("decompose", aten.exponential.default)
-def _exponential(x: Tensor, rate: float = 1.0, **_: Any) -> Tensor:
+def _exponential(x: Tensor, rate: float = 1.0, **_: object) -> Tensor:
     return (_unit_exponential(x) / rate).to(x.dtype)
 
 
 @rewrite("decompose", aten.log_normal.default)
-def _log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0, **_: Any) -> Tensor:
+def _log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0, **_: object) -> Tensor:
     return (_normal_like(x) * std + mean).exp().to(x.dtype)
 
 
 @rewrite("decompose", aten.cauchy.default)
-def _cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: Any) -> Tensor:
+def _cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: object) -> Tensor:
     return (((_draw_like(x) - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
 
 
 @rewrite("decompose", aten.geometric.default)
-def _geometric(x: Tensor, p: float, **_: Any) -> Tensor:
+def _geometric(x: Tensor, p: float, **_: object) -> Tensor:
     u = _draw(x.shape, torch.float64, x.device)[0]
     return (
         ((-u).log1p() / math.log1p(-p)).floor().add(1).to(x.dtype) if p < 1 else torch.ones_like(x)
@@ -256,13 +256,13 @@ def _geometric(x: Tensor, p: float, **_: Any) -> Tensor:
 
 @rewrite("decompose", aten.randperm.default, aten.randperm.generator)
 def _randperm(
-    n: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+    n: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
     return _draw([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
 
 
 @rewrite("decompose", aten.multinomial.default)
-def _multinomial(weights: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
+def _multinomial(weights: Tensor, count: int, replacement: bool = False, **_: object) -> Tensor:
     if not replacement:  # the largest of weight / exponential sample
         return (weights / _unit_exponential(weights)).topk(count)[1]
     ends = weights.cumsum(-1)

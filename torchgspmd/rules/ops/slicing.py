@@ -30,7 +30,7 @@ def movement_rule(
     *,
     moves: bool = True,
     local: LocalForm | None = None,
-    **keywords: Any,
+    **keywords: object,
 ) -> FactorRule:
     """Return the rule of an operation that moves rows. reaches: dimension -> Reach, by operand.
 

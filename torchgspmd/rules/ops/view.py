@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -181,7 +180,7 @@ def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
     return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
 
 
-def keep_rule(call: Call, dims: Iterable[int], **keywords: Any) -> FactorRule:
+def keep_rule(call: Call, dims: Iterable[int], **keywords: object) -> FactorRule:
     """Return a rule in which all tensors have the same dimensions, and `dims` are whole."""
     tensors, count = (*call.tensors, *call.results), len(call.tensors)
     rank, largest = max(t.dim() for t in tensors), max((t.shape for t in tensors), key=math.prod)

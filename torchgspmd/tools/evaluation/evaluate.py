@@ -20,7 +20,7 @@ from .rows import count_rows, pad_rows
 def evaluate(
     model: nn.Module,
     batches: Iterable[Sequence[Tensor]],
-    metrics: Mapping[str, Any],
+    metrics: Mapping[str, object],
     *,
     call: Callable[..., tuple[Tensor, ...]] | None = None,
     pad: bool = True,

@@ -21,7 +21,7 @@ from .report import Report, step_text
 COSTS = 40  # operations whose candidates are on the page: like ones count once
 
 
-def page_text(data: dict[str, Any]) -> str:
+def page_text(data: dict[str, object]) -> str:
     """Return the text of an HTML file that draws what `page_data` returns."""
     template = files("torchgspmd.tools.report").joinpath("page.html").read_text()
     return template.replace("DATA", json.dumps(data).replace("</", "<\\/"), 1)

@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -46,13 +46,13 @@ RECHECK = 0.2  # of the time, in which the best are planned again with one layer
 @documented("suggest")
 def suggest(
     model: nn.Module,
-    args: Any = (),
+    args: object = (),
     *,
     devices: int,
     hardware: str | Hardware = "h100",
     memory: str | float | None = None,
     seconds: float = 60.0,
-    kwargs: dict[str, Any] | None = None,
+    kwargs: dict[str, object] | None = None,
     **options: Unpack[Precision],
 ) -> list[Proposal]:
     """Search a mesh and marks for a model, and return the best as code to paste.
