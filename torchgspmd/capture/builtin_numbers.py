@@ -50,7 +50,7 @@ class _NumberType(type):
     def __hash__(cls) -> int:
         return hash(cls.plain)
 
-    def __or__(cls, other: object) -> Any:
+    def __or__(cls, other: object) -> object:
         return cls.plain | other
 
     def __getattr__(cls, name: str) -> Any:
@@ -75,7 +75,7 @@ class _Float(metaclass=_NumberType):
 def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Callable:
     """Return max or min that takes numbers of both sorts, and tensors that are numbers."""
 
-    def extremum(*args: object, **kwargs: object) -> Any:
+    def extremum(*args: object, **kwargs: object) -> object:
         values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else list(args)
         if not kwargs and any(isinstance(value, Tensor) for value in values):
             return functools.reduce(of_tensors, map(torch.as_tensor, values))
@@ -86,7 +86,7 @@ def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Call
     return extremum
 
 
-def _length(value: Any) -> Any:
+def _length(value: Any) -> int:
     """Return len(value), which is a number of rows for tensors."""
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)
 

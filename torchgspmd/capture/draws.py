@@ -62,7 +62,7 @@ def one_draw() -> Iterator[None]:
         generator.manual_seed(_follow(seed, 0))
 
 
-def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., Any]:
+def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., object]:
     """Return the dispatch of a recomputation that a selective checkpoint has saved values for.
 
     It moves the generator past draws that are saved. Eager PyTorch does not, so that a draw that is
@@ -72,7 +72,7 @@ def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., Any]:
 
     def recomputing(
         self: Any, func: Any, types: object, args: tuple = (), kwargs: Any = None
-    ) -> Any:
+    ) -> object:
         if func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         generator = torch.default_generator

@@ -119,7 +119,7 @@ def _is_of_backward(node: fx.Node, differentiated: bool) -> bool:
     return bool(custom.get("backward")) and not (differentiated and custom.get("inner"))
 
 
-def _custom(node: fx.Node) -> dict[str, Any]:
+def _custom(node: fx.Node) -> dict[str, object]:
     return node.meta.get("custom") or {}
 
 

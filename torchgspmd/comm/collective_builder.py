@@ -40,7 +40,9 @@ class CollectiveBuilder:
         names = split_axes(axes)
         return *self.groups.group(names), self.mesh.index(names, self.groups.coordinates)
 
-    def to_front(self, x: object, shape: list[int], dim: int, count: int) -> tuple[Any, list[int]]:
+    def to_front(
+        self, x: object, shape: list[int], dim: int, count: int
+    ) -> tuple[fx.Node, list[int]]:
         """Return x with `dim` split in `count` equal shards along a new first dimension, padded."""
         rows = -(-shape[dim] // count)
         if rows * count != shape[dim]:
@@ -56,7 +58,7 @@ class CollectiveBuilder:
             x = self.call(aten.permute.default, x, order)
         return x, shard
 
-    def from_front(self, x: object, shard: list[int], dim: int, count: int) -> Any:
+    def from_front(self, x: object, shard: list[int], dim: int, count: int) -> object:
         """Return x with the shards of its first dimension joined at `dim`, undoing to_front."""
         if dim:
             x = self.call(
@@ -66,13 +68,13 @@ class CollectiveBuilder:
             aten.reshape.default, x, [*shard[:dim], shard[dim] * count, *shard[dim + 1 :]]
         )
 
-    def reorder(self, x: object, positions: Sequence[int]) -> Any:
+    def reorder(self, x: object, positions: Sequence[int]) -> object:
         """Return x with the entries of its first dimension in the order of `positions`."""
         if list(positions) == list(range(len(positions))):
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
-    def in_group_order(self, x: object, positions: Sequence[int]) -> Any:
+    def in_group_order(self, x: object, positions: Sequence[int]) -> object:
         """Return x with the entries of its first dimension in the order of the process group."""
         return self.contiguous(self.reorder(x, [positions.index(i) for i in range(len(positions))]))
 

@@ -32,7 +32,7 @@ def from_row(cls: type[R], row: Any) -> R:
     return cls(**values)
 
 
-def _with_tuples(value: Any) -> Any:
+def _with_tuples(value: Any) -> object:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 

@@ -24,7 +24,7 @@ RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
 """Runs a graph on all devices: inputs are lists over the devices, results are those of each."""
 
 
-def as_code(graph: fx.Graph) -> Callable[..., Any]:
+def as_code(graph: fx.Graph) -> Callable[..., object]:
     """Return a function that runs a graph, operation by operation."""
     return ProfiledCode(fx.GraphModule(torch.nn.Module(), graph).forward)
 

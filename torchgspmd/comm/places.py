@@ -55,7 +55,7 @@ class Places:
         self._graphs[name] = owner.graph
         return name
 
-    def status(self, now: Status, program: str) -> tuple[Status, Any]:
+    def status(self, now: Status, program: str) -> tuple[Status, object]:
         """Return what this rank does, and an object that is equal while it waits there.
 
         now: its step and phase. program: the one that began last.

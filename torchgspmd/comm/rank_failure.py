@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from ..errors import RankError, user_line
 from .json_rows import from_row
@@ -73,7 +72,7 @@ class Fate:
     by: int = -1
     stack: tuple[str, ...] = ()
 
-    def as_message(self) -> dict[str, Any]:
+    def as_message(self) -> dict[str, object]:
         """Return it as a message of Peers."""
         return {"kind": "fate", "fate": asdict(self)}
 

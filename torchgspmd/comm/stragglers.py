@@ -32,7 +32,7 @@ class Answer:
     stack: tuple[str, ...] = ()
     beside: Mapping[str, Any] = field(default_factory=dict)
 
-    def as_message(self) -> dict[str, Any]:
+    def as_message(self) -> dict[str, object]:
         """Return it as a message of Peers."""
         return {"kind": "answer", "answer": asdict(self)}
 

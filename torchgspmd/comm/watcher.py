@@ -321,7 +321,7 @@ def watched(method: Callable) -> Callable:
     """Return a method of what has `_groups`, whose waits that end say for whom."""
 
     @functools.wraps(method)
-    def explaining(self: Any, *args: object) -> Any:
+    def explaining(self: Any, *args: object) -> object:
         return self._groups.watcher.run(method, self, *args)
 
     return explaining

@@ -259,7 +259,7 @@ def lookup(api: PrivateApi) -> Any:
     return _check_instance_attribute(owner, rest[-1])
 
 
-def _submodule_or_attribute(owner: object, name: str, path: str) -> Any:
+def _submodule_or_attribute(owner: object, name: str, path: str) -> object:
     """Return the submodule of that name, or else the attribute.
 
     torch._higher_order_ops has both for flex_attention: a function hides the module.
@@ -306,7 +306,7 @@ class _Missing(type):
     def __call__(cls, *_: Any, **__: Any) -> NoReturn:
         raise error_without(cls.api)
 
-    def __getattr__(cls, name: str) -> Any:
+    def __getattr__(cls, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(name)
         raise error_without(cls.api)

@@ -56,7 +56,7 @@ _OUT = {"out": "add sub mul div maximum minimum eye full zeros ones", "m_out": "
 _NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
-def _operators(names: dict[str, str]) -> list[Any]:
+def _operators(names: dict[str, str]) -> list[object]:
     """Return operators, from the names of each overload."""
     return [
         getattr(getattr(aten, name), overload)

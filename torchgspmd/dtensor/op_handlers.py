@@ -66,7 +66,7 @@ def tolist(self: DTensor) -> list:
     return full_tensor(self).tolist()
 
 
-def item(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+def item(op: OpOverload, args: tuple, kwargs: dict) -> object:
     """Return the number of a DTensor, with its pending reduction."""
     return full_tensor(args[0]).item()
 

@@ -77,7 +77,7 @@ def for_ours(function: Handler) -> Callable[[Handler | None], Handler]:
     def replace(torch_handler: Handler | None) -> Handler:
         others = torch_handler or as_before
 
-        def handler(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+        def handler(op: OpOverload, args: tuple, kwargs: dict) -> object:
             if not acts_on_ours(args, kwargs):
                 return others(op, args, kwargs)
             try:

@@ -177,7 +177,7 @@ def mutation_method(method: Callable) -> Callable:
     """Return an in-place method that also changes the base of a view."""
 
     @functools.wraps(method)
-    def mutate(self: DTensor, *args: Any, **kwargs: Any) -> Any:
+    def mutate(self: DTensor, *args: Any, **kwargs: Any) -> object:
         result = method(self, *args, **kwargs)
         _write_back(self)
         return result

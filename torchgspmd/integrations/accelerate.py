@@ -88,7 +88,7 @@ class Accelerator(accelerate.Accelerator):
         self.register_save_state_pre_hook(self._save)
         self.register_load_state_pre_hook(self._load)
 
-    def prepare_model(self, model: nn.Module, *args: object, **kwargs: object) -> nn.Module:
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """Return a model on the mesh; one that is there already stays as it is."""
         if isinstance(model, ModuleProxy):
             check_precision(self)
@@ -119,14 +119,14 @@ class Accelerator(accelerate.Accelerator):
 
     local_main_process_first = main_process_first
 
-    def save_state(self, *args: object, **kwargs: object) -> Any:
+    def save_state(self, *args: Any, **kwargs: Any) -> Any:
         """Write models, optimizers and all else into a folder; call it on every rank."""
         with self._without_optimizers():
             place = super().save_state(*args, **kwargs)
         self.wait_for_everyone()
         return place
 
-    def load_state(self, *args: object, **kwargs: object) -> None:
+    def load_state(self, *args: Any, **kwargs: Any) -> None:
         """Read what save_state has written, on any mesh; call it on every rank."""
         with self._without_optimizers(), as_first_process():
             super().load_state(*args, **kwargs)

@@ -33,7 +33,7 @@ def manual(
     in_specs: Any,
     out_specs: Any,
     axes: Sequence[str],
-) -> Callable[..., Any]:
+) -> Callable[..., object]:
     """Return a function whose communication along some axes is its own.
 
     It runs on one device too, with the same numbers, and may be called in a model, in another

@@ -106,7 +106,7 @@ class StackedBlocks(nn.Module):
         """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
-    def one_by_one(self, x: object, shared: SharedArguments) -> Any:
+    def one_by_one(self, x: object, shared: SharedArguments) -> object:
         """Return what the last block returns; call one after the other."""
         weights = self.weights()
         for place in self.places:

@@ -48,7 +48,7 @@ def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Se
     return saved
 
 
-def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[Any], Any]:
+def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[object], object]:
     """Return values without lists of rows, with the rows in their place; and the way back."""
     if not any(isinstance(value, list) for value in saved):
         return saved, None

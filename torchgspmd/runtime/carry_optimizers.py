@@ -58,7 +58,7 @@ def _has_instances(cls: Any) -> bool:
     return is_missing(_patch_step_function) or getattr(cls.step, "hooked", False)
 
 
-def _like(value: object, old: Tensor, stored: Mapping[Tensor, Tensor]) -> Any:
+def _like(value: object, old: Tensor, stored: Mapping[Tensor, Tensor]) -> object:
     """Return a state of a parameter where the parameter is now; a buffer is there already."""
     if isinstance(value, Tensor) and value in stored:
         return stored[value]

@@ -112,7 +112,7 @@ def kind_of(leaf: Any) -> Any:
     return leaf if shape is None else (len(shape), *leaf[1:])
 
 
-def without_sizes(leaf_keys: Sequence[Any], sizes: ArgumentSizes) -> Iterator[Any]:
+def without_sizes(leaf_keys: Sequence[Any], sizes: ArgumentSizes) -> Iterator[object]:
     """Yield the keys of leaves, with the names of sizes that are symbols."""
     tensor = 0
     for key in leaf_keys:

@@ -30,7 +30,7 @@ def compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool =
     return ProfiledCode(fx.GraphModule(owner, graph).forward, codegen)
 
 
-def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[..., Any]:
+def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[..., object]:
     """Return a function that runs the graph: compiled pieces, and loops between them."""
     loops = [call for _, call in loop_calls(graph)]
     if not loops:

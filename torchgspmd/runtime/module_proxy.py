@@ -235,7 +235,7 @@ class ModuleProxy(nn.Module):
         proxy._attach(copy.deepcopy(self._model, memo))
         return proxy
 
-    def __getstate__(self) -> Any:
+    def __getstate__(self) -> object:
         raise ShardingError(
             "a module on a mesh cannot be pickled",
             where=user_line(),

@@ -36,7 +36,7 @@ def launch(
     *args: object,
     backend: str | None = "auto",
     threads: int = 1,
-) -> list[Any]:
+) -> list[object]:
     """Run a function on local processes, one a device, and return its results.
 
     Each process has a default process group and the variables of torchrun (RANK, WORLD_SIZE,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 from torch import fx
 
@@ -16,7 +15,7 @@ from ..compat.private_apis import OpOverload
 _READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 
 
-def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> Any:
+def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> object:
     """Return what `run` returns; warn of each operation of the graph that ran on the host."""
     before = _host_counts()
     result = run()

@@ -78,7 +78,7 @@ def lower(
     return lowered
 
 
-def _value(new: dict[fx.Node, fx.Node], value: object) -> Any:
+def _value(new: dict[fx.Node, fx.Node], value: object) -> object:
     """Return the copy of a node; any other value as it is."""
     return new[value] if isinstance(value, fx.Node) else value
 

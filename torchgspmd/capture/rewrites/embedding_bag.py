@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...rules.rewrites import DECLINED, rewrite
+from ...rules.rewrites import DECLINED, Declined, rewrite
 
 
 @rewrite("body", F.embedding_bag)
@@ -24,7 +22,7 @@ def embedding_bag(
     per_sample_weights: Tensor | None = None,
     include_last_offset: bool = False,
     padding_idx: int | None = None,
-) -> Any:
+) -> Tensor | Declined:
     """Reduce the rows of weight [v, d] in each bag; return [b, d].
 
     input is [b, l] with bags of equal length, or [n] with the offsets [b] of bags. Gradients are
@@ -92,7 +90,7 @@ def segment_reduce(
     axis: int = 0,
     unsafe: bool = False,
     initial: float | None = None,
-) -> Any:
+) -> Tensor | Declined:
     """Reduce consecutive rows of data [n, ...] into segments [b, ...].
 
     lengths [b] or offsets [b + 1] say where a segment ends.

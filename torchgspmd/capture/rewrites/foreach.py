@@ -139,7 +139,7 @@ def _sgd(
     is_first_step: bool,
     grad_scale: Any = None,
     found_inf: Any = None,
-) -> Any:
+) -> object:
     """Run _fused_sgd_ tensor by tensor."""
     if grad_scale is not None or found_inf is not None:
         return DECLINED

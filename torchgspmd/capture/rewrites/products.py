@@ -22,7 +22,7 @@ from ...compat.operators import aten
 from ...layout.annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.nd import einsum, summed_alone
-from ...rules.rewrites import DECLINED, apply_first, rewrite
+from ...rules.rewrites import DECLINED, Declined, apply_first, rewrite
 from ...shard_spec import SpecLike
 
 
@@ -89,7 +89,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
 
 @rewrite("vmap", Tensor.__rmatmul__)
 @rewrite("product", Tensor.__rmatmul__)
-def _reflected_matmul(input: Tensor, other: Tensor) -> Any:
+def _reflected_matmul(input: Tensor, other: Tensor) -> object:
     return matmul(other, input)
 
 
@@ -164,7 +164,7 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
 
 
 @rewrite("product", F.pad)
-def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> Any:
+def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = None) -> object:
     """Pad circularly by a concatenation; PyTorch writes into slices of a new tensor."""
     if (
         mode != "circular"
@@ -184,7 +184,9 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
 
 
 @rewrite("body", F.dropout)
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor | Declined:
     """Draw a mask of one byte an element, which CUDA's kernel does and the CPU's does not."""
     if inplace or not training or not 0 < p <= 1 or not isinstance(input, Tensor):
         return DECLINED
@@ -201,7 +203,7 @@ def _cross_entropy(
     reduce: Any = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
-) -> Any:
+) -> Tensor | Declined:
     """Run F.cross_entropy of volumes, with class indices as targets."""
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return DECLINED
@@ -225,7 +227,7 @@ def _nll_loss(
     ignore_index: int = -100,
     reduce: Any = None,
     reduction: str = "mean",
-) -> Any:
+) -> Tensor | Declined:
     """Compute the loss of volumes [n, c, x, y, z, ...].
 
     PyTorch flattens them to [n, c, 1, x y z].
@@ -258,7 +260,7 @@ def _istft(
     onesided: bool | None = None,
     length: int | None = None,
     return_complex: bool = False,
-) -> Any:
+) -> Tensor | Declined:
     """Run istft without checking that the windows cover everything, which reads values.
 
     What they do not cover is NaN.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...compat.private_apis import _pytree as pytree
 from ...compat.private_apis import is_missing
-from ...rules.rewrites import DECLINED, rewrite, rewrite_of
+from ...rules.rewrites import DECLINED, Declined, rewrite, rewrite_of
 from ..trace_context import at_once, is_capturing
 from ..unsupported import check_dense
 
@@ -82,7 +82,7 @@ def is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
-def with_entries(value: Any) -> Any:
+def with_entries(value: Any) -> object:
     """Return a sparse tensor with entries attached; anything else as it is."""
     return (
         Entries.of(value).tensor() if is_sparse(value) and not hasattr(value, "_entries") else value
@@ -116,7 +116,7 @@ def stand_in(entries: Entries) -> Tensor:
 
 def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
-) -> Any:
+) -> Tensor | Declined:
     """Run torch.sparse_coo_tensor of a vector of values, else decline."""
     if (
         not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
@@ -127,7 +127,7 @@ def sparse_coo_tensor(
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
-def _decline(*_: Any, **__: Any) -> Any:
+def _decline(*_: Any, **__: Any) -> Declined:
     return DECLINED
 
 
@@ -147,7 +147,7 @@ def _product(a: Tensor, b: Tensor) -> Any:
 
 
 @rewrite("sparse", "addmm", "_sparse_addmm")
-def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+def _addmm(addend: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> object:
     product = _product(a, b)
     return DECLINED if product is DECLINED else beta * addend + alpha * product
 
@@ -176,7 +176,7 @@ def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
 
 
 @rewrite("sparse", "mul", "multiply")
-def _scale(a: Any, b: Any) -> Any:
+def _scale(a: Any, b: Any) -> Tensor | Declined:
     """Multiply by a number or a dense tensor."""
     a, b = (a, b) if is_sparse(a) else (b, a)
     entries = Entries.of(a)
@@ -188,7 +188,7 @@ def _scale(a: Any, b: Any) -> Any:
 
 
 @rewrite("sparse", "div", "true_divide")
-def _divide(a: Any, b: Any) -> Any:
+def _divide(a: Any, b: Any) -> Tensor | Declined:
     return (
         DECLINED
         if not is_sparse(a) or isinstance(b, Tensor) and b.dim()
@@ -197,7 +197,7 @@ def _divide(a: Any, b: Any) -> Any:
 
 
 @rewrite("sparse", "add")
-def _add(a: Any, b: Any) -> Any:
+def _add(a: Any, b: Any) -> Tensor | Declined:
     """Add two sparse tensors, or scatter a sparse one into a dense one."""
     first = Entries.of(a if is_sparse(a) else b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
@@ -214,7 +214,7 @@ def _add(a: Any, b: Any) -> Any:
 
 
 @rewrite("sparse", "sum", "_sparse_sum")
-def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Any:
+def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Tensor:
     """Sum the entries over dimensions."""
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)

@@ -15,18 +15,18 @@ from torch import Tensor
 
 from ...errors import ShardingError, user_line
 from ...rules.custom_ops.nd import ctc_losses
-from ...rules.rewrites import DECLINED, rewrite
+from ...rules.rewrites import DECLINED, Declined, rewrite
 
 
 @rewrite("value", torch.equal, Tensor.equal)
-def _equal(input: Tensor, other: Tensor) -> Any:
+def _equal(input: Tensor, other: Tensor) -> int | float | bool:
     return False if input.shape != other.shape else (input == other).all().item()
 
 
 @rewrite("value", torch.allclose, Tensor.allclose)
 def _allclose(
     input: Tensor, other: Tensor, rtol: float = 1e-05, atol: float = 1e-08, equal_nan: bool = False
-) -> Any:
+) -> int | float | bool:
     return torch.isclose(input, other, rtol, atol, equal_nan).all().item()
 
 
@@ -37,7 +37,7 @@ def _rrelu(
     upper: float = 1 / 3,
     training: bool = False,
     inplace: bool = False,
-) -> Any:
+) -> Tensor | Declined:
     """Draw slopes as a value: PyTorch saves them before it draws, which a checkpoint sees."""
     if not training:
         return DECLINED
@@ -136,7 +136,7 @@ def _ctc(
 
 
 @rewrite("value", torch.tensor_split, Tensor.tensor_split)
-def _tensor_split(input: Tensor, *sections: object, **named: object) -> Any:
+def _tensor_split(input: Tensor, *sections: object, **named: object) -> Declined:
     """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return DECLINED
@@ -154,7 +154,7 @@ def _embedding(
     padding_idx: int = -1,
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
-) -> Any:
+) -> object:
     """Look up rows, with a dense gradient: layouts are of dense tensors."""
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
@@ -164,7 +164,7 @@ def _embedding(
 
 
 @rewrite("value", Tensor.retain_grad)
-def _retain_grad(input: Tensor) -> Any:
+def _retain_grad(input: Tensor) -> Declined:
     """Warn that the gradient of a value stays None."""
     if not input.is_leaf:
         warnings.warn(
@@ -176,7 +176,7 @@ def _retain_grad(input: Tensor) -> Any:
     return DECLINED
 
 
-def nested_list(input: Tensor) -> Any:
+def nested_list(input: Tensor) -> object:
     """Return a nested list of symbolic numbers."""
     if any(isinstance(n, torch.SymInt) for n in input.shape):
         raise ShardingError(
@@ -256,7 +256,7 @@ def _dim_count(entry: object) -> int:
 
 
 @rewrite("value", Tensor.__getitem__)
-def _getitem(input: Tensor, index: object) -> Any:
+def _getitem(input: Tensor, index: object) -> Tensor | Declined:
     """Return x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):
@@ -266,7 +266,7 @@ def _getitem(input: Tensor, index: object) -> Any:
 
 
 @rewrite("value", Tensor.__setitem__)
-def _setitem(input: Tensor, index: object, value: Any) -> Any:
+def _setitem(input: Tensor, index: object, value: Any) -> Declined | None:
     """Assign to x[index] where the index has numbers that only a run knows."""
     index = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_number, index)):

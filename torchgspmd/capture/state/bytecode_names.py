@@ -187,14 +187,14 @@ def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
     )
 
 
-def class_values(cls: type) -> Iterator[tuple[str, Any]]:
+def class_values(cls: type) -> Iterator[tuple[str, object]]:
     """Yield name and value of the attributes of a class and its bases, but for library classes."""
     for base in cls.__mro__:
         if is_own(base.__module__):
             yield from base.__dict__.items()
 
 
-def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
+def _methods(classes: Iterable[type]) -> dict[str, list[object]]:
     """Return the functions of all methods and properties of the classes, by name."""
     methods: dict[str, list[Any]] = {}
     for cls in dict.fromkeys(classes):
@@ -204,7 +204,7 @@ def _methods(classes: Iterable[type]) -> dict[str, list[Any]]:
     return methods
 
 
-def function_in(value: object) -> Any:
+def function_in(value: object) -> object:
     """Return the function of a method or property."""
     return (
         getattr(value, "fget", None)
@@ -226,7 +226,7 @@ def _plain_functions(function: object) -> Iterator[FunctionType]:
             function = getattr(function, "__wrapped__", None)
 
 
-def _callees(function: FunctionType, methods: dict[str, list[object]]) -> Iterator[Any]:
+def _callees(function: FunctionType, methods: dict[str, list[object]]) -> Iterator[object]:
     """Yield what a function may call: globals, methods of classes, closure variables."""
     yield from (source.read() for source in global_sources(function))
     for cls, attribute in class_names(function):
@@ -288,7 +288,7 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
             yield from nested_code(constant)
 
 
-def reachable_values(function: Any) -> Iterator[Any]:
+def reachable_values(function: Any) -> Iterator[object]:
     """Yield the values that a function can reach by name.
 
     They are closure variables, globals, the object of a bound method, defaults and arguments of a

@@ -239,7 +239,7 @@ def is_watched(value: Any) -> bool:
     return isinstance(value, (Tensor, *_PLAIN))
 
 
-def snapshot(value: Any, depth: int = 0) -> Any:
+def snapshot(value: Any, depth: int = 0) -> object:
     """Return a snapshot of the value that `matches` compares with.
 
     Objects, deeply nested tables and very long values are compared by identity.
@@ -262,7 +262,7 @@ def snapshot_components(value: Any, depth: int = 0) -> Contents:
     return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
 
 
-def _keys_and_items(value: Any) -> tuple[tuple, Collection[Any]]:
+def _keys_and_items(value: Any) -> tuple[tuple, Collection[object]]:
     """Return keys and items of a table or an object; of a list or tuple no keys."""
     if isinstance(value, _SEQUENCES):
         return (), value
@@ -270,7 +270,7 @@ def _keys_and_items(value: Any) -> tuple[tuple, Collection[Any]]:
     return tuple(table), table.values()
 
 
-def leaves_of(snapshot: Any) -> Iterator[Any]:
+def leaves_of(snapshot: Any) -> Iterator[object]:
     """Yield the values in a snapshot."""
     if isinstance(snapshot, Contents):
         for item in snapshot.items:
@@ -301,7 +301,7 @@ def _is_constant(value: Any) -> bool:
     )
 
 
-def _changed_leaves(source: Source, now: Any, value: Any) -> Iterator[tuple[Source, Any]]:
+def _changed_leaves(source: Source, now: Any, value: Any) -> Iterator[tuple[Source, object]]:
     """Yield source and value of the numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)

@@ -84,7 +84,7 @@ class MutableTable:
             return {step: v for step, v in entries.items() if step.name not in KEPT_BY_TORCH}
         return entries
 
-    def snapshot(self) -> Any:
+    def snapshot(self) -> object:
         """Return a snapshot of the entries that `matches` compares with."""
         return (snapshot_components if self.are_attributes else snapshot)(self.container)
 

@@ -254,7 +254,7 @@ class Tables:
 
     def _predicate_of_read(
         self, used: Container[int], source: Source, value: object, then: object
-    ) -> Any:
+    ) -> object:
         """Return the predicate of the guard on what was read.
 
         value: the value when it was read. then: its snapshot.
@@ -301,7 +301,7 @@ class Tables:
         uses = [self.uses.get(name, _READ) for name in names]
         return set().union(*uses) if uses else _READ
 
-    def _predicate(self, value: object, used: Container[int], uses: set[str]) -> Any:
+    def _predicate(self, value: object, used: Container[int], uses: set[str]) -> object:
         """Return the predicate of the guard with a snapshot.
 
         uses: how functions use the value. What they only add to has no guard.

@@ -61,7 +61,7 @@ def opened(
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
 
-def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]) -> Any:
+def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]) -> object:
     if is_sparse(leaf):
         return Entries.of(leaf)
     if not is_object(leaf) or id(leaf) in around:
@@ -88,7 +88,7 @@ def is_opened(part: Any) -> bool:
     return isinstance(part, (Opened, Entries))
 
 
-def _close_leaf(leaf: Any, arguments: Any) -> Any:
+def _close_leaf(leaf: Any, arguments: Any) -> object:
     if isinstance(leaf, Entries):
         return leaf.tensor()
     if not isinstance(leaf, Opened):

@@ -145,7 +145,7 @@ def record_reads(
     recorder = Recorder([*modules, *objects])
     visited = recorder.visited
 
-    def recording(original: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    def recording(original: Callable[[Any, str], Any]) -> Callable[[object, str], object]:
         def record(self: Any, name: str) -> Any:
             if (id(self), name) not in visited:
                 recorder.read(self, name)
@@ -243,12 +243,12 @@ def _is_object(value: Any) -> bool:
     )
 
 
-def _class_values(cls: type) -> Iterator[Any]:
+def _class_values(cls: type) -> Iterator[object]:
     """Yield the attributes of a class other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
-def _values(holder: Any) -> Iterator[Any]:
+def _values(holder: Any) -> Iterator[object]:
     """Yield the attributes of an object, and those of its class."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))

@@ -72,7 +72,7 @@ class ModuleFacts:
         self.module = module
         self.then = dict(self._facts())
 
-    def _facts(self) -> Iterator[tuple[str, Any]]:
+    def _facts(self) -> Iterator[tuple[str, object]]:
         for name, module in self.module.named_modules(remove_duplicate=False):
             yield f"module '{name}'" if name else "the model", module
             yield f"the class of {name or 'the model'}", type(module)
@@ -166,7 +166,7 @@ class FunctionFacts:
                     if source.entry not in besides and not _reaches(source.read(), written):
                         yield source
 
-    def _facts(self) -> Iterator[tuple[str, Any]]:
+    def _facts(self) -> Iterator[tuple[str, object]]:
         for f in self.functions:
             name = f"the defaults of {f.__module__}.{f.__qualname__}:{f.__code__.co_firstlineno}"
             yield name, value_key((f.__defaults__, f.__kwdefaults__))

@@ -126,7 +126,7 @@ class SymbolicNumber:
     def __class__(self) -> type:  # type: ignore[override]
         return type(self.__of.value)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return type(self.__of.value), (self.__of.specialize(),)
 
     def __getattr__(self, name: str) -> Any:
@@ -284,7 +284,7 @@ def _is_exact(value: int) -> bool:
     return abs(value) < _EXACT
 
 
-def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> Any:
+def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
     """Return the operand of an operation with a tensor.
 
     The result has the type of the tensor. Where PyTorch promotes the type, the number is

@@ -31,7 +31,7 @@ _FEW = 8  # numbers of an array in a message
 _SHOWN = 60  # characters of a key in a message
 
 
-def value_key(value: object) -> Any:
+def value_key(value: object) -> object:
     """Return a key that equal values share.
 
     A function, module or tensor is its own key, with what it holds, since its address may be
@@ -64,7 +64,7 @@ class _Keys:
         self.known[id(value)] = value, key
         return key
 
-    def _key(self, value: object) -> Any:
+    def _key(self, value: object) -> object:
         if isinstance(value, Tensor):
             kind = tuple(value.shape), str(value.dtype), value.requires_grad
             return f"a tensor at 0x{id(value):x}", *kind
@@ -86,14 +86,14 @@ class _Keys:
         own = "" if is_of_python else as_text(repr(value))  # what a number or text has besides
         return type(value), own, self.key_of(table)
 
-    def _array_key(self, value: np.ndarray) -> Any:
+    def _array_key(self, value: np.ndarray) -> object:
         if value.dtype.hasobject:
             return np.ndarray, value.shape, self.key_of(value.tolist())
         checksum = hashlib.sha256(value.tobytes()).hexdigest()
         shown = str(value.tolist()) if value.size <= _FEW else f"other numbers ({checksum[:8]})"
         return np.ndarray, value.shape, str(value.dtype), shown, checksum
 
-    def _callable_key(self, value: object) -> Any:
+    def _callable_key(self, value: object) -> object:
         """Return the key of a function or module: itself, and what it holds."""
         if isinstance(value, CellType):
             return "<empty>" if value == CellType() else self.key_of(value.cell_contents)
@@ -120,7 +120,7 @@ def _is_own(value: object) -> bool:
     return is_own and isinstance(value, Hashable)
 
 
-def _attributes(value: object) -> dict[str, Any]:
+def _attributes(value: object) -> dict[str, object]:
     """Return the attributes of an object by their names."""
     if not hasattr(value, "__dict__") and not slots_of(type(value)):
         return {}

@@ -77,7 +77,7 @@ def apply_writes(writes: Sequence[Write], outputs: Sequence[Any], arguments: Any
     All values are computed before any of them is written.
     """
 
-    def fill_leaf(leaf: Any) -> Any:
+    def fill_leaf(leaf: Any) -> object:
         if isinstance(leaf, FromOutput):
             return outputs[leaf.output]
         return leaf.now() if isinstance(leaf, Computed) else leaf
@@ -184,7 +184,7 @@ def tensor_sources(arguments: tuple[tuple, dict]) -> dict[int, Source]:
 
 def replace_tensors(
     value: Any, outputs: list[Tensor], origins: Mapping[int, Source] | None = None
-) -> Any:
+) -> object:
     """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
     return pytree.tree_map_only(
         Tensor, lambda tensor: FromOutput(_output_index(tensor, outputs)), opened(value, origins)
@@ -199,7 +199,7 @@ def _output_sources(source: Source, value: Any) -> Iterator[tuple[Source, int]]:
             yield from _output_sources(source.at(key), item)
 
 
-def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[Source, Any]]:
+def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[Source, object]]:
     if not (isinstance(value, (dict, tuple, *LISTS)) or is_object(value)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -210,7 +210,7 @@ def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[So
 
 def _difference(
     container: Any, old: dict[Step, Any], new: dict[Step, Any]
-) -> tuple[list | None, dict[Step, Any]]:
+) -> tuple[list | None, dict[Step, object]]:
     """Return (items, components) that turn old into new, ABSENT for components to remove.
 
     Items of a list are written as a whole. They are None if none has changed.

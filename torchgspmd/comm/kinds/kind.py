@@ -138,7 +138,7 @@ class MergedForm:
     lower: Callable[..., MergedLowering]  # (builder, operands, local shapes, arguments of each)
 
 
-def unset(*_: object) -> Any:
+def unset(*_: object) -> NoReturn:
     """Stand for a function that a row lacks."""
     raise NotImplementedError(
         "this kind of collective is not complete; tests/test_kinds.py says why"
@@ -157,14 +157,14 @@ def localize_unchanged(build: LocalSteps, *args: object) -> fx.Node:
 
 def rename_axes(
     args: tuple[object, ...], axes: Axes, rename: Callable[[Axes], Axes]
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Return the arguments of a step over `axes` with other names of these."""
     return tuple("+".join(rename(axes)) if arg == "+".join(axes) else arg for arg in args)
 
 
 def rename_specs(
     args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]
-) -> tuple[Any, ...]:
+) -> tuple[object, ...]:
     """Return the arguments of a step, which are layouts, with other names of axes."""
     return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
 

@@ -76,7 +76,7 @@ def without_addresses(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
-def _plain_attributes(value: object) -> dict[str, Any]:
+def _plain_attributes(value: object) -> dict[str, object]:
     table = {step.name: item for step, item in attributes(value).items() if item is not ABSENT}
     if not table:
         raise Unshareable(f"it reads a {type(value).__qualname__}, whose content is unknown")

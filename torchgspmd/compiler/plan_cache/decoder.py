@@ -133,7 +133,7 @@ class Decoder:
             result[key] = entry
         return result
 
-    def _operator(self, name: str) -> Any:
+    def _operator(self, name: str) -> object:
         if name not in self.operators:
             if (op := operator_of(name)) is None:
                 raise KeyError(name)
@@ -152,10 +152,10 @@ class Decoder:
         meta = torch.empty_strided(*sizes, dtype=dtype, device="meta")
         return FakeTensor(self.fake_mode, meta, torch.device(device))
 
-    def _treespec(self, tree: Any) -> Any:
+    def _treespec(self, tree: Any) -> object:
         return pytree.tree_flatten(self._tree(tree))[1]
 
-    def _tree(self, tree: Any) -> Any:
+    def _tree(self, tree: Any) -> object:
         """Return nested containers with 0 for every leaf."""
         if tree is None:
             return 0
@@ -231,7 +231,7 @@ def _number(text: str) -> float:
     return number
 
 
-def _part_of_torch(name: str) -> Any:
+def _part_of_torch(name: str) -> object:
     """Return a dtype, layout or memory format."""
     value = vars(torch)[name]
     if not isinstance(value, OF_TORCH):

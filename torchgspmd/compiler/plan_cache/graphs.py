@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import fx
 
 from ...comm.loop_call import BodyCall, LoopCall
@@ -14,7 +12,7 @@ COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
 _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 
 
-def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
+def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[object]:
     """Return a row for every node: op, name, target, arguments, keyword arguments, metadata."""
     outer, encoder.nodes = encoder.nodes, {}
     rows = []
@@ -27,7 +25,7 @@ def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[Any]:
     return rows
 
 
-def _encode_target(node: fx.Node, encoder: Encoder) -> Any:
+def _encode_target(node: fx.Node, encoder: Encoder) -> object:
     """Return the target of a node, with the body of a loop."""
     call = node.target
     if isinstance(call, BodyCall) and not isinstance(call, LoopCall):

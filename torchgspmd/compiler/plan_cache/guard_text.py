@@ -222,7 +222,7 @@ def _keys_and_items(contents: Contents) -> tuple[tuple, tuple]:
     return contents.keys, contents.items
 
 
-def _class(module: str, name: str) -> Any:
+def _class(module: str, name: str) -> object:
     """Return a class of a module that is loaded."""
     found = _named(module, name)
     return found if isinstance(found, type) else None

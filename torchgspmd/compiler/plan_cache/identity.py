@@ -74,7 +74,7 @@ def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, obje
     return Identity(json.dumps(rows), _loaded_code())
 
 
-def _settings() -> Iterator[Any]:
+def _settings() -> Iterator[object]:
     """Yield the settings of torch that decide what it traces."""
     yield torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():  # torch 2.9 advises another way to set it

@@ -57,7 +57,7 @@ def _open_at_once(path: str, flags: int) -> int:
     return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
-def _dict(pairs: list[tuple[str, object]]) -> dict[str, Any]:
+def _dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]

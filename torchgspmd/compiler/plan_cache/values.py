@@ -97,7 +97,7 @@ class Encoder:
             return ["record", self._number(value)]
         return self._encode_other(cls, value)
 
-    def _encode_other(self, cls: type, value: Any) -> Any:
+    def _encode_other(self, cls: type, value: Any) -> object:
         """Return a value of a less frequent type as JSON."""
         if cls in (dict, immutable_dict):
             return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
@@ -136,13 +136,13 @@ class Encoder:
             self.records.append(row)
         return number
 
-    def _encode_function(self, function: Any) -> Any:
+    def _encode_function(self, function: Any) -> object:
         key = function.__module__, function.__name__
         if FUNCTIONS.get(key) is not function:
             raise Unshareable(f"it calls {'.'.join(key)}")
         return ["function", *key]
 
-    def _encode_tree(self, tree: Any) -> Any:
+    def _encode_tree(self, tree: Any) -> object:
         """Return a structure: for each node its class, its context, and its children."""
 
         def encode(value: Any) -> Any:

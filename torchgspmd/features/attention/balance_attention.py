@@ -187,14 +187,14 @@ class _Reordering:
         sent = 0.0 if count == 1 else size / 2 if count == self.order.shards else size
         return (sent + size / self.constants.memory_per_byte) * runs(place.value)
 
-    def _producer(self, place: TokenDim) -> Any:
+    def _producer(self, place: TokenDim) -> object:
         op = self.producers.get(place.value)
         if op is None:
             return NATURAL
         at = len(op.operands) + op.results.index(place.value)
         return self._tokens(op, at, place)
 
-    def _tokens(self, op: Op, tensor: int, place: TokenDim) -> Any:
+    def _tokens(self, op: Op, tensor: int, place: TokenDim) -> object:
         """Return what has the tokens of a tensor of an operation; NATURAL if positions count."""
         factor, outer = self._factor(op, tensor, place)
         if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:

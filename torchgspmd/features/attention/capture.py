@@ -37,7 +37,7 @@ def _attention(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> Any:
+) -> object:
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
     It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
@@ -120,7 +120,7 @@ def multi_head_attention(
     static_v: Any = None,
     average_attn_weights: bool = True,
     is_causal: bool = False,
-) -> Any:
+) -> object:
     """Run F.multi_head_attention_forward on query [l, n, i], key and value [s, n, i].
 
     The inputs may lack n.

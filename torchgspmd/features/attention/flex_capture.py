@@ -44,7 +44,7 @@ class _Buffers(TorchFunctionMode):
         self.outer: dict[int, Tensor] = {}
         self.replaced = replaced
 
-    def _operand(self, x: object) -> Any:
+    def _operand(self, x: object) -> object:
         if not isinstance(x, Tensor) or id(x) in self.own:
             return x
         if self.replaced is not None:

@@ -103,7 +103,7 @@ def _is_expression(node: ast.AST) -> bool:
     return is_elementwise(_operator(node.func)) and all(map(_is_expression, values))
 
 
-def _operator(node: ast.AST) -> Any:
+def _operator(node: ast.AST) -> object:
     """Return the operator of a name such as aten.ge.Tensor, or None."""
     names = ast.unparse(node).split(".")
     if len(names) != 3 or names[0] != "aten" or not all(map(str.isidentifier, names)):

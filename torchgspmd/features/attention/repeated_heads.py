@@ -66,7 +66,7 @@ def _expand(input: Tensor, *size: Any) -> Any:
 
 
 @rewrite("product", Tensor.reshape)
-def _reshape(input: Tensor, *shape: Any) -> Any:
+def _reshape(input: Tensor, *shape: Any) -> object:
     """Remember the input where an expanded dimension is merged with the one before it."""
     repeats = _repeats_of(input, expanded=True)
     if repeats is None:
@@ -79,7 +79,7 @@ def _reshape(input: Tensor, *shape: Any) -> Any:
 @rewrite("product", torch.repeat_interleave, Tensor.repeat_interleave)
 def _repeat_interleave(
     input: Tensor, repeats: Any = None, dim: int | None = None, **options: Any
-) -> Any:
+) -> object:
     """Remember the input where each row is repeated equally often."""
     if not isinstance(repeats, int) or dim is None or options:
         return DECLINED

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ...rules.local_builder import LocalBuilder
@@ -114,7 +114,7 @@ def _balance(call: Call, operands: int) -> Balance | None:
     widths = q.shape[-1] + v.shape[-1] if operands == 3 else 3 * q.shape[-1] + 2 * v.shape[-1]
     target = (ours.zigzag_attention if operands == 3 else ours.zigzag_attention_backward).default
 
-    def zigzag(args: tuple[object, ...], shards: int) -> tuple[Any, tuple[Any, ...]]:
+    def zigzag(args: tuple[object, ...], shards: int) -> tuple[object, tuple[object, ...]]:
         rows = q.shape[-2]
         return target, (*args[:operands], args[operands + 1], shards, [0, 0, rows, rows])
 
@@ -174,7 +174,7 @@ def _zigzag_attention_backward(call: Call) -> FactorRule:
     )
 
 
-def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys, in zigzag order."""
     *inputs, region = args
     region = [local.start("s"), local.start("t"), *region[2:]]
@@ -196,7 +196,7 @@ def _attention_parts(call: Call) -> FactorRule:
     )
 
 
-def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries, with all keys."""
     call = AttentionCall(*args)
     region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
@@ -205,7 +205,7 @@ def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     return results_of(local, local.node.target, *args[:3], *options)
 
 
-def place_of(local: LocalBuilder, q: int) -> list[Any]:
+def place_of(local: LocalBuilder, q: int) -> list[object]:
     """Return what a region says of the dimensions before the queries.
 
     q: the place of the queries among the operands.
@@ -215,12 +215,12 @@ def place_of(local: LocalBuilder, q: int) -> list[Any]:
     return [*map(local.start, Names(*sizes).before), *whole]
 
 
-def results_of(local: LocalBuilder, op: object, *args: object) -> list[Any]:
+def results_of(local: LocalBuilder, op: object, *args: object) -> list[fx.Node]:
     result = local.call(op, *args)
     return [local.call(operator.getitem, result, i) for i in range(len(local.results))]
 
 
-def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys; gradients are terms of sums."""
     call, _ = of_backward(*args)
     region = [
@@ -234,7 +234,7 @@ def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     return results_of(local, local.node.target, *args[:6], *options)
 
 
-def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's parts of the keys."""
     call, _ = of_parts(*args)
     query, key, *sizes = args[6]
@@ -256,7 +256,7 @@ def _split_keys(
     region: Sequence[int] | None = None,
     *modifiers: object,
     shards: int,
-) -> Any:
+) -> object:
     """Compute parts of the keys, and merge them."""
     keys = k.shape[-2]
     missing = -keys % shards
@@ -309,17 +309,17 @@ def _flex_attention_backward(call: Call) -> FactorRule:
     )
 
 
-def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries, with all keys."""
     return results_of(local, local.node.target, *args[:8], _region(local, 0))
 
 
-def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys; gradients are terms of sums."""
     return results_of(local, local.node.target, *args[:11], _region(local, 1))
 
 
-def _region(local: LocalBuilder, q: int) -> list[Any]:
+def _region(local: LocalBuilder, q: int) -> list[object]:
     """Return the region of a device. q: the place of the queries among the operands."""
     sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
     return [local.start("s"), local.start("t"), *sizes, *place_of(local, q)]

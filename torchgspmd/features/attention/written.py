@@ -26,7 +26,7 @@ from ...errors import user_line
 from ...rules.custom_ops.nd import einsum, split_equation
 from ...rules.custom_ops.random import draw_seed
 from ...rules.ops.random_ops import kept, masked
-from ...rules.rewrites import DECLINED, rewrite
+from ...rules.rewrites import DECLINED, Declined, rewrite
 from .op import attention
 from .repeated_heads import transposed, unrepeated
 
@@ -60,7 +60,7 @@ def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
     return result
 
 
-def _mark_of(x: Any) -> tuple[int | None, Any]:
+def _mark_of(x: Any) -> tuple[int | None, object]:
     """Return the mark of a tensor; a symbolic number, which would be read, has none."""
     return getattr(x, _NAME, (None, None)) if isinstance(x, Tensor) else (None, None)
 
@@ -87,7 +87,7 @@ def _weights_of(x: Any) -> _Weights | None:
 
 
 @rewrite("contract", einsum)
-def _contract(equation: str, a: Tensor, b: Tensor) -> Any:
+def _contract(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """Compute weights times values as attention, and mark a product that may be scores."""
     if (result := _attention_of_product(equation, a, b)) is not DECLINED:
         return result
@@ -117,7 +117,7 @@ def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
     return x.permute([letters.index(c) for c in order])
 
 
-def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Any:
+def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Declined:
     """Return the product of weights and values as attention: "bhst,bthe->bshe"."""
     if (weights := _weights_of(a)) is None or (sites := current_sites()) is None:
         return DECLINED
@@ -188,7 +188,7 @@ def _masked(result: Tensor, x: Tensor, scores: _Scores, mask: Tensor) -> Tensor:
 
 
 @rewrite("product", torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
-def _mul(input: Any, other: Any) -> Any:
+def _mul(input: Any, other: Any) -> Tensor | Declined:
     scores = _scores_of(input)
     if scores is None or not _is_number(other):
         return DECLINED
@@ -196,7 +196,7 @@ def _mul(input: Any, other: Any) -> Any:
 
 
 @rewrite("product", torch.div, Tensor.div, Tensor.__truediv__)
-def _div(input: Any, other: Any) -> Any:
+def _div(input: Any, other: Any) -> Tensor | Declined:
     scores = _scores_of(input)
     if scores is None or not _is_number(other) or other == 0:
         return DECLINED
@@ -204,7 +204,7 @@ def _div(input: Any, other: Any) -> Any:
 
 
 @rewrite("product", torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
-def _add(input: Any, other: Any, *rest: Any) -> Any:
+def _add(input: Any, other: Any, *rest: Any) -> Tensor | Declined:
     if (scores := _scores_of(input)) is None:
         input, other, scores = other, input, _scores_of(other)
     if scores is None or rest or not isinstance(other, Tensor) or not other.is_floating_point():
@@ -213,7 +213,7 @@ def _add(input: Any, other: Any, *rest: Any) -> Any:
 
 
 @rewrite("product", torch.masked_fill, Tensor.masked_fill)
-def _masked_fill(input: Any, mask: Any, value: Any) -> Any:
+def _masked_fill(input: Any, mask: Any, value: Any) -> Tensor | Declined:
     scores = _scores_of(input)
     if scores is None or not _is_number(value) or value != -math.inf:
         return DECLINED
@@ -221,7 +221,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Any:
 
 
 @rewrite("product", torch.where)
-def _where(condition: Any, input: Any = None, other: Any = None) -> Any:
+def _where(condition: Any, input: Any = None, other: Any = None) -> Tensor | Declined:
     scores = _scores_of(input)
     if scores is None or not _is_number(other) or other != -math.inf:
         return DECLINED
@@ -229,7 +229,7 @@ def _where(condition: Any, input: Any = None, other: Any = None) -> Any:
 
 
 @rewrite("product", torch.softmax, Tensor.softmax, F.softmax)
-def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> Any:
+def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> object:
     scores, sites = _scores_of(input), current_sites()
     if scores is None or sites is None or dim not in (-1, input.dim() - 1):
         return DECLINED
@@ -245,7 +245,9 @@ def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 
 
 
 @rewrite("product", F.dropout)
-def _dropout(input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+def _dropout(
+    input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor | Declined:
     """Draw for weights as `native_dropout` is decomposed, from a seed that attention takes too."""
     weights = _weights_of(input)
     if weights is None or inplace or weights.dropout or not 0 <= p < 1:

@@ -287,7 +287,7 @@ def _(counts: Tensor, room: int, where: str | None) -> Tensor:
     return torch.empty_like(counts)
 
 
-def _first(x: object, dim: int | None, size: int) -> Any:
+def _first(x: object, dim: int | None, size: int) -> object:
     """Return an argument of a vmapped call, a tensor with `size` positions in front."""
     if not isinstance(x, Tensor):
         return x

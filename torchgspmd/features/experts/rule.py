@@ -27,7 +27,7 @@ from .op import (
 ours = torch.ops.torchgspmd
 
 
-def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
     """Multiply the device's rows. The ends of the groups count from its first row."""
     x, other, ends = args
     shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
@@ -35,7 +35,7 @@ def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     return local.call(local.node.target, x, other, ends)
 
 
-def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
     """Compute the device's blocks."""
     count = [local.size("d")] if local.node.target is take_blocks._opoverload else []
     groups = [0] if len(args) == len(local.rule.operands) + 1 else []

@@ -25,7 +25,7 @@ from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 
 
-def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> Any:
+def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> object:
     """Trace a branch; return its results.
 
     Both sides are computed if these draw random numbers by PyTorch's own generator.
@@ -57,7 +57,7 @@ def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], obj
     return pytree.tree_unflatten(results, trees[0])
 
 
-def both_sides(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> Any:
+def both_sides(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> object:
     """Compute both sides of a branch, and choose."""
     return pytree.tree_map(lambda yes, no: torch.where(goes, yes, no), true(), false())
 

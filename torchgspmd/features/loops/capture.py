@@ -22,7 +22,7 @@ from .branch_trace import both_sides, run_branch, run_while
 _LOOPS = torch.ops.higher_order
 
 
-def _body(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _body(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
     """Register what computes an operator that takes functions, if this torch has it."""
     return rewrite("body", getattr(_LOOPS, name, f"torch.ops.higher_order.{name}"))
 
@@ -34,7 +34,7 @@ def _cond(
     false_fn: Callable[..., object],
     operands: Sequence[object],
     **_: object,
-) -> Any:
+) -> object:
     if not isinstance(pred, Tensor):
         return true_fn(*operands) if pred else false_fn(*operands)
     run = both_sides if is_unrolling() or is_transforming() else run_branch

@@ -12,7 +12,6 @@ of one device does, and has the arithmetic on them itself.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -162,6 +161,6 @@ def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(value.meta["shape"]), value.meta["dtype"]
 
 
-def _meta(node: fx.Node) -> dict[str, Any]:
+def _meta(node: fx.Node) -> dict[str, object]:
     """Return the metadata of a call, which has several results."""
     return {**origin_of(node), "dtype": None}

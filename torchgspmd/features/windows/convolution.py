@@ -122,7 +122,7 @@ def _transposed_as_plain(
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
-) -> Any:
+) -> object:
     """Return a transposed convolution of stride 1 as a plain one.
 
     It computes the device's own positions only. Negative padding leaves out rows of x, those that
@@ -147,7 +147,7 @@ def _transposed_as_plain(
 
 def _same_kernel(
     local: LocalBuilder, x: Any, w: Any, global_options: Sequence[Any], options: Sequence[Any]
-) -> Any:
+) -> object:
     """Convolve by the kernel that PyTorch would take for the global shapes and `global_options`.
 
     On the CPU, PyTorch takes another kernel for small shapes. Its rounding differs, which may flip

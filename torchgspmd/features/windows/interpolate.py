@@ -158,7 +158,7 @@ def _reach(line: Line) -> Reach:
     return min(reaches, key=lambda reach: ((reach.high - reach.low) / reach.every, reach.every))
 
 
-def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> Any:
+def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> object:
     """Resample one dimension after the other, beginning with those that shrink most."""
     result, shape = local.results[0], list(local.shape(x))
     lead, dtype = len(result.shape) - len(lines), computation_dtype(result.dtype)
@@ -180,7 +180,7 @@ def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> Any:
 
 def read_line(
     local: LocalBuilder, line: Line, d: int, size: int, kind: torch.dtype
-) -> tuple[fx.Node, fx.Node, int, Any]:
+) -> tuple[fx.Node, fx.Node, int, object]:
     """Return (rows, weights, width, first row of the halo) of the device's positions.
 
     size: local size of the dimension. Row numbers are [positions * width], weights [positions,
@@ -196,7 +196,7 @@ def read_line(
 
 def _resample_dimension(
     local: LocalBuilder, value: object, shape: Sequence[int], d: int, line: Line
-) -> Any:
+) -> object:
     """Resample one dimension of a local value of this shape."""
     count = local.results[0].shape[d]
     kind = computation_dtype(local.results[0].dtype)

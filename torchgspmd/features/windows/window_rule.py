@@ -32,7 +32,7 @@ class WindowCut:
     front: int
     back: int
 
-    def apply(self, local: LocalBuilder, y: Any, dim: int) -> Any:
+    def apply(self, local: LocalBuilder, y: Any, dim: int) -> object:
         """Return the device's positions of y along a dimension."""
         if self.front or self.back:
             y = local.call(

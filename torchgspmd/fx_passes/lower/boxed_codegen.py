@@ -6,8 +6,6 @@ activation alive to the end of the backward. The convention and the name are PyT
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch.fx.graph import CodeGen
 
 
@@ -26,6 +24,6 @@ class BoxedCodeGen(CodeGen):
             f"def forward(self, boxed){maybe_return_annotation}:\n    {unpack}\n    boxed.clear()\n"
         )
 
-    def process_inputs(self, *inputs: object) -> Any:
+    def process_inputs(self, *inputs: object) -> object:
         """Return the list of inputs."""
         return inputs[0]

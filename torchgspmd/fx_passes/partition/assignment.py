@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
 
 from torch import fx
 
@@ -108,7 +107,7 @@ class Assignment:
 
     # ------------------------------------------------------------------------------------- changes
 
-    def snapshot(self) -> dict[str, Any]:
+    def snapshot(self) -> dict[str, object]:
         """Copy everything that decisions change."""
         return {name: copy(getattr(self, name)) for name in SNAPSHOT_FIELDS}
 

@@ -10,7 +10,6 @@ ensures  users that require equal layouts share one copy
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from torch import fx
 
@@ -180,7 +179,7 @@ class _Inserter:
         return copy
 
 
-def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, Any]:
+def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, object]:
     """Return the meta of a node that is inserted between a value and its user."""
     backward = (
         user.meta.get("backward", value.meta.get("backward", False))

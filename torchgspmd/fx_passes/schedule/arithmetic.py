@@ -7,7 +7,6 @@ else reads and writes memory. A causal mask does not halve what is counted.
 from __future__ import annotations
 
 import operator
-from typing import Any
 
 import torch
 from torch import fx
@@ -41,7 +40,7 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(node.meta["shape"]) if "shape" in node.meta else None
 
 
-def _example(node: fx.Node) -> Any:
+def _example(node: fx.Node) -> object:
     """Return a value of a node's shape: of a global program its own, of a local one a meta tensor.
 
     Several results are a list, without those that nobody uses. A node without a shape is computed.

@@ -42,7 +42,7 @@ PARTS = 4  # Buckets of one key, if they do not get smaller than SMALL.
 Keys = Mapping[fx.Node, tuple[Any, ...]]
 
 
-def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[Any, ...]]:
+def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
     """Return what collectives that can be merged have in common, by node.
 
     It is the kind, what that asks for (axes, reduction), and dtype; if forward and backward are
@@ -109,7 +109,7 @@ def _move_to_first(members: list[fx.Node]) -> None:
         members[0].append(node)
 
 
-def _caps(keys: Keys, hardware: Hardware) -> dict[Any, float]:
+def _caps(keys: Keys, hardware: Hardware) -> dict[object, float]:
     """Return the largest size of a bucket in bytes, for every key."""
     totals: dict[Any, float] = defaultdict(float)
     for node, key in keys.items():

@@ -34,7 +34,7 @@ def page_data(
     program: fx.Graph,
     layouts: Layouts,
     report: Report,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return what the page draws, of strings, numbers, lists and dictionaries.
 
     Args:
@@ -105,7 +105,7 @@ def page_data(
     }
 
 
-def _val(node: fx.Node) -> Any:
+def _val(node: fx.Node) -> object:
     return node.meta.get("val")
 
 

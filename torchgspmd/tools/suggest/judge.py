@@ -133,7 +133,7 @@ class Judge:
         leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
-    def _args(self, rows: int) -> tuple[Any, ...]:
+    def _args(self, rows: int) -> tuple[object, ...]:
         if rows == self.rows:
             return self.args
         return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
@@ -333,7 +333,9 @@ class Judge:
         tensors = enumerate(self.arguments(rows))
         return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
 
-    def call_specs(self, mesh: Mesh, marks: Marks, rows: int) -> tuple[Any, ...] | dict[str, Any]:
+    def call_specs(
+        self, mesh: Mesh, marks: Marks, rows: int
+    ) -> tuple[object, ...] | dict[str, object]:
         """Return the in_specs of a call with so many rows, by name if it has keyword arguments."""
         specs = iter(self.in_specs(mesh, marks, rows))
 
