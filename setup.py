@@ -18,7 +18,13 @@ setup(
     install_requires=["torch>=2.9", "numpy"],
     extras_require={
         "transformers": ["transformers>=5", "torchvision", "torchaudio"],
-        "integrations": ["transformers>=5", "accelerate>=1.15", "lightning>=2.6", "peft>=0.21"],
+        "integrations": [
+            "transformers>=5",
+            "accelerate>=1.15",
+            "lightning>=2.6",
+            "peft>=0.21",
+            "trl>=1.16",
+        ],
         "dev": ["ruff==0.17.*", "pyright[nodejs]==1.1.414"],
         # pytest 9.2 ignores the groups of pytest-xdist 3.8, which keep ranks together.
         "test": [

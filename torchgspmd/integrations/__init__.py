@@ -23,6 +23,7 @@ VERSIONS = {  # on which `make test-integrations` passes
     "transformers": "5.24",
     "accelerate": "1.15",
     "lightning": "2.6",
+    "trl": "1.16",
     "peft": "0.21",
 }
 Meshes = Mesh | DeviceMesh | MeshLayout

@@ -1,0 +1,14 @@
+"""TRL: its SFTTrainer on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import library
+from .transformers import Trainer
+
+trl: Any = library("trl")
+
+
+class SFTTrainer(Trainer, trl.SFTTrainer):
+    """TRL's SFTTrainer for the devices of a mesh; `mesh=` is the one argument more."""
