@@ -115,7 +115,7 @@ def words(count: int, rows: int, length: int) -> Batch:
 # ----------------------------------------------------------------------------------- (a) GPT
 
 
-def gpt(mesh: Mesh | None, dtype: torch.dtype | None = None) -> Training:
+def gpt(mesh: Mesh | None, dtype: torch.dtype | None = None, backend: str = "torch") -> Training:
     """Megatron with sequence parallel, ZeRO-1, accumulation, recomputation, clipping.
 
     dtype: that the model computes in; its gradients are reduced in float32 then.
@@ -132,12 +132,17 @@ def gpt(mesh: Mesh | None, dtype: torch.dtype | None = None) -> Training:
     step = gspmd.train_step(model, optimizer, clip=1.0, param_dtype=dtype)
     if mesh is not None:
         reduced = {"reduce_dtype": torch.float32} if dtype else {}
-        step = gspmd.parallelize(step, GPT.SP.on(mesh), shard_updates="data", **reduced)
+        options = {"shard_updates": "data", "backend": backend, **reduced}
+        step = gspmd.parallelize(step, GPT.SP.on(mesh), **options)
     return Training(step.model, batch, step, optimizer)
 
 
 def gpt_half(mesh: Mesh | None) -> Training:
     return gpt(mesh, torch.bfloat16)
+
+
+def gpt_compiled(mesh: Mesh | None) -> Training:
+    return gpt(mesh, backend="inductor")
 
 
 # ------------------------------------------------------------------- (b) experts in a pipeline
@@ -422,6 +427,7 @@ class Resumed:
 MIXTURES = {  # the mesh of each, and what trains
     "gpt": ("data=2,model=2", gpt),
     "gpt_half": ("data=2,model=2", gpt_half),
+    "gpt_compiled": ("data=2,model=2", gpt_compiled),
     "deepseek": ("data=2,stage=2,expert=2", deepseek),
     "long_context": ("data=2,seq=2", long_context),
     "vit": ("data=2,stage=2", vit),
