@@ -40,6 +40,7 @@ ONCE = (  # sets that failed before
     "context+recompute+gqa",
     "sequence+vee+attention_dropout",
     "zero_bubble+any_batch+attention_dropout",
+    "context+vee+batch_norm",
     "names+circular+decode+evaluate",
 )
 EVERY = 80  # of the pairs one in so many

@@ -219,6 +219,8 @@ class _Cut:
             if other == shift and which == leaf
         }
         carries = tuple(names[r] for r in range(self.rounds))
+        layouts = {c.meta["spec"] for c in self.carries if c.name in carries}
+        assert len(layouts) == 1, "a message has one layout, at whatever round it arrives"
         send = self.ends.sends[i]
         kind, message = "F" if shift > 0 else "B", send.meta["step"]
         return StageLink(kind, round_, leaf, _source(send).name, carries, message)

@@ -1,7 +1,7 @@
 """The rows that pipelines add to the tables of the core; PIPELINE has their passes."""
 
 from ...comm.loop_call import BODY_CALLS
-from ...rules.custom_ops.loops import APART, LOOP_MARKS
+from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS
 from . import rule  # noqa: F401 (rows of RULES)
 from .call import TAG, StageCall
 from .op import HEAD, SEND
@@ -9,3 +9,5 @@ from .op import HEAD, SEND
 BODY_CALLS[TAG] = StageCall
 LOOP_MARKS |= {HEAD, SEND}
 APART[SEND] = 3
+# A message reaches a stage of its own round, or of the next one.
+DELIVERED[SEND] = lambda node: (node.args[1], node.args[2][1], node.args[4])  # pyright: ignore

@@ -172,7 +172,10 @@ def _reason(rows: Sequence[CandidateRow], op: Op, decisions: Decisions) -> str:
         return "nobody uses the layout of the mark, so it is left out"
     if marked(op) is not None:
         return "the layout is marked"
-    pinned = ", ".join(f"{axis} to {' or '.join(f)}" for axis, f in op.node.meta.get("pinned", ()))
+    pinned = ", ".join(
+        f"{axis} to {' or '.join(name or 'nothing' for name in factors)}"
+        for axis, factors in op.node.meta.get("pinned", ())
+    )
     if pinned:
         return f"priorities of marks or stages bind {pinned}; of what is left it costs least"
     if len(rows) == 1:

@@ -24,7 +24,7 @@ from torch import fx
 
 from ...layout.mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
-from ...rules.custom_ops.loops import axes_apart, nests
+from ...rules.custom_ops.loops import axes_apart, delivered_alike, nests
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
@@ -67,12 +67,16 @@ def propagate(
             propagation.run(stage)
     nest = nests(graph)
     apart = axes_apart(nest)
+    held = {node: group[0] for group in delivered_alike(nest) for node in group}
     for op in ops:
         if op.key is None:
             continue
         loops = nest[op.node]
         axes = {apart[loops[:n]] for n in range(1, len(loops) + 1) if loops[:n] in apart}
-        if pinned := (*rounds.pinned(op, mesh), *rounds.staying(op, mesh, axes)):
+        pinned = (*rounds.pinned(op, mesh), *rounds.staying(op, mesh, axes))
+        if op.node in held:
+            pinned = rounds.as_laid_out(op, mesh, held[op.node])
+        if pinned:
             op.node.meta[PINNED] = pinned
     for value in all_values:
         value.meta["spec"] = layouts.spec[value]

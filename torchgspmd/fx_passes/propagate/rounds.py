@@ -93,6 +93,18 @@ class Rounds:
                         found[axis][factor] = None
         yield from ((axis, (*of_axis,)) for axis, of_axis in found.items() if len(of_axis) == 1)
 
+    def as_laid_out(
+        self, op: Op, mesh: Mesh, value: fx.Node
+    ) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
+        """Return what each axis does where an operation's result has the layout of a value."""
+        dims, spec = op.rule.results[0], self.layouts.spec[value]
+        factor_of = {
+            axis: factor
+            for factor, axes in project(dims, spec, op.rule.sizes, mesh).items()
+            for axis in axes
+        }
+        return tuple((axis, (factor_of.get(axis),)) for axis, size in mesh.axes if size > 1)
+
     def pinned(self, op: Op, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Return (axis, the factors of the earliest round) where layouts of several rounds meet."""
         rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two

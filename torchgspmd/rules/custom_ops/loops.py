@@ -26,6 +26,7 @@ is an entry, too. What a side computes depends on one, and so is not computed be
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -142,6 +143,9 @@ EXITS = frozenset({NEXT, STACK, TOTAL})
 # Operations in a body -> the argument that names a mesh axis whose devices run the body at
 # different times: no value of the body moves along it. Features add theirs.
 APART: dict[Any, int] = {}
+# Operations in a body whose values reach the carries of several -> a key, equal for those that do:
+# all of these carries have one layout. Features add theirs.
+DELIVERED: dict[Any, Callable[[torch.fx.Node], tuple]] = {}
 LOOP_MARKS = {*ENTRIES, *EXITS}  # the program of one device has them as they are; features add
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
@@ -169,6 +173,21 @@ def axes_apart(nest: dict[torch.fx.Node, Nest]) -> dict[Nest, str]:
         for node, loops in nest.items()
         if node.target in APART
     }
+
+
+def delivered_alike(nest: dict[torch.fx.Node, Nest]) -> list[list[torch.fx.Node]]:
+    """Return carries that are to have one layout, with all that is sent to them; a carry is first.
+
+    nest: the loops around each node.
+    """
+    groups: dict[tuple, list[torch.fx.Node]] = {}
+    for node, loops in nest.items():
+        if node.target in DELIVERED:
+            ends = [user for user in node.users if user.target is NEXT]
+            carries = [end.args[2] for end in ends]
+            group = groups.setdefault((loops, *DELIVERED[node.target](node)), [])
+            group += [*carries, node, *ends]  # pyright: ignore[reportOperatorIssue]
+    return [group for group in groups.values() if sum(n.target is CARRY for n in group) > 1]
 
 
 def ends_by_value(node: torch.fx.Node) -> bool:
