@@ -129,11 +129,11 @@ APART = {
         *(("alternate", name) for name in ("stack", *STAGES)),
     )
 }
-# What a ShardingError refuses: two sets of features that do not go together, and words of the
-# message. docs/limits.md has a row for each.
+# What a ShardingError refuses: groups of features, of which one of each do not go together, and
+# words of the message. docs/limits.md has a row for each.
+BATCHED = "data zero3 zero1 dropless capacity nodes priorities shared alternate".split()
 LIMITS = (
-    (("data", "zero3", "zero1", "dropless", "capacity"), ("any_batch",), "has a size that depends"),
-    (("sequence", "context", "ring"), ("any_length",), "has a size that depends"),
+    ((BATCHED, ["any_batch"], [*STAGES, "accumulate"]), "has a size that depends"),  # n // 2 rows
 )
 MERGED = ("options", "dynamic")  # Fields whose tables two rows fill together.
 JOINED = ("frozen", "rounding")  # of the rounding the coarsest counts
@@ -170,7 +170,7 @@ def differ(key: str, a: Any, b: Any) -> bool:
 def limits_of(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return words of the messages that may refuse a set."""
     chosen = {*names}
-    return tuple(text for some, others, text in LIMITS if chosen & {*some} and chosen & {*others})
+    return tuple(text for groups, text in LIMITS if all(chosen & {*group} for group in groups))
 
 
 def setup_of(names: tuple[str, ...]) -> Setup:

@@ -96,10 +96,7 @@ def difference(setup: Setup, plan: Plan, model: nn.Module) -> str:
     """Return where two runs differ from plain PyTorch, or nothing."""
     alone = build(setup.plain())
     for seed in range(2):
-        other = {name: setup.sizes[name] - 2 * seed for name in setup.dynamic}
-        if "batch" in other:
-            other["batch"] = setup.sizes["batch"] * (1 + seed)
-        tokens = batch(setup, seed, **other)
+        tokens = batch(setup, seed, **(other_sizes(setup) if seed else {}))
         if setup.random:
             wrong = slope_difference(setup, plan, model, tokens)
         else:
@@ -107,6 +104,13 @@ def difference(setup: Setup, plan: Plan, model: nn.Module) -> str:
         if wrong:
             return f"run {seed}: {wrong}"
     return checkpoint_difference(setup, model) if setup.evaluate or setup.decode else ""
+
+
+def other_sizes(setup: Setup) -> dict[str, int]:
+    """Return dynamic sizes that no axis divides; a batch has microbatches of three or five rows."""
+    parts = setup.accumulate * (2 if setup.blocks == "pipeline" else 1)
+    other = {"batch": parts * (3 if parts > 1 else 5), "length": setup.sizes["length"] - 1}
+    return {name: other[name] for name in setup.dynamic}
 
 
 def checkpoint_difference(setup: Setup, trained: nn.Module) -> str:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from ranks import distributed
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import torchgspmd as gspmd
 
@@ -112,9 +112,9 @@ def test_a_program_that_branches_on_a_size_has_one_a_size(mesh):
 
 
 @distributed("data=2")
-def test_a_sharded_dimension_has_its_numbers(mesh):
+def test_a_sharded_dimension_of_any_size(mesh):
     model = gspmd.parallelize(nn.Linear(4, 4), mesh, in_specs=("data _ _",))
-    for batch, length, count in ((4, 3, 1), (4, 5, 2), (3, 6, 3), (3, 7, 4), (3, 8, 4)):
+    for batch, length, count in ((4, 3, 1), (4, 5, 2), (3, 6, 3), (7, 7, 3), (2, 8, 3)):
         x = torch.randn(batch, length, 4)
         whole = {name: p.full_tensor() for name, p in model.named_parameters()}
         torch.testing.assert_close(model(x), F.linear(x, whole["weight"], whole["bias"]))
@@ -149,3 +149,72 @@ def test_a_copy_has_had_no_calls(mesh):
         for size in (3, 5, 6, 7):
             each(torch.ones(size, 4))
         assert programs(each) == 2
+
+
+class Shares(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu()).softmax(0), x.sum(0)
+
+
+@distributed("data=2")
+def test_a_sharded_batch_of_any_size(mesh):
+    """Whole tensors and DTensors, results that are sharded, fewer rows than devices."""
+    alone = Shares().double()
+    options = {"in_specs": ("data _",), "out_specs": ("data _", "_"), "dynamic": {"x": {0}}}
+    model = gspmd.parallelize(copy.deepcopy(alone), mesh, **options)
+    for rows in (8, 7, 3, 1):
+        whole = torch.randn(rows, 4, dtype=torch.float64)
+        shards = distribute_tensor(whole, model._groups.device_mesh, [Shard(0)])
+        for passed in (whole.clone(), shards):
+            x, passed = whole.clone().requires_grad_(), passed.requires_grad_()
+            (found, total), (wanted, its_total) = model(passed), alone(x)
+            assert found.shape == wanted.shape
+            begin = torch.distributed.get_rank() % 2 * -(-rows // 2)
+            assert found.to_local().shape == wanted[begin : begin + -(-rows // 2)].shape
+            weights = torch.randn(rows, 3, dtype=torch.float64)
+            for each in (model, alone):
+                each.zero_grad()
+            (found.full_tensor() * weights).sum().backward()
+            (wanted * weights).sum().backward()
+            pairs = [(found, wanted), (total, its_total), (passed.grad, x.grad)]
+            pairs += [(p.grad, q.grad) for p, q in zip(model.parameters(), alone.parameters())]
+            for one, two in pairs:
+                one = one.full_tensor() if isinstance(one, DTensor) else one
+                torch.testing.assert_close(one, two, rtol=1e-10, atol=1e-12)
+    assert programs(model) == 4  # of whole tensors and of shards; of 1 row and of all others
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q = self.q(x).unflatten(2, (4, 2)).transpose(1, 2)
+        k, v = (t.unflatten(2, (1, 2)).transpose(1, 2) for t in self.kv(x).chunk(2, 2))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+@distributed("seq=2")
+def test_a_sharded_sequence_of_any_length(mesh):
+    """Keys travel round a ring; the second program is that of all other lengths."""
+    alone = Layer().double()
+    model = gspmd.parallelize(
+        copy.deepcopy(alone), mesh, in_specs=("_ seq _",), out_specs="_ seq _", regather="all"
+    )
+    for length in (8, 7, 2, 13):
+        x = torch.randn(2, length, 8, dtype=torch.float64)
+        for each in (model, alone):
+            each.zero_grad()
+        found, wanted = model(x).full_tensor(), alone(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        found.square().mean().backward()
+        wanted.square().mean().backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
+    assert programs(model) == 2

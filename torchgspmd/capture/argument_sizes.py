@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ShardingError, user_line
+from ..layout.open_sizes import RATIOS
 from .assumed_sizes import AssumingShapeEnv
 
 LEAST = 2
@@ -49,7 +50,10 @@ class ArgumentSizes:
                 shape = shapes[first + tensor]
                 if name not in symbols:
                     symbols[name] = env.create_unbacked_symint()
-                    env.near[symbols[name].node.expr] = shape[dim] - added
+                    symbol = symbols[name].node.expr
+                    env.near[symbol] = shape[dim] - added
+                    if len(symbols) <= len(RATIOS):
+                        env.ratios[symbol] = RATIOS[len(symbols) - 1]
                 shape[dim] = symbols[name] + added
                 torch._check(shape[dim] >= LEAST)
         return shapes
@@ -62,6 +66,10 @@ class ArgumentSizes:
             if size < least or sizes.setdefault(name, size - added) != size - added:
                 return None
         return sizes
+
+    def numbers(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
+        """Return the sizes in a call that has these shapes, by name."""
+        return self.values(shapes, least=0) or {}
 
     def without_small(self, shapes: Sequence[Sequence[int]]) -> ArgumentSizes | None:
         """Return the sizes that are symbols in a program for a call with some smaller than 2.

@@ -28,8 +28,10 @@ _MOST = 3  # the most sizes of one condition
 class AssumingShapeEnv(ShapeEnv):
     """A ShapeEnv that assumes sizes to be neither 0 nor 1 where a program branches on that."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices: int = 1) -> None:
         super().__init__()
+        self.multiple = devices  # of which the stand-ins of arguments' sizes are multiples
+        self.ratios: dict[Any, int] = {}  # symbol of an argument's size -> that of its stand-ins
         # symbol -> the least value for which the program is right, and the line that says so
         self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
         self.near: dict[Any, int] = {}  # symbol -> the size that an argument has in this trace

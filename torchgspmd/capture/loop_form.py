@@ -274,11 +274,12 @@ class _Residuals:
         """Add a mark of a loop before another, for a value like the one of a node."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
-        old = like.meta["val"]
-        with getattr(old, "fake_mode", torch.no_grad()):
-            new = val(old)
+        keys = [key for key in ("val", "other") if key in like.meta]
+        with getattr(like.meta["val"], "fake_mode", torch.no_grad()):
+            values = {key: val(like.meta[key]) for key in keys}
         node.meta = {
-            "val": new,
+            **values,
+            **({"dynamic": True} if "other" in values else {}),
             **origin_of(like),
             "backward": before.meta["backward"],
             "captured": node.name,

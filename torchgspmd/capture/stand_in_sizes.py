@@ -7,11 +7,13 @@
 There are two numbers for each, so that a rule or a constant that depends on one of them is seen: it
 is another one for the other. They are multiples of 16, since programs split such dimensions into
 groups of 2, 4 and 8. None of them occurs in the program. The first of an argument's size is near
-the size that it has, with which costs are computed.
+the size that it has, with which costs are computed, and a multiple of the number of devices. The
+second is the first times a prime (layout/open_sizes.py), so that products of these are seen.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -20,9 +22,9 @@ from torch import Tensor, fx
 
 from ..compat.private_apis import ShapeEnv
 from ..compat.private_apis import _pytree as pytree
+from ..layout.open_sizes import GROUP, factors_of
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
-_GROUP = 16
 _FIRST, _SECOND = 31, 101  # the stand-ins are multiples of primes from these on
 
 
@@ -43,7 +45,18 @@ class StandInSizes:
         tensors = (t for n in nodes for t in pytree.tree_leaves(n.meta["val"]))
         shapes = [t.shape for t in tensors if isinstance(t, Tensor)]
         self.sizes = {self._reduced(n) for s in shapes for n in s if isinstance(n, torch.SymInt)}
+        self.ratios = self._ratios()
         self.primes = [_primes(_FIRST), _primes(_SECOND)]
+
+    def _ratios(self) -> dict[Any, int]:
+        """Return the ratios of arguments' sizes that axes may shard.
+
+        A size with parts in the program, as n // 2, is none: by its numbers, 8 (n // 2) is 4 n.
+        """
+        ratios = getattr(self.env, "ratios", {})
+        parts = (e for size in self.sizes for e in size.find(_is_part))
+        in_parts = {symbol for part in parts for symbol in part.free_symbols}
+        return {symbol: ratio for symbol, ratio in ratios.items() if symbol not in in_parts}
 
     def values(self, value: Any) -> tuple[Any, Any]:
         """Return a result of a node with each of the stand-ins in place of symbols.
@@ -101,12 +114,16 @@ class StandInSizes:
                 self.solved.update((a, b) for a, b in pairs if a != b)
 
     def _solve(self, env: Any) -> None:
-        """Find symbols that sums determine, as in u0 + u1 == 12."""
+        """Find symbols that sums determine, as in u0 + u1 == 12, and u0 == min(u0, 16)."""
         asserts = [each.expr for group in env.deferred_runtime_asserts.values() for each in group]
         for equation in dict.fromkeys(asserts):
             if type(equation).__name__ != "Equality":
                 continue
-            rest = _substitute(equation.lhs - equation.rhs, self.solved).expand()
+            one, two = (_substitute(e, self.solved) for e in (equation.lhs, equation.rhs))
+            if one.is_Symbol and two.is_Function and two.has(one):
+                self.solved[two] = one
+                continue
+            rest = (one - two).expand()
             for symbol in sorted(rest.free_symbols, key=str, reverse=True):
                 factor = rest.coeff(symbol)
                 others = rest - factor * symbol
@@ -143,10 +160,23 @@ class StandInSizes:
                 for i in (0, 1)
             )
             if min(one, other) > 0 and one != other and one not in self.taken:
-                return self._take(one, other)
+                if self._is_product(expression) or not factors_of(one, other):
+                    return self._take(one, other)
+        elif ratio := self.ratios.get(expression):
+            one = self._next(0, self.env.near[expression], self.env.multiple, ratio)
+            self.taken.add(one)  # Three times n may be n's second number: no pass takes one for it.
+            return one, one * ratio
         is_size = expression in self.sizes or self.env.bound_sympy(expression).lower >= 0
         near = getattr(self.env, "near", {}).get(expression, 0)
         return self._take(self._next(0, near), self._next(1) * (1 if is_size else -1))
+
+    def _is_product(self, expression: Any) -> bool:
+        """Return whether an expression is a product of sizes of arguments and a whole number."""
+        number, rest = expression.as_coeff_Mul()
+        powers = rest.as_powers_dict()
+        return number.is_Integer and all(
+            base in self.ratios and power.is_Integer and power > 0 for base, power in powers.items()
+        )
 
     def _take(self, one: int, other: int) -> tuple[int, int]:
         """Return two numbers, and use them for nothing else."""
@@ -158,13 +188,17 @@ class StandInSizes:
             self.stand_ins[symbol] = self._evaluate(symbol)
         return self.stand_ins[symbol]
 
-    def _next(self, which: int, near: int = 0) -> int:
-        """Return a number that does not occur in the program, and is not less than `near`."""
-        if near > _FIRST * _GROUP:
-            primes = _primes(-(-near // _GROUP))
+    def _next(self, which: int, near: int = 0, multiple: int = GROUP, ratio: int = 1) -> int:
+        """Return a number that does not occur in the program, and is not less than `near`.
+
+        Nor does it times `ratio`.
+        """
+        group = math.lcm(multiple, GROUP)
+        if near > _FIRST * group:
+            primes = _primes(-(-near // group))
         else:
             primes = self.primes[which]
-        return next(n * _GROUP for n in primes if n * _GROUP not in self.taken)
+        return next(n * group for n in primes if not {n * group, n * group * ratio} & self.taken)
 
     def _replace(self, value: Any, which: int) -> Any:
         if isinstance(value, NUMBERS):
@@ -176,6 +210,10 @@ class StandInSizes:
         shape = [self._number(n)[which] if isinstance(n, NUMBERS) else n for n in value.shape]
         with cast(Any, value).fake_mode:
             return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _is_part(expression: Any) -> bool:
+    return type(expression).__name__ in ("FloorDiv", "CeilToInt", "FloorToInt", "TruncToInt")
 
 
 def _is_random(target: Any) -> bool:

@@ -213,7 +213,7 @@ def _trace_once(
         if isinstance(fn, nn.Module)
         else nullcontext()
     )
-    shape_env = AssumingShapeEnv()
+    shape_env = AssumingShapeEnv(mesh.size)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     with translate_errors(bool(dynamic.dims)), read_recorder as tables.recorder, mode:
         shapes = dynamic.shapes(tensors, len(state), shape_env)

@@ -28,6 +28,12 @@ def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
     return F.pad(x, pads, value=fill)
 
 
+def cut_shard(x: Tensor, dim: int, index: int, size: int) -> Tensor:
+    """Return shard number `index` of a dimension of length `size` without its padding."""
+    rows = x.shape[dim]
+    return x.narrow(dim, 0, min(max(size - index * rows, 0), rows)).contiguous()
+
+
 def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:
     """Return the rows of a device's window of a replicated dimension."""
     window, size = Window.parse(text), x.shape[dim]

@@ -35,9 +35,11 @@ class Simulator(fx.Interpreter):
         self.node = n
         return super().run_node(n)
 
-    def run_devices(self, inputs: Sequence[list]) -> Any:
+    def run_devices(self, inputs: Sequence[list], sizes: Sequence[int] = ()) -> Any:
+        """Run on inputs of all devices. sizes: of arguments, those that the program takes."""
         coordinates = [self.mesh.coordinates(rank) for rank in range(self.mesh.size)]
         places = [[c[name] for c in coordinates] for name in self.mesh.names]
+        places += [[size] * self.mesh.size for size in sizes]
         return self.run(*map(_PerDevice, places), *map(_PerDevice, inputs))
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> list:
@@ -139,7 +141,7 @@ def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = Fal
 
 def join_global(shards: list[Tensor], spec: ShardSpec, shape: Sequence[int], mesh: Mesh) -> Tensor:
     """Return the global tensor of shards; replicas must agree."""
-    rows = spec.local_shape(shape, mesh)
+    rows = tuple(shards[0].shape)  # of a shard, which may have whole groups of rows
     result = shards[0].new_empty([n * mesh.count(axes) for n, axes in zip(rows, spec.dims)])
     for rank in reversed(range(mesh.size)):
         c = mesh.coordinates(rank)

@@ -111,10 +111,10 @@ class Options:
         True,
         "plan parallelize",
         "Whether calls that differ in sizes share a program. True: from the second size of a "
-        "dimension on that the first program does not shard; a plan, which is of one call, has "
-        "none. False: never. A mapping names dimensions that differ from call to call, by "
-        'argument, as {"tokens": {1}}; a name may be a pattern. Sizes that are equal here are one '
-        'size, unless they have names: {"tokens": {1: "length"}}.',
+        "dimension on; a plan, which is of one call, has none. False: never. A mapping names "
+        'dimensions that differ from call to call, by argument, as {"tokens": {1}}; a name may '
+        "be a pattern. Sizes that are equal here are one size, unless they have names: "
+        '{"tokens": {1: "length"}}.',
     )
     shard_updates: str | None = _option(
         None,

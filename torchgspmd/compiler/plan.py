@@ -31,7 +31,8 @@ from ..errors import ShardingError, user_line
 from ..fx_passes import Layouts
 from ..fx_passes.digest import HEIGHT as PAGE
 from ..fx_passes.digest import digest_text
-from ..fx_passes.ir import global_shape, runs
+from ..fx_passes.ir import runs
+from ..fx_passes.localize.sizes_in_a_run import shard_inputs
 from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
@@ -184,7 +185,7 @@ class Plan(PlanFiles):
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
-        inputs = self.program_graph.find_nodes(op="placeholder")[len(self.mesh.axes) :]
+        inputs = shard_inputs(self.program_graph, self.mesh)
         kinds, held = [inp.kind for inp in self.captured.inputs], {ARGUMENT, BUFFER, TANGENT}
         parameters = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind == PARAMETER)
         others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
@@ -287,14 +288,15 @@ class Plan(PlanFiles):
             split_global(t, spec, self.mesh, _poison)
             for t, spec in zip(tensors, self.input_layouts)
         ]
+        sizes = self.sizes_of_run([t.shape for t in tensors])
         with torch.no_grad():
-            results = Simulator(self.program, self.mesh).run_devices(inputs)
-        nodes = self.sharded.output_node().args[0]
+            simulator = Simulator(self.program, self.mesh)
+            results = simulator.run_devices(inputs, self.size_inputs(sizes))
         joined = [
             None
             if spec is None
-            else join_global(shards, spec, global_shape(node, shards[0].shape), self.mesh)
-            for shards, spec, node in zip(results, self.out_specs, nodes)
+            else join_global(shards, spec, self.result_shape(i, shards[0].shape, sizes), self.mesh)
+            for i, (shards, spec) in enumerate(zip(results, self.out_specs))
         ]
         return self.rebuild(joined, tensors, (args, kwargs))
 

@@ -20,6 +20,7 @@ from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError, user_line
 from ..layout.annotate import copy_mark
 from ..layout.mesh import Coordinates, Mesh
+from ..layout.open_sizes import OpenSize
 from ..shard_spec import ShardSpec
 from .first_values import first_values
 
@@ -33,7 +34,9 @@ def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     dims = []
     for size, axes in zip(shape, spec.dims):
         while len(axes) > 1 and (
-            size % mesh.count(axes) or list(axes) != [a for a in mesh.names if a in axes]
+            isinstance(size, OpenSize)
+            or size % mesh.count(axes)
+            or list(axes) != [a for a in mesh.names if a in axes]
         ):
             axes = axes[:-1]
         dims.append(axes)
@@ -244,7 +247,7 @@ def pad_stored(
     if stored != padded:
         sizes = reversed(list(zip(stored, padded)))
         pads = [p for size, padded_size in sizes for p in (0, padded_size - size)]
-        _insert_after(
+        insert_after(
             graph, node, lambda: graph.call_function(aten.constant_pad_nd.default, (node, pads))
         )
 
@@ -264,7 +267,7 @@ def slice_global(
         return local
 
     if spec.sharding_axes:
-        _insert_after(graph, node, slices)
+        insert_after(graph, node, slices)
 
 
 def cut_padding(
@@ -288,7 +291,7 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
     )
 
 
-def _insert_after(graph: fx.Graph, node: fx.Node, create: Callable[[], fx.Node]) -> None:
+def insert_after(graph: fx.Graph, node: fx.Node, create: Callable[[], fx.Node]) -> None:
     """Insert nodes before the first operation; all other users of `node` use their result."""
     users = list(node.users)
     first = next(n for n in graph.nodes if n.op != "placeholder")

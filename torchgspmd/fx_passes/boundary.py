@@ -22,10 +22,11 @@ from ..dtensor.storage import storable
 from ..errors import ShardingError
 from ..layout.annotate import mark_sharding_op
 from ..layout.mesh import Mesh
+from ..layout.open_sizes import is_whole
 from ..layout.prefix_specs import spread
 from ..layout.spec_notation import UNCONSTRAINED
 from ..shard_spec import ShardSpec
-from .ir import count_runs, unknown_sizes
+from .ir import count_runs, planned_shape
 from .partition.partition import partition
 from .program import Program, Request
 from .propagate.propagate import propagate
@@ -179,7 +180,7 @@ def _result_specs(
     ]
     return (
         [
-            _result_on_processes(spec, out, tuple(v.meta["val"].shape), mesh)
+            _result_on_processes(spec, out, planned_shape(v), mesh)
             for spec, out, v in zip(specs, outs, values)
         ]
         if whole
@@ -216,12 +217,13 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
 
 def _check_sizes(value: fx.Node, spec: ShardSpec, where: str | None) -> None:
     """Raise if a layout shards a dimension whose size depends on values."""
-    for d, _ in unknown_sizes(value):
-        if spec.dims[d]:
+    for d, size in enumerate(planned_shape(value)):
+        if spec.dims[d] and is_whole(size):
             raise ShardingError(
                 f"dimension {d} of a value with layout '{spec}' has a size that depends on values",
                 where=where,
-                why="every device has to have all of it: how much that is only a run knows",
+                why="a device knows the rows of its shard only if the size is a whole number times "
+                "sizes of arguments",
                 fix=f"'{spec.with_dim(d, ())}', or pad it to a size that is known",
             )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from ..layout.open_sizes import with_open_sizes
+from ..layout.open_sizes import product_of, with_open_sizes
 from ..rules import Call, FactorRule, rule_of
 from ..rules.custom_ops.loops import CARRY, NEXT, nests, runs_of
 
@@ -61,13 +61,17 @@ def other_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(t.shape) for t in _tensors_in(node.meta.get("other", node.meta["val"])))
 
 
-def global_shape(node: fx.Node, local: Sequence[int]) -> tuple[int, ...]:
+def global_shape(
+    node: fx.Node, local: Sequence[int], sizes: Sequence[int], stand_ins: Sequence[int]
+) -> tuple[int, ...]:
     """Return the global shape of a value in a run, of whose shards this is the shape.
 
-    A size that depends on values is never sharded, so that each shard has it.
+    sizes, stand_ins: the sizes of the arguments in the run, and the numbers in their places. A size
+    that depends on values is never sharded, so that each shard has it.
     """
-    (other,), shape = other_shapes(node), node.meta["val"].shape
-    return tuple(n if n == m else size for n, m, size in zip(shape, other, local))
+    (other,) = other_shapes(node)
+    products = (product_of(n, m, stand_ins) for n, m in zip(node.meta["val"].shape, other))
+    return tuple(n if p is None else p.number(sizes) for n, p in zip(local, products))
 
 
 def planned_shape(node: fx.Node) -> tuple[int, ...]:

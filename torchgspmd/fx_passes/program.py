@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..capture import Captured
+from ..capture import ARGUMENT, Captured
 from ..comm.hardware import Hardware, hardware_of
 from ..comm.loop_call import InnerProgram
 from ..comm.process_groups import ProcessGroups
@@ -19,13 +19,20 @@ from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
-from .ir import Rules
+from .ir import Rules, other_shapes
 from .partition.cost_constants import CostConstants
 from .partition.partition import Memories, Solutions
 from .partition.search_counts import SearchCounts, no_counts
 from .printer import graph_text, program_text
 from .propagate.layouts import Layouts
 from .stages import CAPTURED, LOCAL, Stage
+
+
+def stand_ins_of(captured: Captured, graph: fx.Graph) -> dict[str, int]:
+    """Return the numbers in the place of sizes of arguments in a graph of global shapes."""
+    pairs = zip(graph.find_nodes(op="placeholder"), captured.inputs)
+    shapes = [node.meta["val"].shape for node, inp in pairs if inp.kind == ARGUMENT]
+    return captured.dynamic.numbers(shapes)
 
 
 @dataclass(frozen=True)
@@ -75,20 +82,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The layouts of a program's inputs and results, and the global shapes of these."""
+    """The layouts of a program's inputs and results, and the global shapes of these.
+
+    other: the shapes of results with the second numbers in the places of sizes of a run.
+    """
 
     inputs: tuple[ShardSpec, ...]
     results: tuple[ShardSpec | None, ...]
     shapes: tuple[tuple[int, ...] | None, ...]
+    other: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
     def of(cls, sharded: fx.Graph) -> Boundary:
         """Return that of a partitioned graph."""
         output = sharded.output_node()
         inputs = tuple(n.meta["spec"] for n in sharded.find_nodes(op="placeholder"))
-        values = zip(output.meta["specs"], output.args[0])
+        values = [*zip(output.meta["specs"], output.args[0])]
         shapes = (None if spec is None else tuple(n.meta["val"].shape) for spec, n in values)
-        return cls(inputs, output.meta["specs"], tuple(shapes))
+        other = (None if spec is None else other_shapes(n)[0] for spec, n in values)
+        return cls(inputs, output.meta["specs"], tuple(shapes), tuple(other))
 
 
 @dataclass(frozen=True)
@@ -170,5 +182,11 @@ class Program:
         return self.request.hardware or hardware_of(self.request.device)
 
     @property
+    def stand_ins(self) -> dict[str, int]:
+        """The numbers in the place of sizes of arguments, before the program is local."""
+        return stand_ins_of(self.captured, self.graph)
+
+    @property
     def placeholders(self) -> list[fx.Node]:
-        return list(self.graph.find_nodes(op="placeholder"))
+        """The inputs, without sizes of arguments."""
+        return [n for n in self.graph.find_nodes(op="placeholder") if "size" not in n.meta]

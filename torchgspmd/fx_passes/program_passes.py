@@ -84,7 +84,7 @@ def regather_weights(program: Program) -> fx.Graph:
 def localize(program: Program) -> fx.Graph:
     """Return the graph of one device; the partitioned one stays with the program."""
     program.sharded = program.graph
-    return localize_graph(program.graph, program.mesh)
+    return localize_graph(program.graph, program.mesh, program.stand_ins)
 
 
 def bucket(program: Program) -> fx.Graph:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import fx
 
-from ..capture import Captured
+from ..capture import ARGUMENT, Captured
 from ..layout.mesh import Mesh
-from .program import Boundary, Request
+from .ir import global_shape
+from .localize.sizes_in_a_run import size_inputs
+from .program import Boundary, Request, stand_ins_of
 from .replication_report import ReplicatedOp
 
 
@@ -38,6 +41,28 @@ class RunnablePlan:
     def is_dynamic(self) -> bool:
         """Whether it has sizes or numbers that only a run knows."""
         return any(n.meta.get("dynamic") for n in self.sharded.nodes)
+
+    @cached_property
+    def stand_ins(self) -> tuple[int, ...]:
+        """The numbers in the place of sizes of arguments."""
+        return tuple(stand_ins_of(self.captured, self.sharded).values())
+
+    def sizes_of_run(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Return the sizes of arguments. shapes: the global ones of all inputs of a run."""
+        pairs = zip(shapes, self.captured.inputs)
+        arguments = [shape for shape, inp in pairs if inp.kind == ARGUMENT]
+        return tuple(self.captured.dynamic.numbers(arguments).values())
+
+    def size_inputs(self, sizes: Sequence[int]) -> list[int]:
+        """Return which of the sizes of arguments the program takes, behind the coordinates."""
+        return [sizes[node.meta["size"][0]] for node in size_inputs(self.program_graph)]
+
+    def result_shape(
+        self, output: int, local: Sequence[int], sizes: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the global shape of a result in a run. local: that of a shard."""
+        node = self.sharded.output_node().args[0][output]
+        return global_shape(node, local, sizes, self.stand_ins)
 
     @cached_property
     def draws(self) -> bool:

@@ -62,9 +62,7 @@ _ROWS = (
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
     Key("module", CAPTURED, RUNNABLE, str, "path of the module whose forward computes it"),
     Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),
-    Key(
-        "dynamic", CAPTURED, RUNNABLE, bool, "has sizes or numbers known in a run, which stay whole"
-    ),
+    Key("dynamic", CAPTURED, RUNNABLE, bool, "has sizes or numbers that only a run knows"),
     Key("draw", CAPTURED, CAPTURED, int, "number of what draws; the same if it is drawn again"),
     Key("loop", CAPTURED, PARTITIONED, str, "loops whose bodies draw it anew in each iteration"),
     Key("runs", CAPTURED, PARTITIONED, int, "how often it runs, if a loop's body has it"),
@@ -81,6 +79,7 @@ _ROWS = (
     ),
     Key("step", PARTITIONED, RUNNABLE, Step | None, "step between layouts that the node takes"),
     Key("unknown", LOCAL, RUNNABLE, tuple | None, "another shape, if a run knows some sizes alone"),
+    Key("size", LOCAL, RUNNABLE, tuple, "of an input: which size of arguments, and its stand-in"),
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, RUNNABLE, int, "of all results of a start; of the workspace of a ring"),

@@ -2,48 +2,128 @@
 
     f32[u0, 8]      (OpenSize(496), 8)      496 is near u0: costs are computed with it
 
-No layout divides such a dimension: how many rows a device has, and which of them pad, follows from
-the size, and a program has one text for all sizes.
+A size of an argument may be sharded: the call says it, and every run computes the rows of a shard.
+A size that depends on values may not: how much a device has would follow from values of others.
+
+    n rows over 4 devices           ceil(n / 4) each
+    k n rows over 4 devices         k ceil(n / 4) each: whole groups of k, as of n rows flattened
+
+Stand-ins say which is which. The first number of an argument's size is a multiple of GROUP, of
+which a half is none. The second is the first times a prime of its own: the ratio of both names the
+sizes that a number is a product of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from .mesh import Mesh
 
 Axes = tuple[str, ...]
+GROUP = 16
+RATIOS = (3, 5, 7, 11, 13, 17, 19, 23, 29)  # of the stand-ins of an argument's sizes, in order
 
 
 class OpenSize(int):
     """A number in the place of a size that only a run knows.
 
     It computes as an int, but equals no int: what is remembered of a shape holds for its kind.
+    leading: which of the arguments' sizes is divided if the dimension is sharded; -1: it is whole.
+    other: the second number in its place, if that is known.
     """
 
+    leading: int
+    other: int
+
+    def __new__(cls, size: int, leading: int = -1, other: int = 0) -> OpenSize:
+        new = super().__new__(cls, size)
+        new.leading, new.other = leading, other
+        return new
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, OpenSize) and int(self) == int(other)
+        return (
+            isinstance(other, OpenSize)
+            and int(self) == int(other)
+            and self.leading == other.leading
+        )
 
     def __ne__(self, other: object) -> bool:
         return not self == other
 
     def __hash__(self) -> int:
-        return hash((OpenSize, int(self)))
+        return hash((OpenSize, int(self), self.leading))
+
+
+def factors_of(size: int, other: int) -> tuple[int, ...]:
+    """Return the sizes of arguments, with repetitions, that a size is a product of.
+
+    size, other: its two stand-ins. () if it is no such product.
+    """
+    is_multiple = size > 0 and size % GROUP == 0 and other % size == 0
+    ratio, found = other // size if is_multiple else 0, list[int]()
+    for i, prime in enumerate(RATIOS):
+        while ratio > 0 and ratio % prime == 0:
+            ratio //= prime
+            found.append(i)
+    return tuple(found) if ratio == 1 else ()
+
+
+@dataclass(frozen=True)
+class Product:
+    """A size as a whole number times sizes of arguments, by their places; () for a number."""
+
+    times: int
+    factors: tuple[int, ...] = ()
+
+    def number(self, sizes: Sequence[int]) -> int:
+        """Return what it is in a run with these sizes of arguments."""
+        return self.times * math.prod(sizes[i] for i in self.factors)
+
+
+def product_of(
+    size: int, other: int, stand_ins: Sequence[int] | Mapping[int, int]
+) -> Product | None:
+    """Return a size of two stand-ins as a product; None if it is none.
+
+    stand_ins: the first ones of the arguments' sizes.
+    """
+    if size == other:
+        return Product(size)
+    factors = factors_of(size, other)
+    known = math.prod(stand_ins[i] for i in factors)
+    return Product(size // known, factors) if factors and size % known == 0 else None
+
+
+def open_size(size: int, other: int) -> OpenSize:
+    """Return a size of a run, of its two stand-ins."""
+    return OpenSize(size, min(factors_of(size, other), default=-1), other)
 
 
 def with_open_sizes(shape: Sequence[int], other: Sequence[int]) -> tuple[int, ...]:
     """Return a shape whose sizes are open where another shape of the same value differs."""
-    return tuple(n if n == m else OpenSize(n) for n, m in zip(shape, other))
+    return tuple(n if n == m else open_size(n, m) for n, m in zip(shape, other))
+
+
+def is_whole(size: int) -> bool:
+    """Return whether every device has all of a dimension, whatever a layout says."""
+    return isinstance(size, OpenSize) and size.leading < 0
+
+
+def like(size: int, number: int) -> int:
+    """Return a number as a size of the same kind."""
+    return OpenSize(number, size.leading) if isinstance(size, OpenSize) else number
 
 
 def nests(size: int, coarse: Axes, fine: Axes, mesh: Mesh) -> bool:
     """True if every block of a dimension sharded along `fine` lies within a block of `coarse`.
 
-    `fine` begins with the axes of `coarse`. An open size has no blocks: it is never refined.
+    `fine` begins with the axes of `coarse`. Blocks of an open size need not nest in any run.
     """
+    n, m = mesh.count(coarse), mesh.count(fine)
     if isinstance(size, OpenSize):
-        return mesh.count(fine) == 1
+        return n == m if size.leading >= 0 and n > 1 else m == 1 or size.leading >= 0
     if not coarse:
         return True
-    n, m = mesh.count(coarse), mesh.count(fine)
     return -(-size // m) * (m // n) == -(-size // n)

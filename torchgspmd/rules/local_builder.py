@@ -44,7 +44,7 @@ class LocalBuilder(Protocol):
     def first_row(self, operand: int, dim: int) -> Any:
         """Return the first row of an operand's dimension that the device holds, halo included."""
 
-    def global_shape(self, operand: int) -> tuple[int, ...]:
+    def global_shape(self, operand: int) -> tuple[Any, ...]:
         """Return the global shape of an operand."""
         ...
 

@@ -211,7 +211,7 @@ class Call:
         bound = dict(sizes or {})
         for dims, tensor in zip((*operands, *results), (*self.tensors, *self.results), strict=True):
             for names, size in zip(dims, tensor.shape):
-                if isinstance(names, str):
+                if isinstance(names, str) and names:
                     bound.setdefault(names, size)
         return make_rule(operands, results, bound, **keywords)
 

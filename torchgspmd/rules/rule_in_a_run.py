@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
+from ..layout.open_sizes import OpenSize, is_whole, open_size
 from .notation import Call, FactorRule
 from .rewrites import DECLINED, Declined
 
@@ -36,13 +37,21 @@ def rule_in_a_run(
         return DECLINED
     if isinstance(one, Declined) or isinstance(two, Declined) or not _is_alike(one, two):
         return DECLINED
-    unknown = {name for name, size in one.sizes.items() if two.sizes.get(name) != size}
-    dims = zip(_dims(call), _dims(other), _factors(one))
+    sizes = {name: _size(size, two.sizes.get(name, -1)) for name, size in one.sizes.items()}
+    dims = [*zip(_dims(call), _dims(other), _factors(one))]
     beside = {f for size, other_size, names in dims if size != other_size for f in names}
-    whole = unknown | beside | one.windowed
+    argument = {f for f, n in sizes.items() if isinstance(n, OpenSize) and not is_whole(n)}
+    if any(size != other_size and not names for size, other_size, names in dims):
+        argument.clear()  # A size may equal another one in a run, and would have no shards.
+    whole = {f for f, n in sizes.items() if is_whole(n)} | beside - argument | one.windowed
     if _numbers(call) != _numbers(other):
         whole |= {*one.local.when}
-    return replace(one, replicated=one.replicated | whole, split=None)
+    return replace(one, replicated=one.replicated | whole, sizes=sizes, split=None)
+
+
+def _size(one: int, two: int) -> int:
+    """Return the size of a factor, which a run knows if the calls differ in it."""
+    return one if one == two else open_size(one, two)
 
 
 def _numbers(call: Call) -> list:

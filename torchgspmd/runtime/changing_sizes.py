@@ -5,7 +5,7 @@
     call 3    tokens [8, 200]              the same
 
 A cache that grows has another size at every token, and sequences that are not padded have many.
-Dimensions that the first program shards have their numbers in each program.
+Where the first program has windows, dimensions that it shards have their numbers in each program.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Lengths:
         self.sizes = ArgumentSizes()
         self.is_symbolic = True  # until a program cannot be made so
 
-    def sizes_for(self, shapes: Shapes, whole: Callable[[tuple], set[Dim]]) -> ArgumentSizes | None:
+    def sizes_for(self, shapes: Shapes, free: Callable[[tuple], set[Dim]]) -> ArgumentSizes | None:
         """Return which sizes of a call are symbols; None if it is not one of these calls.
 
-        whole: the dimensions that the program of a key does not shard.
+        free: the dimensions that may be symbols in programs like that of a key.
         """
         base = self.calls[0]
         if all(self.sizes.fits(i, shape, base[i]) for i, shape in enumerate(shapes)):
@@ -53,7 +53,7 @@ class Lengths:
             for d, (size, before) in enumerate(zip(shape, other))
             if size != before
         } | set(self.sizes.dims)
-        if not changed <= whole(self.first):
+        if not changed <= free(self.first):
             return None
         if (
             not self.is_symbolic
@@ -72,7 +72,7 @@ class SizeHistory:
         self.alike: dict[tuple, list[Lengths]] = {}
 
     def sizes_for(
-        self, shared: tuple, shapes: Shapes, key: tuple, whole: Callable[[tuple], set[Dim]]
+        self, shared: tuple, shapes: Shapes, key: tuple, free: Callable[[tuple], set[Dim]]
     ) -> ArgumentSizes:
         """Return which sizes of a call are symbols of its program.
 
@@ -80,7 +80,7 @@ class SizeHistory:
         """
         known = self.alike.setdefault(shared, [])
         for lengths in known:
-            sizes = lengths.sizes_for(shapes, whole)
+            sizes = lengths.sizes_for(shapes, free)
             if sizes is not None:
                 return sizes
         if len(known) < MOST:

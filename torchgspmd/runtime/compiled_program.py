@@ -58,6 +58,10 @@ class CompiledProgram:
         """Return the arguments and tensors of attributes as the program takes them."""
         return tensors
 
+    def sizes_taken(self, flat: Sequence[Tensor]) -> list[int]:
+        """Return the sizes of arguments that the program takes, before its tensors."""
+        return []
+
     def wrap(self, output: int, value: Tensor) -> Tensor:
         """Return an output as the caller gets it."""
         return value
@@ -95,7 +99,7 @@ class CompiledProgram:
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Return (outputs, saved values) and write the mutated inputs."""
         with torch.no_grad():
-            results = self.forward(*map(local_of, flat))
+            results = self.forward(*self.sizes_taken(flat), *map(local_of, flat))
             count = self.outputs + len(self.mutated)
             for index, value in zip(self.mutated, results[self.outputs : count]):
                 local_of(flat[index]).copy_(value)

@@ -14,7 +14,6 @@ from ..comm.rank_check import RankCheck
 from ..comm.value_check import ArgumentValues
 from ..compiler.plan import Plan
 from ..dtensor.storage import wrap_local
-from ..fx_passes.ir import global_shape
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
 from .compile_graph import compile_graph
@@ -26,6 +25,7 @@ class JointProgram(CompiledProgram):
     """The forward and backward graph of this rank for one call, with conversions of its inputs."""
 
     pieces: PartialBackward | None  # of the backward, when they are asked for
+    sizes: tuple[int, ...] = ()  # of the arguments of the last call
 
     def __init__(
         self,
@@ -104,12 +104,16 @@ class JointProgram(CompiledProgram):
             self.rank_check.begin()
         return tensors
 
+    def sizes_taken(self, flat: Sequence[Tensor]) -> list[int]:
+        self.sizes = self.plan.sizes_of_run([t.shape for t in flat])
+        return self.plan.size_inputs(self.sizes)
+
     def wrap(self, output: int, value: Tensor) -> Tensor:
         """Return an output with a layout as a DTensor."""
         spec = self.plan.out_specs[output]
         if spec is None or not spec.sharding_axes:
             return value
-        shape = global_shape(self.plan.sharded.output_node().args[0][output], value.shape)
+        shape = self.plan.result_shape(output, value.shape, self.sizes)
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def settle(self) -> None:

@@ -195,10 +195,10 @@ class MeshModule(ModuleProxy):
             return sizes_of(self._options.dynamic, names, call.leaves, programs_for_small=True)
         tree, leaf_keys, *rest = call.key
         shared = tree, tuple(map(kind_of, leaf_keys)), *rest
-        return self._history.sizes_for(shared, call.shapes, call.key, self._whole_dims)
+        return self._history.sizes_for(shared, call.shapes, call.key, self._symbol_dims)
 
-    def _whole_dims(self, key: tuple) -> set[tuple[int, int]]:
-        """Return the dimensions of tensors that the program of a key does not shard."""
+    def _symbol_dims(self, key: tuple) -> set[tuple[int, int]]:
+        """Return the dimensions of tensors whose sizes may be symbols in programs like a key's."""
         return set()
 
     def _timed_build(self, call: ModuleCall) -> CompiledProgram:

@@ -158,14 +158,22 @@ class ShardedModule(MeshModule):
             self._marked[call.key] = marked
             raise Stored
 
-    def _whole_dims(self, key: tuple) -> set[tuple[int, int]]:
+    def _symbol_dims(self, key: tuple) -> set[tuple[int, int]]:
         program = next(iter(self._programs.get(key, ())), None)
         if program is None:
             return set()
-        inputs = zip(program.captured.inputs, program.plan.input_layouts)
+        plan = program.plan
+        inputs = zip(plan.captured.inputs, plan.input_layouts)
         layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
+        # Windows are those of a number of rows: a program for all would gather them.
+        sharded = not any(
+            spec.windows for n in plan.sharded.nodes for spec in n.meta.get("operand_specs", ())
+        )
         return {
-            (i, d) for i, spec in enumerate(layouts) for d, axes in enumerate(spec.dims) if not axes
+            (i, d)
+            for i, spec in enumerate(layouts)
+            for d, axes in enumerate(spec.dims)
+            if sharded or not axes
         }
 
     @watched

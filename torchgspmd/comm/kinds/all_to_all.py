@@ -45,6 +45,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
 def _localize(
     build: LocalSteps, x: fx.Node, gather_dim: int, scatter_dim: int, axes: str
 ) -> fx.Node:
+    x = build.padded(x, scatter_dim)
     return build.trimmed(build.collective(x, gather_dim, scatter_dim, axes), gather_dim)
 
 

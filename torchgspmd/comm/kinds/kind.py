@@ -79,6 +79,20 @@ class LocalSteps(Protocol):
         """Return the number of devices along `axes`."""
         ...
 
+    def padded(self, x: fx.Node, dim: int) -> fx.Node:
+        """Return a value that is padded so that shards of a dimension have whole groups of rows.
+
+        Only a dimension whose size a run knows has groups: n rows flattened with 3 others.
+        """
+        ...
+
+    def exchange(self, x: fx.Node, before: str, after: str) -> fx.Node:
+        """Return a new node of the step's own kind, from one layout to another.
+
+        Its last argument is the global shape.
+        """
+        ...
+
     def trimmed(self, gathered: fx.Node, dim: int) -> fx.Node:
         """Return a value without the padding of a dimension that was gathered whole."""
         ...

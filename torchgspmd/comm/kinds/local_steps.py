@@ -38,7 +38,7 @@ def _shards(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[S
 
 
 def _localize_shard(build: LocalSteps, x: fx.Node, dim: int, axes: str) -> fx.Node:
-    return build.call(take_part, x, dim, build.index(axes), build.count(axes))
+    return build.call(take_part, build.padded(x, dim), dim, build.index(axes), build.count(axes))
 
 
 shard = LocalStepKind(

@@ -34,7 +34,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
 
 
 def _localize(build: LocalSteps, x: fx.Node, before: str, after: str) -> fx.Node:
-    return build.collective(x, before, after, build.sizes(x))
+    return build.exchange(x, before, after)
 
 
 def _simulate(

@@ -18,7 +18,7 @@ from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import GlooRewriter
 from ..local_ops import take_part
 from ..reductions import REDUCTIONS
-from .kind import CollectiveKind, MergedForm, ReshardProblem, Step, WireOp, in_groups
+from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
 
 def pending_subsets(problem: ReshardProblem, spec: ShardSpec) -> Iterator[tuple[Axes, ShardSpec]]:
@@ -47,6 +47,10 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
                     order,
                     payload,
                 )
+
+
+def _localize(build: LocalSteps, x: fx.Node, reduction: str, dim: int, axes: str) -> fx.Node:
+    return build.collective(build.padded(x, dim), reduction, dim, axes)
 
 
 def _simulate(mesh: Mesh, x: list[Tensor], reduction: str, dim: int, axes: str) -> list[Tensor]:
@@ -117,6 +121,7 @@ reduce_scatter = CollectiveKind(
     relays=True,
     sent=lambda payload, n: (n - 1) / n * payload,
     moves=_moves,
+    localize=_localize,
     simulate=_simulate,
     lower=_lower,
     merged=MergedForm((0, 2), _lower_merged),

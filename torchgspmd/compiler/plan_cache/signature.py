@@ -31,6 +31,7 @@ from ...capture import (
     UNKNOWN,
     Captured,
 )
+from ...fx_passes.localize.sizes_in_a_run import shard_inputs
 from ...fx_passes.program import Boundary
 from ...layout.mesh import Mesh
 from . import json_text
@@ -41,7 +42,7 @@ from .values import Encoder
 def check_signature(captured: Captured, program: fx.Graph, boundary: Boundary, mesh: Mesh) -> None:
     """Raise Stale unless inputs and outputs fit the program, its layouts and their structure."""
     inputs, outputs = captured.inputs, captured.outputs
-    _same(len(program.find_nodes(op="placeholder")), len(mesh.axes) + len(inputs), "inputs")
+    _same(len(shard_inputs(program, mesh)), len(inputs), "inputs")
     _same(_results_of(program), len(outputs), "outputs")
     _same(len(boundary.inputs), len(inputs), "layouts of inputs")
     _same(len(boundary.results), len(outputs), "layouts of results")

@@ -33,6 +33,7 @@ from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes
 from ...fx_passes.propagate.layouts import Layouts
 from ...layout.annotate import mark_sharding_op
+from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
@@ -95,7 +96,8 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
         part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
         if instead.sent(count, part) <= instead.sent(count, 1):
             rest = count // part
-    return (ZigzagOrder(count, rows), rest) if rest > 1 and rows % (2 * count) == 0 else None
+    halves = not isinstance(rows, OpenSize) and rows % (2 * count) == 0
+    return (ZigzagOrder(count, rows), rest) if rest > 1 and halves else None
 
 
 class _Reordering:

@@ -167,7 +167,10 @@ def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
     """Add what a loop stacks. like: the value of an iteration."""
     result = loop.graph.call_function(operator.getitem, (loop, i))
     result.meta = {key: value for key, value in like.meta.items() if key != "step"}
-    result.meta["shape"] = [loop.target.loop.length, *like.meta["shape"]]  # pyright: ignore
+    length = loop.target.loop.length  # pyright: ignore
+    for name in ("shape", "unknown"):
+        if like.meta.get(name) is not None:
+            result.meta[name] = (length, *like.meta[name])
     if (spec := like.meta.get("spec")) is not None:
         result.meta["spec"] = replace(spec, dims=((), *spec.dims))
     return result

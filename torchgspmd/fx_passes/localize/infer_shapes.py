@@ -50,6 +50,8 @@ class _Examples:
         shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
         if shape is not None and dtype is not None:
             return torch.empty(tuple(shape), dtype=dtype, device=META)
+        if "size" in node.meta:
+            return node.meta["size"][1]
         if node.op != "call_function":
             return 0 if node.op == "placeholder" else None
         operands = [self.of(operand) for operand in node.all_input_nodes]

@@ -3,62 +3,189 @@
     %y = view(%x, [1808, 2])        where 1808 stands for 4 * u0
     %y = view(%x, [%mul, 2])        what a device runs
 
-No device has less than all of such a dimension.
+A device has all of a dimension whose size depends on values. Of a size of an argument, which is an
+input of the program (`size_n0`), it has a shard: n rows over 4 devices are -(-n // 4) on each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
-from torch import fx
+from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
-from ..ir import is_number, operands_of, unknown_sizes
+from ...layout.mesh import Mesh
+from ...layout.open_sizes import OpenSize, factors_of, product_of
+from ...shard_spec import Axes, ShardSpec
+from ..ir import is_number, operands_of, other_shapes, tensors_of
 
 
-def with_sizes(
-    node: fx.Node, args: tuple, before: tuple, new: Mapping[fx.Node, fx.Node], graph: fx.Graph
-) -> tuple:
-    """Return arguments with the numbers of a run in place of those that stand for them.
+class Arithmetic(Protocol):
+    """Adds arithmetic on inputs right behind them."""
 
-    node: in the global graph. before: its arguments in the local graph, whose sizes are global.
+    def __call__(self, op: Callable[..., Any], a: Any, b: Any) -> fx.Node: ...
+
+
+class RunSizes:
+    """The nodes of one program for sizes of its arguments, and for their shards.
+
+    stand_ins: the numbers in the places of these sizes, in the order of their names.
     """
-    numbers = {n.meta["val"]: new[n] for n in node.all_input_nodes if is_number(n)}
-    unknown = {size: (new[n], d) for n in operands_of(node) for d, size in unknown_sizes(n)}
-    results = dict.fromkeys(size for _, size in unknown_sizes(node))
 
-    def replaced(value: Any, old: Any) -> Any:
-        if isinstance(value, (tuple, list)):
-            known = isinstance(old, (tuple, list)) and len(old) == len(value)
-            return [replaced(v, old[i] if known else None) for i, v in enumerate(value)]
-        if type(value) is not int or value not in results and value not in unknown:
-            return value
-        if value in numbers:
-            return numbers[value]
-        if value in unknown:
-            return graph.call_function(aten.sym_size.int, unknown[value])
-        if old is None:
-            raise needs_number(node.name, node.meta.get("source"))
-        return old
+    def __init__(
+        self, graph: fx.Graph, mesh: Mesh, stand_ins: Mapping[str, int], at_top: Arithmetic
+    ) -> None:
+        self.graph, self.mesh, self.at_top = graph, mesh, at_top
+        self.names = [*stand_ins]
+        self.stand_ins = dict(enumerate(stand_ins.values()))
+        self.inputs: dict[int, fx.Node] = {}
+        self.nodes: dict[tuple[int, Axes], fx.Node] = {}
 
-    return tuple(
-        replaced(value, before[i] if i < len(before) else None) for i, value in enumerate(args)
-    )
+    @classmethod
+    def of_rank(cls, graph: fx.Graph, mesh: Mesh) -> RunSizes:
+        """Return the sizes that a program of one rank has as inputs; arithmetic is inserted."""
+        sizes = cls(graph, mesh, {}, lambda op, a, b: graph.call_function(op, (a, b)))
+        for node in size_inputs(graph):
+            which, sizes.stand_ins[which] = node.meta["size"]
+            sizes.inputs[which] = node
+        return sizes
+
+    def take(self, size: int, other: int) -> None:
+        """Let the program have the inputs that a size is computed from."""
+        for which in factors_of(size, other):
+            self._input(which)
+
+    def whole(self, size: int, other: int) -> fx.Node | None:
+        """Return a size of two stand-ins; None if it is no product of arguments' sizes."""
+        return self.shard(size, other, ())
+
+    def shard(self, size: int, other: int, axes: Axes) -> fx.Node | None:
+        """Return the rows of a shard along axes, padding included."""
+        product = product_of(size, other, self.stand_ins)
+        if product is None or not product.factors or size % self.mesh.count(axes):
+            return None
+        if (size, axes) not in self.nodes:
+            first, *rest = product.factors
+            node, count = self._input(first), self.mesh.count(axes)
+            if count > 1:
+                node = self.at_top(operator.floordiv, node, -count)
+                node = self.at_top(operator.mul, node, -1)
+            for i in rest:
+                node = self.at_top(operator.mul, node, self._input(i))
+            if product.times > 1:
+                node = self.at_top(operator.mul, node, product.times)
+            self.nodes[size, axes] = node
+        return self.nodes[size, axes]
+
+    def group(self, size: int, other: int) -> int | fx.Node | None:
+        """Return how many rows of a dimension stay on one device; None for no product of sizes."""
+        product = product_of(size, other, self.stand_ins)
+        if product is None:
+            return None
+        rows: int | fx.Node = product.times
+        for which in product.factors[1:]:
+            rows = self.at_top(operator.mul, self._input(which), rows)
+        return rows
+
+    def leading(self, size: int, other: int) -> fx.Node:
+        """Return the number of groups of rows of a dimension."""
+        return self._input(min(factors_of(size, other)))
+
+    def _input(self, which: int) -> fx.Node:
+        """Return the input of the program that is the size of an argument, behind coordinates."""
+        if which not in self.inputs:
+            placeholders = self.graph.find_nodes(op="placeholder")
+            with self.graph.inserting_after([*placeholders][len(self.mesh.names) - 1]):
+                node = self.graph.placeholder(f"size_{self.names[which]}")
+            node.meta = {"size": (which, self.stand_ins[which])}
+            self.inputs[which] = node
+        return self.inputs[which]
 
 
-def check_sizes(node: fx.Node, last: fx.Node) -> None:
-    """Raise ShardingError if a local node behind `last` has a number that stands for a size.
+def size_inputs(graph: fx.Graph) -> list[fx.Node]:
+    """Return the inputs of a program of one device that are sizes of arguments."""
+    return [node for node in graph.find_nodes(op="placeholder") if "size" in node.meta]
 
-    So does one that such a number divides: rows times what a row has.
-    """
-    stand_ins = {size for n in (node, *operands_of(node)) for _, size in unknown_sizes(n)}
-    while stand_ins and (last := last.next).op != "root":
-        numbers = {n for n in pytree.tree_leaves((last.args, last.kwargs)) if type(n) is int}
-        if any(n and n % size == 0 for n in numbers for size in stand_ins):
-            raise needs_number(node.name, node.meta.get("source"))
+
+def shard_inputs(graph: fx.Graph, mesh: Mesh) -> list[fx.Node]:
+    """Return the inputs of a program of one device that are tensors."""
+    inputs = [*graph.find_nodes(op="placeholder")][len(mesh.names) :]
+    return [node for node in inputs if "size" not in node.meta]
+
+
+class LocalSizes:
+    """The numbers in the local arguments of one operation that stand for sizes, as nodes."""
+
+    def __init__(
+        self, node: fx.Node, new: Mapping[fx.Node, Any], run: RunSizes, mesh: Mesh
+    ) -> None:
+        self.node, self.run, self.mesh = node, run, mesh
+        self.numbers = {n.meta["val"]: new[n] for n in node.all_input_nodes if is_number(n)}
+        self.whole: dict[int, tuple[fx.Node, int] | None] = {}  # where to read such a size
+        self.shards: dict[int, tuple[fx.Node, int]] = {}  # where to read the rows of a shard
+        self.computed: dict[int, tuple[OpenSize, Axes]] = {}  # rows that no operand has
+        self.divided: dict[int, OpenSize] = {}  # all rows of what is sharded
+        for operand in operands_of(node):
+            for d, size, axes in _open_dims(operand, [operand.meta["spec"]]):
+                if axes:
+                    self.shards[int(size) // mesh.count(axes)] = new[operand], d
+                    self.divided[int(size)] = size
+                else:
+                    self.whole[int(size)] = new[operand], d
+        for _, size, axes in _open_dims(node, node.meta["result_specs"]):
+            if axes:
+                self.computed[int(size) // mesh.count(axes)] = size, axes
+                self.divided[int(size)] = size
+            else:
+                self.whole.setdefault(int(size))
+
+    def node_of(self, number: int, graph: fx.Graph, divided: bool = False) -> fx.Node | None:
+        """Return the node of a number that stands for a size; None if it stands for none.
+
+        divided: whether it may be all rows of a sharded dimension.
+        """
+        of_shard = number in self.shards or number in self.computed
+        of_all = number in self.whole or number in self.numbers
+        of_all |= divided and number in self.divided
+        if of_shard and of_all:
+            raise needs_number(self.node.name, self.node.meta.get("source"))
+        if number in self.numbers:
+            return self.numbers[number]
+        if place := self.shards.get(number) or self.whole.get(number):
+            return graph.call_function(aten.sym_size.int, place)
+        if number in self.computed:
+            size, axes = self.computed[number]
+            return self.run.shard(int(size), size.other, axes)
+        if divided and number in self.divided:
+            return self.run.whole(number, self.divided[number].other)
+        return None
+
+    def arguments(self, args: tuple, before: tuple, graph: fx.Graph) -> tuple:
+        """Return arguments with the sizes of a run in place of numbers that stand for them.
+
+        before: the arguments in the local graph, whose sizes are global.
+        """
+
+        def replaced(value: Any, old: Any) -> Any:
+            if isinstance(value, (tuple, list)):
+                known = isinstance(old, (tuple, list)) and len(old) == len(value)
+                return [replaced(v, old[i] if known else None) for i, v in enumerate(value)]
+            if type(value) is not int:
+                return value
+            if (node := self.node_of(value, graph)) is not None:
+                return node
+            if value not in self.whole:
+                return value
+            if old is None:
+                raise needs_number(self.node.name, self.node.meta.get("source"))
+            return old
+
+        return tuple(
+            replaced(value, before[i] if i < len(before) else None) for i, value in enumerate(args)
+        )
 
 
 def needs_number(name: str, source: str | None) -> ShardingError:
@@ -70,3 +197,15 @@ def needs_number(name: str, source: str | None) -> ShardingError:
         fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False); "
         "a size that depends on values: pad it to a known one",
     )
+
+
+def _open_dims(node: fx.Node, specs: Sequence[ShardSpec]) -> Iterator[tuple[int, OpenSize, Axes]]:
+    """Yield the dimensions of a node's tensors that have a size of a run, with their axes."""
+    for tensor, other, spec in zip(tensors_of(node), other_shapes(node), specs):
+        for d, (size, second) in enumerate(zip(_shape(tensor), other)):
+            if size != second:
+                yield d, OpenSize(size, other=second), spec.dims[d]
+
+
+def _shape(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.shape)

@@ -14,17 +14,22 @@ import operator
 from torch import Tensor, fx
 
 from ...capture import ARGUMENT, GRADIENT, TANGENT
+from ...comm.local_ops import cut_shard, pad_rows
 from ...comm.loop_call import LoopCall
 from ...compat.fx_nodes import viewed_operands
 from ...compat.operators import aten
 from ...dtensor.storage import (
     cut_padding,
+    insert_after,
     local_of,
     memory_format,
     pad_stored,
     slice_global,
     stored_shape,
 )
+from ...layout.mesh import Mesh
+from ...shard_spec import ShardSpec
+from ..localize.sizes_in_a_run import RunSizes, needs_number
 from ..program import Program
 
 # Views of all elements of a vector, or of consecutive ones.
@@ -48,6 +53,7 @@ def convert_inputs(program: Program) -> fx.Graph:
         if is_whole:
             slice_global(graph, node, spec, mesh, coordinates)
         else:
+            spec = _pad_open_dims(graph, node, spec, mesh)
             pad_stored(
                 graph,
                 node,
@@ -55,6 +61,24 @@ def convert_inputs(program: Program) -> fx.Graph:
                 spec.local_shape(inp.shape, mesh),
             )
     return graph
+
+
+def _pad_open_dims(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh) -> ShardSpec:
+    """Pad sharded dimensions whose sizes a run knows. Return the layout of the others."""
+    other = node.meta.get("unknown") or node.meta["shape"]
+    for d, (rows, second, axes) in enumerate(zip(node.meta["shape"], other, spec.dims)):
+        if not axes or rows == second:
+            continue
+        count = mesh.count(axes)
+
+        def padded(d: int = d, sizes: tuple = (rows * count, second * count, axes)) -> fx.Node:
+            rows_of_run = RunSizes.of_rank(graph, mesh).shard(*sizes)
+            assert rows_of_run is not None, f"%{node} has shards of a size that no input says"
+            return graph.call_function(pad_rows, (node, d, rows_of_run))
+
+        insert_after(graph, node, padded)
+        spec = spec.with_dim(d, ())
+    return spec
 
 
 def convert_outputs(program: Program) -> fx.Graph:
@@ -67,11 +91,16 @@ def convert_outputs(program: Program) -> fx.Graph:
     node, boundary = graph.output_node(), program.boundary
     outputs, owned = [], list[_Memory]()
     with graph.inserting_before(node):
-        for value, spec, shape, out in zip(
-            node.args[0], boundary.results, boundary.shapes, program.captured.outputs
+        for value, spec, shape, other, out in zip(
+            node.args[0],
+            boundary.results,
+            boundary.shapes,
+            boundary.other,
+            program.captured.outputs,
         ):
-            if spec is not None and shape is not None:
+            if spec is not None and shape is not None and other is not None:
                 meta = value.meta
+                value, spec = _cut_open_dims(program, value, spec, (shape, other))
                 stored = stored_shape(spec, shape, mesh, coordinates)
                 value = cut_padding(graph, value, stored, spec.local_shape(shape, mesh))
                 if out.kind == GRADIENT and out.input in program.rank.parameters:
@@ -80,6 +109,23 @@ def convert_outputs(program: Program) -> fx.Graph:
             outputs.append(value)
     node.args = (tuple(outputs),)
     return graph
+
+
+def _cut_open_dims(
+    program: Program, value: fx.Node, spec: ShardSpec, shapes: tuple[tuple[int, ...], ...]
+) -> tuple[fx.Node, ShardSpec]:
+    """Cut sharded dimensions whose sizes a run knows. Return the layout of the others, too."""
+    graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
+    for d, (size, other, axes) in enumerate(zip(*shapes, spec.dims)):
+        if not axes or size == other:
+            continue
+        sizes = RunSizes.of_rank(graph, mesh)
+        rows = sizes.whole(size, other) if sizes.group(size, other) == 1 else None
+        if rows is None:
+            raise needs_number(value.name, value.meta.get("source"))
+        value = graph.call_function(cut_shard, (value, d, mesh.index(axes, coordinates), rows))
+        spec = spec.with_dim(d, ())
+    return value, spec
 
 
 class _Memory:

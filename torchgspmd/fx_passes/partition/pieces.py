@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from ...layout.mesh import Mesh
-from ...layout.open_sizes import OpenSize
+from ...layout.open_sizes import is_whole
 from ...shard_spec import Axes, ShardSpec
 
 
@@ -58,7 +58,7 @@ def pieces(
 def divides_all(mesh: Mesh, axes: Axes, sizes: Iterable[int]) -> bool:
     """Return whether axes divide all sizes that are large enough; where not, a part may."""
     count = mesh.count(axes)
-    return all(not isinstance(n, OpenSize) and (n < count or n % count == 0) for n in sizes)
+    return all(not is_whole(n) and (n < count or n % count == 0) for n in sizes)
 
 
 @lru_cache(maxsize=1 << 16)

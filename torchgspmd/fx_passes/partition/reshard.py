@@ -15,7 +15,7 @@ import math
 from ...comm.kinds import Step, term
 from ...comm.kinds.local_steps import shard_step
 from ...layout.mesh import Mesh
-from ...layout.open_sizes import OpenSize, nests
+from ...layout.open_sizes import is_whole, nests
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .halo_reshard import Path, halo_steps, start_of_halos
@@ -51,7 +51,7 @@ class Resharder:
         """Return the bytes sent, plus a fee for every collective; infinite if there are no steps.
 
         No steps lead from windows, nor to terms of a reduction that is neither a sum nor pending
-        before, nor to shards of a dimension of open size.
+        before, nor to shards of a dimension whose size depends on values.
         """
         key = (shape, itemsize, before, after)
         if (cost := self.costs.get(key)) is None:
@@ -65,9 +65,7 @@ class Resharder:
         if before == after:
             return 0.0
         if (
-            any(
-                isinstance(n, OpenSize) and b + a for n, b, a in zip(shape, before.dims, after.dims)
-            )
+            any(is_whole(n) and b + a for n, b, a in zip(shape, before.dims, after.dims))
             or before.windows
             or not set(after.pending) <= set(before.pending)
             and after.reduction != "sum"

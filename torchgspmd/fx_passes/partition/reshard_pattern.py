@@ -32,7 +32,7 @@ from typing import NamedTuple
 from ...comm.box_exchange import lacking
 from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind
 from ...layout.mesh import Mesh
-from ...layout.open_sizes import OpenSize
+from ...layout.open_sizes import OpenSize, is_whole, like
 from ...shard_spec import Axes, ShardSpec
 from .cost_constants import CostConstants
 from .reshard_search import ReshardSearch, fee_of
@@ -173,12 +173,12 @@ def instance(
         named_sizes = tuple(2 if n == 2 else _PRIMES[i % len(_PRIMES)] for i, n in enumerate(sizes))
         shards = _mesh(named_sizes).count
         small = tuple(
-            _ONE_OPEN if isinstance(n, OpenSize) else math.lcm(shards(b), shards(a))
+            _ONE_OPEN if is_whole(n) else like(n, math.lcm(shards(b), shards(a)))
             for n, b, a in zip(shape, old.dims, new.dims)
         )
         return Instance(Pattern(named_sizes, small, MANY_BYTES, old, new), *rest, 0)
     small = tuple(
-        _ONE_OPEN if isinstance(n, OpenSize) else total if _divides(n, total) else n for n in shape
+        _ONE_OPEN if is_whole(n) else like(n, total if _divides(n, total) else n) for n in shape
     )
     # An empty tensor has units too: they have bytes, and it has none of them.
     unit = itemsize * (math.prod(shape) // math.prod(small) if 0 not in small else 1)
@@ -188,7 +188,7 @@ def instance(
 
 def _divides(size: int, devices: int) -> bool:
     """Return whether a dimension can be sharded over all devices without padding."""
-    return not isinstance(size, OpenSize) and size > 0 and not size % devices
+    return not is_whole(size) and size > 0 and not size % devices
 
 
 def _has_room(

@@ -5,8 +5,8 @@ ensures  every value has one layout, of its rank, on axes of the mesh, each axis
          has the layout that the strategy of its operation needs; every inserted step leads where it
          says; every output has its promised layout
 
-Of dimensions of unknown size `check_open_sizes` runs always: a collective that pads or divides one
-would leave rows that no run has.
+Of sizes that depend on values `check_open_sizes` runs always: a collective that pads or divides
+such a dimension would leave rows that no run has.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor, fx
 
 from ...errors import ShardingError
 from ...layout.mesh import Mesh, sub_axis
+from ...layout.open_sizes import is_whole
 from ...rules import FactorRule
-from ..ir import operands_of, unknown_sizes
+from ..ir import operands_of, planned_shape
 
 
 def check_open_sizes(graph: fx.Graph) -> None:
-    """Raise ShardingError if a layout shards a dimension whose size only a run knows.
+    """Raise ShardingError if a layout shards a dimension whose size depends on values.
 
     A step leads from one layout to another, so that none divides such a dimension, nor pads it.
     """
@@ -76,9 +77,11 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 def _open_size_faults(node: fx.Node) -> list[str]:
     """Return what is wrong with the layout of a value that has a size which only a run knows."""
     spec = node.meta.get("spec")
-    if spec is None or not any(spec.dims[d] for d, _ in unknown_sizes(node)):
+    if spec is None or "other" not in node.meta:
         return []
-    return [f"%{node} is [{spec}], but the size of a sharded dimension is not known"]
+    if not any(axes and is_whole(n) for n, axes in zip(planned_shape(node), spec.dims)):
+        return []
+    return [f"%{node} is [{spec}], but the size of a sharded dimension depends on values"]
 
 
 def _operand_faults(node: fx.Node) -> list[str]:

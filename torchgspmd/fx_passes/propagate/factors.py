@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ...layout.halo_window import sent_rows
 from ...layout.mesh import Mesh
-from ...layout.open_sizes import OpenSize
+from ...layout.open_sizes import OpenSize, is_whole
 from ...rules import FactorRule
 from ...rules.notation import Dims
 from ...shard_spec import Axes, ShardSpec
@@ -35,9 +35,9 @@ def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> C
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
     """Return whether every device gets a row, or a mark shards a dimension of this size so.
 
-    Nobody knows that of an open size.
+    Of an open size nobody knows that; a size of an argument is taken to have rows enough.
     """
-    if isinstance(size, OpenSize):
+    if is_whole(size):
         return mesh.count(axes) == 1
     return mesh.count(axes) <= size or (size, frozenset(axes)) in marked
 
@@ -56,7 +56,7 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
             if axes:
                 assignment[factors[0]] = axes
             continue
-        rest = list(axes)
+        rest = list(axes) if _is_divided_first(factors, sizes) else []
         for factor in factors:
             left, taken = sizes[factor], []
             while rest and left % mesh.count(rest[:1]) == 0:
@@ -69,6 +69,16 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
             if left != 1:
                 break
     return assignment
+
+
+def _is_divided_first(factors: Sequence[str], sizes: Mapping[str, int]) -> bool:
+    """Return whether shards of a dimension are those of its major factor, in every run.
+
+    Where a factor has a size of the run, shards have whole groups of the one that is leading.
+    """
+    leading = {n.leading for f in factors if isinstance(n := sizes[f], OpenSize)}
+    first = sizes[factors[0]] if factors else 0
+    return not leading or isinstance(first, OpenSize) and min(leading) == first.leading >= 0
 
 
 def assemble(
@@ -85,6 +95,8 @@ def assemble(
             continue
         axes: Axes = ()
         open_end = True
+        if any(map(assignment.get, factors)) and not _is_divided_first(factors, sizes):
+            return None
         for factor in factors:
             here = assignment.get(factor, ())
             if here and not open_end:

@@ -54,8 +54,8 @@ def _example(node: fx.Node) -> object:
     results = {u.args[1]: _example(u) for u in read}
     if results:
         return [results.get(i) for i in range(max(results) + 1)]
-    if node.op == "placeholder":  # a coordinate of the device
-        return 0
+    if node.op == "placeholder":  # a coordinate of the device, or a size of an argument
+        return node.meta.get("size", (0, 0))[1]
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
     return node.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
 

@@ -224,8 +224,8 @@ def _select(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
         """Select the row on the device that has it; 0 on all others."""
-        size = call.tensors[0].shape[dim]
-        owner, place = divmod(args[2] % size, local.size(names[dim]))
+        rows, row = local.size(names[dim]), args[2] % local.global_shape(0)[dim]
+        owner, place = row // rows, row % rows
         index = local.scalar(local.index(names[dim]), torch.int64)
         is_owner = local.call(aten.eq.Scalar, index, owner)
         return zero_outside(local, is_owner, local.call(aten.select.int, args[0], dim, place))

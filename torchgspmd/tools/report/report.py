@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ...capture import ARGUMENT, BUFFER, GRADIENT, PARAMETER, Captured
+from ...fx_passes.localize.sizes_in_a_run import shard_inputs
 from ...fx_passes.replication_report import ReplicatedOp
 from ...fx_passes.schedule.liveness import bytes_of
 from ...fx_passes.units import count_text, short_source, size_text, table_text, time_text
@@ -261,7 +262,7 @@ def report(
 def _memory_report(
     captured: Captured, sharded: fx.Graph, program: fx.Graph, estimate: Estimate
 ) -> MemoryReport:
-    placeholders = program.find_nodes(op="placeholder")[len(estimate.mesh.axes) :]
+    placeholders = shard_inputs(program, estimate.mesh)
     parameters = inputs = states = 0
     trained = {out.input for out in captured.outputs if out.kind == GRADIENT}
     for i, (node, inp) in enumerate(zip(placeholders, captured.inputs)):

@@ -1,0 +1,137 @@
+"""Sizes of arguments on sharded dimensions: one program has the numbers of one device at all."""
+
+import itertools
+
+import pytest
+import torch
+from composition.features import parse, setup_of
+from composition.judge import planned, run_difference
+from composition.program import batch, build
+from helpers import assert_same, layouts
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh
+from torchgspmd.fx_passes.printer import program_text
+from torchgspmd.layout.open_sizes import OpenSize, is_whole, nests, open_size, product_of
+
+MESH = Mesh(a=2, b=2)
+
+
+def test_products_of_sizes_are_seen_by_two_numbers():
+    n, m = (496, 3 * 496), (592, 5 * 592)
+    assert [open_size(*size).leading for size in (n, m)] == [0, 1]
+    assert open_size(496 * 592 * 2, 496 * 592 * 2 * 15).leading == 0
+    product = product_of(496 * 592 * 2, 496 * 592 * 2 * 15, (496, 592))
+    assert product is not None and product.number((5, 7)) == 70
+    for other in ((497, 3 * 496 + 1), (248, 744), (496 + 592, 3 * 496 + 5 * 592)):
+        assert is_whole(open_size(*other)) and product_of(*other, (496, 592)) is None
+
+
+def test_blocks_of_an_open_size_do_not_nest():
+    """Of 5 rows, 2 devices have 3 and 4 have 2: two of these are more than one of those."""
+    size = OpenSize(496, 0)
+    assert nests(size, (), ("a",), MESH) and nests(size, ("a",), ("a",), MESH)
+    assert not nests(size, ("a",), ("a", "b"), MESH)
+
+
+SPECS = layouts(2, MESH.names, pending=False)
+
+
+@pytest.mark.parametrize("group", (1, 3))
+def test_steps_between_all_layouts(group):
+    """With groups of rows too, which stay whole: n rows and three of each, flattened."""
+
+    def f(x):
+        y = x.sin().flatten(0, 1) if group > 1 else x.sin()
+        return y.cos()
+
+    shape = [group, 3] if group > 1 else [3]
+    pairs = [*itertools.product(SPECS, SPECS)]
+    for before, after in pairs[group > 1 :: 2]:
+        spec = gspmd.ShardSpec((before.dims[0], *[()] * (group > 1), before.dims[1]))
+        x, dynamic = torch.randn(8, *shape), {"x": {0}}
+        plan = gspmd.plan(f, x, mesh=MESH, in_specs=spec, out_specs=after, dynamic=dynamic)
+        for rows in (5, 2):
+            x = torch.randn(rows, *shape)
+            assert_same(plan.simulate(x, _poison=True), f(x), f"{before} to {after}")
+
+
+PAIRS = """data+any_batch zero3+any_batch zero1+any_batch dropless+any_batch capacity+any_batch
+sequence+any_length context+any_length ring+any_length""".split()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("text", PAIRS)
+def test_one_program_has_all_sizes(text):
+    """Fewer rows than devices, rows that they do not divide and rows that they do; 1 apart."""
+    setup = setup_of(parse(text))
+    setup.layers, setup.mesh = 1, dict.fromkeys(setup.mesh, 3)
+    plan, model = planned(setup)
+    assert "size_" in str(plan.program_graph)
+    alone = build(setup.plain())
+    for size in (2, 7, 6) if setup.step else (2, 7, 6, 1):
+        tokens = batch(setup, size, **dict.fromkeys(setup.dynamic, size))
+        assert not run_difference(setup, plan, model, alone, tokens), size
+    assert len(plan._small_sizes.plans) == (0 if setup.step else 1)
+
+
+PROGRAM = """\
+one device
+  %coordinate_data    :              = input
+  %size_rows          :              = input
+  %x                  : f32[u124, 3] = input
+  %mask_padding       : f32[u124, 3] = mask_padding(%x, 0, %coordinate_data, %size_rows, 0.0)
+  %sum_dim_int_list   : f32[3]       = sum(%mask_padding, [0])
+  %all_reduce_start   :              = start(all_reduce, [%sum_dim_int_list], [[sum, data]])
+  %cos_default        : f32[u124, 3] = cos(%x)
+  %all_gather_start   :              = start(all_gather, [%cos_default], [[0, data]])
+  %all_reduce         : f32[3]       = wait(%all_reduce_start, 0)
+  %all_gather         : f32[u496, 3] = wait(%all_gather_start, 0)
+  %narrow_default     : f32[u496, 3] = narrow(%all_gather, 0, 0, %size_rows)
+  %contiguous_default : f32[u496, 3] = contiguous(%narrow_default)
+  return %all_reduce, %contiguous_default"""
+
+
+def test_the_program_of_a_device():
+    """The size is an input; shards, masks and the cut behind a gather are computed from it."""
+    plan = gspmd.plan(
+        lambda x: (x.sum(0), x.cos()),
+        torch.ones(8, 3),
+        mesh=Mesh(data=4),
+        in_specs="data _",
+        out_specs=("_", "_ _"),
+        dynamic={"x": {0: "rows"}},
+    )
+    assert program_text(plan.program_graph) == PROGRAM
+
+
+def test_a_mark_of_another_function_of_a_size_is_refused():
+    mesh = Mesh(data=2)
+    with pytest.raises(gspmd.ShardingError, match="(?s)a size that depends .* fix  "):
+        gspmd.plan(
+            lambda x: gspmd.mark_sharding(x[1:], mesh, "data _"),
+            torch.ones(8, 3),
+            mesh=mesh,
+            dynamic={"x": {0}},
+        )
+
+
+class Convolved(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x).square()
+
+
+def test_rows_of_halos_are_gathered():
+    """A convolution needs the rows beside a shard, which depend on the number."""
+    model = Convolved()
+    x = torch.randn(2, 3, 8)
+    plan = gspmd.plan(model, x, mesh=Mesh(s=3), in_specs="_ _ s", dynamic={"x": {2}})
+    assert "all_gather" in {c.kind for c in plan.collectives}
+    for length in (8, 7, 4):
+        x = torch.randn(2, 3, length)
+        assert_same(plan.simulate(x, _poison=True), model(x).detach())

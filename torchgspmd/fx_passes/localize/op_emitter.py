@@ -1,0 +1,233 @@
+"""The local nodes of an operation: the builder that the `emit` of a local form gets.
+
+Where a run knows sizes, an operation is emitted twice, with both numbers in their places. What
+differs is a size, of which the program of a device reads the number; or it is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+
+from ...comm.local_ops import mask_padding
+from ...compat.operators import aten
+from ...compat.private_apis import _pytree as pytree
+from ...layout.halo_window import Window
+from ...layout.open_sizes import OpenSize
+from ...rules import FactorRule, rule_of
+from ...rules.local_builder import LocalTensor
+from ...shard_spec import Axes
+from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
+from .sizes_in_a_run import LocalSizes, needs_number
+from .step_emitter import Localizer as StepLocalizer
+
+
+class Localizer(StepLocalizer, Protocol):
+    """The builder of the whole program: localize._Localizer."""
+
+    new: dict[fx.Node, Any]
+    shapes: dict[fx.Node, tuple[int, ...]]
+
+
+def emit(localizer: Localizer, node: fx.Node, args: tuple, kwargs: dict) -> Any:
+    """Add the local nodes of an operation whose rule has an `emit`; return its results."""
+    rule: FactorRule = node.meta["rule"]
+    assert rule.local.emit is not None, "another local form"
+    if not node.meta.get("dynamic"):
+        return rule.local.emit(Emitter(localizer, node), args, kwargs)
+    sizes = LocalSizes(node, localizer.new, localizer.sizes, localizer.mesh)
+    end, results = _last(localizer.graph), list[Any]()
+    call = call_of(node).other
+    other = rule if call is None else rule_of(call)
+    try:
+        results.append(rule.local.emit(Emitter(localizer, node), args, kwargs))
+        middle = _last(localizer.graph)
+        if other.local.emit is not None:
+            other.local.emit(OtherEmitter(localizer, node, other), args, kwargs)
+    except (TypeError, ValueError) as error:  # it compares or divides a size of the run
+        raise needs_number(node.name, node.meta.get("source")) from error
+    _merge([*_nodes(end, middle)], [*_nodes(middle, None)], sizes)
+    return results[0]
+
+
+def _last(graph: fx.Graph) -> fx.Node:
+    return next(iter(reversed(graph.nodes)))
+
+
+def _nodes(after: fx.Node, last: fx.Node | None) -> Iterator[fx.Node]:
+    """Yield the nodes behind one, up to a last one."""
+    while after is not last and after.next.op != "root":
+        after = after.next
+        yield after
+
+
+def _merge(one: Sequence[fx.Node], two: Sequence[fx.Node], sizes: LocalSizes) -> None:
+    """Replace the numbers in which two emissions differ by nodes, and erase the second."""
+    same = dict(zip(two, one))
+    if [n.target for n in one] != [n.target for n in two]:
+        raise needs_number(sizes.node.name, sizes.node.meta.get("source"))
+
+    for node, other in zip(one, two):
+
+        def merged(a: Any, b: Any, node: fx.Node = node) -> Any:
+            if a is same.get(b, b) or type(a) is type(b) and a == b:
+                return a
+            if isinstance(a, int) and isinstance(b, int):
+                with node.graph.inserting_before(node):
+                    if (size := sizes.node_of(int(a), node.graph, True)) is not None:
+                        return size
+            raise needs_number(sizes.node.name, sizes.node.meta.get("source"))
+
+        leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+        others = pytree.tree_leaves((other.args, other.kwargs))
+        if len(leaves) != len(others):
+            raise needs_number(sizes.node.name, sizes.node.meta.get("source"))
+        node.args, node.kwargs = pytree.tree_unflatten([*map(merged, leaves, others)], tree)
+    for node in reversed(two):
+        node.graph.erase_node(node)
+
+
+class Emitter:
+    """Builder of the local nodes of one operation, the first argument of a local form's `emit`."""
+
+    def __init__(self, localizer: Localizer, node: fx.Node) -> None:
+        self.localizer, self.node = localizer, node
+        self.rule: FactorRule = node.meta["rule"]
+        self.sizes = self.rule.sizes
+        self.assignment: Mapping[str, Axes] = node.meta["assignment"]
+        self.results: Sequence[LocalTensor] = [
+            LocalTensor(
+                spec.local_shape(t.shape, localizer.mesh),
+                node.meta.get("computed", t.dtype),
+                t.device,
+            )
+            for t, spec in zip(tensors_of(node), node.meta["result_specs"])
+        ]
+
+    def size(self, factor: str) -> Any:
+        """Return the length of a device's shard of a factor."""
+        size, axes = self.sizes.get(factor, 1), self.assignment.get(factor, ())
+        if axes and isinstance(size, OpenSize):
+            return fx.Proxy(self.localizer.rows(size, axes, self.node))
+        return -(-size // self.localizer.mesh.count(axes))
+
+    def index(self, factor: str) -> fx.Proxy | int:
+        """Return the number of the device's shard of a factor."""
+        axes = self.assignment.get(factor, ())
+        return fx.Proxy(self.localizer.index(axes)) if axes else 0
+
+    def start(self, factor: str) -> fx.Proxy | int:
+        """Return the global position of the first row of the device's shard of a factor."""
+        return self.index(factor) * self.size(factor)
+
+    def first_row(self, operand: int, dim: int) -> fx.Proxy | int:
+        """Return the first row of an operand's dimension that the device holds, halo included."""
+        factor = self.rule.operands[operand][dim][:1]
+        if not factor or not self.sharded(*factor):
+            return 0
+        return self.window(operand, dim).first(self.index(*factor))
+
+    def global_shape(self, operand: int) -> tuple[Any, ...]:
+        """Return the global shape of an operand, with values of the program for sizes of a run."""
+        sizes = self.localizer.sizes
+        return tuple(
+            int(n)
+            if not isinstance(n, OpenSize) or (node := sizes.whole(int(n), n.other)) is None
+            else fx.Proxy(node)
+            for n in planned_shape(operands_of(self.node)[operand])
+        )
+
+    def position(self, dim: int) -> fx.Node:
+        """Return the global index of each local row along `dim`, shaped to broadcast."""
+        spec, result = self.node.meta["result_specs"][0], self.results[0]
+        size, rows = planned_shape(self.node)[dim], result.shape[dim]
+        if spec.dims[dim] and isinstance(size, OpenSize):
+            rows = fx.Proxy(self.localizer.rows(size, spec.dims[dim], self.node))
+        index = fx.Proxy(self.localizer.index(spec.dims[dim])) if spec.dims[dim] else 0
+        window = spec.window(dim)
+        indices = self.call(aten.arange.default, rows, device=result.device)
+        first = window.first(index) if window else index * rows
+        indices = self.call(aten.add.Scalar, indices, first)
+        return self.call(aten.view.default, indices, [-1] + [1] * (len(result.shape) - 1 - dim))
+
+    def sharded(self, factor: str) -> bool:
+        """Return True if any axis shards a factor."""
+        return bool(self.assignment.get(factor))
+
+    def window(self, operand: int, dim: int) -> Window:
+        """Return the rows of an operand's dimension that a device's share of its factor reads."""
+        factor = self.rule.operands[operand][dim][0]
+        size = operands_of(self.node)[operand].meta["val"].shape[dim]
+        return self.rule.halo[operand, dim].bind(
+            self.rule.sizes[factor],
+            size,
+            self.localizer.mesh.count(self.assignment.get(factor, ())),
+        )
+
+    def narrow(self, value: Any, dim: int, start: Any, length: int) -> Any:
+        """Return a contiguous slice of `length` rows along `dim`."""
+        return self.call(
+            aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length)
+        )
+
+    def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
+        """Return the value with `fill` in the padding of `dim`, which is the factor's."""
+        axes, size = self.assignment.get(factor, ()), self.sizes.get(factor, 1)
+        if axes and isinstance(size, OpenSize):
+            size = self.localizer.rows(size, (), self.node)
+        elif size % self.localizer.mesh.count(axes) == 0:
+            return value
+        return self.call(mask_padding, value, dim, self.index(factor), size, fill)
+
+    def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+        """Return a tensor of one number, by default of the result's dtype."""
+        result = self.results[0]
+        return self.call(
+            aten.scalar_tensor.default, value, dtype=dtype or result.dtype, device=result.device
+        )
+
+    def shape(self, value: Any) -> tuple[int, ...]:
+        """Return the local shape of a node or proxy."""
+        return self.shape_of(value.node if isinstance(value, fx.Proxy) else value) or ()
+
+    def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
+        """Return the local shape of a node; None of a number."""
+        return self.localizer.shapes.get(node)
+
+    def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
+        """Note the local shape of a node."""
+        self.localizer.shapes[node] = shape
+
+    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """Add a call to the local graph; its shape is that of its first tensor argument."""
+        args, kwargs = fx.node.map_aggregate(
+            (args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a
+        )
+        result = self.localizer.graph.call_function(op, args, kwargs)
+        result.meta = self.localizer.local_meta(self.node)
+        shapes = (self.shape_of(a) for a in args if isinstance(a, fx.Node))
+        self.note(result, next((s for s in shapes if s is not None), self.results[0].shape))
+        return result
+
+
+class OtherEmitter(Emitter):
+    """The same with the second numbers in the places of sizes of a run."""
+
+    def __init__(self, localizer: Localizer, node: fx.Node, rule: FactorRule) -> None:
+        super().__init__(localizer, node)
+        self.rule, self.own = rule, dict[fx.Node, tuple[int, ...]]()
+        self.results = [
+            LocalTensor(spec.local_shape(shape, localizer.mesh), t.dtype, t.device)
+            for t, shape, spec in zip(self.results, other_shapes(node), node.meta["result_specs"])
+        ]
+
+    def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
+        if node in self.own or node not in self.localizer.shapes:
+            return self.own.get(node)
+        return tuple(node.meta.get("unknown") or self.localizer.shapes[node])
+
+    def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
+        self.own[node] = shape
