@@ -8,6 +8,7 @@ import torch.distributed as dist
 import transformers
 from ranks import distributed
 from tiny import EPSILON, Tokens, close, llama, marked, shared_folder, whole
+from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
 from torchgspmd.integrations import batch_parts
@@ -95,11 +96,16 @@ def test_training_equals_one_process(mesh):
     folder, options = shared_folder(), {"gradient_accumulation_steps": 2}
     trainer = on_mesh(mesh, folder, **options)
     trainer.train()
-    weights = whole(trainer.model)
+    weights, rows = whole(trainer.model), Tokens(10, 1)
+    logits = trainer.predict(rows).predictions
+    with torch.no_grad():
+        result = trainer.model(**torch.utils.data.default_collate([rows[i] for i in range(ROWS)]))
+    assert isinstance(result.logits, DTensor)  # which training leaves where they are
 
     @on_first
     def _():
         want = one_process(folder, **options)
+        assert logits == pytest.approx(want.predict(rows).predictions, rel=1e-3, abs=1e-4)
         assert trainer.state.global_step == want.state.global_step == 6
         same_logs(logged(trainer), logged(want))
         close(weights, want.model.state_dict())

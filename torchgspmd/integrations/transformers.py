@@ -15,7 +15,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
+from ..compat.private_apis import _pytree as pytree
+from ..layout.spec_notation import SAME
 from ..runtime.load_safetensors import INDEX, load_safetensors
 from ..runtime.module_proxy import ModuleProxy
 from ..runtime.parallelize import parallelize
@@ -45,6 +48,8 @@ class Trainer(transformers.Trainer):
         kwargs: What transformers' Trainer takes.
     """
 
+    out_specs: str | None = SAME  # logits stay where they are: the loss alone is gathered
+
     def __init__(
         self,
         model: nn.Module | None = None,
@@ -54,8 +59,11 @@ class Trainer(transformers.Trainer):
         options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ):
-        self._mesh, self._options = mesh, {"in_specs": default_in_specs(mesh), **(options or {})}
         args = copy.copy(args or transformers.TrainingArguments("tmp_trainer"))
+        reads_logits = kwargs.get("compute_loss_func") or args.label_smoothing_factor
+        out_specs = None if reads_logits else self.out_specs
+        defaults = {"in_specs": default_in_specs(mesh), "out_specs": out_specs}
+        self._mesh, self._options = mesh, {**defaults, **(options or {})}
         args.device  # noqa: B018 (starts the processes as transformers would)
         as_one_process(args.use_cpu)
         args._n_gpu = min(args.n_gpu, 1)
@@ -81,6 +89,17 @@ class Trainer(transformers.Trainer):
         model = self._on_mesh(super().call_model_init(trial))
         setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
         return model
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss as a whole tensor, with the outputs where they are computed."""
+        found = super().compute_loss(*args, **kwargs)
+        if isinstance(found, tuple):
+            return _whole(found[0]), *found[1:]
+        return _whole(found)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, logits and labels as whole tensors."""
+        return pytree.tree_map(_whole, super().prediction_step(*args, **kwargs))
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with as_first_process():  # workers of all ranks draw the same numbers
@@ -122,3 +141,7 @@ class Trainer(transformers.Trainer):
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def _whole(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
