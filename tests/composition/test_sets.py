@@ -41,6 +41,7 @@ ONCE = (  # sets that failed before
     "sequence+vee+attention_dropout",
     "zero_bubble+any_batch+attention_dropout",
     "context+vee+batch_norm",
+    "recompute+step+param",
     "names+circular+decode+evaluate",
     "data+any_batch",
     "zero3+any_batch",

@@ -77,22 +77,26 @@ class TrainStep(nn.Module):
                 state[kind] = buffer
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        with torch.enable_grad():
-            outputs = self._outputs(args, kwargs)
-        loss = outputs[0] if isinstance(outputs, Sequence) else outputs
         names = [name for group in self.names for name in group]
         parameters = [tensor_of(self.model, name) for name in names]
-        gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        def differentiate(model: Callable[..., object]) -> tuple[Any, Sequence[Tensor | None]]:
+            outputs = self._outputs(model, args, kwargs)
+            loss = outputs[0] if isinstance(outputs, Sequence) else outputs
+            return outputs, torch.autograd.grad(loss, parameters, allow_unused=True)
+
+        with torch.enable_grad():
+            if self.param_dtype is None:
+                outputs, gradients = differentiate(self.model)
+            else:
+                outputs, gradients = _in_dtype(self.model, self.param_dtype, differentiate)
         with torch.no_grad():
             self._update(dict(zip(names, gradients)))
         if isinstance(outputs, Sequence):
             return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
         return outputs.detach()
 
-    def _outputs(self, args: tuple, kwargs: dict) -> Any:
-        model: Callable[..., Any] = self.model
-        if self.param_dtype is not None:
-            model = _in_dtype(self.model, self.param_dtype)
+    def _outputs(self, model: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         return model(*args, **kwargs) if self.loss is None else self.loss(model, *args, **kwargs)
 
     def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -183,19 +187,33 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-def _in_dtype(model: nn.Module, dtype: torch.dtype) -> Callable[..., Any]:
-    """Return the model with copies of its floating parameters and arguments in a dtype."""
+class _Calling(nn.Module):
+    """A module whose forward is a function: for torch.func.functional_call."""
+
+    def __init__(self, model: nn.Module, function: Callable[[], object]) -> None:
+        super().__init__()
+        self.model, self.function = model, function
+
+    def forward(self) -> object:
+        return self.function()
+
+
+def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., Any]) -> Any:
+    """Return what a function of the model returns; the model computes with copies in a dtype.
+
+    Copies are those of floating parameters and arguments. The backward is in `run`: what it
+    recomputes has to see the copies, too.
+    """
 
     def cast(value: Any) -> Any:
         is_floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_floating else value
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        copies = {name: cast(p) for name, p in model.named_parameters()}
-        kwargs = {name: cast(value) for name, value in kwargs.items()}
-        return torch.func.functional_call(model, copies, tuple(map(cast, args)), kwargs)
+        return model(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
-    return call
+    copies = {f"model.{name}": cast(p) for name, p in model.named_parameters()}
+    return torch.func.functional_call(_Calling(model, lambda: run(call)), copies, ())
 
 
 def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
