@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import subprocess
 import sys
 from contextlib import AbstractContextManager
@@ -179,5 +180,7 @@ def test_inductor(layout: Any, one_process: str, device: torch.device) -> None:
 def test_memory_is_that_of_the_plan() -> None:
     """In a process of its own: what other tests leave on the card is not the plan's."""
     script = Path(__file__).with_name("peak_memory.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    # A check of every program holds what the backward would free.
+    env = {**os.environ, "TORCHGSPMD_CHECK": "0"}
+    done = subprocess.run([sys.executable, str(script)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]

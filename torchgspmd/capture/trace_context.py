@@ -188,6 +188,8 @@ class capturing:
     def __enter__(self) -> None:
         capturing.active += 1
         self.anomaly = torch.autograd.set_detect_anomaly(False)
+        # Else backwards of values on GPUs run in a thread that has no context variable of ours.
+        self.threads = torch.autograd.set_multithreading_enabled(False)
         self.hooks = []
         while (
             not is_missing(_top_saved_tensors_default_hooks)
@@ -203,6 +205,7 @@ class capturing:
         self.stance.__exit__(None, None, None)
         for hooks in reversed(self.hooks):
             _push_saved_tensors_default_hooks(*hooks)
+        self.threads.__exit__(None, None, None)
         self.anomaly.__exit__()
         capturing.active -= 1
 

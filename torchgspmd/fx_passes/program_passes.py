@@ -135,7 +135,8 @@ def sent_bytes(p: Program) -> float:
 def fits_device(p: Program) -> bool:
     """Return whether the program of one device fits into its GPU; elsewhere it does."""
     inputs = p.captured.graph.find_nodes(op="placeholder")
-    if not torch.cuda.is_available() or all(n.meta["val"].device.type != "cuda" for n in inputs):
+    on_card = any(n.meta["val"].device.type == "cuda" for n in inputs)
+    if not on_card or not torch.cuda.is_available():  # asked alone, it forbids forks that use cards
         return True
     card = torch.cuda.get_device_properties(torch.cuda.current_device())  # opens no context
     return peak(p.graph) <= card.total_memory

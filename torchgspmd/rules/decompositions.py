@@ -82,6 +82,8 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
             results = function(*a, **k)
     if results is DECLINED:
         return DECLINED
+    if isinstance(results, tuple):  # torch 2.11 cannot map over named tuples
+        results = tuple(results)
     recorder.graph.output(recorder.nodes_of(results))
     drop_unused(recorder.graph)
     return recorder.graph

@@ -67,7 +67,7 @@ def launch(
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    cards = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cards = _cards()
     if backend == "auto":
         backend = "nccl" if cards else "gloo"
     variables = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
@@ -129,6 +129,19 @@ def _check(processes: int) -> None:
         )
 
 
+def _cards() -> int:
+    """Return the number of GPUs, asked of NVML: the runtime of CUDA would not work in forks."""
+    before = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    try:
+        return torch.cuda.device_count() if torch.cuda.is_available() else 0
+    finally:
+        if before is None:
+            del os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"]
+        else:
+            os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = before
+
+
 def _start(
     rank: int,
     variables: dict[str, object],
@@ -183,10 +196,10 @@ class _Child:
         sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
         os.environ.update({name: str(value) for name, value in self.variables.items()})
         torch.set_num_threads(self.threads)
-        if self.card is not None:
-            torch.cuda.set_device(self.card)
         code = 0
         try:
+            if self.card is not None:
+                _use_card(self.card)
             if self.backend is not None:
                 dist.init_process_group(self.backend)
             message = pickle.dumps((True, fn(*args)))
@@ -202,6 +215,17 @@ class _Child:
             dist.barrier()
             dist.destroy_process_group()
         os._exit(code)  # the forked notebook's own exit handlers must not run
+
+
+def _use_card(card: int) -> None:
+    try:
+        torch.cuda.set_device(card)
+    except RuntimeError as error:
+        raise ShardingError(
+            "this process is a fork of one that has asked CUDA for its GPUs",
+            why="CUDA does not work in forks then; torch.cuda.is_available() asks it",
+            fix="set PYTORCH_NVML_BASED_CUDA_CHECK=1 before torch is imported, or launch first",
+        ) from error
 
 
 def _follow(ranks: list[_Rank]) -> None:

@@ -390,9 +390,9 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts[-1] += 1
         force(self, *args)
 
-    def begin(*args: object) -> object:
+    def begin(*args: object, **options: object) -> object:
         counts.append(0)
-        return partition(*args)
+        return partition(*args, **options)
 
     monkeypatch.setattr(BodySearch, "force", count)
     monkeypatch.setattr(boundary, "partition", begin)

@@ -144,11 +144,13 @@ def test_a_browser_shows_it(planned, tmp_path):
 def test_the_three_lines_of_the_docs_write_a_page(tmp_path, monkeypatch, capsys):
     text = (ROOT / "docs" / "report.md").read_text()
     code = re.search(r"```python\n(import torch\n+def example.*?)```", text, re.S)[1]
-    command = re.search(r"^python -m torchgspmd (plan mine\.py .*)$", text, re.M)[1]
+    command = re.search(r"^torchgspmd (plan mine\.py .*)$", text, re.M)[1]
     (tmp_path / "mine.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["torchgspmd", *command.split()])
-    runpy.run_module("torchgspmd", run_name="__main__")
+    with pytest.raises(SystemExit) as exit_:
+        runpy.run_module("torchgspmd", run_name="__main__")
+    assert exit_.value.code == 0
     data = data_of((tmp_path / "plan.html").read_text())
     assert {name for name, _ in data["tree"]} == {
         f"{i}.{p}" for i in "02" for p in ("weight", "bias")
