@@ -85,7 +85,7 @@ def _outcome(condition: Any, symbols: list, sizes: Sequence[int]) -> Any:
 
 
 def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> None:
-    """Let every run check what has been assumed of sizes."""
+    """Insert checks of the sizes that the trace assumed, for every run."""
     for symbol, (low, where) in env.lower_bounds.items():
         if low > 0:
             _insert_check(graph, symbol, low, where)

@@ -66,7 +66,7 @@ _SOURCE = Source(globals(), ("PRINTER",))
 
 
 class Prints:
-    """What one trace prints."""
+    """The prints of one trace."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []

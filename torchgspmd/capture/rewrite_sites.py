@@ -40,7 +40,7 @@ def current_sites() -> RewriteSites | None:
 
 @contextmanager
 def rewriting(sites: RewriteSites) -> Iterator[None]:
-    """Let rewrites leave out values while in this context."""
+    """Allow rewrites to leave out values while in this context."""
     token = _sites.set(sites)
     try:
         yield

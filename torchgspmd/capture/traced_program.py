@@ -190,7 +190,7 @@ class TracedProgram:
             )
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return what forward computes with: parameters and arguments in their compute dtype."""
+        """Return parameters and arguments in the dtype that forward computes in."""
         first = len(self.names)
         names = {i: f"parameter '{name}'" for i, name in enumerate(self.parameters)}
         names |= {first + i: f"tensor {i} of its arguments" for i in range(len(self.slots))}

@@ -85,7 +85,7 @@ class Exchange:
         return int((required - local).max())
 
     def transfer(self, coordinates: Coordinates) -> Transfer:
-        """Return what the device at these coordinates sends and receives."""
+        """Return the sends and receives of the device at these coordinates."""
         group = self._group(coordinates)
         old, new, duty = (
             self._rows(self.before, group),
@@ -201,7 +201,7 @@ def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: Shard
 def _least_busy(
     mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec
 ) -> tuple[int, Exchange]:
-    """Return what the busiest device of the best exchange sends or receives, and the exchange."""
+    """Return the elements of the busiest device in the best exchange, and the exchange."""
     undivided = _undivided(mesh, shape, before, after)
     sharing = tuple(a for a in undivided.axes if a not in undivided.before.sharding_axes)
     dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])

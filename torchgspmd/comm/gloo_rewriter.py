@@ -92,7 +92,7 @@ class GlooRewriter:
     def replace_result(
         self, arrived: fx.Node, op: OpOverload, *args: object, **kwargs: object
     ) -> None:
-        """Let the users of the wait read op(*args, **kwargs) instead."""
+        """Redirect the users of the wait to op(*args, **kwargs)."""
         users = [user for user in self.wait.users if user is not arrived]
         with self.graph.inserting_after(arrived):
             result = self.graph.call_function(op, args, kwargs)

@@ -15,7 +15,7 @@ US = 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """What joins the devices of a group: those of a host, then hosts.
+    """The links of a group: those within a host, then those between hosts.
 
     Args:
         devices: How many devices it joins, those within one of the link before included.

@@ -170,7 +170,7 @@ class LoopCall(InnerProgram, BodyCall):
         return replace(self, graph=copy_of(self.graph))
 
     def graphs(self) -> tuple[fx.Graph, fx.Graph, fx.Graph]:
-        """Return what runs before the first iteration, in each one, and in the last.
+        """Return the graphs that run before the first iteration, in each one, and in the last.
 
         The first computes what the body computes for the next iteration, and the last does not.
         """
@@ -245,7 +245,7 @@ class LoopCall(InnerProgram, BodyCall):
         return order[::-1] if self.loop.reverse else order
 
     def _without_iterations(self, values: Sequence[object]) -> list[Tensor]:
-        """Return what a loop without iterations stacks and adds up, on the device of values."""
+        """Return the stacks and sums of a loop without iterations, on the device of values."""
         device = next(x.device for x in values if isinstance(x, Tensor))
         return [
             torch.zeros(

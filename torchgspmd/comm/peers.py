@@ -96,7 +96,7 @@ class Peers:
             self._receive(link)
 
     def listen_to(self, file: socket.socket | None) -> None:
-        """Let `turn` return when there is something to read in a file of another."""
+        """Wake `turn` when a file of another has something to read."""
         if file is not None:
             self._poll.register(file, select.POLLIN)
 

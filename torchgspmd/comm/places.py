@@ -56,7 +56,7 @@ class Places:
         return name
 
     def status(self, now: Status, program: str) -> tuple[Status, object]:
-        """Return what this rank does, and an object that is equal while it waits there.
+        """Return the status of this rank, and an object that is equal while it waits there.
 
         now: its step and phase. program: the one that began last.
         """
@@ -73,7 +73,7 @@ class Places:
         return status, status
 
     def status_of_error(self, now: Status, program: str, error: BaseException) -> Status:
-        """Return what this rank did when an error was raised."""
+        """Return the status of this rank at the time of an error."""
         trace, frames = error.__traceback__, []
         while trace is not None:
             frames.append((trace.tb_frame, trace.tb_lineno))
@@ -81,7 +81,7 @@ class Places:
         return self._status_of(now, program, [*frames[::-1], *outwards(sys._getframe(1))])
 
     def _status_of(self, now: Status, program: str, frames: Frames) -> Status:
-        """Return what a thread does. frames: with their lines, the innermost first."""
+        """Return the status of a thread. frames: with their lines, the innermost first."""
         waits_in, at, last = "", "", ""
         for frame, line in frames:
             name = frame.f_code.co_filename

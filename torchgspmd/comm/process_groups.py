@@ -56,13 +56,13 @@ class ProcessGroups:
         self.watcher = watcher_of(others, self.limit.total_seconds())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let waits in the groups of this mesh end after that time, on every rank alike."""
+        """Limit waits in the groups of this mesh to that time; every rank has to call it."""
         self.timeout = timeout
         self._set_timeouts(timeout)
 
     @contextmanager
     def planning(self) -> Iterator[None]:
-        """Let waits end as init_process_group has it: planning takes longer than a step."""
+        """Limit waits as init_process_group has it: planning takes longer than a step."""
         if self.timeout is None or self.timeout >= self.limit:
             yield
             return

@@ -131,7 +131,7 @@ def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], 
 
 
 def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
-    """Return what every rank has passed, as JSON has it: nothing that ranks send is unpickled.
+    """Return the values of all ranks, as JSON has them: nothing that ranks send is unpickled.
 
     mine: of dicts, lists, numbers and texts. Ranks that differ exchange their Accounts so
     (rank_mismatch.py).

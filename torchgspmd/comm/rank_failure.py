@@ -14,7 +14,7 @@ _ANEW = "the connections are closed: start anew, from the last checkpoint"
 
 @dataclass(frozen=True)
 class Status:
-    """What a rank does, as others read it. step: the number of calls of wrapped modules begun."""
+    """The status of a rank, as others read it. step: calls of wrapped modules that have begun."""
 
     step: int = 0
     phase: str = ""  # of the last program, one of PHASES
@@ -38,7 +38,7 @@ class Status:
         return f"step {self.step}" + (f", {self.phase}" if self.phase else "")
 
     def place(self) -> tuple:
-        """Return what is equal for ranks that are in the same collective."""
+        """Return a key that is equal for ranks in the same collective."""
         runs = self.phase in ("forward", "backward")
         return self.step, self.phase, self.waits_in, self.at if runs else ""
 

@@ -24,7 +24,7 @@ Description = Sequence[tuple[str, str]]  # (name, value), written alike by every
 
 @dataclass(frozen=True)
 class Account:
-    """What one rank is about to run, and the inputs of it."""
+    """The program that one rank is about to run, and its inputs."""
 
     does: str  # "calls a module"
     arguments: Sequence[str] = ()

@@ -96,7 +96,7 @@ class Stragglers:
         return late if status.waits_in else {}
 
     def _seen(self, rank: int) -> Answer:
-        """Return what is known of a rank that does not answer."""
+        """Return the last known status of a rank that does not answer."""
         rows = [a.beside[str(rank)] for _, a in self._answers.values() if str(rank) in a.beside]
         known = [Answer(rank, str(row["host"]), from_row(Status, row["status"])) for row in rows]
         silent = Answer(rank, "unknown", Status())

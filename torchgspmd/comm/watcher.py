@@ -41,7 +41,7 @@ RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say t
 
 
 class Watcher:
-    """What one rank of a mesh is doing, its thread, and the errors of waits that ended.
+    """The activity of one rank of a mesh, its thread, and the errors of waits that ended.
 
     step, phase, program: written by the programs that run. processes: those of the mesh, in the
     world.

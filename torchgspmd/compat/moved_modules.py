@@ -47,7 +47,7 @@ class MovedModule(ModuleType):
 
 
 def install(package: str) -> None:
-    """Let imports of the old paths find the new ones; attributes of the package stay."""
+    """Redirect imports of old paths to the new ones; attributes of the package stay."""
     for old, new in MOVED.items():
         names = old.split(".")
         for i in range(1, len(names) + 1):

@@ -42,7 +42,7 @@ class Patch:
         return _nearest(torch.__version__) in map(release, self.versions)
 
     def value(self) -> Any:
-        """Return what the owner has itself, without what it inherits; ABSENT if that is nothing."""
+        """Return the owner's own value, not an inherited one; ABSENT without any."""
         if isinstance(self.owner, dict):
             return self.owner.get(self.name, ABSENT)
         if isinstance(getattr(type(self.owner), self.name, None), property):

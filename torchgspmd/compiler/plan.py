@@ -163,7 +163,7 @@ class Plan(PlanFiles):
 
     @cached_property
     def replicated_ops(self) -> tuple[ReplicatedOp, ...]:
-        """What is replicated or gathered without a mark for it; the largest is first."""
+        """Operations and weights, replicated or gathered without a mark; the largest is first."""
         inputs, axes = self.captured.inputs, self._data_axes
         report = replication_report(self.sharded, self.mesh, inputs, axes, self._layouts)
         return tuple(sorted(report, key=lambda each: -each.bytes))

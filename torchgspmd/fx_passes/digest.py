@@ -124,7 +124,7 @@ def _lines(groups: Mapping[str, _Group], indent: str) -> Iterator[str]:
 
 
 def _sent(group: _Group, width: int) -> str:
-    """Return what a module sends, the largest first, in so many columns."""
+    """Return the collectives of a module, the largest first, in so many columns."""
     parts = [
         f"{kind} {axes} {size_text(size)}"
         for (kind, axes), size in sorted(group.sent.items(), key=lambda row: -row[1])

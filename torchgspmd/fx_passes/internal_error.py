@@ -60,7 +60,7 @@ def reported(error: Exception, name: str, program: Program) -> Exception:
 
 
 def features(request: Request) -> list[str]:
-    """Return what a program uses: its mesh, options that are set, operations of ours."""
+    """Return the features of a program: its mesh, options that are set, operations of ours."""
     targets = {str(getattr(n.target, "name", str)()) for n in request.captured.graph.nodes}
     operations = sorted(
         t.removeprefix(_OWN).partition(".")[0] for t in targets if t.startswith(_OWN)

@@ -147,7 +147,7 @@ def _call(node: fx.Node, key: str, other: Call | None) -> Call:
 
 
 def signature(node: fx.Node) -> tuple:
-    """Return what determines a node's rule, equal for the same operation of repeated layers."""
+    """Return the key of a node's rule, equal for the same operation of repeated layers."""
     tensors: list[Any] = []
 
     def show(n: fx.Node) -> str:

@@ -173,7 +173,7 @@ def _row(node: fx.Node) -> _Row | None:
 
 
 def call_text(node: fx.Node) -> str:
-    """Return what a node computes as text: mul(%x, 2)."""
+    """Return the call of a node as text: mul(%x, 2)."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":

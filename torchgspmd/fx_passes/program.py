@@ -45,7 +45,7 @@ class Shared:
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked of a program; api.plan has the options.
+    """A request for a program; compiler/options.py has the options.
 
     arguments: a layout, or None, for each argument. stored: layouts of parameters and buffers, by
     name. on_processes: results without a layout are replicated, the others become DTensors.

@@ -1,4 +1,4 @@
-"""What a process reads of a plan to run it; plan_cache/ has it as text, beside the graph."""
+"""The part of a plan that a process runs; plan_cache/ has it as text, beside the graph."""
 
 from __future__ import annotations
 

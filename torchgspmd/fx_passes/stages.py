@@ -22,7 +22,7 @@ from .partition.verify_partition import verify_partition
 
 
 class Stage(enum.IntEnum):
-    """What holds of a program. docs/architecture.md prints one at each stage."""
+    """A stage of a program. docs/architecture.md prints one at each stage."""
 
     CAPTURED = 0  # ATen operations at global shapes, forward and backward in one graph
     EXPANDED = 1  # operations have rules, or cannot be decomposed
@@ -109,7 +109,7 @@ def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:
 
 
 def _fault(node: fx.Node, name: str, stage: Stage) -> str | None:
-    """Return what is wrong with a key of a node's metadata at a stage."""
+    """Return the fault of a key of a node's metadata at a stage."""
     row = META.get(name)
     if row is None:
         return f"%{node} has meta['{name}'], which has no row"

@@ -196,7 +196,7 @@ def _of_state(spec: ShardSpec | str, state: Tensor, parameter: Tensor) -> ShardS
 
 
 def follow_mark(state: Tensor, parameter: Tensor) -> None:
-    """Let a state of a parameter have the mark of it, unless it is marked itself.
+    """Give a state of a parameter the parameter's mark, unless it is marked itself.
 
     Sizes of the state are those of the parameter, or 1. Others, as a count of steps, have no mark.
     """

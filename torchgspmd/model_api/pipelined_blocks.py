@@ -164,7 +164,7 @@ class Pipeline(StackedBlocks):
         self.order, self.loss, self.row_arguments = order, loss, rows
 
     def schedule(self, times: Times | None = None) -> Schedule:
-        """Return what each device does when; times: of the pieces of a stage.
+        """Return the schedule of all devices; times: of the pieces of a stage.
 
         With a loss: of a plan that needs no other order to stay within a memory.
         """
@@ -179,7 +179,7 @@ class Pipeline(StackedBlocks):
         )
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return what the last block returns for the batch; its loss, if there is one."""
+        """Return the last block's result for the batch; its loss, if there is one."""
         if self.loss is None:
             return self.outputs(x, *args, **kwargs)
         if self.stages == 1 or not is_capturing() or is_unrolling():
@@ -240,7 +240,7 @@ class Pipeline(StackedBlocks):
         return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
 
     def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return what the last block returns for the batch, without the loss."""
+        """Return the last block's result for the batch, without the loss."""
         shared = SharedArguments(args, kwargs)
         if self.stages == 1 or not is_capturing():
             return self.one_by_one(x, shared)
@@ -378,7 +378,7 @@ def _of_all_stages(function: Callable[..., object], *args: object) -> Any:
 
 
 def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
-    """Return what the stages get: one of them `new` [1 or stages, ...], others `old`."""
+    """Return the inputs of the stages: one gets `new` [1 or stages, ...], others `old`."""
     places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
     return torch.where(places == stage, new, old)
 

@@ -108,7 +108,7 @@ class _Trace:
         self.last = self.places.device(self.places.stages - 1)
 
     def carry(self, x: Tensor) -> Tensor:
-        """Return what a neighboring stage has sent, for microbatches x."""
+        """Return the message of a neighboring stage, for microbatches x."""
         zeros = x.new_zeros([self.places.devices, *x.shape[1:]])
         return loop_carry(self.pipeline.along(zeros), self.text)
 

@@ -62,7 +62,7 @@ class Stack(StackedBlocks):
         return f"{self.count} blocks"
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return what the last block returns."""
+        """Return the result of the last block."""
         shared = SharedArguments(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)

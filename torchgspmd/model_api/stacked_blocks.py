@@ -107,7 +107,7 @@ class StackedBlocks(nn.Module):
         return {name: attrgetter(name)(self.block) for name in self.names}
 
     def one_by_one(self, x: object, shared: SharedArguments) -> object:
-        """Return what the last block returns; call one after the other."""
+        """Return the result of the last block; call one after the other."""
         weights = self.weights()
         for place in self.places:
             x = self.run(self.block, {name: w[place] for name, w in weights.items()}, x, shared)
@@ -117,7 +117,7 @@ class StackedBlocks(nn.Module):
     def run(
         block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
-        """Return what a block with these weights returns."""
+        """Return the result of a block with these weights."""
         args = x, *shared.args
         with in_block():
             return torch.func.functional_call(block, weights, args, {**shared.kwargs})

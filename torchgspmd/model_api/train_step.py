@@ -217,7 +217,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., Any]) -> 
 
 
 def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
-    """Return what gradients are multiplied by, so that their norm is at most `clip`."""
+    """Return the scale of gradients that brings their norm to at most `clip`."""
     if clip is None or not gradients:
         return None
     squares = torch.stack(

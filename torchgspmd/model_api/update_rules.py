@@ -1,4 +1,4 @@
-"""What one step of an optimizer does to the parameters of a group, in place: train_step's table.
+"""Steps of optimizers on the parameters of a group, in place: train_step's table.
 
 The numbers are those of torch.optim; one that changes (the step, the learning rate) may be a
 tensor, or a symbol in a capture.

@@ -1,4 +1,4 @@
-"""What the `emit` of a LocalForm may ask for while it writes the program of one device."""
+"""The builder that the `emit` of a LocalForm writes the program of one device with."""
 
 # pyright: reportReturnType=false
 from __future__ import annotations

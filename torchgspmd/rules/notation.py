@@ -34,7 +34,7 @@ IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class LocalForm:
-    """What a device runs on its shards, if it is not the same call of the operation."""
+    """The program of a device on its shards, if it is not the same call of the operation."""
 
     # (LocalBuilder, args, kwargs) -> result, or list of results. It is called if a factor of `when`
     # is sharded, or one with a halo.
@@ -76,7 +76,7 @@ class Instead:
     moved: float
 
     def sent(self, count: int, part: int) -> float:
-        """Return what is sent if `part` of `count` shards are of the other factor, in the same."""
+        """Return the bytes sent, as in `moved`, if `part` of `count` shards are of the other."""
         rest = count // part
         return self.moved * (part - 1) / (part * count) + (rest - 1) / (rest * part)
 
@@ -145,7 +145,7 @@ class FactorRule:
         return self.split is not None and self.split.merges in (None, factor)
 
     def fill(self, factor: str) -> float | None:
-        """Return what padding along a factor must hold in the operands; None: anything."""
+        """Return the value of padding along a factor in the operands; None: anything."""
         masked = factor in self.reduce and factor not in self.special
         return IDENTITY[self.reduce[factor]] if masked else None
 

@@ -99,7 +99,7 @@ def rewrite_of(level: str, target: object) -> Callable | None:
 
 
 def apply_first(level: str, target: object, *args: object, **kwargs: object) -> Any:
-    """Return what the first function of a level that applies to a call returns, or DECLINED."""
+    """Return the result of the first function of a level that applies to a call, or DECLINED."""
     for entry in REWRITES.get((level, target), ()):
         if (result := entry.apply(*args, **kwargs)) is not DECLINED:
             return result

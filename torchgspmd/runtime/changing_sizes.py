@@ -88,7 +88,7 @@ class SizeHistory:
         return ArgumentSizes()
 
     def use_numbers(self, sizes: ArgumentSizes) -> None:
-        """Let calls with these sizes have programs for their numbers."""
+        """Use programs for the numbers of calls with these sizes."""
         for lengths in itertools.chain.from_iterable(self.alike.values()):
             if lengths.sizes is sizes:
                 lengths.sizes, lengths.is_symbolic = ArgumentSizes(), False

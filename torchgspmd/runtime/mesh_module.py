@@ -115,7 +115,7 @@ class MeshModule(ModuleProxy):
         return module
 
     def _called(self, module: nn.Module) -> nn.Module:
-        """Return what computes a call of the model itself, or of a submodule of it.
+        """Return the module that computes a call of the model itself, or of a submodule of it.
 
         The model's own hooks run outside of such a call.
         """

@@ -123,7 +123,7 @@ class ModuleProxy(nn.Module):
         )
 
     def _kind(self, name: str, value: Any) -> Any:
-        """Return what programs depend on of a parameter, buffer, submodule or None in a table."""
+        """Return the key of a parameter, buffer, submodule or None that programs depend on."""
         return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
     def _structure_version(self) -> int:

@@ -387,7 +387,7 @@ def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
 
 
 def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:
-    """Let the patches of DTensor last while a tensor of a state_dict lives."""
+    """Hold the patches of DTensor while a tensor of a state_dict lives."""
     hold(module, state.values())
 
 

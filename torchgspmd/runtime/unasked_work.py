@@ -59,7 +59,7 @@ def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
 
 
 def _described(each: ReplicatedOp) -> str:
-    """Return what is gathered or whole, in which operation, and where that is."""
+    """Return the gathered or whole value, its operation, and where that is."""
     where = f" at {each.source}" if each.source else ""
     if each.weight is not None:
         return f"weight '{each.weight}', against its mark, for {each.op}{where}"

@@ -130,7 +130,7 @@ def _input(size: int, width: int) -> Tensor:
 
 
 class _Calibration:
-    """What is measured on one mesh."""
+    """The measurements of one mesh."""
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         self.mesh, self.device = mesh, device

@@ -87,7 +87,7 @@ def _is_expected(api: PrivateApi) -> bool:
 
 
 def _consequence(api: PrivateApi) -> str:
-    """Return what does not work without an API."""
+    """Return the features that an API is needed for."""
     return f"no {api.needed_for}" if api.needed_for else f"lost: {api.lost}"
 
 

@@ -60,7 +60,7 @@ def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return what the command prints."""
+    """Return the text that the command prints."""
     options = given_options(args, "plan")
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward, **options)
     if args.trace:

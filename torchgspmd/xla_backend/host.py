@@ -16,7 +16,7 @@ _READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 
 
 def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> object:
-    """Return what `run` returns; warn of each operation of the graph that ran on the host."""
+    """Return the result of `run`; warn of each operation of the graph that ran on the host."""
     before = _host_counts()
     result = run()
     for name, count in _host_counts().items():

@@ -1,4 +1,4 @@
-"""What the body of a loop uses from outside, and whether it draws random numbers."""
+"""Record the values from outside that a loop's body uses, and whether it draws random numbers."""
 
 from __future__ import annotations
 

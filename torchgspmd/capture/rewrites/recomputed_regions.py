@@ -92,7 +92,7 @@ class _Saving(TorchDispatchMode):
 
 
 def recompute_regions(graph: fx.Graph) -> None:
-    """Let the backward of a graph read copies of what checkpoints do not keep; in place."""
+    """Give the backward copies of the values that checkpoints do not keep, in place."""
     lost = _lost(graph)
     copies: dict[fx.Node, fx.Node] = {}
 

@@ -1,1 +1,1 @@
-"""What a program reads, keeps and changes besides its arguments."""
+"""State that a program reads, keeps and changes besides its arguments."""

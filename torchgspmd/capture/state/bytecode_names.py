@@ -227,7 +227,7 @@ def _plain_functions(function: object) -> Iterator[FunctionType]:
 
 
 def _callees(function: FunctionType, methods: dict[str, list[object]]) -> Iterator[object]:
-    """Yield what a function may call: globals, methods of classes, closure variables."""
+    """Yield the objects that a function may call: globals, methods, closure variables."""
     yield from (source.read() for source in global_sources(function))
     for cls, attribute in class_names(function):
         unnamed = () if is_installed(cls.__module__) else _UNNAMED

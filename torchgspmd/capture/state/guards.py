@@ -128,7 +128,7 @@ _PREDICATES = (TensorPredicate, Contents, *_HOLDING)
 
 @dataclass(frozen=True)
 class Guard:
-    """What a program depends on: a predicate of the value of a source.
+    """A dependence of a program: a predicate of the value of a source.
 
     The predicate is one of _PREDICATES. Any other stands for equality with it, or identity.
     """

@@ -156,7 +156,7 @@ class Tables:
             set_component(container, step, before[step])
 
     def writes(self, outputs: list[Tensor], state: Sequence[Tensor]) -> list[Write]:
-        """Return what was written since the last look; append its tensors to the outputs.
+        """Return the writes since the last look; append their tensors to the outputs.
 
         state: parameters and buffers, which do not count: an LSTM has its weights in a list, too.
         """
@@ -209,7 +209,7 @@ class Tables:
                 yield Write(table.source.at(step), ABSENT)
 
     def start_backward(self) -> None:
-        """Let numbers of the backward be those that forward left in the state."""
+        """Use the numbers that forward left in the state for the backward."""
         for number in self.numbers:
             if type(symbol := number.source.read()) is SymbolicNumber:
                 number.source.write(at_backward(symbol, number.source))

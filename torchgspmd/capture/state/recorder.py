@@ -182,7 +182,7 @@ def record_reads(
 
 
 class ReachedObjects:
-    """What attributes and variables lead to: objects, such as a configuration, and functions."""
+    """Objects, such as a configuration, and functions that attributes and variables lead to."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self.objects: dict[int, Any] = {}

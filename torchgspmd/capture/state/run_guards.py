@@ -1,4 +1,4 @@
-"""What a plan that is simulated depends on: each has to be as it was when the plan was made.
+"""State that a simulated plan depends on: each value has to be as it was during planning.
 
     plan = torchgspmd.plan(model, x, 0.5, mesh=mesh)
     plan.simulate(x, 0.7)               an argument
@@ -91,7 +91,7 @@ class ModuleFacts:
         return [[name, _text(value)] for name, value in self.then.items()]
 
     def changes(self) -> Iterator[Change]:
-        """Yield what differs from the time of the plan."""
+        """Yield the differences from the time of the plan."""
         now = dict(self._facts())
         for name in dict.fromkeys((*self.then, *now)):
             one, other = now.get(name, "absent"), self.then.get(name, "absent")
@@ -175,7 +175,7 @@ class FunctionFacts:
             yield str(source), value_key(source.read())
 
     def changes(self) -> Iterator[Change]:
-        """Yield what differs from the time of the plan."""
+        """Yield the differences from the time of the plan."""
         for (name, now), (_, then) in zip(self._facts(), self.then):
             if then != now:
                 path, *texts = difference(now, then)
@@ -199,14 +199,14 @@ def _has_plain_defaults(function: FunctionType) -> bool:
 
 
 class RunGuards(NamedTuple):
-    """What a run of a plan is compared with."""
+    """The state of planning, with which a run of the plan is compared."""
 
     arguments: ArgumentKeys
     module: ModuleFacts | None
     functions: FunctionFacts
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
-        """Yield what differs from the time of the plan. leaves: of the arguments of the run."""
+        """Yield the differences from the time of the plan. leaves: of the arguments of the run."""
         yield from self.arguments.changes(leaves)
         if self.module is not None:
             yield from self.module.changes()

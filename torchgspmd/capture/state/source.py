@@ -106,7 +106,7 @@ class Source:
         return Source(self.root, (*self.steps, *steps))
 
     def holder(self, arguments: Any = None) -> Any:
-        """Return what contains the value."""
+        """Return the container of the value."""
         return Source(self.root, self.steps[:-1]).read(arguments)
 
     def read(self, arguments: Any = None) -> Any:

@@ -148,7 +148,7 @@ class Retrace(BaseException):
 
 
 class State:
-    """What is known of the state of a module from calls and traces up to now."""
+    """Knowledge of a module's state from calls and traces up to now."""
 
     def __init__(self) -> None:
         # entries that programs write, or whose tensors they mutate; dicts are ordered sets
@@ -170,7 +170,7 @@ class State:
 
     @property
     def learnt(self) -> str:
-        """Return what is known that another trace would not know, as text; empty if nothing is."""
+        """Return the knowledge that another trace would lack, as text; empty without any."""
         facts = [f"the program changes {source}" for source in (*self.entries, *self.counted)]
         facts += ["it depends on values of buffers"] if self.is_looking or self.shapes else []
         facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
@@ -178,11 +178,11 @@ class State:
         return ", ".join(facts)
 
     def look(self) -> None:
-        """Let traces read values of buffers."""
+        """Allow traces to read values of buffers."""
         self.is_looking = True
 
     def stop_counting(self) -> None:
-        """Let traces have plain numbers."""
+        """Give traces plain numbers."""
         self.is_counting = False
 
     def vary(self, source: Source, value: object) -> None:

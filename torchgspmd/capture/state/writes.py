@@ -125,7 +125,7 @@ class WatchedArguments:
         }
 
     def writes(self, outputs: list[Tensor]) -> list[Write]:
-        """Return what the program wrote into the containers.
+        """Return the writes of the program to the containers.
 
         Tensors are appended to the outputs of the program if they are none yet.
         """

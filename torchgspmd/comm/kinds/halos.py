@@ -45,7 +45,7 @@ def halos_step(
 
 
 def _fills(after: ShardSpec) -> set[float]:
-    """Return what rows outside of the dimensions hold."""
+    """Return the values of rows outside of the dimensions."""
     return {w.fill for w in after.windows if w is not None and w.fill is not None}
 
 

@@ -50,7 +50,7 @@ class ReshardProblem(Protocol):
         ...
 
     def fee(self, kind: CollectiveKind) -> float:
-        """Return what a step costs besides the bytes sent."""
+        """Return the cost of a step besides the bytes sent."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a program has read, as text that is the same in all processes that have the same.
+"""Values that a program has read, as text that is equal in processes with equal values.
 
 Guards compare objects and functions by identity (capture/state/guards.py), which another process
 does not have. There the content decides: attributes of objects, the name of a function and what

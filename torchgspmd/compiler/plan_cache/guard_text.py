@@ -94,7 +94,7 @@ class GuardEncoder:
         return [self._root(source.root, around), steps]
 
     def _root(self, root: Any, around: frozenset[int]) -> list[Any]:
-        """Return what leads another process to its root."""
+        """Return the path by which another process finds the root."""
         if id(root) in self.names:
             return ["module", self.names[id(root)]]
         if isinstance(root, dict) and (module := sys.modules.get(str(root.get("__name__")))):
@@ -108,7 +108,7 @@ class GuardEncoder:
 
 
 def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
-    """Return what a run of a plan is compared with, besides the values of its arguments.
+    """Return the state with which a run is compared, besides the values of its arguments.
 
     Raises:
         Unshareable: What forward reads has no text.

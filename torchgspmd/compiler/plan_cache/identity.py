@@ -1,4 +1,4 @@
-"""What a plan depends on, besides what its guards compare: the key of its text."""
+"""The key of a plan's text: dependences of the plan that its guards do not compare."""
 
 from __future__ import annotations
 

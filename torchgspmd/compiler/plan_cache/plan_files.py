@@ -48,7 +48,6 @@ _PLAIN = (
     ("seconds", dict[str, float], "seconds by pass"),
     ("counts", dict[str, int], "work of the searches by name"),
 )
-_ORIGIN = tuple[str, str | None, str]
 _DERIVED = ("boundary", "is_dynamic", "draws")  # from the graphs
 
 P = TypeVar("P", bound="PlanFiles")

@@ -104,7 +104,7 @@ def encode_graphs(
 
 
 def encode_request(request: Request | None, encoder: Encoder) -> Any:
-    """Return what was asked of a plan, from which it can be planned again; None if it cannot."""
+    """Return the request of a plan, from which it can be planned again; None if it cannot."""
     if request is None:
         return None
     try:
@@ -239,7 +239,7 @@ def _decode_fields(
 def _request(
     text: dict[str, object], decoder: Decoder, captured: Captured, mesh: Mesh
 ) -> Request | None:
-    """Return what was asked of a plan, if it can be planned again."""
+    """Return the request of a plan, if it can be planned again."""
     if text.get("request") is None:
         return None
     options, hints = _decode_fields(text, "request", decoder, REQUEST), field_types(Request)

@@ -57,7 +57,7 @@ class TokenDim(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What has tokens in one order: a factor of an operation, or (factor "") causal attention."""
+    """Holds tokens in one order: a factor of an operation, or (factor "") causal attention."""
 
     node: fx.Node
     factor: str
@@ -142,7 +142,7 @@ class _Reordering:
         return bool(chosen)
 
     def _saving(self, node: fx.Node, shards: int) -> float:
-        """Return what the last device has to compute more than others, in bytes on the wire."""
+        """Return the excess work of the last device, in bytes on the wire."""
         result = next(v for v in self.ops[node].results if v is not None)
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
         flops = self.attention[node].flops / n * (1 - 1 / shards)
@@ -182,7 +182,7 @@ class _Reordering:
         return [end for end in ends if isinstance(end, Tokens)]
 
     def _cost(self, place: TokenDim) -> float:
-        """Return what the exchange of a value's tokens costs, in bytes on the wire."""
+        """Return the cost of exchanging a value's tokens, in bytes on the wire."""
         spec, mesh = self.layouts.spec[place.value], self.layouts.mesh
         size = local_bytes(place.value.meta["val"], spec, mesh)
         count = mesh.count(spec.dims[place.dim])
@@ -197,7 +197,7 @@ class _Reordering:
         return self._tokens(op, at, place)
 
     def _tokens(self, op: Op, tensor: int, place: TokenDim) -> object:
-        """Return what has the tokens of a tensor of an operation; NATURAL if positions count."""
+        """Return the holder of the tokens of an operation's tensor; NATURAL if positions count."""
         factor, outer = self._factor(op, tensor, place)
         if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:
             return Tokens(op.node, "", 1)

@@ -19,7 +19,7 @@ _NAME = "_torchgspmd_repeats"
 
 
 class _Repeats(NamedTuple):
-    """What a tensor repeats along a dimension.
+    """The tensor that another one repeats along a dimension.
 
     expanded: the dimension is not merged yet. versions: those of the tensor and of its base; one
     that is changed in place has another one.
@@ -37,7 +37,7 @@ def _mark(result: Tensor, base: Tensor, dim: int, expanded: bool = False) -> Ten
 
 
 def _repeats_of(x: Tensor, expanded: bool = False) -> _Repeats | None:
-    """Return what a tensor repeats, if neither has been changed since."""
+    """Return the repetition that a tensor is, if neither has been changed since."""
     repeats: _Repeats | None = getattr(x, _NAME, None)
     if repeats is None or repeats.expanded != expanded:
         return None

@@ -279,7 +279,7 @@ def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: Any) -> list[Any]:
 
 
 def _of_device(argument: Any, rank: int) -> Any:
-    """Return what a device has of an argument, which may be a tuple of such."""
+    """Return a device's part of an argument, which may be a tuple of such."""
     if isinstance(argument, tuple):
         return tuple(_of_device(a, rank) for a in cast("tuple[Any, ...]", argument))
     return cast("list[Any]", argument)[rank] if isinstance(argument, list) else argument

@@ -195,7 +195,7 @@ def _returns(stack: fx.Node) -> bool:
 
 
 def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
-    """Let a loop stack shards of keys, and gather them again where its backward takes a row."""
+    """Stack shards of keys in a loop, and gather them where its backward takes a row."""
     gather: Any = stack.args[0]
     shard = gather.args[0]
     spec: ShardSpec = shard.meta["spec"]

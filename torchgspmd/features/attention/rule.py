@@ -206,7 +206,7 @@ def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Nod
 
 
 def place_of(local: LocalBuilder, q: int) -> list[object]:
-    """Return what a region says of the dimensions before the queries.
+    """Return the part of a region for the dimensions before the queries.
 
     q: the place of the queries among the operands.
     """

@@ -27,7 +27,7 @@ TILE_KEYS = 1 << 10  # keys of a tile, at most
 
 
 class ScoreChange(Protocol):
-    """What is changed of a tile. shape: of its scores [*lead, heads of keys, groups, s, t]."""
+    """A change of a tile. shape: of its scores [*lead, heads of keys, groups, s, t]."""
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
         """Return which scores of a tile are seen: those of a mask, all, or none."""
@@ -42,7 +42,7 @@ class ScoreChange(Protocol):
         ...
 
     def factors(self, weights: Tensor, place: Place) -> Tensor | None:
-        """Return what the weights are multiplied by."""
+        """Return the factors of the weights."""
         ...
 
 

@@ -46,7 +46,7 @@ class Choices:
 
 
 def product_of_choices(node: fx.Node) -> Choices | None:
-    """Return what a node multiplies, if it is a product with chosen matrices, or its gradient."""
+    """Return the operands of a product with chosen matrices, or of its gradient."""
     if node.target is ours.einsum.default:
         a, b, out = split_equation(node.args[0])
         left, right = node.args[1:]
@@ -63,7 +63,7 @@ def product_of_choices(node: fx.Node) -> Choices | None:
 
 
 def rows_of_choices(node: fx.Node, ends: fx.Node | None = None) -> Choices | None:
-    """Return what a node reads of a table for each row, or adds up as a gradient of that.
+    """Return the rows of a table that a node reads, or adds up as a gradient.
 
     As a bias, which is a product of a one and a matrix of one row. ends: those of the groups, if
     the index is sorted.
@@ -99,7 +99,7 @@ _ASCENDING: list[list[Any]] = [[], [-1], [0]]
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """Return what a value was before it got another type."""
+    """Return a value before it got another type."""
     while node.target is aten._to_copy.default:
         node = node.args[0]
     return node

@@ -102,7 +102,7 @@ class BlockCut(NamedTuple):
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What a call has behind the rows."""
+        """The arguments of a call behind the rows."""
         return (*self[:2], *((self.groups,) if self.groups else ()))
 
 

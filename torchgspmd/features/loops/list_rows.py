@@ -1,4 +1,4 @@
-"""What loops stack for the rows of other loops is a list of rows: nothing is copied into a stack.
+"""Replace stacks that other loops read row by row by lists of rows: nothing is copied.
 
 before   %l = loop_1x8([%h], [%ws], []); %a = %l[1]           f32[8, 4, 16], of which
          %b = loop_1.1x-8([%g], [%a, %ws], [])                a backward takes the rows

@@ -1,4 +1,4 @@
-"""What enters a loop's body or leaves it keeps its layout; rows are of whole stacks."""
+"""Values that enter or leave a loop's body keep their layouts; rows are of whole stacks."""
 
 from __future__ import annotations
 

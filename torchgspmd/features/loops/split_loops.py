@@ -62,7 +62,7 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
 
 
 def drop_unused_results(graph: fx.Graph) -> None:
-    """Let the loops of a graph leave out what nobody reads."""
+    """Drop results of a graph's loops that nobody reads."""
     for node, call in list(loop_calls(graph)):
         if not isinstance(call, LoopCall) or call.held or call.loop.ends:
             continue
@@ -94,11 +94,11 @@ class _Body:
         self.extra = range(call.carries, len(self.values) - call.carries)
 
     def result(self, i: int) -> fx.Node:
-        """Return what the body returns for a result of the loop."""
+        """Return the body's value for a result of the loop."""
         return self.values[self.call.carries + i]
 
     def carried(self, extra: Iterable[int]) -> list[fx.Node]:
-        """Return what the body returns for the carries, twice, and for other results."""
+        """Return the body's values for the carries, twice, and for other results."""
         return [*self.values[: 2 * self.call.carries], *map(self.result, extra)]
 
     def is_stack(self, i: int) -> bool:
@@ -108,7 +108,7 @@ class _Body:
     def reached(
         self, values: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda x: False
     ) -> set[fx.Node]:
-        """Return what values need, themselves included. ends: what is brought, not computed."""
+        """Return the ancestors of values, themselves included. ends: brought, not computed."""
         result: set[fx.Node] = set()
         stack = [*values]
         while stack:
@@ -155,7 +155,7 @@ class _Body:
     def replace_results(
         self, new: fx.Node, carries: Sequence[int], extra: Sequence[int], stacked: int = 0
     ) -> None:
-        """Let what reads the results of the loop read those of another, as `add` orders them."""
+        """Redirect users to another loop's results, as `add` orders them."""
         totals = [i for i in extra if not self.is_stack(i)]
         numbers = [*carries, *filter(self.is_stack, extra), *[-1] * stacked, *totals]
         for user in [*self.node.users]:

@@ -203,7 +203,7 @@ class StageCall(BodyCall):
 
 
 class StageRun:
-    """What one device has while it does the pieces of its stages."""
+    """The values of one device while it does the pieces of its stages."""
 
     def __init__(
         self,
@@ -246,11 +246,11 @@ class StageRun:
                     yield link, carry, self.places.device(other)
 
     def received(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
-        """Return what a piece takes from other devices."""
+        """Return the values that a piece takes from other devices."""
         return [each for each in self.links(piece, -1) if each[-1] != self.device]
 
     def sent(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
-        """Return what a piece sends to other devices."""
+        """Return the values that a piece sends to other devices."""
         return [each for each in self.links(piece, 1) if each[-1] != self.device]
 
     def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
@@ -385,7 +385,7 @@ class _Simulation:
 
 
 def _poison(like: Any) -> Any:
-    """Return what a device without work has: nobody may read it."""
+    """Return the value of a device without work: nobody may read it."""
     if isinstance(like, (tuple, list)):
         return type(like)(map(_poison, like))
     if isinstance(like, Tensor) and like.is_floating_point():

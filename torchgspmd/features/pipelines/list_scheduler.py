@@ -157,7 +157,7 @@ class _Order:
         return self.rows
 
     def add(self, device: int, piece: Piece) -> None:
-        """Let a device do a piece."""
+        """Assign a piece to a device."""
         self.rows[device].append(piece)
         self.next[device][piece.kind, piece.stage] += 1
         self.kept[device] += (piece.kind == "F") - (piece.kind == self.kinds[-1])

@@ -105,7 +105,7 @@ class _Cut:
     # ------------------------------------------------------------------------- which piece has what
 
     def _of_coordinates(self) -> set[fx.Node]:
-        """Return what follows from the coordinates alone: each piece computes it."""
+        """Return the nodes that follow from the coordinates alone: each piece computes them."""
         result = set(self.coordinates)
         for node in self.graph.nodes:
             inputs = node.all_input_nodes
@@ -160,12 +160,12 @@ class _Cut:
         return (0, round_, kind) if kind == 0 else (1, -round_, kind)
 
     def _sends(self, shift: int, round_: int | None = None) -> list[fx.Node]:
-        """Return what is sent in a direction, by the stages of a round or of all."""
+        """Return the sends in a direction, by the stages of a round or of all."""
         each = zip(self.ends.sends, self.shifts, self.spots)
         return [v for v, s, (r, _) in each if s == shift and round_ in (r, None)]
 
     def _carries(self, shift: int, round_: int | None = None) -> list[fx.Node]:
-        """Return what arrives from a direction, at the stages of a round or of all."""
+        """Return the arrivals from a direction, at the stages of a round or of all."""
         each = zip(self.carries, self.shifts, self.arrives)
         return [c for c, s, r in each if s == shift and round_ in (r, None)]
 
@@ -209,7 +209,7 @@ class _Cut:
                 yield (node.name, dim, *known[size])
 
     def _link(self, i: int) -> StageLink:
-        """Return what the stages of a round send."""
+        """Return the link by which the stages of a round send."""
         shift, (round_, leaf) = self.shifts[i], self.spots[i]
         names = {
             r: carry.name
@@ -238,19 +238,19 @@ class _Cut:
         self.moments = sorted(range(len(self.nodes)), key=self._moment)
 
     def _recompute(self, first: int) -> None:
-        """Let the backward compute again what it and the gradients of weights take of forward."""
+        """Recompute, in the backward, forward values for it and the gradients of weights."""
         forward, back = set(self.nodes[first]), self.nodes[first + 2] + self.nodes[first + 3]
         again = _reached(self._taken(back), "all_input_nodes") & forward
         self.nodes[first + 2] = [n for n in self.graph.nodes if n in again] + self.nodes[first + 2]
 
     def _taken(self, nodes: list[fx.Node]) -> list[fx.Node]:
-        """Return what nodes take from others."""
+        """Return the values that nodes take from others."""
         own = {*nodes, *self.of_coordinates}
         sources = dict.fromkeys(_source(x) for node in nodes for x in node.all_input_nodes)
         return [x for x in sources if x not in own]
 
     def _outputs(self, piece: int) -> list[fx.Node]:
-        """Return what a piece leaves for later ones, or for outside."""
+        """Return the values that a piece leaves for later ones, or for outside."""
         at = self.moments.index(piece)
         used: set[fx.Node] = set()
         between: set[fx.Node] = set()
@@ -328,7 +328,7 @@ def _is_mark(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return what a mark stands for."""
+    """Return the value that a mark stands for."""
     while _is_mark(node):
         node = node.all_input_nodes[0]
     return node

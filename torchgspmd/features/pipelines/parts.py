@@ -37,7 +37,7 @@ class StageBody(InnerProgram):
 
 @dataclass(frozen=True)
 class StageLink:
-    """What the stages of a round send to their neighbors.
+    """The messages of the stages of a round to their neighbors.
 
     kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
     several. sent: its name. carries: the name that it has where it arrives, by the round there.

@@ -1,4 +1,4 @@
-"""What stages send, and where the loss begins: values that keep their layouts.
+"""Sends of stages and the start of the loss: values that keep their layouts.
 
 A sum may pass the mark of the loss unreduced. What is sent is reduced before.
 """

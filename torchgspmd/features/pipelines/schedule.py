@@ -57,7 +57,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each device does. Print it: a line a device, a column a unit of time.
+    """The pieces of each device over time. Printed: a line a device, a column a unit of time.
 
     rows: the slots of each device. kept: the most activations that each keeps at once, of stages.
     """

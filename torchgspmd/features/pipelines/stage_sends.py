@@ -1,4 +1,4 @@
-"""What stages of a pipeline send to each other, as steps that a plan counts.
+"""Sends between the stages of a pipeline, as steps that a plan counts.
 
 before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, [0, 0], stage, 1f1b 4x8)
 after    the same, with meta["step"]: a permute of a stage's value

@@ -16,7 +16,7 @@ class Cut:
         self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left
 
     def add(self, source: Node, target: Node, cost: float) -> None:
-        """Let it cost so much more that `source` is on the first side and `target` is not."""
+        """Add `cost` to the edge source -> target."""
         self.left[source][target] = self.left[source].get(target, 0.0) + cost
         self.left[target].setdefault(source, 0.0)
 

@@ -1,1 +1,1 @@
-"""What a rank runs: functional collectives, kernels, memory."""
+"""The program of a rank: functional collectives, kernels, memory."""

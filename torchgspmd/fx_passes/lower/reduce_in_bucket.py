@@ -136,7 +136,7 @@ def _vector_base(member: fx.Node) -> fx.Node:
 def _read_from_bucket(
     graph: fx.Graph, split: fx.Node, i: int, piece: fx.Node, output: fx.Node | None
 ) -> None:
-    """Let the users of a reduced member read it from the bucket, where its terms were written.
+    """Redirect the users of a reduced member to the bucket, where its terms were written.
 
     piece is the member as a vector, output is the view that its producer writes.
     """

@@ -1,4 +1,4 @@
-"""What strategies and moves cost, in bytes on the wire. Nothing here changes an assignment.
+"""Costs of strategies and moves, in bytes on the wire. Nothing here changes an assignment.
 
 cost(op) = moves of its operands to where it needs them + its arithmetic and memory traffic
          + moves of its results to where they are used
@@ -33,7 +33,7 @@ def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
 
 
 def arithmetic(rule: FactorRule, factors: Factors, mesh: Mesh, constants: CostConstants) -> float:
-    """Return what one device computes under an assignment of axes, in bytes on the wire."""
+    """Return the work of one device under an assignment of axes, in bytes on the wire."""
     if not rule.contraction:
         return 0.0
     counts = {f: mesh.count(factors.get(f, ())) for f in rule.sizes}
@@ -83,7 +83,7 @@ class CostModel:
 
     @cached_property
     def phase(self) -> tuple[float, float]:
-        """What differs between the phases of a search; results of one are not cached for others."""
+        """The phase of a search; results of one are not cached for others."""
         return self.pending_bonus, self.resharder.constants.message_price
 
     def cost(
@@ -170,7 +170,7 @@ class CostModel:
     def _distribution_cost(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf
     ) -> float:
-        """Return what takes a value from one layout to all others, each from the nearest copy."""
+        """Return the cost of all other layouts of a value, each from the nearest copy."""
         copies, cost = [layout], 0.0
         for need in uses:
             if need not in copies:
@@ -207,7 +207,7 @@ class CostModel:
         )
 
     def move_cost(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
-        """Return what takes a value from one layout to another."""
+        """Return the cost of another layout of a value."""
         cost = runs(value) * self.resharder.cost(*self.assignment.sizes[value], have, need)
         return min(cost, self.window_cost(value, need)) if need.windows else cost
 
@@ -224,7 +224,7 @@ class CostModel:
         return self.operand_window_cache[value, need]
 
     def window_cost(self, value: fx.Node, need: ShardSpec) -> float:
-        """Return what moves the operand windows of a value there; infinite if it has none."""
+        """Return the cost of moving the operand windows of a value there; infinite without any."""
         specs = self.operand_windows(value, need)
         if specs is None:
             return math.inf
@@ -254,7 +254,7 @@ class CostModel:
         return sum(map(self._transport, values))
 
     def _transport(self, value: fx.Node) -> float:
-        """Return what moves a value from its operation to all of its users.
+        """Return the cost of moving a value from its operation to all of its users.
 
         Windows may be computed from operands, wherever these are; other moves are priced once.
         """
@@ -281,7 +281,7 @@ class CostModel:
         )
 
     def extra_copy(self, value: fx.Node, spec: ShardSpec) -> float:
-        """Return what takes a value to one more layout, from the nearest that it is moved to."""
+        """Return the cost of one more layout of a value, from the nearest that it is moved to."""
         uses = self.assignment.required_layouts(value, False)
         copies = (self.assignment.layout_of[value], *uses)
         return 0.0 if spec in copies else self._nearest_cost(value, copies, spec, math.inf)

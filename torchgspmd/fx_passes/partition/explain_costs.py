@@ -31,7 +31,7 @@ COLUMNS = ("arithmetic", "memory", "operands", "results")
 
 @dataclass(frozen=True)
 class Decisions:
-    """What partition decided, of a graph that it did not change."""
+    """The decisions of partition, for a graph that it did not change."""
 
     graph: fx.Graph
     mesh: Mesh
@@ -125,12 +125,12 @@ class CandidateRow:
 
 
 def _content(strategy: Strategy) -> tuple:
-    """Return what tells strategies apart."""
+    """Return the content that tells strategies apart."""
     return strategy.assignment, strategy.operands, strategy.results
 
 
 def _explain_input(costs: CostModel, value: fx.Node) -> str:
-    """Return what it costs to move an input to its users, by its layout."""
+    """Return the cost of moving an input to its users, by its layout."""
     at, chosen = costs.assignment, costs.assignment.layout_of[value]
     uses = at.required_layouts(value, first=False)
     layouts = dict.fromkeys((chosen, *(spec.plain() for spec in uses if not spec.pending)))

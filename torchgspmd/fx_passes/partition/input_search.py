@@ -78,7 +78,7 @@ class InputSearch:
                     yield value, names[0]
 
     def _gathers_of_others(self, op: Op, axis: str, factor: str, weight_factor: str) -> float:
-        """Return what gathers the operands of an operation that have one factor and not another."""
+        """Return the cost of gathering the operands with one factor and not another."""
         cost = 0.0
         for value, dims in zip(op.operands, op.rule.operands):
             names = [names[0] if names else None for names in dims]
@@ -87,7 +87,7 @@ class InputSearch:
         return cost
 
     def _gather(self, value: fx.Node, axis: str, dim: int | None = None) -> float:
-        """Return what gathers a value along an axis, from a dimension if it does not lie there.
+        """Return the cost of gathering a value along an axis, from a dimension if not there.
 
         An open input may as well be stored whole.
         """

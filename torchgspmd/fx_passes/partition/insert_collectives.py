@@ -105,7 +105,7 @@ class _Inserter:
             copy.meta["spec"] = at.layout_of[node]
 
     def _leave_as_carried(self, node: fx.Node, copy: fx.Node) -> None:
-        """Let a carry leave its loop in the layout that it has there: perhaps it is the first."""
+        """Keep the layout of a carry where it leaves its loop: perhaps it is the first."""
         strategy = self.assignment.strategy_of[node.args[2]]
         (spec,) = strategy.results
         copy.update_arg(0, copy.args[1])

@@ -1,4 +1,4 @@
-"""What a search compares: strategies of an operation, and the layouts around it.
+"""Candidates of a search: strategies of an operation, and the layouts around it.
 
 Equal content is one object, so that caches compare identities.
 """

@@ -249,7 +249,7 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
 def courses(
     ops: Mapping[fx.Node, Op], inputs: Sequence[fx.Node]
 ) -> list[tuple[Body, list[tuple[fx.Node, int]]]]:
-    """Return what dimensions of inputs run through, and of each these dimensions."""
+    """Return the operations that dimensions of inputs run through, and of each these dimensions."""
     free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
     _, factors = _connect(free)
     places: dict[Hashable, dict[tuple[fx.Node, int], None]] = {}

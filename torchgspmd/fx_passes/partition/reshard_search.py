@@ -174,7 +174,7 @@ class ReshardSearch:
         return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
 
     def fee(self, kind: CollectiveKind) -> float:
-        """Return what a step costs besides the bytes sent."""
+        """Return the cost of a step besides the bytes sent."""
         return getattr(self.constants, kind.fee)
 
     def remaining_cost(self, spec: ShardSpec) -> float:
@@ -308,7 +308,7 @@ def step_cost(step: Step, constants: CostConstants) -> float:
 
 
 def fee_of(step: Step, constants: CostConstants) -> float:
-    """Return what a step costs besides the bytes that it sends."""
+    """Return the cost of a step besides the bytes that it sends."""
     kind = step.target
     fee = kind.fee if isinstance(kind, CollectiveKind) and step.collective else "local_step_fee"
     return getattr(constants, fee)

@@ -41,7 +41,7 @@ Memories = dict[Situation, SearchMemory]
 
 @dataclass(frozen=True)
 class Solution:
-    """What a search ended with, by names of nodes: strategies with keys of operations, inputs."""
+    """The end of a search, by names of nodes: strategies with keys of operations, inputs."""
 
     strategies: Mapping[str, tuple[int | None, Strategy]]
     inputs: Mapping[str, ShardSpec]
@@ -72,6 +72,6 @@ Solutions = dict[Situation, Solution]
 
 
 def situation(graph: fx.Graph, mesh: Mesh, constants: CostConstants) -> Situation:
-    """Return what graphs have in common that share a memory."""
+    """Return the key of graphs that share a memory."""
     layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
     return mesh, crowded(layouts, mesh), constants

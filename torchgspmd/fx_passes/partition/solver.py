@@ -196,7 +196,7 @@ class Solver:
             candidates = [self._fill_open(tied[1], spec, tied[0]) for spec in candidates]
 
         def cost(spec: ShardSpec) -> float:
-            """Return what all moves of the input cost if it is stored in this layout."""
+            """Return the cost of all moves of the input if it is stored in this layout."""
             move_cost = self.costs.move_cost
             arrival = move_cost(tied[0], at.layout_of[tied[0]], spec) if tied else 0.0
             return arrival + sum(move_cost(node, spec, use) for use in uses)

@@ -82,7 +82,7 @@ class Strategies:
         return list(dict.fromkeys(s for s in strategies if s is not None))
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
-        """Return what each axis may do: shard a factor, pass through operands, or nothing.
+        """Return the choices of each axis: shard a factor, pass through operands, or nothing.
 
         A string is a factor, an integer a group of linear operands, None nothing.
         """
@@ -169,7 +169,7 @@ class Strategies:
         return self.piece_cache[key]
 
     def _starts(self, op: Op, neighborhood: Neighborhood) -> tuple[Start, ...]:
-        """Return what each layout around an operation has its axes do; None is nothing."""
+        """Return the choices of axes in each layout around an operation; None is nothing."""
         tensors = [
             *zip(op.rule.operands, (have.layouts for have in neighborhood.operands)),
             *zip(op.rule.results, neighborhood.required),
@@ -277,7 +277,7 @@ def _joined(axes: Iterable[Axes]) -> Axes:
 
 
 def _targets(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[tuple]:
-    """Yield what all pieces do at once, in the order of itertools.product.
+    """Yield the choices of all pieces at once, in the order of itertools.product.
 
     Without starts every combination. With starts those that one layout asks for, filled up by the
     others, in which one piece does something else: as many as there are pieces, not a power.

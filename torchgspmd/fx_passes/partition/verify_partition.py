@@ -52,7 +52,7 @@ def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
 
 
 def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
-    """Return what is wrong with the layout of a value."""
+    """Return the faults of the layout of a value."""
     value, spec, step = node.meta.get("val"), node.meta.get("spec"), node.meta.get("step")
     if node.op == "output" or not isinstance(value, Tensor):
         return []
@@ -75,7 +75,7 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 
 
 def _open_size_faults(node: fx.Node) -> list[str]:
-    """Return what is wrong with the layout of a value that has a size which only a run knows."""
+    """Return the faults of the layout of a value with a size that only a run knows."""
     spec = node.meta.get("spec")
     if spec is None or "other" not in node.meta:
         return []
@@ -85,7 +85,7 @@ def _open_size_faults(node: fx.Node) -> list[str]:
 
 
 def _operand_faults(node: fx.Node) -> list[str]:
-    """Return what is wrong with the layouts of an operation's operands."""
+    """Return the faults of the layouts of an operation's operands."""
     rule: FactorRule | None = node.meta.get("rule")
     if rule is None:
         return []

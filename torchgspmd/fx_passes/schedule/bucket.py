@@ -43,7 +43,7 @@ Keys = Mapping[fx.Node, tuple[Any, ...]]
 
 
 def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
-    """Return what collectives that can be merged have in common, by node.
+    """Return the keys of collectives, equal for those that can be merged, by node.
 
     It is the kind, what that asks for (axes, reduction), and dtype; if forward and backward are
     programs of their own, also of which the node is.

@@ -55,7 +55,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _ancestors(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return what a node needs, in order; nothing if random numbers are drawn for it."""
+    """Return the ancestors of a node, in order; none if random numbers are drawn for it."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:

@@ -154,7 +154,7 @@ def _bound(p: float) -> int:
 
 @functools.cache
 def _kernel() -> Callable[..., bool] | None:
-    """Return what fills tensors of CUDA by one kernel; None without Triton."""
+    """Return the function that fills tensors of CUDA by one kernel; None without Triton."""
     try:
         return importlib.import_module(f"{__package__}.random_kernel").fill
     except ImportError:

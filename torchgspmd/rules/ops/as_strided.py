@@ -41,7 +41,7 @@ def _storage_order(x: Tensor) -> list[int] | None:
 def _windows(
     shape: list[int], size: Sequence[int], stride: Sequence[int], offset: int
 ) -> list[StridedWindow] | None:
-    """Return what the strides read of each dimension of a contiguous tensor, or None.
+    """Return the windows that strides read of each dimension of a contiguous tensor, or None.
 
     Adjacent dimensions are merged until every stride stays within one.
     """

@@ -61,7 +61,7 @@ def has_own_seed(op: Any) -> bool:
 
 
 def natively(graph: fx.Graph) -> fx.Graph:
-    """Let a graph draw by PyTorch's own generator, with one seed for each shard. Return it.
+    """Draw by PyTorch's own generator, with one seed for each shard. Return the graph.
 
     Numbers that are drawn again in another layout would be others: these stay hashes of positions.
     """

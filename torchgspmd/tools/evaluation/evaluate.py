@@ -68,7 +68,7 @@ def evaluate(
 
 @contextmanager
 def _open_results(model: nn.Module) -> Iterator[None]:
-    """Let a module on a mesh leave its results where they are computed, if no out_specs say how."""
+    """Leave a module's results where they are computed, if no out_specs say how."""
     if not isinstance(model, ShardedModule) or model._out_specs is not None:
         yield
         return

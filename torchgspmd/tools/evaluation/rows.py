@@ -55,7 +55,7 @@ def count_rows(batch: Sequence[Tensor]) -> int:
 
 
 class Part:
-    """What one device counts of the outputs of a model: a block, of all elements if it is one.
+    """The outputs that one device counts: a block, of all elements if it is one.
 
     outputs: the results of the model. whole: dims of these that a device has to have all of. The
     others correspond in order to the first dims of targets, `rank` of which the smallest has.
@@ -125,7 +125,7 @@ class Part:
 def real_part(
     outputs: Tensor, targets: Sequence[Tensor], whole: Sequence[int], real: Tensor | None
 ) -> tuple[Part, list[Tensor]]:
-    """Return what this device counts: outputs and targets, without rows that are not real."""
+    """Return the outputs and targets that this device counts, without rows that are not real."""
     part = Part(outputs, whole, min((t.dim() for t in targets), default=outputs.dim()))
     tensors = [part.outputs, *map(part.of, targets)]
     if real is not None:

@@ -1,1 +1,1 @@
-"""What a plan will cost: time, memory, and why, as text, as a page, and as a trace."""
+"""The cost of a plan: time, memory, and why, as text, as a page, and as a trace."""

@@ -27,7 +27,7 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """What another plan does differently. It prints as tables.
+    """The differences of another plan. It prints as tables.
 
     Args:
         before: Report of the plan.

@@ -35,7 +35,7 @@ def page_data(
     layouts: Layouts,
     report: Report,
 ) -> dict[str, object]:
-    """Return what the page draws, of strings, numbers, lists and dictionaries.
+    """Return the data that the page draws, of strings, numbers, lists and dictionaries.
 
     Args:
         title: Of the page.
@@ -120,7 +120,7 @@ class _Values:
         self.costs: dict[tuple[str, str], str] = {}
 
     def row(self, node: fx.Node) -> dict[str, Any]:
-        """Return what the page says of a value."""
+        """Return the page's row of a value."""
         spec = node.meta.get("spec") or ShardSpec.replicated(node.meta["val"].dim())
         val = node.meta["val"]
         return {

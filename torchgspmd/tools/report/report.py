@@ -60,7 +60,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class TriedMark:
-    """What a plan with one more mark changes: seconds of a step, bytes of a device, bytes sent."""
+    """The gain of one more mark: seconds of a step, bytes of a device, bytes sent."""
 
     seconds: float
     memory: int

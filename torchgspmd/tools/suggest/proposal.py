@@ -80,7 +80,7 @@ def groups_of(captured: Captured) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Marks:
-    """What a search decides: which dimensions MODEL and DATA shard.
+    """The decisions of a search: the dimensions that MODEL and DATA shard.
 
     model: dimensions of groups on MODEL, by pattern; patterns without a mark are missing. zero:
     every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,

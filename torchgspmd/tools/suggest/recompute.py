@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Way:
-    """What one layer adds to a step: its part of that of a model whose layers all do so."""
+    """The share of one layer in a step: its part in a model whose layers all do so."""
 
     seconds: float
     memory: float

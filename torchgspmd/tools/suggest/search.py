@@ -308,7 +308,7 @@ class _Search:
             yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
-        """Return what is compared: bytes above the limit first, then seconds."""
+        """Return the key of comparison: bytes above the limit first, then seconds."""
         return self._order(self.propose(mesh, marks))
 
     def _order(self, proposal: Proposal) -> tuple[float, float]:
@@ -379,7 +379,7 @@ class _Search:
         return keys if frugal in keys else [*keys[: BEST - 1], frugal]
 
     def _frugal_key(self, best: tuple[Mesh, Marks, int]) -> tuple[Mesh, Marks, int]:
-        """Return what sends least of those that are little slower than the best."""
+        """Return the proposal that sends least of those that are little slower than the best."""
         excess, seconds = self._order(self.tried[best])
         close = [
             key
