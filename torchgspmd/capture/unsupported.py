@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import traceback
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
@@ -27,13 +28,14 @@ from ..errors import (
     user_line,
     user_line_of,
 )
-from .branching_modules import name_of_innermost, wrapped_alone
+from .branching_modules import modules_in, name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
-from .failing_line import name_line
 
 # Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
 # truth values.
 _OLD = torch.__version__ < "2.10"
+# Errors of torch to which the user's line is appended.
+_NAMED = RuntimeError, ValueError, IndexError, TypeError
 # words in the errors of collectives
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 # Classes that parallelize a module by themselves.
@@ -354,3 +356,29 @@ class translate_errors:
             ) from error
         if isinstance(error, Exception):
             name_line(error)
+
+
+def name_line(error: Exception) -> None:
+    """Append the user's line to the text of an error of torch, raised while capturing.
+
+    Its type stays. An error that the user's own code raises stays as it is: its traceback ends
+    there.
+    """
+    text = error.args[0] if len(error.args) == 1 else None
+    if type(error) not in _NAMED or not isinstance(text, str) or _is_raised_by_user(error):
+        return
+    lines = [text]
+    if (where := user_line_of(error)) is not None:
+        frame = traceback.extract_tb(innermost_frame_of(error), limit=1)[0]
+        lines.append(f"  where {where}: {frame.line}")
+    if name := name_of_innermost(error.__traceback__):
+        *_, module = modules_in(error.__traceback__)
+        leaf = not any(module.children())
+        lines.append(f"  in    {name}, {module if leaf else 'a ' + type(module).__name__}")
+    error.args = ("\n".join(lines),)
+
+
+def _is_raised_by_user(error: Exception) -> bool:
+    """Return whether the innermost frame of an error's traceback is the user's."""
+    innermost = innermost_frame_of(error)
+    return innermost is not None and innermost.tb_next is None

@@ -11,7 +11,7 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
 
 A strategy (see strategies.py) says what an operation needs of its operands and returns as results.
 An Assignment has one for every operation, a CostModel says what it costs, and searches change it:
-op_search.py one operation, sum_search.py, chain_search.py and body_search.py several at once,
+op_search.py one operation, sum_search.py, body_search.py and solver.py several at once,
 message_search.py those next to messages, solver.py all, round by round.
 """
 

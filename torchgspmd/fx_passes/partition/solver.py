@@ -16,18 +16,47 @@ from torch import fx
 from ...shard_spec import ShardSpec
 from .assignment import Assignment
 from .body_search import BodySearch
-from .chain_search import ChainSearch
 from .cost_model import CostModel
 from .input_search import InputSearch
 from .message_search import MessageSearch
 from .neighborhood import Strategy
 from .op_search import OpSearch
+from .region_proposal import RegionProposals
+from .regions import Region, chains, sources
 from .search_memory import SearchMemory, Solution
 from .strategies import marked
 from .sum_search import SumSearch
 
 Cotangents = dict[fx.Node, tuple[fx.Node, ShardSpec]]
 Storable = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
+
+
+class ChainSearch(RegionProposals):
+    """Tries other layouts for chains of operations on one tensor, or with the contraction before.
+
+    All of a chain are laid out like its operand, or as its result is needed.
+    """
+
+    search = "chain"
+
+    def __init__(self, op_search: OpSearch) -> None:
+        super().__init__(op_search)
+        ops = self.assignment.ops
+        self.chains, self.sources = chains(ops), sources(ops)
+
+    def improve(self) -> list[bool]:
+        """Try every chain and contraction once; return of each whether it changed."""
+        return [*map(self._improve_chain, self.chains), *map(self._improve_source, self.sources)]
+
+    def _improve_chain(self, chain: Region) -> bool:
+        """Lay out a chain like its operand, or as its result is required."""
+        return self.try_proposal(
+            chain, "in", lambda: self.propose_forwards(chain)
+        ) or self.try_proposal(chain, "out", lambda: self.propose_backwards(chain))
+
+    def _improve_source(self, source: Region) -> bool:
+        """Compute a contraction as it costs least by itself; the chain behind it follows."""
+        return self.try_proposal(source, "in", lambda: self.propose_forwards(source))
 
 
 class Solver:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import html
+import json
 from dataclasses import replace
 from pathlib import Path
 
 from ...comm.hardware import Hardware
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import limits_text
-from .chrome_trace import trace_text
 from .diff import PlanDiff, layout_changes
-from .estimate import Estimate, estimate
+from .estimate import COMPUTE, Estimate, estimate
 from .explanation import explain
 from .page import page_data, page_text
 from .report import Report, report
 from .tried_marks import try_marks
+
+_ROWS = {COMPUTE: (1, "compute"), "exposed": (1, "compute"), "communication": (2, "communication")}
 
 
 class PlanViews(Plan):
@@ -183,3 +185,35 @@ class PlanViews(Plan):
         replan = self._replanner()
         whole = try_marks(alone, self.captured, lambda marked: replan(marked).report(hardware))
         return replace(alone, whole=whole)
+
+
+def trace_text(estimate: Estimate) -> str:
+    """Return a trace that Perfetto and chrome://tracing open. Times are in microseconds."""
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": tid, "args": {"name": name}}
+        for tid, name in sorted(set(_ROWS.values()))
+    ]
+    events = [
+        {
+            "name": ("wait for " if e.stream == "exposed" else "")
+            + e.name
+            + (f" x {e.runs}" if e.runs > 1 else ""),
+            "cat": e.stream,
+            "ph": "X",
+            "pid": 0,
+            "tid": _ROWS[e.stream][0],
+            "ts": e.begin * 1e6,
+            "dur": e.seconds * 1e6,
+            "args": {
+                "source": e.source,
+                "phase": "backward" if e.backward else "forward",
+                "sent_bytes": e.sent,
+            },
+        }
+        for e in estimate.events
+    ]
+    memory = [
+        {"name": "memory", "ph": "C", "pid": 0, "ts": e.begin * 1e6, "args": {"bytes": e.alive}}
+        for e in estimate.events
+    ]
+    return json.dumps({"traceEvents": [*names, *events, *memory], "displayTimeUnit": "ms"})
