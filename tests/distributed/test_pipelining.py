@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import distributed
 from torch import nn
@@ -58,9 +59,10 @@ def test_gradients_are_those_of_one_process(mesh, schedule, tmp_path):
         pipeline = Schedule1F1B(stages[0], MICROBATCHES, loss_fn=squared)
     elif schedule == "listed":
         table = list_schedule(2, MICROBATCHES, split=True, memory=2).table
-        (tmp_path / "schedule.csv").write_text("\n".join(map(",".join, table)))
+        file = tmp_path / f"schedule-{dist.get_rank()}.csv"  # all ranks have this folder
+        file.write_text("\n".join(map(",".join, table)))
         pipeline = _PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=squared)
-        pipeline._load_csv(str(tmp_path / "schedule.csv"))
+        pipeline._load_csv(str(file))
     else:
         pipeline = ScheduleZBVZeroBubble(stages, MICROBATCHES, loss_fn=squared)
 
