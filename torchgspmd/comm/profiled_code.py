@@ -30,6 +30,7 @@ class ProfiledCode:
 
     def __init__(self, plain: Callable[..., Any], codegen: CodeGen | None = None) -> None:
         self.plain, self.codegen = plain, codegen
+        self.__self__: fx.GraphModule = plain.__self__  # pyright: ignore[reportFunctionMemberAccess]
         self._with_ranges: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
@@ -37,10 +38,9 @@ class ProfiledCode:
         if _IS_MISSING or not _profiler_enabled():
             return self.plain(*inputs)
         if self._with_ranges is None:
-            owner: Any = self.plain.__self__  # pyright: ignore[reportFunctionMemberAccess]
-            graph = with_ranges(owner.graph)
+            graph = with_ranges(self.__self__.graph)
             graph.set_codegen(self.codegen or CodeGen())
-            self._with_ranges = fx.GraphModule(owner, graph).forward
+            self._with_ranges = fx.GraphModule(self.__self__, graph).forward
         return self._with_ranges(*inputs)
 
 

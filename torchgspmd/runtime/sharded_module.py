@@ -165,10 +165,10 @@ class ShardedModule(MeshModule):
         plan = program.plan
         inputs = zip(plan.captured.inputs, plan.input_layouts)
         layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
-        # Windows are those of a number of rows: a program for all would gather them.
-        sharded = not any(
-            spec.windows for n in plan.sharded.nodes for spec in n.meta.get("operand_specs", ())
-        )
+        # Windows are those of a number of rows: a program for all would gather them. A plan that
+        # was sent has the layouts of its values alone, and all ranks have to say the same.
+        specs = [spec for n in plan.sharded.nodes if (spec := n.meta.get("spec")) is not None]
+        sharded = not any(spec.windows for spec in specs)
         return {
             (i, d)
             for i, spec in enumerate(layouts)
