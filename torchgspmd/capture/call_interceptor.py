@@ -30,7 +30,7 @@ from .rewrites import products, sparse_coo, value_free  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
-from .trace_context import at_once, is_transforming, is_vectorizing
+from .trace_context import OPENED, at_once, is_transforming, is_vectorizing
 from .unsupported import check_dense
 
 _CALL = getattr(nn.Module.__call__, "__code__", None)  # of frames that call a module
@@ -232,8 +232,12 @@ class SourceTracker:
     def before(self) -> None:
         """Set the metadata of the nodes that the next call creates."""
         if not self.backward:
-            place = {"source": traced_line(self.entry), "module": self._module()}
+            place = {"source": traced_line(self.entry), "module": self._place()}
             fx_traceback.get_current_meta()["custom"] = {**place, "backward": False}
+
+    def _place(self) -> str:
+        """Return the user's ranges (record_function), then the path of the innermost module."""
+        return "/".join((*OPENED, self._module()))
 
     def _module(self) -> str:
         """Return the path of the innermost module that is called."""
@@ -272,7 +276,7 @@ class SourceTracker:
             yield
             return
         outputs = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
-        place = {"source": traced_line(self.entry), "module": self._module()}
+        place = {"source": traced_line(self.entry), "module": self._place()}
         self._mark({**place, "backward": True, "inner": True}, outputs)
         try:
             yield

@@ -42,7 +42,6 @@ def normalize(
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
     sizes = StandInSizes(traced)
-    _name_ranges(old_nodes)
     names = _identifiers([each.name for each in inputs])
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
@@ -179,18 +178,3 @@ def _is_profiling(target: object) -> bool:
     The step of every optimizer is inside of one.
     """
     return isinstance(target, OpOverload) and target.namespace == "profiler"
-
-
-def _name_ranges(nodes: list[fx.Node]) -> None:
-    """Put the user's ranges (record_function) before the modules of the nodes in them."""
-    opened: dict[fx.Node, str] = {}
-    for node in nodes:
-        if not _is_profiling(node.target):
-            if opened and node.op == "call_function":
-                custom = {"backward": False, **_custom(node)}
-                path = "/".join((*opened.values(), custom.get("module") or ""))
-                node.meta["custom"] = {**custom, "module": path}
-        elif isinstance(node.args[0], str):  # the begin of a range
-            opened[node] = node.args[0].replace("/", "|")
-        else:
-            opened.pop(node.all_input_nodes[0], None)

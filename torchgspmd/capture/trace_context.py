@@ -92,7 +92,30 @@ _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
 
+OPENED: list[str] = []  # names of the ranges of the user that a trace is in
+
+
+def _opening(before: Callable[..., Any]) -> Callable[..., Any]:
+    def enter(self: Any) -> Any:
+        OPENED.append(self.name.replace("/", "|"))
+        return before(self)
+
+    return enter
+
+
+def _closing(before: Callable[..., Any]) -> Callable[..., Any]:
+    def leave(self: Any, *error: object) -> Any:
+        OPENED.pop()
+        return before(self, *error)
+
+    return leave
+
+
+_RANGES = "a profile of the program would not have the user's ranges"
+
 PATCHES = [  # features add rows
+    Patch(torch.profiler.record_function, "__enter__", _opening, _RANGES),
+    Patch(torch.profiler.record_function, "__exit__", _closing, _RANGES),
     Patch(torch.compiler, "_is_compiling_flag", always(True), _COMPILED),
     Patch(torch.compiler, "_is_exporting_flag", always(True), _COMPILED),
     Patch(
@@ -199,6 +222,7 @@ class capturing:
             _pop_saved_tensors_default_hooks()
         self.stance = torch.compiler.set_stance("force_eager")
         self.patches = apply(PATCHES)
+        OPENED.clear()  # what an error has left
 
     def __exit__(self, *_: object) -> None:
         self.patches.close()
