@@ -270,7 +270,7 @@ def deepseek(mesh: Mesh | None) -> Training:
 
 
 class LongBlock(nn.Module):
-    """Four heads of queries, one of keys and values, dropout of what is added."""
+    """Four heads of queries, one of keys and values, dropout of each term that is added."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -321,7 +321,7 @@ def on_one_device(model: nn.Module, batch: Batch, mesh: Mesh = Mesh(data=1)) -> 
 
 
 class DroppingBlock(VIT.Block):
-    """A block of examples/vit with dropout of what is added."""
+    """A block of examples/vit with dropout of each term that is added."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + F.dropout(self.attention(self.norm1(x)), 0.2)

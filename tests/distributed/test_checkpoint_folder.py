@@ -3,6 +3,7 @@
 import copy
 import json
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
+from torchgspmd.runtime import checkpoint
 
 
 class Net(nn.Module):
@@ -138,3 +140,24 @@ def test_extra_states_reach_every_rank(mesh):
     model = gspmd.parallelize(Counting(4, 4), mesh)
     gspmd.load_full_state_dict(model, state if dist.get_rank() == 0 else None)
     assert model.calls == 7
+
+
+@distributed("data=2")
+def test_an_error_of_one_rank_is_one_of_all(mesh, tmp_path):
+    """A full disk where rank 0 completes the folder: nobody waits, the checkpoint before stays."""
+    module, *_ = wrapped(mesh)
+    gspmd.save(tmp_path / "step-1", module, step=1)
+
+    def full(*_: object) -> None:
+        if dist.get_rank() == 0:
+            raise OSError(28, "No space left on device")
+
+    for asynchronous in (False, True):
+        with patch.object(checkpoint, "_complete", full):
+            words = "No space" if dist.get_rank() == 0 else "rank 0 has not written .* No space"
+            with pytest.raises((OSError, gspmd.ShardingError), match=words):
+                gspmd.save(tmp_path / "step-2", module, step=2, asynchronous=asynchronous)
+                gspmd.load(tmp_path, module)  # waits for the asynchronous one
+        assert gspmd.load(tmp_path, module) == 1
+    gspmd.save(tmp_path / "step-2", module, step=2)
+    assert gspmd.load(tmp_path, module) == 2

@@ -29,8 +29,7 @@ from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..fx_passes import Layouts
-from ..fx_passes.digest import HEIGHT as PAGE
-from ..fx_passes.digest import digest_text
+from ..fx_passes.digest import fits_page, page_text
 from ..fx_passes.ir import runs
 from ..fx_passes.localize.sizes_in_a_run import shard_inputs
 from ..fx_passes.printer import dtype_name, graph_text
@@ -198,8 +197,7 @@ class Plan(PlanFiles):
         """Return the program with its layouts and collectives, as `print` shows it.
 
         Args:
-            full: Show every value, also of a program that fills more than a page. Without it, such
-                a program has a line for each module, and like layers stand once.
+            full: Show every value. Else a program that fills more than a page has a line a module.
 
         Returns:
             The program, and the summary behind it.
@@ -211,12 +209,10 @@ class Plan(PlanFiles):
             >>> result.text(full=True) == str(result)  # it is short
             True
         """
-        whole, summary = graph_text(self.sharded, self.mesh, fold=True), self.summary()
-        if full or whole.count("\n") < PAGE:
-            return f"{whole}\n\n{summary}"
-        names = [each.name for each in self.captured.inputs]
-        page = digest_text(self.sharded, names, self.mesh, PAGE - summary.count("\n") - 4)
-        return f"{page}\n\n{summary}\nprint(plan.text(full=True)) shows every value"
+        whole, names = graph_text(self.sharded, self.mesh, fold=True), self.captured.inputs
+        if full or fits_page(whole):
+            return f"{whole}\n\n{self.summary()}"
+        return page_text(self.sharded, [i.name for i in names], self.mesh, self.summary())
 
     def summary(self) -> str:
         """Summarize what a device sends and holds.

@@ -94,7 +94,7 @@ _SHARDED = "fully_shard would shard what is sharded already"
 _FAREWELL = "a process that ends at once after it is taken for one that has died"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
-_KEPT = "a state_dict of an optimizer outlives its model, and what is patched for saving it"
+_KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 

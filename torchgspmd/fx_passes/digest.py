@@ -39,7 +39,18 @@ class _Group:
     sent: dict[tuple[str, str], float] = field(default_factory=dict)  # by kind and axes
 
 
-def digest_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, height: int = HEIGHT) -> str:
+def fits_page(text: str) -> bool:
+    """Return whether a text has no more lines than a page."""
+    return text.count("\n") < HEIGHT
+
+
+def page_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, summary: str) -> str:
+    """Return a program and its summary on a page. The arguments are those of `digest_text`."""
+    page = digest_text(graph, inputs, mesh, HEIGHT - summary.count("\n") - 4)
+    return f"{page}\n\n{summary}\nprint(plan.text(full=True)) shows every value"
+
+
+def digest_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, height: int) -> str:
     """Return a program on a page.
 
     Args:

@@ -15,8 +15,9 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from ..capture import ArgumentSizes
+from ..capture import ARGUMENT, ArgumentSizes
 from ..capture.argument_sizes import LEAST
+from ..compiler.plan import Plan
 from ..errors import user_line, user_line_of
 
 MOST = 16  # the most shapes that a call is compared with
@@ -92,6 +93,24 @@ class SizeHistory:
         for lengths in itertools.chain.from_iterable(self.alike.values()):
             if lengths.sizes is sizes:
                 lengths.sizes, lengths.is_symbolic = ArgumentSizes(), False
+
+
+def free_dims(plan: Plan) -> set[Dim]:
+    """Return the dimensions of a plan's arguments whose sizes may be symbols in another program.
+
+    Windows are those of a number of rows: a program for all would gather them. All ranks have to
+    say the same, and a plan that was sent has the layouts of its values alone.
+    """
+    inputs = zip(plan.captured.inputs, plan.input_layouts)
+    layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
+    specs = [spec for n in plan.sharded.nodes if (spec := n.meta.get("spec")) is not None]
+    has_windows = any(spec.windows for spec in specs)
+    return {
+        (i, d)
+        for i, spec in enumerate(layouts)
+        for d, axes in enumerate(spec.dims)
+        if not (axes and has_windows)
+    }
 
 
 def _common(calls: Sequence[Shapes], changed: Iterable[Dim]) -> ArgumentSizes:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -87,16 +87,19 @@ def save(
     content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
     content["states"] = tensors
     writing = path.with_name(path.name + WRITING)
-    if _rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
-    _barrier()
+    _meet(_failure_of(partial(_prepare, writing)))
     complete = partial(_complete, path, {"step": step, "states": plain}, keep)
     if asynchronous:
         return _LATEST.start(content, writing, complete)
     dcp.save(content, checkpoint_id=writing)
-    complete()
-    _barrier()
+    _meet(_failure_of(complete))
+
+
+def _prepare(writing: Path) -> None:
+    """Make the folder that is written into, without what a dead process left; rank 0 does it."""
+    if _rank() == 0:
+        shutil.rmtree(writing, ignore_errors=True)
+        writing.mkdir(parents=True)
 
 
 def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
@@ -148,8 +151,7 @@ class _Latest:
         """Wait for the checkpoint that is being written, if there is one, on all ranks."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            saving.result()
-            _barrier()
+            _meet(saving.exception())
 
 
 _LATEST = _Latest()
@@ -340,6 +342,28 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _barrier() -> None:
+def _failure_of(function: Callable[[], None]) -> Exception | None:
+    try:
+        function()
+    except Exception as error:
+        return error
+    return None
+
+
+def _meet(failure: BaseException | None) -> None:
+    """Wait for all ranks. An error of one of them is an error of all: none would wait for it."""
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    texts: list[str | None] = [said]
     if dist.is_initialized():
-        dist.barrier()
+        texts *= dist.get_world_size()
+        dist.all_gather_object(texts, said)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise ShardingError(
+                f"rank {rank} has not written the checkpoint: {text}",
+                where=user_line(),
+                why="a checkpoint needs the parts of all ranks; the one before stays as it was",
+                fix="the error of that rank",
+            )

@@ -34,6 +34,7 @@ from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
+from .changing_sizes import free_dims
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
@@ -162,19 +163,7 @@ class ShardedModule(MeshModule):
         program = next(iter(self._programs.get(key, ())), None)
         if program is None:
             return set()
-        plan = program.plan
-        inputs = zip(plan.captured.inputs, plan.input_layouts)
-        layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
-        # Windows are those of a number of rows: a program for all would gather them. A plan that
-        # was sent has the layouts of its values alone, and all ranks have to say the same.
-        specs = [spec for n in plan.sharded.nodes if (spec := n.meta.get("spec")) is not None]
-        sharded = not any(spec.windows for spec in specs)
-        return {
-            (i, d)
-            for i, spec in enumerate(layouts)
-            for d, axes in enumerate(spec.dims)
-            if sharded or not axes
-        }
+        return free_dims(program.plan)
 
     @watched
     def _run(self, program: JointProgram, call: ModuleCall) -> Any:
