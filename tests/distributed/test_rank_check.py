@@ -128,9 +128,7 @@ def test_a_sum_that_travels_with_the_comparison(mesh):
     torch.manual_seed(0)
     reference = Distance()
     everywhere = "+".join(mesh.names)
-    # A program for all sizes gathers what it takes the mean of, and begins with another collective.
-    options = {"in_specs": (f"{everywhere} _",), "dynamic": False}
-    model = gspmd.parallelize(copy.deepcopy(reference), mesh, **options)
+    model = gspmd.parallelize(copy.deepcopy(reference), mesh, in_specs=(f"{everywhere} _",))
     for rows in (12, 7, 12):
         x = torch.randn(rows, 3)
         losses = model(x), reference(x)

@@ -135,3 +135,34 @@ def test_rows_of_halos_are_gathered():
     for length in (8, 7, 4):
         x = torch.randn(2, 3, length)
         assert_same(plan.simulate(x, _poison=True), model(x).detach())
+
+
+MEANS = {
+    "mean": lambda x, y: (x * y).mean(),
+    "mse": torch.nn.functional.mse_loss,
+    "l1": torch.nn.functional.l1_loss,
+    "variance": lambda x, y: (x - y).var(correction=0),
+    "rows": lambda x, y: (x - y).mean((0, 2)).square().sum(),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("dims", [{0: "rows"}, {0: "rows", 1: "length"}])
+def test_a_mean_over_a_sharded_size_sends_its_sum(name, dims):
+    function, mesh = MEANS[name], Mesh(data=3)
+    x, y = (torch.randn(8, 8, 5, dtype=torch.float64) for _ in range(2))
+    options = {"in_specs": ("data _ _", "data _ _"), "out_specs": None}
+    dynamic = {"x": dims, "y": dims}
+
+    def f(x, y):
+        return function(x, y)
+
+    plan = gspmd.plan(f, x, y, mesh=mesh, dynamic=dynamic, **options)
+    assert {each.kind for each in plan.collectives} == {"all_reduce"}
+    assert plan.sent_bytes <= 8 * 4096 * 2
+    for rows, length in ((2, 8), (7, 8), (9, 4)):
+        length = length if 1 in dims else 8
+        x, y = (torch.randn(rows, length, 5, dtype=torch.float64) for _ in range(2))
+        torch.testing.assert_close(
+            plan.simulate(x, y, _poison=True), f(x, y), rtol=1e-12, atol=1e-12
+        )

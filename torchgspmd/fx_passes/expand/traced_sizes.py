@@ -3,13 +3,18 @@
     div(sum(%x, [0]), 496)      the mean of [u0, 8] over dim 0, for one size
     div(sum(%x, [0]), 1616)     for another size
     div(sum(%x, [0]), %n)       for all: %n = sym_size(%x, 0)
+    div(sum(%x), %m)            the mean of all elements: %m = mul(%n, 8)
 
 Both graphs are decompositions of one operation, for two sizes. Numbers in which they differ are
-sizes of its operands, or numbers among its arguments; otherwise the operation stays as it is.
+sizes of its operands, numbers among its arguments, or products of these; otherwise the operation
+stays as it is.
 """
 
 from __future__ import annotations
 
+import math
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +23,8 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ..ir import is_number
+
+_Size = tuple[int, int]  # in the decompositions for both sizes
 
 
 def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | None:
@@ -52,11 +59,15 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
             return one
         if one == two:
             return one
-        if (one, two) not in sizes or type(one) is not int:
+        if type(one) is not int or (factors := _factors(one, two, [*sizes])) is None:
             raise _DifferError
-        if (one, two) not in ready:
-            ready[one, two] = _size_node(inner, sizes[one, two], one, two, before)
-        return ready[one, two]
+        product = None
+        for size in factors:
+            if size not in ready:
+                ready[size] = _size_node(inner, sizes[size], *size)
+            product = _times(inner, before, product, ready[size])
+        rest = one // math.prod(size for size, _ in factors)
+        return product if rest == 1 else _times(inner, before, product, rest)
 
     try:
         for one, two in pairs:
@@ -91,7 +102,41 @@ def _add_inputs(inner: fx.Graph, node: fx.Node) -> dict[tuple, Any]:
     return numbers
 
 
-def _size_node(inner: fx.Graph, source: Any, one: int, two: int, before: fx.Node) -> fx.Node:
+def _factors(one: int, two: int, sizes: Sequence[_Size]) -> list[_Size] | None:
+    """Return sizes whose product, times a number, is a number of both graphs; None if none is.
+
+    one, two: the number in both. sizes: each in both.
+    """
+    if one == two:
+        return []
+    for size in sizes:
+        s, t = size
+        if s != t and s > 1 and one % s == 0 and two % t == 0:
+            rest = _factors(one // s, two // t, sizes)
+            if rest is not None:
+                return [size, *rest]
+    return None
+
+
+def _times(inner: fx.Graph, before: fx.Node, a: fx.Node | None, b: fx.Node | int) -> Any:
+    """Return the node of a product of two numbers; None stands for 1."""
+    if a is None:
+        return b
+    with inner.inserting_before(before):
+        product = inner.call_function(operator.mul, (a, b))
+    pairs = [_pair(x) for x in (a, b)]
+    one, two = map(math.prod, zip(*pairs))
+    product.meta = {"val": one, "other": two, "dynamic": True}
+    return product
+
+
+def _pair(number: fx.Node | int) -> _Size:
+    if isinstance(number, int):
+        return number, number
+    return number.meta["val"], number.meta.get("other", number.meta["val"])
+
+
+def _size_node(inner: fx.Graph, source: Any, one: int, two: int) -> fx.Node:
     """Return a node for a number: that of an argument, or the size of a dimension."""
     if isinstance(source, fx.Node):
         return source
