@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -64,6 +64,15 @@ lint: venv  ## ruff check, ruff format --check, pyright
 house: venv  ## how the package measures against its goals, each with the goal
 	$(BIN)/python $(INSTALL) -e .
 	$(BIN)/python tools/house.py
+
+# One worker a file, since a text that grows moves those below it. XLA's where its environment is. Sent bytes of pairs of features take an
+# hour: python -m composition --sent all, in tests.
+GOLDEN = $(shell grep -rlE "expecttest|EXPECTTEST_ACCEPT" tests --include='test_*.py')
+golden: venv  ## write every golden text anew, those of the docs too; `git diff` shows them
+	$(BIN)/python $(INSTALL) -e ".[test,examples]"
+	EXPECTTEST_ACCEPT=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(GOLDEN)
+	test ! -x $(XLA_BIN)/python || EXPECTTEST_ACCEPT=1 OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q \
+		$$(grep -rlE "expecttest|EXPECTTEST_ACCEPT" tests_xla --include='test_*.py')
 
 fast: venv  ## tests that start no processes and take no minutes
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"

@@ -43,6 +43,7 @@ SLOW = {
     "unet3d",
     "interpolate",
     "examples",
+    "documentation",
     "transformers",
 }
 

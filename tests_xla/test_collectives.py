@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from programs import (
     DIGITS,
     EVEN,
@@ -140,13 +141,13 @@ def test_the_table():
             return self.down(self.up(x).relu())
 
     plan = gspmd.plan(Net(), torch.zeros(8, 16), mesh=MESH, in_specs="data _", out_specs="data _")
-    assert (
-        str(gspmd.compare_with_xla(plan))
-        == """\
+    assert_expected_inline(
+        str(gspmd.compare_with_xla(plan)),
+        """\
 mesh data=4,model=2, pin user: bytes sent by a device
   collective  over   ours  bytes  XLA  bytes
   all_reduce  model  1     128    1    128
   all                1     128    1    128
 
-0 values laid out otherwise"""
+0 values laid out otherwise""",
     )

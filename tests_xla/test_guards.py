@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from environment import ENVIRONMENT, ROOT
+from expecttest import assert_expected_inline
 from helpers import message
 from programs import MESH
 from torch import fx, nn
@@ -36,22 +37,22 @@ class Marked(nn.Module):
 
 
 def test_part_of_the_devices_is_no_mesh():
-    assert (
-        message(lambda: gspmd.parallelize(nn.Linear(2, 2), Mesh(data=4), backend="xla"))
-        == """\
+    assert_expected_inline(
+        message(lambda: gspmd.parallelize(nn.Linear(2, 2), Mesh(data=4), backend="xla")),
+        """\
 mesh data=4 has 4 devices, XLA has 8
   where test_guards.py:N
   why   torch_xla partitions for all devices at once; a part of them cannot be a mesh
-  fix   an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU"""
+  fix   an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU""",
     )
 
 
 def test_an_unknown_pin():
-    assert (
-        message(lambda: on_xla(nn.Linear(2, 2), pin="some"))
-        == """\
+    assert_expected_inline(
+        message(lambda: on_xla(nn.Linear(2, 2), pin="some")),
+        """\
 there is no pin 'some'; there are 'user', 'all', 'none'
-  where test_guards.py:N"""
+  where test_guards.py:N""",
     )
 
 
@@ -59,22 +60,22 @@ def test_a_parameter_of_six_dimensions():
     module = nn.Module()
     module.weight = nn.Parameter(torch.zeros(8, 1, 1, 1, 1, 2))
     gspmd.mark_sharding(module.weight, MESH, "data _ _ _ _ _")
-    assert (
-        message(lambda: on_xla(module))
-        == """\
+    assert_expected_inline(
+        message(lambda: on_xla(module)),
+        """\
 'weight': torch_xla shards tensors of at most 5 dimensions, not 'data _ _ _ _ _'
-  fix   merge dimensions that are not sharded, or mark it before they are split"""
+  fix   merge dimensions that are not sharded, or mark it before they are split""",
     )
 
 
 def test_a_value_of_six_dimensions():
     model = on_xla(Marked("data _ _ _ _ _", (8, 1, 1, 1, 1, 2)))
-    assert (
-        message(lambda: model(torch.zeros(8, 2)))
-        == """\
+    assert_expected_inline(
+        message(lambda: model(torch.zeros(8, 2))),
+        """\
 a mark: torch_xla shards tensors of at most 5 dimensions, not 'data _ _ _ _ _'
   where test_guards.py:N
-  fix   merge dimensions that are not sharded, or mark it before they are split"""
+  fix   merge dimensions that are not sharded, or mark it before they are split""",
     )
 
 
@@ -99,10 +100,10 @@ def test_open_dimensions_are_decided_by_our_propagation():
 
 
 def test_a_pending_reduction():
-    assert (
-        message(lambda: check(ShardSpec.parse("_ sum@data"), MESH, "the value"))
-        == """\
-the value: XLA has no layout '_ sum@data' with a pending reduction"""
+    assert_expected_inline(
+        message(lambda: check(ShardSpec.parse("_ sum@data"), MESH, "the value")),
+        """\
+the value: XLA has no layout '_ sum@data' with a pending reduction""",
     )
 
 
@@ -133,24 +134,24 @@ def traced(op, *args) -> fx.Graph:
 
 def test_collectives_in_the_program():
     graph = traced(torch.ops._c10d_functional.all_reduce.default, "sum", "0")
-    assert (
-        message(lambda: lower(graph, MESH, start(MESH), "user", {}))
-        == """\
+    assert_expected_inline(
+        message(lambda: lower(graph, MESH, start(MESH), "user", {})),
+        """\
 the program calls the collective _c10d_functional::all_reduce
   where model.py:7
   why   XLA sees one process, in which it does nothing; the program is partitioned by XLA itself
-  fix   leave it out: marks say how tensors are laid out, and XLA communicates"""
+  fix   leave it out: marks say how tensors are laid out, and XLA communicates""",
     )
 
 
 def test_an_annotation_that_loses_gradients():
     graph = traced(torch.ops.xla.dynamo_mark_sharding.default, [], [], [], [], 0)
-    assert (
-        message(lambda: lower(graph, MESH, start(MESH), "user", {}))
-        == """\
+    assert_expected_inline(
+        message(lambda: lower(graph, MESH, start(MESH), "user", {})),
+        """\
 xla::dynamo_mark_sharding loses the gradient
   where model.py:7
-  fix   torchgspmd.mark_sharding"""
+  fix   torchgspmd.mark_sharding""",
     )
 
 
@@ -218,13 +219,13 @@ def test_an_operation_for_the_host_is_reported(function, name):
 def test_parameters_elsewhere():
     model = on_xla(nn.Linear(4, 4))
     model.weight = nn.Parameter(torch.zeros(4, 4))
-    assert (
-        message(lambda: model(torch.zeros(8, 4)))
-        == """\
+    assert_expected_inline(
+        message(lambda: model(torch.zeros(8, 4))),
+        """\
 'weight' is on cpu, not on xla:0
   where test_guards.py:N
   fix   model.to_empty(device='xla') after a model on meta, then initialize it; \
-other changes before it is wrapped"""
+other changes before it is wrapped""",
     )
 
 
@@ -236,12 +237,12 @@ def test_a_dtensor(tmp_path):
     )
     try:
         batch = distribute_tensor(torch.zeros(8, 4), init_device_mesh("cpu", (1,)))
-        assert (
-            message(lambda: on_xla(nn.Linear(4, 4))(batch))
-            == """\
+        assert_expected_inline(
+            message(lambda: on_xla(nn.Linear(4, 4))(batch)),
+            """\
 a DTensor is given to a program on XLA
   where test_guards.py:N
-  fix   the global batch as a plain tensor, or shard_batch"""
+  fix   the global batch as a plain tensor, or shard_batch""",
         )
     finally:
         dist.destroy_process_group()

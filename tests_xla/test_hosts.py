@@ -3,6 +3,7 @@
 import pytest
 import torch
 from common import checkpoint
+from expecttest import assert_expected_inline
 from helpers import message
 from programs import MESH
 from torch import Tensor
@@ -81,12 +82,12 @@ def test_this_host_has_all_devices_here():
 
 def test_rows_that_do_not_divide_over_the_devices_of_a_host():
     half = [MESH.coordinates(rank) for rank in BLOCKS[0]]
-    assert (
-        message(lambda: parts(X[:5], ShardSpec.parse("data _ _"), MESH, half))
-        == """\
+    assert_expected_inline(
+        message(lambda: parts(X[:5], ShardSpec.parse("data _ _"), MESH, half)),
+        """\
 dimension 0 of a host's batch has 5 rows, which its 2 shards do not divide
   where test_hosts.py:N
-  fix   the same number of rows for every device, on every host"""
+  fix   the same number of rows for every device, on every host""",
     )
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 from helpers import assert_same, layouts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -130,9 +131,9 @@ def test_one_line_of_a_plan():
 
     x = torch.randn(10, 7)
     plan = gspmd.plan(f, x, mesh=mesh, in_specs="x y", out_specs="y x")
-    assert (
-        str(plan)
-        == """\
+    assert_expected_inline(
+        str(plan),
+        """\
 mesh x=4 y=2
   %x             : f32[10@x, 7@y] = input
   %x_p           : f32[10@y, 7@x] = permute(%x, x y, y x)
@@ -142,6 +143,6 @@ mesh x=4 y=2
 
 permute        over x+y             1 x, 48 B sent by a device
 sent by a device in all: 48 B
-memory of a device: parameters 0 B, inputs 48 B, peak 128 B"""
+memory of a device: parameters 0 B, inputs 48 B, peak 128 B""",
     )
     assert_same(plan.simulate(x, _poison=True), x * 2)

@@ -1,16 +1,12 @@
-"""The README's code and the examples: every layout simulated, some trained on real processes.
-Nothing is downloaded.
-"""
+"""The examples: every layout simulated, some trained on real processes. Nothing is downloaded."""
 
 from __future__ import annotations
 
 import contextlib
 import gzip
-import io
 import json
 import os
 import pickle
-import re
 import subprocess
 import sys
 import zipfile
@@ -305,63 +301,3 @@ def test_training_of_experts(router: str, layouts: dict[str, str], runs: Path) -
 def test_training_under_torchrun(runs: Path, single: dict[str, list[float]]) -> None:
     losses = train(runs, "gpt", "torchrun", "--layout", "tp", mesh="data=2,model=2", torchrun=True)
     assert max(abs(a - b) / b for a, b in zip(losses, single["gpt"])) <= 1e-4
-
-
-# ------------------------------------------------------------------------------------------- README
-
-
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def blocks(page: Path) -> list[tuple[str, str]]:
-    return re.findall(r"^```(\w*)\n(.*?)^```", page.read_text(), re.M | re.S)
-
-
-WITH_CODE = [page for page in PAGES if any(kind == "python" for kind, _ in blocks(page))]
-
-
-WORDS_OF_2_9 = {
-    "an `if`, a loop or a slice": "an `if` or a loop",
-    "torch.compile does not support strided NestedTensor": (
-        "aten._nested_tensor_from_tensor_list.default"
-    ),
-}
-
-
-@pytest.mark.parametrize("page", WITH_CODE, ids=lambda page: page.stem)
-def test_code_of_the_documentation_prints_what_is_shown(
-    page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A python block followed by a text block must print it. The blocks of a page share one
-    namespace.
-    """
-    monkeypatch.chdir(ROOT)
-    script = tmp_path / "readme.py"  # a real file, so that marks have a line
-    found, shown, space = blocks(page), 0, {"__name__": "readme"}
-    for i, (kind, code) in enumerate(found):
-        if kind != "python":
-            continue
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, str(script), "exec"), space)
-        if i + 1 < len(found) and found[i + 1][0] == "text":
-            shown += 1
-            text = re.sub(r"\S*readme\.py", "readme.py", printed.getvalue())
-            if torch.__version__ < "2.10":  # which cannot trace slices, either, and says so
-                text = re.sub(r"; on torch 2\.9, for x\[:n\].*", "", text)
-                for theirs, now in WORDS_OF_2_9.items():
-                    text = text.replace(theirs, now)
-            assert text.strip() == found[i + 1][1].strip()
-    assert shown >= 1
-
-
-def test_the_readme_is_short_and_every_link_leads_to_a_file() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / link).exists(), f"{page.name}: {link}"
-
-
-def test_the_page_of_public_names_has_them() -> None:
-    table = (ROOT / "docs" / "public_names.md").read_text()
-    assert set(re.findall(r"^\| `(\w+)", table, re.M)) == set(gspmd.NAMES)

@@ -5,6 +5,7 @@ import importlib.util
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from helpers import message
 
 import torchgspmd as gspmd
@@ -113,12 +114,12 @@ def test_roll_as_slices(shifts, dims):
 
 def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert (
-        message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend="xla"))
-        == """\
+    assert_expected_inline(
+        message(lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend="xla")),
+        """\
 backend 'xla' needs torch_xla
   where test_xla_text.py:N
-  fix   pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"""
+  fix   pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'""",
     )
 
 

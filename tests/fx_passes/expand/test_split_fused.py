@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from helpers import assert_same
 from torch import Tensor
 
@@ -131,9 +132,9 @@ def test_what_a_cut_product_prints() -> None:
         in_specs=("_ _", "_ m"),
         out_specs="_ m",
     )
-    assert (
-        str(plan)
-        == """\
+    assert_expected_inline(
+        str(plan),
+        """\
 mesh m=4
   %x        : f32[16, 2]          = input
   %w        : f32[2, 8@m]         = input
@@ -148,7 +149,7 @@ mesh m=4
 
 permute        over m               2 x, 32 B sent by a device
 sent by a device in all: 32 B
-memory of a device: parameters 0 B, inputs 144 B, peak 336 B"""
+memory of a device: parameters 0 B, inputs 144 B, peak 336 B""",
     )
 
 

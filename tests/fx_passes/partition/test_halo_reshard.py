@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from helpers import assert_same
 
 import torchgspmd as gspmd
@@ -106,9 +107,9 @@ def test_the_graph_of_a_convolution():
         lambda x, w, dy: both(x, w, dy), args, ("_ _ s _", "_ _ _ _", "_ _ s _"), Mesh(s=4)
     )
     text = plan.text(full=True)
-    assert (
-        text[: text.index("\n\n")]
-        == """\
+    assert_expected_inline(
+        text[: text.index("\n\n")],
+        """\
 mesh s=4
   %x                    : f32[2, 3, 16@s, 8]          = input
   %w                    : f32[4, 3, 3, 3]             = input
@@ -123,7 +124,7 @@ mesh s=4
 False, [0, 0], 1, [False, True, False])
   %getitem_1            : f32[4, 3, 3, 3] sum@s       = %convolution_backward[1]
   %getitem_1_r          : f32[4, 3, 3, 3]             = all_reduce(%getitem_1, sum, s)
-  return %convolution, %convolution_1, %getitem_1_r"""
+  return %convolution, %convolution_1, %getitem_1_r""",
     )
     assert sent(plan) == 2 * (3 + 4) * 2 * 8 * 4  # one row each way of x and of dy
 

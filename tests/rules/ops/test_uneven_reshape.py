@@ -4,6 +4,7 @@ exchange rows, nothing is gathered.
 
 import pytest
 import torch
+from expecttest import assert_expected_inline
 
 import torchgspmd as gspmd
 
@@ -42,9 +43,9 @@ def test_what_flattening_prints() -> None:
         in_specs="_ s _",
         out_specs="_ s",
     )
-    assert (
-        str(plan)
-        == """\
+    assert_expected_inline(
+        str(plan),
+        """\
 mesh s=2
   %x         : f32[3, 7@s, 5]             = input
   %x_h       : f32[3, 7@s[(18i)/5:+5], 5] = halo(%x, 1, s, (18i)/5:+5 in 0:7, 7)
@@ -53,7 +54,7 @@ mesh s=2
 
 permute        over s               1 x, 60 B sent by a device
 sent by a device in all: 60 B
-memory of a device: parameters 0 B, inputs 240 B, peak 756 B"""
+memory of a device: parameters 0 B, inputs 240 B, peak 756 B""",
     )
 
 

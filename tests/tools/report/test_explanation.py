@@ -7,6 +7,7 @@ import models
 import pytest
 import torch
 import torch.nn.functional as F
+from expecttest import assert_expected_inline
 from torch import nn
 
 import torchgspmd as gspmd
@@ -88,9 +89,9 @@ def test_of_a_reduction():
         out_specs="data model",
     )
     (step,) = (n.name for n in plan.sharded.nodes if "step" in n.meta)
-    assert (
-        plan.explain(step)
-        == """\
+    assert_expected_inline(
+        plan.explain(step),
+        """\
 %einsum_1_rs moves %einsum_1 from [data _ sum@model] to [data model]
 result 0 of the program needs %einsum_1 in [data model]
   ways there                                                                sent  time on h100
@@ -103,5 +104,5 @@ model: %einsum_1 sums over it: m k, k n -> m n
 model: %gelu [data model] <- gelu: d0 d1 -> d0 d1
 model: %einsum [data model] <- einsum: m k, k n -> m n
 model: %up [_ model] <- in_specs
-model: %down [model _] <- in_specs"""
+model: %down [model _] <- in_specs""",
     )
