@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -117,6 +117,10 @@ test-newest: venv-newest  ## the core tests and the demo on the newest torch tha
 test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hide-operators 20 --hide-seed $(SEED) tests
+
+bench: venv  ## bytes, memory and calls of small plans and steps: which ratio moved by more than 10 %
+	$(BIN)/python $(INSTALL) -e .
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/ratios.py
 
 # On a machine with a card, whose torch is taken: half an hour. Without one the same in tiny sizes.
 GPU_PYTHON ?= $(PYTHON)
