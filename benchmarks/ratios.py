@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import runpy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,12 +30,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import torchgspmd as gspmd
+from torchgspmd.capture.trace import capture
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
-
-from torchgspmd.capture.trace import capture  # noqa: E402
-
+EXAMPLE = runpy.run_path(str(Path(__file__).resolve().parent.parent / "examples/gpt/model.py"))
+LAYOUTS = EXAMPLE["LAYOUTS"]
 BASELINE = Path(__file__).resolve().parent / "baselines" / "ratios.json"
 TOLERANCE = 0.1
 MESHES = {
@@ -67,9 +66,10 @@ class Calls:
         sys.setprofile(None)
 
 
-def build() -> GPT:
+def build() -> torch.nn.Module:
     torch.manual_seed(0)
-    return GPT(Config(vocabulary=96, context=16, layers=2, heads=4, width=32))
+    config = EXAMPLE["Config"]
+    return EXAMPLE["GPT"](config(vocabulary=96, context=16, layers=2, heads=4, width=32))
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
