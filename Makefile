@@ -54,12 +54,13 @@ generate:  ## SmolLM2-135M writes the same text on one process and on three mesh
 		cmp $(TEXTS)/one.json $(TEXTS)/$$mesh.json || exit 1; \
 	done
 
-lint: venv  ## ruff check, ruff format --check, pyright
-	$(BIN)/python $(INSTALL) -e ".[dev,test,examples]"
+lint: venv  ## ruff check, ruff format --check, pyright, and the site of docs/
+	$(BIN)/python $(INSTALL) -e ".[dev,test,examples,docs]"
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/typings.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(SITE)
 
 house: venv  ## how the package measures against its goals, each with the goal
 	$(BIN)/python $(INSTALL) -e .
@@ -122,6 +123,11 @@ bench: venv  ## bytes, memory and calls of small plans and steps: which ratio mo
 	$(BIN)/python $(INSTALL) -e .
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/ratios.py
 
+wheel: venv  ## a wheel and an sdist in dist/, checked by twine
+	$(BIN)/python $(INSTALL) build twine
+	rm -rf dist && $(BIN)/python -m build --quiet
+	$(BIN)/python -m twine check --strict dist/*
+
 # On a machine with a card, whose torch is taken: half an hour. Without one the same in tiny sizes.
 GPU_PYTHON ?= $(PYTHON)
 CARD = $(shell $(GPU_PYTHON) -c "import torch; print('' if torch.cuda.is_available() else '--tiny')")
@@ -181,3 +187,9 @@ venv-newest:
 	$(NEWEST_VENV)/bin/python $(INSTALL) --upgrade torch
 	$(NEWEST_VENV)/bin/python $(INSTALL) -e ".[test,examples]"
 	$(NEWEST_VENV)/bin/python -m torchgspmd doctor
+
+# NO_MKDOCS_2_WARNING: an advertisement of the theme, which is pinned.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+docs: venv  ## the site of docs/ in site/, with search and reference; a link that leads nowhere is an error
+	$(BIN)/python $(INSTALL) -e ".[docs]"
+	$(SITE)

@@ -256,10 +256,10 @@ def annotate(
         mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh, which the module's
             marks by names are translated by from then on. Or logical names by glob alone, which
             the layout that `plan` or `parallelize` get as their mesh translates.
-        layouts: Specs by glob. A glob matches names of parameters and buffers
-            ("blocks.*.mlp.up.weight") and of modules ("blocks.*": every floating tensor that the
-            module returns). `*` matches within one part of a name, `**` across parts, `?` one
-            letter, `[qkv]` one of these. A later key wins over an earlier one.
+        layouts: Specs by glob. `"blocks.*.mlp.up.weight"` matches parameters and buffers.
+            `"blocks.*"` matches modules: every floating tensor that they return. `*` matches within
+            one part of a name, `**` across parts, `?` one letter, `[qkv]` one of these. A later key
+            wins over an earlier one.
 
     Returns:
         The module.
