@@ -33,8 +33,8 @@ from ..rules.custom_ops.loops import (
     STACK,
     TOTAL,
     Nest,
-    ends_by_value,
-    nest_of,
+    end_of,
+    mark_of,
     nest_text,
 )
 
@@ -46,8 +46,8 @@ def loop_form(graph: fx.Graph) -> None:
     if not any(node.target in ENTRIES for node in graph.nodes):
         return
     for node in graph.find_nodes(op="call_function", target=CONST):
-        if nest_of(node.args[-1])[-1].ends != "?":
-            node.replace_all_uses_with(node.args[0])
+        if mark_of(node).nest[-1].ends != "?":
+            node.replace_all_uses_with(mark_of(node).value)
             graph.erase_node(node)
     for node in graph.find_nodes(op="call_function", target=NEXT):
         _add_up(graph, node)
@@ -62,18 +62,18 @@ def _number(graph: fx.Graph) -> None:
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         if node.target in ENTRIES | EXITS:
-            *args, text = node.args
-            nest = nest_of(text)
+            nest = mark_of(node).nest
             for loop in nest:
                 numbers.setdefault(loop.number, len(numbers) + 1)
             nest = tuple(replace(loop, number=numbers[loop.number]) for loop in nest)
-            node.args = (*args, nest_text(nest))
+            node.args = mark_of(node)._replace(loop=nest_text(nest)).args
 
 
 def _add_up(graph: fx.Graph, end: fx.Node) -> None:
     """Replace a carry that is only added to by a total."""
-    value, _, carry, text = end.args
-    first, summand, user = carry.args[0], value, end
+    value, text, _, carry = mark_of(end)
+    assert carry is not None, "`next` has one"
+    first, summand, user = mark_of(carry).value, value, end
     path: list[fx.Node] = []
     while summand is not carry:
         if summand.target is not aten.add.Tensor or summand.kwargs or set(summand.users) != {user}:
@@ -90,7 +90,7 @@ def _add_up(graph: fx.Graph, end: fx.Node) -> None:
             last = path[-1]
             (rest,) = (t for t in last.args if t is not carry)
             last.replace_all_uses_with(rest)
-            total = graph.call_function(TOTAL, (end.args[0], text))
+            total = graph.call_function(TOTAL, (mark_of(end).value, text))
             total.meta = dict(end.meta)
             result = total
             if first.target not in _ZEROS:
@@ -126,17 +126,17 @@ def _erase_unused(graph: fx.Graph) -> None:
     stack = [graph.output_node()]
     conditions: dict[str, fx.Node] = {}  # loop -> the next value of what ends it
     for node in graph.find_nodes(op="call_function", target=NEXT):
-        if ends_by_value(node):
-            conditions.setdefault(node.args[-1], node)
+        if mark_of(node).ends_by_value:
+            conditions.setdefault(mark_of(node).loop, node)
     while stack:
         node = stack.pop()
         if node not in used:
             used.add(node)
             stack += node.all_input_nodes
-            if node.target is CARRY:
-                stack += [u for u in node.users if u.target is NEXT and u.args[2] is node]
-            if node.target in EXITS and node.args[-1] in conditions:
-                stack.append(conditions[node.args[-1]])
+            if node.target is CARRY and (end := end_of(node)):
+                stack.append(end)
+            if node.target in EXITS and (loop := mark_of(node).loop) in conditions:
+                stack.append(conditions[loop])
     for node in reversed(graph.nodes):
         if node not in used and node.op == "call_function":
             graph.erase_node(node)
@@ -150,15 +150,15 @@ def regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, Nest]]:
     left: dict[Nest, int] = {}
     for node in graph.nodes:
         if node.target in EXITS:
-            nest = nest_of(node.args[-1])
+            nest = mark_of(node).nest
             left[nest] = left.get(nest, 0) + 1
     now: Nest = ()
     for node in graph.nodes:
         if node.target in ENTRIES:
-            now = max(now, nest_of(node.args[-1]), key=len)
+            now = max(now, mark_of(node).nest, key=len)
         yield node, now
         if node.target in EXITS:
-            nest = nest_of(node.args[-1])
+            nest = mark_of(node).nest
             left[nest] -= 1
             if not left[nest] and now == nest:
                 now = nest[:-1]
@@ -178,17 +178,17 @@ class _Residuals:
         """Stack what other loops use."""
         for node in self.graph.nodes:
             if node.target in ENTRIES:
-                self.first_entry.setdefault(nest_of(node.args[-1]), node)
+                self.first_entry.setdefault(mark_of(node).nest, node)
             elif node.target in EXITS:
-                self.last_exit[nest_of(node.args[-1])] = node
+                self.last_exit[mark_of(node).nest] = node
         for node, region in list(regions(self.graph)):
             self.nests[node] = nest = self._nest(node, region)
-            operands = nest_of(node.args[-1]) if node.target in EXITS else nest
+            operands = mark_of(node).nest if node.target in EXITS else nest
             if node.target in ENTRIES:
                 operands = nest[:-1]
             for value in node.all_input_nodes:
                 inner = self.nests[value]
-                if node.target is NEXT and value is node.args[2]:
+                if node.target is NEXT and value is mark_of(node).carry:
                     continue
                 if inner == operands[: len(inner)]:
                     continue
@@ -200,9 +200,9 @@ class _Residuals:
     def _nest(self, node: fx.Node, region: Nest) -> Nest:
         """Return the loops that a node is inside of: as far as it depends on them."""
         if node.target in ENTRIES:
-            return nest_of(node.args[-1])
+            return mark_of(node).nest
         if node.target in EXITS:
-            return nest_of(node.args[-1])[:-1]
+            return mark_of(node).nest[:-1]
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and region:
             node.meta["loop"] = nest_text(region)
             return region
@@ -221,8 +221,9 @@ class _Residuals:
         if (value, nest) in self.brought:
             return self.brought[value, nest]
         if value.target in (ROW, CONST):
-            outer = self.nests[value.args[0]]
-            xs = self._bring(value.args[0], nest[: len(outer)], self.first_entry[nest])
+            stack = mark_of(value).value
+            outer = self.nests[stack]
+            xs = self._bring(stack, nest[: len(outer)], self.first_entry[nest])
             result = self._add(self.first_entry[nest], value.target, (xs, nest_text(nest)), value)
         elif isinstance(value.target, OpOverload) and value.target.is_view:
             with self.graph.inserting_before(user):

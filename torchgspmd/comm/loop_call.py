@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,7 @@ from ..rules.custom_ops.loops import Loop
 from .local_ops import add_rows, copy_rows
 from .profiled_code import ProfiledCode
 
+T = TypeVar("T")
 RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
 """Runs a graph on all devices: inputs are lists over the devices, results are those of each."""
 
@@ -117,6 +118,65 @@ class BodyCall:
         return (self,)
 
 
+@dataclass(frozen=True)
+class LoopOperands:
+    """The arguments of a loop: first carries, stacked rows, values of outside."""
+
+    carries: list[fx.Node]
+    rows: list[fx.Node]
+    others: list[fx.Node]
+
+    @classmethod
+    def of(cls, node: fx.Node) -> LoopOperands:
+        """Return the arguments of a node whose target is a LoopCall."""
+        return cls(*node.args)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def args(self) -> tuple[list[fx.Node], ...]:
+        """The arguments in the order of the call."""
+        return self.carries, self.rows, self.others
+
+
+@dataclass(frozen=True)
+class BodyInputs(Generic[T]):
+    """The inputs of a loop's body, in their order; LoopCall says what they are."""
+
+    coordinates: list[T]
+    carries: list[T]
+    held: list[T]
+    rows: list[T]
+    others: list[T]
+
+
+@dataclass(frozen=True)
+class BodyResults(Generic[T]):
+    """The results of a loop's body, in their order.
+
+    again: the carries of the next iteration. held: for it. ends: the carries as they leave the
+    loop. stacks, totals: results to be stacked, and to be added up.
+    """
+
+    again: list[T]
+    held: list[T]
+    ends: list[T]
+    stacks: list[T]
+    totals: list[T]
+
+    @property
+    def returned(self) -> list[T]:
+        """The values of an iteration for the results of the loop, in their order."""
+        return [*self.ends, *self.stacks, *self.totals]
+
+
+def _cut(values: Sequence[T], *counts: int) -> Iterator[list[T]]:
+    """Yield so many values each, then the rest."""
+    at = 0
+    for count_ in counts:
+        yield [*values[at : at + count_]]
+        at += count_
+    yield [*values[at:]]
+
+
 BODY_CALLS: dict[str, type[BodyCall]] = {}  # by the tag in files of plans; features add rows
 
 
@@ -161,9 +221,29 @@ class LoopCall(InnerProgram, BodyCall):
         return (self,)
 
     @property
-    def inputs(self) -> int:
-        """The number of inputs of the body behind the coordinates."""
-        return self.carries + self.held + self.rows + self.others
+    def body_inputs(self) -> BodyInputs[fx.Node]:
+        """The inputs of the body."""
+        inputs = self.graph.find_nodes(op="placeholder")
+        counts = self.carries, self.held, self.rows
+        return BodyInputs(*_cut(inputs, len(inputs) - sum(counts) - self.others, *counts))
+
+    @property
+    def body_results(self) -> BodyResults[fx.Node]:
+        """The results of the body."""
+        return self.split(self.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
+
+    def split(self, values: Sequence[T], held: int | None = None) -> BodyResults[T]:
+        """Return the results of an iteration by name. held: how many it has for the next one."""
+        held = self.held if held is None else held
+        return BodyResults(*_cut(values, self.carries, held, self.carries, self.stacks))
+
+    def is_carry(self, result: int) -> bool:
+        """Return whether a result of the loop, by number, is a last carry."""
+        return result < self.carries
+
+    def is_stack(self, result: int) -> bool:
+        """Return whether a result of the loop is stacked."""
+        return self.carries <= result < self.carries + self.stacks
 
     def copy(self) -> LoopCall:
         """Return a copy with a graph of its own, down to the loops in it."""
@@ -176,9 +256,9 @@ class LoopCall(InnerProgram, BodyCall):
         """
         if not self.held:
             return self.graph, self.graph, self.graph
-        at, end = self.carries, self.carries + self.held
-        last = _copy_returning(self.graph, lambda values: [*values[:at], *values[end:]])
-        return _copy_returning(self.graph, lambda values: values[at:end]), self.graph, last
+        results = self.split(range(len(self.graph.output_node().args[0])))  # pyright: ignore
+        first = _copy_returning(self.graph, results.held)
+        return first, self.graph, _copy_returning(self.graph, [*results.again, *results.returned])
 
     @cached_property
     def compiled(self) -> list[Callable[..., Any]]:
@@ -202,7 +282,7 @@ class LoopCall(InnerProgram, BodyCall):
     ) -> Generator[tuple[int, list[Any]], Sequence[Tensor], tuple[Tensor, ...]]:
         """Yield which of the graphs runs on which inputs; take its results. Return the loop's."""
         now, ahead = rows[: len(rows) - self.ahead], rows[len(rows) - self.ahead :]
-        at, step = self.carries, -1 if self.loop.reverse else 1
+        step = -1 if self.loop.reverse else 1
         held, last, results = list[Any](), carries, list[Any]()
 
         def inputs(row: int, following: int) -> list[Any]:
@@ -217,9 +297,9 @@ class LoopCall(InnerProgram, BodyCall):
                 break
             is_last = self.held > 0 and not 0 <= i + step < self.loop.length
             values = yield 2 if is_last else 1, inputs(i, i if is_last else i + step)
-            end = at if is_last else at + self.held
-            carries, held, last = values[:at], values[at:end], values[end : end + at]
-            stacked, summed = values[end + at :][: self.stacks], values[end + at + self.stacks :]
+            now_ = self.split(values, 0 if is_last else None)
+            carries, held, last = now_.again, now_.held, now_.ends
+            stacked, summed = now_.stacks, now_.totals
             if not results:
                 length = 0 if self.loop.ends == "*" else self.loop.length
                 results += [
@@ -255,11 +335,12 @@ class LoopCall(InnerProgram, BodyCall):
         ]
 
 
-def _copy_returning(graph: fx.Graph, returned: Callable[[Sequence], Sequence]) -> fx.Graph:
-    """Return a copy of a graph with a part of its results, without what the others need alone."""
+def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
+    """Return a copy of a graph with some of its results, without what the others need alone."""
     copy = copy_of(graph)
     output = copy.output_node()
-    values, rest = output.args[0], [*returned(output.args[0])]
+    values: Any = output.args[0]
+    rest = [values[i] for i in returned]
     output.args = (tuple(rest),)
     stack = [v for v in values if isinstance(v, fx.Node) and v not in rest]
     needless: set[fx.Node] = set()

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 
 from ..layout.open_sizes import product_of, with_open_sizes
 from ..rules import Call, FactorRule, rule_of
-from ..rules.custom_ops.loops import CARRY, NEXT, nests, runs_of
+from ..rules.custom_ops.loops import CARRY, NEXT, mark_of, nests, runs_of
 
 
 @dataclass(eq=False, slots=True)
@@ -94,10 +94,11 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
     The carry of a loop has two: its first value, and that of the next iteration.
     """
     if node.target is CARRY:
-        ends = (u for u in node.users if u.target is NEXT and u.args[2] is node)
-        return (node.args[0], *(end.args[1] for end in ends))
+        marks = (mark_of(u) for u in node.users if u.target is NEXT)
+        again = (mark.again for mark in marks if mark.again and mark.carry is node)
+        return (mark_of(node).value, *again)
     if node.target is NEXT:
-        return node.args[:1]
+        return (mark_of(node).value,)
     inputs: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: inputs.append(n))
     return tuple(n for n in inputs if not is_number(n))

@@ -25,7 +25,7 @@ from torch import fx
 from ...comm.kinds import CollectiveKind, FusedKind, reduce_scatter
 from ...fx_passes.ir import results_of
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.loops import ROW, STACK
+from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
 from .ring import RingOptions, ring_attention, ring_attention_backward
@@ -196,7 +196,7 @@ def _returns(stack: fx.Node) -> bool:
 
 def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
     """Stack shards of keys in a loop, and gather them where its backward takes a row."""
-    gather: Any = stack.args[0]
+    gather: Any = mark_of(stack).value
     shard = gather.args[0]
     spec: ShardSpec = shard.meta["spec"]
     rows = ShardSpec(((), *spec.dims))

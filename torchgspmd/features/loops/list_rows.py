@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from ...comm.local_ops import stack_rows
-from ...comm.loop_call import InnerProgram, LoopCall, loop_calls
+from ...comm.loop_call import InnerProgram, LoopCall, LoopOperands, loop_calls
 from ..pipelines.call import LOSS, StageBody
 
 
@@ -122,12 +122,10 @@ class _Lists:
         call = user.target
         if not isinstance(call, LoopCall):
             return False
-        carries, rows, others = user.args
-        if value in carries or value in others:  # pyright: ignore
+        operands = LoopOperands.of(user)
+        if value in operands.carries or value in operands.others:
             return False
-        inputs = list(call.graph.find_nodes(op="placeholder"))[-call.inputs :]
-        first = call.carries + call.held
-        inner = [inputs[first + i] for i, row in enumerate(rows) if row is value]  # pyright: ignore
+        inner = [x for x, row in zip(call.body_inputs.rows, operands.rows) if row is value]
         return depth == 1 or all(
             not x.users or self._takes(x, depth - 1, (*around, (user, call)), totals) for x in inner
         )
@@ -148,14 +146,16 @@ class _Lists:
             names = [name for name, x in zip(call.outputs, results) if x is value]
             return all(self._leaves(name, node, call, depth, outside, totals) for name in names)
         assert isinstance(call, LoopCall)
-        first = 2 * call.carries + call.held
-        for i, result in enumerate(results):
+        body = call.split(results)
+        if value in (*body.again, *body.held):
+            return False
+        for i, result in enumerate(body.returned):
             if result is not value:
                 continue
-            place = _Place(node, call.carries + i - first, outside)
-            if i < first or call.loop.ends or not call.loop.length:
+            place = _Place(node, i, outside)
+            if call.is_carry(i) or call.loop.ends or not call.loop.length:
                 return False
-            if i >= first + call.stacks:
+            if not call.is_stack(i):
                 totals[place] = None
             elif not place.values() or not self.is_taken_by_rows(place, depth + 1, totals):
                 return False

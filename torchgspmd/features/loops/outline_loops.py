@@ -16,7 +16,7 @@ import operator
 import torch
 from torch import fx
 
-from ...comm.loop_call import LoopCall
+from ...comm.loop_call import LoopCall, LoopOperands
 from ...compat.fx_nodes import origin_of
 from ...errors import ShardingError
 from ...layout.mesh import Mesh
@@ -29,7 +29,7 @@ from ...rules.custom_ops.loops import (
     STACK,
     TOTAL,
     Nest,
-    nest_of,
+    mark_of,
     nests,
 )
 
@@ -54,14 +54,14 @@ class _Block:
         self.exits_left: dict[Nest, list[fx.Node]] = {}
         for node in source.nodes:
             if node.target in EXITS:
-                self.exits_left.setdefault(nest_of(node.args[-1]), []).append(node)
+                self.exits_left.setdefault(mark_of(node).nest, []).append(node)
 
     def add(self, node: fx.Node) -> None:
         """Add a node of the old graph if it is in this block; the last exit of a loop adds it."""
         if self.nests[node] != self.nest or node.target in ENTRIES and self.owns_entry(node):
             return
         if node.target in EXITS:
-            nest = nest_of(node.args[-1])
+            nest = mark_of(node).nest
             if node is self.exits_left[nest][-1]:
                 self.add_loop(nest)
             return
@@ -69,17 +69,16 @@ class _Block:
 
     def owns_entry(self, node: fx.Node) -> bool:
         """Return whether an entry is one of this body, which has a placeholder for it."""
-        return nest_of(node.args[-1]) == self.nest
+        return mark_of(node).nest == self.nest
 
     def add_loop(self, nest: Nest) -> None:
         """Add the call of a loop, and getitems for its exits."""
         body = _Block(self.source, self.nests, nest, self.mesh)
         exits = self.exits_left[nest]
-        entries = [
-            n for n in self.source.nodes if n.target in ENTRIES and nest_of(n.args[-1]) == nest
-        ]
+        entries = [n for n in self.source.nodes if n.target in ENTRIES and mark_of(n).nest == nest]
         ends = [n for n in exits if n.target is NEXT]
-        carries = [end.args[2] for end in ends]
+        carries = [carry for end in ends if (carry := mark_of(end).carry)]
+        again = [value for end in ends if (value := mark_of(end).again)]
         rows = [n for n in entries if n.target is ROW]
         consts = [n for n in entries if n.target is CONST]
         inside = [n for n in self.source.nodes if self.nests[n][: len(nest)] == nest]
@@ -117,31 +116,25 @@ class _Block:
         body.graph.output(
             tuple(
                 body.new[n]
-                for n in (
-                    *(end.args[1] for end in ends),
-                    *(n.args[0] for n in (*ends, *stacks, *totals)),
-                )
+                for n in (*again, *(mark_of(n).value for n in (*ends, *stacks, *totals)))
             )
         )
-        others = [*(self.new[n.args[0]] for n in consts), *(self.new[n] for n in others)]
+        operands = LoopOperands(
+            [self.new[mark_of(n).value] for n in carries],
+            [self.new[mark_of(n).value] for n in rows],
+            [*(self.new[mark_of(n).value] for n in consts), *(self.new[n] for n in others)],
+        )
         empty = [_type(n) for n in (*stacks, *totals)] if nest[-1].ends else []
         call = LoopCall(
             loop=nest[-1],
             graph=body.graph,
             carries=len(ends),
             rows=len(rows),
-            others=len(others),
+            others=len(operands.others),
             stacks=len(stacks),
             empty=empty,
         )
-        node = self.graph.call_function(
-            call,
-            (
-                [self.new[n.args[0]] for n in carries],
-                [self.new[n.args[0]] for n in rows],
-                others,
-            ),
-        )
+        node = self.graph.call_function(call, operands.args)
         node.meta = _meta(exits[0])
         for i, end in enumerate((*ends, *stacks, *totals)):
             self.new[end] = self.graph.call_function(operator.getitem, (node, i))
@@ -150,7 +143,7 @@ class _Block:
 
 def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
     """Return the shape and dtype of what a loop stacks or adds up."""
-    value = node.args[0]
+    value = mark_of(node).value
     if node.target is TOTAL and value.meta.get("dynamic"):
         raise ShardingError(
             "a branch or while_loop has the gradient of a tensor whose size only a run knows",

@@ -14,6 +14,7 @@ of a loop's body (Lam, 1988).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.kinds import KINDS, CollectiveKind
-from ...comm.loop_call import BodyCall, LoopCall, loop_calls
+from ...comm.loop_call import BodyCall, LoopCall, LoopOperands, loop_calls
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import peak
 from ...fx_passes.schedule.overlap import EXTRA
@@ -49,18 +50,14 @@ class _Body:
 
     def __init__(self, node: fx.Node, call: LoopCall, mesh: Mesh) -> None:
         self.node, self.call, self.graph = node, call, call.graph
-        inputs, coordinates = self.graph.find_nodes(op="placeholder"), len(mesh.names)
-        self.coordinates, inputs = inputs[:coordinates], inputs[coordinates:]
-        self.carries = inputs[: call.carries]
-        self.rows = inputs[call.carries : call.carries + call.rows]
-        self.others = inputs[call.carries + call.rows :]
+        self.inputs = call.body_inputs
         self.needs: dict[fx.Node, list[fx.Node]] = {}  # start -> what it is computed by, in order
         self._find(mesh)
         self.starts = [*self.needs]
         self.bytes = sum(each.meta["bytes"] for each in self.starts)
 
     def _find(self, mesh: Mesh) -> None:
-        fixed = {*self.coordinates, *self.rows, *self.others}
+        fixed = self._fixed()
         below: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in fixed}
         for node in self.graph.nodes:
             if flops(node, mesh) or isinstance(node.target, BodyCall):
@@ -69,7 +66,7 @@ class _Body:
                 continue
             before = {n: None for x in node.all_input_nodes for n in below[x]}
             if node.target is start and _gathers(node.args[0]):
-                if any(x in self.rows for n in (node, *before) for x in n.all_input_nodes):
+                if any(x in self.inputs.rows for n in (node, *before) for x in n.all_input_nodes):
                     self.needs[node] = [*before]
             elif _is_plain(node):
                 below[node] = {**before, node: None}
@@ -77,27 +74,25 @@ class _Body:
     def rewrite(self) -> None:
         """Move the collectives one iteration ahead."""
         waits = [user for each in self.starts for user in each.users]
-        rows = [r for r in self.rows if any(r in n.all_input_nodes for n in self._nodes())]
-        held = self._inputs(self.carries or self.coordinates, waits, "held")
-        table = dict(zip(rows, self._inputs(self.rows, rows, "ahead")))
+        rows = [r for r in self.inputs.rows if any(r in n.all_input_nodes for n in self._nodes())]
+        held = self._add_inputs(self.inputs.carries or self.inputs.coordinates, waits, "held")
+        table = dict(zip(rows, self._add_inputs(self.inputs.rows, rows, "ahead")))
         after = self._for_the_next({n: table.get(n, n) for n in self._fixed()}, waits)
         for value, holder in zip(waits, held):
             value.replace_all_uses_with(holder)
         for node in reversed([*self._nodes(), *waits]):
             if not node.users:
                 self.graph.erase_node(node)
-        output, at = self.graph.output_node(), self.call.carries
-        output.args = ((*output.args[0][:at], *after, *output.args[0][at:]),)
-        carries, stacked, others = self.node.args
-        self.node.args = carries, [*stacked, *(stacked[self.rows.index(r)] for r in rows)], others
-        self.call.rows, self.call.ahead, self.call.held = (
-            len(stacked) + len(rows),
-            len(rows),
-            len(held),
-        )
+        results = self.call.body_results
+        self.graph.output_node().args = ((*results.again, *after, *results.returned),)
+        operands = LoopOperands.of(self.node)
+        ahead = [operands.rows[self.inputs.rows.index(r)] for r in rows]
+        self.node.args = replace(operands, rows=[*operands.rows, *ahead]).args
+        self.call.rows += len(rows)
+        self.call.ahead, self.call.held = len(rows), len(held)
 
     def _fixed(self) -> list[fx.Node]:
-        return [*self.coordinates, *self.rows, *self.others]
+        return [*self.inputs.coordinates, *self.inputs.rows, *self.inputs.others]
 
     def _nodes(self) -> list[fx.Node]:
         """Return the collectives with all that they are computed by, in the order of the body."""
@@ -113,7 +108,7 @@ class _Body:
         with self.graph.inserting_before(self.graph.output_node()):
             return [self.graph.node_copy(node, table.__getitem__) for node in waits]
 
-    def _inputs(self, behind: list[fx.Node], like: list[fx.Node], name: str) -> list[fx.Node]:
+    def _add_inputs(self, behind: list[fx.Node], like: list[fx.Node], name: str) -> list[fx.Node]:
         """Add inputs behind others, with the metadata of values."""
         place, result = behind[-1], []
         for value in like:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...rules.custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, nest_of
+from ...rules.custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, LoopMark
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
 
@@ -14,7 +14,7 @@ def _alike(call: Call) -> FactorRule:
     But not as a carry that may be that of the first iteration: it is reduced.
     """
     names = factors("d", call.results[0].dim())
-    may_not_run = call.target is NEXT and nest_of(call.args[-1])[-1].ends
+    may_not_run = call.target is NEXT and LoopMark.of(call.args).ends_by_value
     linear = [] if call.target is CARRY or may_not_run else [[0]]
     return call.rule([names] * len(call.tensors), [names], linear=linear)
 

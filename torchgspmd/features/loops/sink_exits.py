@@ -25,7 +25,7 @@ from torch import fx
 from ...compat.fx_nodes import copy_node, origin_of
 from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
-from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, ends_by_value, nest_of, nests
+from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, mark_of, nests
 
 # Operations of which each result's element is one of the operand's, or zero.
 _MOVES = frozenset(
@@ -58,7 +58,7 @@ _OF_ROWS: dict[Any, Callable[..., tuple]] = {
 def sink_exits(graph: fx.Graph) -> fx.Graph | None:
     """Rewrite the graph in place and return it; None if nothing moves."""
     moved = _order_users(graph)
-    ends = [n for n in graph.nodes if n.target in (TOTAL, STACK) and not ends_by_value(n)]
+    ends = [n for n in graph.nodes if n.target in (TOTAL, STACK) and not mark_of(n).ends_by_value]
     if not ends:
         return graph if moved else None
     sunk = _Sunk(graph)
@@ -69,13 +69,13 @@ def sink_exits(graph: fx.Graph) -> fx.Graph | None:
 
 def _order_users(graph: fx.Graph) -> bool:
     """Move what reads an exit behind the last exit of its loop; return whether a node moved."""
-    left = Counter(n.args[-1] for n in graph.nodes if n.target in EXITS)
+    left = Counter(mark_of(n).loop for n in graph.nodes if n.target in EXITS)
     before = [n for n in graph.nodes if n.op != "output"]
     order: dict[fx.Node, None] = {}
 
     def has_inputs(node: fx.Node) -> bool:
         return all(
-            x in order and not (x.target in EXITS and left[x.args[-1]])
+            x in order and not (x.target in EXITS and left[mark_of(x).loop])
             for x in node.all_input_nodes
         )
 
@@ -86,7 +86,7 @@ def _order_users(graph: fx.Graph) -> bool:
             if has_inputs(node):
                 order[node] = None
                 if node.target in EXITS:
-                    left[node.args[-1]] -= 1
+                    left[mark_of(node).loop] -= 1
             else:
                 waiting.append(node)
         assert len(waiting) < len(nodes), "an exit of a loop is read in the loop"
@@ -102,11 +102,11 @@ class _Sunk:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.nests, self.changed = graph, nests(graph), False
-        self.last = {n.args[-1]: n for n in graph.nodes if n.target in EXITS}
+        self.last = {mark_of(n).loop: n for n in graph.nodes if n.target in EXITS}
 
     def sink(self, end: fx.Node) -> None:
         """Move behind the loop what comes before its exit."""
-        value = end.args[0]
+        value = mark_of(end).value
         if end.target is STACK and any(user.target is ROW for user in end.users):
             return
         if not self._moves(value, end) or self._inner_bytes(value, end) > bytes_of(value):
@@ -114,7 +114,7 @@ class _Sunk:
         self.changed = True
         with self.graph.inserting_before(end):
             operands = {x: self._exit_of(x, end) for x in value.all_input_nodes}
-        loop = end.args[-1]
+        loop = mark_of(end).loop
         if self.last[loop] is end:
             self.last[loop] = [*operands.values()][-1]
         with self.graph.inserting_after(self.last[loop]):
@@ -130,7 +130,7 @@ class _Sunk:
 
     def _exit_of(self, x: fx.Node, end: fx.Node) -> fx.Node:
         """Return an exit like `end` for another value."""
-        node = self.graph.call_function(end.target, (x, *end.args[1:]))  # pyright: ignore
+        node = self.graph.call_function(end.target, (x, mark_of(end).loop))  # pyright: ignore
         node.meta = origin_of(end)
         rows = [end.meta["shape"][0]] if end.target is STACK else []
         node.meta |= {"shape": [*rows, *x.meta["shape"]], "dtype": x.meta["dtype"]}
@@ -139,7 +139,7 @@ class _Sunk:
 
     def _moves(self, value: fx.Node, end: fx.Node) -> bool:
         """Return whether a value may be computed of what leaves the loop."""
-        operands, nest = value.all_input_nodes, nest_of(end.args[-1])
+        operands, nest = value.all_input_nodes, mark_of(end).nest
         if end.target is STACK:
             may_move = value.target in _OF_ROWS
         else:

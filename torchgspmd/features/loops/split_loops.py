@@ -18,12 +18,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
 from torch import fx
 
-from ...comm.loop_call import LoopCall, loop_calls
+from ...comm.loop_call import LoopCall, LoopOperands, loop_calls
 from ...compat.private_apis import OpOverload
 from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
@@ -52,7 +51,7 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
     with node.graph.inserting_before(node):
         before = body.add(computed | body.reached(values), [*range(body.call.carries)], one, values)
         stacked = {
-            x: _stacked(before, body.call.carries + sum(map(body.is_stack, one)) + i, x)
+            x: _stacked(before, body.call.carries + sum(map(body.call.is_stack, one)) + i, x)
             for i, x in enumerate(values)
         }
         after = body.add(later, [], two, (), stacked)
@@ -85,25 +84,17 @@ class _Body:
         call = node.target
         assert isinstance(call, LoopCall)
         self.node, self.call, self.graph = node, call, call.graph
-        inputs = list(self.graph.find_nodes(op="placeholder"))
-        at = len(inputs) - call.inputs
-        self.coordinates, inputs = inputs[:at], inputs[at:]
-        self.carries, inputs = inputs[: call.carries], inputs[call.carries :]
-        self.rows, self.others = inputs[: call.rows], inputs[call.rows :]
-        self.values: list[fx.Node] = list(self.graph.output_node().args[0])  # pyright: ignore
-        self.extra = range(call.carries, len(self.values) - call.carries)
+        self.inputs, self.results = call.body_inputs, call.body_results
+        self.carries = self.inputs.carries
+        self.extra = range(call.carries, len(self.results.returned))
 
     def result(self, i: int) -> fx.Node:
         """Return the body's value for a result of the loop."""
-        return self.values[self.call.carries + i]
+        return self.results.returned[i]
 
     def carried(self, extra: Iterable[int]) -> list[fx.Node]:
         """Return the body's values for the carries, twice, and for other results."""
-        return [*self.values[: 2 * self.call.carries], *map(self.result, extra)]
-
-    def is_stack(self, i: int) -> bool:
-        """Return whether a result is stacked."""
-        return self.call.carries <= i < self.call.carries + self.call.stacks
+        return [*self.results.again, *self.results.ends, *map(self.result, extra)]
 
     def reached(
         self, values: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda x: False
@@ -132,23 +123,25 @@ class _Body:
         body, what another loop has stacked.
         """
         brought = brought or {}
-        first, of_rows, of_others = cast(Any, self.node.args)
-        rows = {x: arg for x, arg in zip(self.rows, of_rows) if x in nodes} | brought
-        others = {x: arg for x, arg in zip(self.others, of_others) if x in nodes}
+        given = LoopOperands.of(self.node)
+        rows = {x: arg for x, arg in zip(self.inputs.rows, given.rows) if x in nodes} | brought
+        others = {x: arg for x, arg in zip(self.inputs.others, given.others) if x in nodes}
         graph, new = fx.Graph(), {}
-        for x in (*self.coordinates, *(self.carries[i] for i in carries), *rows, *others):
+        for x in (*self.inputs.coordinates, *(self.carries[i] for i in carries), *rows, *others):
             new[x] = graph.placeholder(x.name)
             new[x].meta = {key: value for key, value in x.meta.items() if key != "step"}
         for x in self.graph.nodes:
             if x in nodes and x not in new:
                 new[x] = graph.node_copy(x, new.__getitem__)
-        stacks = [*map(self.result, filter(self.is_stack, extra)), *stacked]
-        totals = [self.result(i) for i in extra if not self.is_stack(i)]
-        ends = self.values[: 2 * len(carries)]
+        stacks = [*map(self.result, filter(self.call.is_stack, extra)), *stacked]
+        totals = [self.result(i) for i in extra if not self.call.is_stack(i)]
+        ends = [*self.results.again, *self.results.ends] if carries else []
         graph.output(tuple(new[x] for x in (*ends, *stacks, *totals)))
         call = LoopCall(self.call.loop, graph, len(carries), len(rows), len(others), len(stacks))
-        args = [first[i] for i in carries], [*rows.values()], [*others.values()]
-        result = self.node.graph.call_function(call, args)
+        operands = LoopOperands(
+            [given.carries[i] for i in carries], [*rows.values()], [*others.values()]
+        )
+        result = self.node.graph.call_function(call, operands.args)
         result.meta = dict(self.node.meta)
         return result
 
@@ -156,8 +149,8 @@ class _Body:
         self, new: fx.Node, carries: Sequence[int], extra: Sequence[int], stacked: int = 0
     ) -> None:
         """Redirect users to another loop's results, as `add` orders them."""
-        totals = [i for i in extra if not self.is_stack(i)]
-        numbers = [*carries, *filter(self.is_stack, extra), *[-1] * stacked, *totals]
+        totals = [i for i in extra if not self.call.is_stack(i)]
+        numbers = [*carries, *filter(self.call.is_stack, extra), *[-1] * stacked, *totals]
         for user in [*self.node.users]:
             if user.args[1] in numbers:
                 user.args = (new, numbers.index(user.args[1]))  # pyright: ignore

@@ -17,7 +17,6 @@ All else (a mask for the backward, one-hot targets) goes to the first piece that
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from operator import getitem
 
 from torch import fx
@@ -59,40 +58,19 @@ def _replace(node: fx.Node, call: StageCall, carries: int) -> None:
             user.update_arg(1, user.args[1] - carries)  # pyright: ignore
 
 
-@dataclass
-class _Ends:
-    """The values of a body that leave it."""
-
-    sends: list[fx.Node]
-    stacks: list[fx.Node]
-    totals: list[fx.Node]
-
-
 class _Cut:
     """A loop's body, and the pieces that its nodes belong to."""
 
     def __init__(self, call: LoopCall, mesh: Mesh) -> None:
         self.call, self.mesh, self.graph = call, mesh, call.graph
-        inputs = list(self.graph.find_nodes(op="placeholder"))
-        self.coordinates = inputs[: len(inputs) - call.inputs]
-        self.carries, self.rows, self.others = (
-            inputs[len(self.coordinates) :][begin : begin + count]
-            for begin, count in (
-                (0, call.carries),
-                (call.carries, call.rows),
-                (call.carries + call.rows, call.others),
-            )
-        )
-        results = list(self.graph.output_node().args[0])  # pyright: ignore
-        at = 2 * call.carries
-        self.ends = _Ends(
-            results[: call.carries], results[at : at + call.stacks], results[at + call.stacks :]
-        )
-        for value in self.ends.sends:
+        inputs, self.ends = call.body_inputs, call.body_results
+        self.coordinates, self.carries = inputs.coordinates, inputs.carries
+        self.rows, self.others = inputs.rows, inputs.others
+        for value in self.ends.again:
             assert value.target is SEND, "a pipeline has no other carries"
-        self.axis, self.text = self.ends.sends[0].args[3:]
-        self.shifts = [value.args[1] for value in self.ends.sends]
-        self.spots = [tuple(value.args[2]) for value in self.ends.sends]  # pyright: ignore
+        self.axis, self.text = self.ends.again[0].args[3:]
+        self.shifts = [value.args[1] for value in self.ends.again]
+        self.spots = [tuple(value.args[2]) for value in self.ends.again]  # pyright: ignore
         self.rounds = 1 + max(round_ for round_, _ in self.spots)
         # A carry is of the round in which it arrives if stages send to the next or last round.
         self.arrives = [(r + s) % self.rounds for (r, _), s in zip(self.spots, self.shifts)]
@@ -161,7 +139,7 @@ class _Cut:
 
     def _sends(self, shift: int, round_: int | None = None) -> list[fx.Node]:
         """Return the sends in a direction, by the stages of a round or of all."""
-        each = zip(self.ends.sends, self.shifts, self.spots)
+        each = zip(self.ends.again, self.shifts, self.spots)
         return [v for v, s, (r, _) in each if s == shift and round_ in (r, None)]
 
     def _carries(self, shift: int, round_: int | None = None) -> list[fx.Node]:
@@ -221,7 +199,7 @@ class _Cut:
         carries = tuple(names[r] for r in range(self.rounds))
         layouts = {c.meta["spec"] for c in self.carries if c.name in carries}
         assert len(layouts) == 1, "a message has one layout, at whatever round it arrives"
-        send = self.ends.sends[i]
+        send = self.ends.again[i]
         kind, message = "F" if shift > 0 else "B", send.meta["step"]
         return StageLink(kind, round_, leaf, _source(send).name, carries, message)
 
@@ -257,7 +235,7 @@ class _Cut:
         for later in self.moments[at + 1 :]:
             used |= {x for x in self.inputs[later] if x not in between}
             between |= {*self.nodes[later]}
-        ends = map(_source, (*self.ends.sends, *self.ends.stacks, *self.ends.totals))
+        ends = map(_source, (*self.ends.again, *self.ends.stacks, *self.ends.totals))
         before = {n for i in self.moments[:at] for n in self.nodes[i]}
         used |= {x for x in ends if x not in before}
         return [node for node in self.nodes[piece] if node in used]

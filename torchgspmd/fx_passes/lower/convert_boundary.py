@@ -137,7 +137,7 @@ class _Memory:
         while viewed := viewed_operands(value):
             if value.target is operator.getitem:
                 call, index = value.args[0].target, value.args[1]
-                if isinstance(call, LoopCall) and index >= call.carries:  # a stack or a total
+                if isinstance(call, LoopCall) and not call.is_carry(index):
                     break
                 self.path = (index, *self.path)
             self.is_consecutive &= value.target in _CONSECUTIVE

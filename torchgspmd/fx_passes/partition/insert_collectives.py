@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from torch import fx
 
 from ...compat.fx_nodes import copy_node, origin_of
-from ...rules.custom_ops.loops import CARRY, NEXT, ends_by_value
+from ...rules.custom_ops.loops import CARRY, NEXT, mark_of
 from ...shard_spec import ShardSpec
 from ..ir import is_number
 from .assignment import Assignment
@@ -78,19 +78,20 @@ class _Inserter:
         operands = iter([self.value(v, s, node) for v, s in zip(op.operands, needs)] if op else ())
         after = None
         if node.target is NEXT:
-            _, again, carry, _ = node.args
-            after = self.value(again, at.strategy_of[carry].operands[1], node), self.new[carry]
+            mark = mark_of(node)
+            assert mark.again is not None and mark.carry is not None, "`next` has both"
+            again = self.value(mark.again, at.strategy_of[mark.carry].operands[1], node)
+            after = {"again": again, "carry": self.new[mark.carry]}
         copy = copy_node(
             self.graph,
             node,
             lambda n: (None if is_number(n) else next(operands, None)) or self.new[n],
         )
         if after is not None:
-            copy.update_arg(1, after[0])
-            copy.update_arg(2, after[1])
+            copy.args = mark_of(copy)._replace(**after).args
         self.new[node] = copy
         copy.meta = dict(node.meta)
-        if after is not None and ends_by_value(node):
+        if after is not None and mark_of(node).ends_by_value:
             self._leave_as_carried(node, copy)
             return
         if op is not None:

@@ -41,8 +41,8 @@ def iteration_bytes(call: BodyCall) -> int:
     """Return the most bytes that an iteration of a loop allocates, with the carry that it gets."""
     if not isinstance(call, LoopCall):
         return call.iteration_bytes(_own_bytes)
-    carries = call.graph.find_nodes(op="placeholder")[-call.inputs :][: call.carries + call.held]
-    return _own_bytes(call.graph) + sum(map(bytes_of, carries))
+    inputs = call.body_inputs
+    return _own_bytes(call.graph) + sum(map(bytes_of, (*inputs.carries, *inputs.held)))
 
 
 def _own_bytes(body: fx.Graph) -> int:

@@ -26,10 +26,10 @@ is an entry, too. What a side computes depends on one, and so is not computed be
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.fx
@@ -150,14 +150,59 @@ LOOP_MARKS = {*ENTRIES, *EXITS}  # the program of one device has them as they ar
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
 
+class LoopMark(NamedTuple):
+    """The operands of an entry or exit of a loop.
+
+    value: what enters or leaves. loop: the loops, as text. again: of `next`, what the carry is in
+    the next iteration. carry: of `next`, the entry.
+    """
+
+    value: torch.fx.Node
+    loop: str
+    again: torch.fx.Node | None = None
+    carry: torch.fx.Node | None = None
+
+    @property
+    def nest(self) -> Nest:
+        """The loops, outermost first."""
+        return nest_of(self.loop)
+
+    @property
+    def ends_by_value(self) -> bool:
+        """Whether a value ends the loop."""
+        return bool(self.nest[-1].ends)
+
+    @property
+    def args(self) -> tuple[torch.fx.Node | str | None, ...]:
+        """The operands in the order of the operator."""
+        inner = () if self.carry is None else (self.again, self.carry)
+        return (self.value, *inner, self.loop)
+
+    @classmethod
+    def of(cls, args: Sequence[object]) -> LoopMark:
+        """Return the operands of a call."""
+        value, *others, loop = args
+        return cls(*cast(Any, (value, loop, *others)))
+
+
+def mark_of(node: torch.fx.Node) -> LoopMark:
+    """Return the operands of a node that is an entry or exit."""
+    return LoopMark.of(node.args)
+
+
+def end_of(carry: torch.fx.Node) -> torch.fx.Node | None:
+    """Return the `next` of a carry, once the graph has it."""
+    return next((u for u in carry.users if u.target is NEXT and mark_of(u).carry is carry), None)
+
+
 def nests(graph: torch.fx.Graph) -> dict[torch.fx.Node, Nest]:
     """Return the loops in whose bodies the nodes of a graph are."""
     result: dict[torch.fx.Node, Nest] = {}
     for node in graph.nodes:
         if node.target in ENTRIES:
-            result[node] = nest_of(node.args[-1])
+            result[node] = mark_of(node).nest
         elif node.target in EXITS:
-            result[node] = nest_of(node.args[-1])[:-1]
+            result[node] = mark_of(node).nest[:-1]
         else:
             result[node] = max((result[x] for x in node.all_input_nodes), key=len, default=())
     return result
@@ -184,15 +229,10 @@ def delivered_alike(nest: dict[torch.fx.Node, Nest]) -> list[list[torch.fx.Node]
     for node, loops in nest.items():
         if node.target in DELIVERED:
             ends = [user for user in node.users if user.target is NEXT]
-            carries = [end.args[2] for end in ends]
+            carries = [carry for end in ends if (carry := mark_of(end).carry)]
             group = groups.setdefault((loops, *DELIVERED[node.target](node)), [])
-            group += [*carries, node, *ends]  # pyright: ignore[reportOperatorIssue]
+            group += [*carries, node, *ends]
     return [group for group in groups.values() if sum(n.target is CARRY for n in group) > 1]
-
-
-def ends_by_value(node: torch.fx.Node) -> bool:
-    """Return whether an entry or exit is one of a loop that a value ends."""
-    return bool(nest_of(node.args[-1])[-1].ends)
 
 
 def runs_of(nest: Nest) -> int:

@@ -236,8 +236,7 @@ class _Streams:
         )
         before = alive - self.ledger.iterations[node]
         if call.held:  # what the first iteration needs has nothing to travel beside
-            waits = call.graph.output_node().args[0][call.carries :][: call.held]
-            steps = [x.meta["step"] for x in waits]
+            steps = [x.meta["step"] for x in call.body_results.held]
             late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
             yield late
             self.now = begin = self.now + late.seconds
@@ -252,7 +251,7 @@ class _Streams:
             )
         self.now += one.now * count
         self.free = max(self.free, begin + one.free * count)
-        written = call.graph.output_node().args[0][2 * call.carries + call.held :]
+        written = [*call.body_results.stacks, *call.body_results.totals]
         if written:
             moved = sum(2 * bytes_of(value) for value in written)
             each = len(written) * self.hardware.launch + moved / self.hardware.memory_bandwidth
