@@ -26,6 +26,7 @@ TURN = 8  # Number of large tensors that a call reads; the next calls read the n
 _GOLDEN, _WORD = 0.6180339887498949, 2**64
 _BOUND = 1e100  # Infinities and larger values count as this; its square is finite.
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype
+COLUMNS = 1024  # of a hash of all bits
 _ODD = 0x1E3779B97F4A7C15
 
 Checksum = int | tuple[float, float]
@@ -120,6 +121,25 @@ def is_close(one: Checksum, other: Checksum) -> bool:
     if isinstance(one, int) or isinstance(other, int):
         return one == other
     return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
+
+
+def hash_of_bits(tensor: Tensor) -> Tensor:
+    """Return a 0-d int64 tensor that depends on every bit: it is another if one bit is flipped.
+
+    Words of 8 bytes are summed modulo 2 ** 64, in COLUMNS sums with odd factors.
+    """
+    flat = tensor.detach().reshape(-1)
+    flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+    flat = flat.resolve_neg().view(_BY_SIZE[flat.element_size()])
+    words = 8 // flat.element_size()
+    if flat.storage_offset() % words:
+        flat = flat.clone()
+    whole = len(flat) - len(flat) % (words * COLUMNS)
+    sums = flat[:whole].view(torch.int64).view(-1, COLUMNS).sum(0)
+    tail = flat[whole:].long()
+    return (sums * _factors(COLUMNS, flat.device)).sum() + (
+        tail * _factors(len(tail), flat.device)
+    ).sum()
 
 
 def _is_integer(tensor: Tensor) -> bool:

@@ -47,4 +47,5 @@ class ParallelizeOptions(_Planned, total=False):
     shard_updates: str | None
     check: Check
     timeout: float | timedelta | None
+    audit: int | None
     pin: Pin

@@ -137,6 +137,13 @@ class Options:
         "the process groups of the mesh, of one axis those of the default group. None: as "
         "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
     )
+    audit: int | None = _option(
+        None,
+        "parallelize",
+        "Compare what ranks hold in common at each k-th call: a RankError names a weight or "
+        "optimizer state of which one rank has other bits, and that rank; also a loss or gradient "
+        "norm that differs, and NaN. None: never.",
+    )
     pin: Pin = _option(
         "user",
         "xla",
@@ -164,6 +171,12 @@ class Options:
             if row.choices:
                 check_choice(row.name, getattr(self, row.name), row.choices)
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
+            raise ShardingError(
+                f"an audit of {self.audit!r}",
+                where=user_line(),
+                fix="audit=100: calls from one comparison to the next, 1 or more; None for never",
+            )
         limit = self.time_limit
         if limit is not None and limit <= timedelta():
             raise ShardingError(
@@ -202,7 +215,7 @@ class Options:
 
         The key of a call has the effect of the others.
         """
-        beside = ("check", "timeout", "dynamic")
+        beside = ("check", "timeout", "dynamic", "audit")
         return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
 
 

@@ -26,6 +26,8 @@ class JointProgram(CompiledProgram):
 
     pieces: PartialBackward | None  # of the backward, when they are asked for
     sizes: tuple[int, ...] = ()  # of the arguments of the last call
+    # Reads gradients of this rank, in the order of gradient_inputs: a weak reference to a method.
+    on_gradients: Callable[[], Callable[[JointProgram, Sequence[Any]], None] | None] | None = None
 
     def __init__(
         self,
@@ -123,6 +125,13 @@ class JointProgram(CompiledProgram):
     def carry(self, x: Tensor) -> RankCheck:
         """Start the rank check, and the sum of x over the ranks with it."""
         return self.rank_check.begin(x)
+
+    def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
+        """Return the gradients that autograd needs, and let an audit read them."""
+        results = super().run_backward(ctx, boxed, grads)
+        if self.on_gradients is not None and (read := self.on_gradients()) is not None:
+            read(self, results)
+        return results
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Return (outputs, saved values); the rank check is finished by then."""

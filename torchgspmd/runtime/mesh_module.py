@@ -112,6 +112,8 @@ class MeshModule(ModuleProxy):
         """Return a copy on the same devices, which has had no calls."""
         module = cast(MeshModule, super().__deepcopy__(memo))
         module.__dict__["_history"] = SizeHistory()
+        if (audit := vars(self).get("_audit")) is not None:
+            module.__dict__["_audit"] = audit.of_copy(module._model)
         return module
 
     def _called(self, module: nn.Module) -> nn.Module:

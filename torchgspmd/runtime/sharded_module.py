@@ -34,6 +34,7 @@ from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
+from .audit import Audit
 from .changing_sizes import free_dims
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
@@ -100,6 +101,7 @@ class ShardedModule(MeshModule):
             _part=part,
             _marked={},
             _has_warned=False,
+            _audit=None if options.audit is None else Audit(model, groups, options.audit),
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
@@ -109,12 +111,12 @@ class ShardedModule(MeshModule):
 
     def _submodule(self, module: nn.Module) -> nn.Module:
         dynamic = self._options.dynamic is not False  # names are those of the whole call
-        options = replace(self._options, dynamic=dynamic, timeout=None)
+        options = replace(self._options, dynamic=dynamic, timeout=None, audit=None)
         with bound(self._layout):
             submodule = ShardedModule(
                 module, self._mesh, None, None, options, hooks=False, part=self._part
             )
-        submodule.__dict__["_layout"] = self._layout
+        submodule.__dict__.update(_layout=self._layout, _audit=self._audit)
         return submodule
 
     def _read_structure(self) -> None:
@@ -185,7 +187,9 @@ class ShardedModule(MeshModule):
             compares=self._options.check != "never" or not program.checked,
         )
         program.checked = True
-        return program(call.leaves, call.passed, rank_check)
+        if self._audit is None:
+            return program(call.leaves, call.passed, rank_check)
+        return self._audit.run(program, call, rank_check)
 
     def _kind(self, name: str, value: object) -> Any:
         if isinstance(value, DTensor):
