@@ -41,6 +41,7 @@ SLOW = {
     "random_programs",
     "halo_reshard",
     "unet3d",
+    "wheel",
     "interpolate",
     "examples",
     "documentation",

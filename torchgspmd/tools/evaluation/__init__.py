@@ -12,4 +12,15 @@ from .meter import Meter
 from .metrics import Metric, accuracy, error_rate, mean_iou, perplexity
 from .rows import pad_rows
 
+__all__ = [  # Type checkers treat other imported names as private.
+    "Meter",
+    "Metric",
+    "accuracy",
+    "error_rate",
+    "evaluate",
+    "mean_iou",
+    "pad_rows",
+    "perplexity",
+]
+
 PUBLIC = (Meter, Metric, accuracy, error_rate, evaluate, mean_iou, pad_rows, perplexity)
