@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -61,6 +61,9 @@ lint: venv  ## ruff check, ruff format --check, pyright, and the site of docs/
 	$(BIN)/python tools/typings.py
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(SITE)
+
+words: venv  ## how plain the texts are, each figure with its goal
+	$(BIN)/python tools/words.py
 
 house: venv  ## how the package measures against its goals, each with the goal
 	$(BIN)/python $(INSTALL) -e .

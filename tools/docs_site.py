@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages beside those of docs/, and README's list of pages as navigation.
+"""Hooks of mkdocs: pages beside those of docs/, and the sections of docs/pages.md as navigation.
 
 README.md, CONTRIBUTING.md, CHANGELOG.md and SECURITY.md become pages, each module of public names a
 page of its docstrings. A source file that a page links is copied to the site. A link to a folder
@@ -91,18 +91,18 @@ def _entry(heading: str, value: object) -> list[str]:
 
 
 def _navigation(pages: list[str]) -> list[dict[str, list[str] | str]]:
-    """Return README's sections of pages, each page once, then the reference."""
-    text = (ROOT / "README.md").read_text().partition("\n## Pages\n")[2]
-    listed, sections = {"index.md"}, []
-    for section, body in re.findall(r"^\* \*\*(.+?)\*\*:(.*?)(?=^\* |\Z)", text, re.M | re.S):
-        links = [_target(link, "README.md") for _, _, link, _ in LINK.findall(body)]
-        new = [link for link in links if link and link.endswith(".md") and link not in listed]
-        listed.update(new)
-        sections.append({section: list(dict.fromkeys(new))})
-    sections[-1][next(iter(sections[-1]))] += [p for p in OUTSIDE.values() if p not in listed]
+    """Return the sections of docs/pages.md, then the reference."""
+    text, sections = (ROOT / "docs" / "pages.md").read_text(), []
+    for section, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
+        rows = re.findall(r"^\| .*", body, re.M)
+        links = [
+            _target(posixpath.normpath(f"docs/{m[3]}"), "") for m in map(LINK.search, rows) if m
+        ]
+        sections.append({section: [link for link in links if link and link.endswith(".md")]})
     reference = sorted(page for page in pages if page.startswith("reference/"))
     reference.sort(key=lambda page: page != MAIN)
-    return [{"Home": "index.md"}, *sections, {"Reference": reference}]
+    home = {"Home": ["index.md", "pages.md"]}
+    return [home, *sections, {"Reference": reference}]
 
 
 def _parameter(row: Option) -> griffe.Parameter:
