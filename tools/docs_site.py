@@ -90,7 +90,7 @@ def _entry(heading: str, value: object) -> list[str]:
     return [f"::: {_identifier(value)}", "    options:", f"      heading: {heading}", ""]
 
 
-def _navigation(pages: list[str]) -> list[dict[str, list[str] | str]]:
+def _navigation(pages: list[str]) -> list[dict[str, list[str]]]:
     """Return the sections of docs/pages.md, then the reference."""
     text, sections = (ROOT / "docs" / "pages.md").read_text(), []
     for section, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", text, re.M | re.S):
