@@ -131,10 +131,7 @@ APART = {
 }
 # What a ShardingError refuses: groups of features, of which one of each do not go together, and
 # words of the message. docs/limits.md has a row for each.
-BATCHED = "data zero3 zero1 dropless capacity nodes priorities shared alternate".split()
-LIMITS = (
-    ((BATCHED, ["any_batch"], [*STAGES, "accumulate"]), "has a size that depends"),  # n // 2 rows
-)
+LIMITS: tuple[tuple[tuple[list[str], ...], str], ...] = ()
 MERGED = ("options", "dynamic")  # Fields whose tables two rows fill together.
 JOINED = ("frozen", "rounding")  # of the rounding the coarsest counts
 

@@ -51,6 +51,9 @@ ONCE = (  # sets that failed before
     "sequence+any_length",
     "context+any_length",
     "ring+any_length",
+    "data+gpipe+any_batch",
+    "dropless+gpipe+any_batch",
+    "dropless+circular+any_batch+any_length",
 )
 EVERY = 80  # of the pairs one in so many
 

@@ -188,6 +188,39 @@ def test_a_sharded_batch_of_any_size(mesh):
     assert programs(model) == 4  # of whole tensors and of shards; of 1 row and of all others
 
 
+class Microbatches(Shares):
+    def forward(self, x):
+        parts = x.unflatten(0, (-1, 2)).transpose(0, 1)
+        return sum(self.down(self.up(part).relu()).square().mean() for part in parts)
+
+
+@distributed("data=2")
+def test_microbatches_of_any_batch(mesh):
+    """Of 6 rows in two microbatches the first rank has 4; the rank of no row has zeros."""
+    alone = Microbatches().double()
+    model = gspmd.parallelize(copy.deepcopy(alone), mesh, in_specs=("data _",))
+    for rows in (8, 12, 6, 2):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        for each in (model, alone):
+            each.zero_grad()
+        found, wanted = model(x), alone(x)
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+        found.backward()
+        wanted.backward()
+        for p, q in zip(model.parameters(), alone.parameters()):
+            torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
+    assert programs(model) == 2  # of 8 rows and of all others
+    with pytest.raises(gspmd.ShardingError, match="size n0 is 7, .* 2 equal parts"):
+        model(torch.randn(7, 4, dtype=torch.float64))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for rows in (6, 10):
+            x = torch.randn(rows, 4, dtype=torch.float64)
+            shards = distribute_tensor(x, model._groups.device_mesh, [Shard(0)])
+            torch.testing.assert_close(model(shards), alone(x), rtol=1e-10, atol=1e-12)
+    assert any("each size has a program of its own" in str(each.message) for each in found)
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,6 +1,7 @@
 """Sizes of arguments that may be others in each run of one program.
 
     x [2, a], mask [2, a + 1]       two dimensions of one size, a
+    x.unflatten(0, (-1, 2))         a size that every run divides evenly: its unit is 2
 
 In a trace they are symbols of torch's ShapeEnv, as are sizes that depend on values. 0 and 1 are
 sizes of programs of their own: they broadcast, and there are branches on them.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -29,9 +30,12 @@ class ArgumentSizes:
     """Which dimensions of the tensors among the arguments have a size of a run.
 
     dims: for (tensor, dimension) the name of its size, and what is added to that.
+    units: which number divides a size in every run, by the name of the size; others have 1. Shards
+    have whole units.
     """
 
     dims: Mapping[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
+    units: Mapping[str, int] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(tuple(self.dims.items()))
@@ -67,9 +71,24 @@ class ArgumentSizes:
                 return None
         return sizes
 
+    def with_units(self, units: Sequence[int]) -> ArgumentSizes:
+        """Return the same with the units of the sizes that a program has, in their order."""
+        names = dict.fromkeys(name for name, _ in self.dims.values())
+        return replace(self, units={name: n for name, n in zip(names, units) if n > 1})
+
     def numbers(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return the sizes in a call that has these shapes, by name."""
-        return self.values(shapes, least=0) or {}
+        """Return how many units the sizes have in a call that has these shapes, by name."""
+        numbers: dict[str, int] = {}
+        for name, size in (self.values(shapes, least=0) or {}).items():
+            unit = self.units.get(name, 1)
+            if size % unit:
+                raise ShardingError(
+                    f"size {name} is {size}, and the program divides it into {unit} equal parts",
+                    where=user_line(),
+                    fix=f"a multiple of {unit}",
+                )
+            numbers[f"{name}_by_{unit}" if unit > 1 else name] = size // unit
+        return numbers
 
     def without_small(self, shapes: Sequence[Sequence[int]]) -> ArgumentSizes | None:
         """Return the sizes that are symbols in a program for a call with some smaller than 2.

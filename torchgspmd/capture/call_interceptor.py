@@ -22,7 +22,7 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line, user_line
 from ..layout.annotate import mark_sharding
-from ..rules.rewrites import DECLINED, rewrite_of
+from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
@@ -88,25 +88,27 @@ class CallInterceptor(TorchFunctionMode):
         for value in args if rewrite_of("product", func) else ():
             if isinstance(value, Tensor):
                 check_dense(f"an operand of {func.__name__}", value)
-        result = DECLINED
-        for level in ("value", "product"):
-            replacement = rewrite_of(level, func)
-            if (
-                result is not DECLINED
-                or replacement is None
-                or kwargs.get("out") is not None
-                or is_transforming()  # torch.func does not take most custom operations
-                and not (is_vectorizing() and rewrite_of("vmap", func))
-                or kwargs
-                and not _accepts(replacement, args, kwargs)
-            ):
-                continue
-            result = replacement(*args, **kwargs)
+        result = self._replaced(func, args, kwargs)
         if result is DECLINED:
             result = self._run(func, args, kwargs)
         self.tracker.after(result)
         self.constants.record_result(args, kwargs, result)
         return result
+
+    def _replaced(self, func: Callable, args: tuple, kwargs: dict) -> Any:
+        """Return the result of the first replacement that applies, or DECLINED."""
+        replacements = [*rewrites_of("value", func), *rewrites_of("product", func)]
+        if not replacements or kwargs.get("out") is not None:
+            return DECLINED
+        # torch.func does not take most custom operations
+        if is_transforming() and not (is_vectorizing() and rewrite_of("vmap", func)):
+            return DECLINED
+        for replacement in replacements:
+            if kwargs and not _accepts(replacement, args, kwargs):
+                continue
+            if (result := replacement(*args, **kwargs)) is not DECLINED:
+                return result
+        return DECLINED
 
     def _numbers(self, tensor: Tensor) -> Any:
         """Return the numbers in a tensor, the same ones again if only a run knows them."""

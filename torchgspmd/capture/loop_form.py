@@ -12,8 +12,10 @@ after    %t = total(%x, 1x8);  %end = add(%c0, %t)
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from ..compat.fx_nodes import origin_of
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
+from ..layout.open_sizes import factors_of
 from ..rules.custom_ops.loops import (
     CARRY,
     CONST,
@@ -173,6 +176,7 @@ class _Residuals:
         self.first_entry: dict[Nest, fx.Node] = {}
         self.last_exit: dict[Nest, fx.Node] = {}
         self.brought: dict[tuple[fx.Node, Nest], fx.Node] = {}
+        self.sizes: dict[int, fx.Node] = {}  # of arguments, by their places
 
     def run(self) -> None:
         """Stack what other loops use."""
@@ -192,7 +196,7 @@ class _Residuals:
                     continue
                 if inner == operands[: len(inner)]:
                     continue
-                if _numbers(inner) != _numbers(operands[: len(inner)]):
+                if _loops(inner) != _loops(operands[: len(inner)]):
                     raise self._escape(value, node)
                 target = operands[: len(inner)]
                 node.replace_input_with(value, self._bring(value, target, node))
@@ -209,7 +213,7 @@ class _Residuals:
         depth = 0
         for value in node.all_input_nodes:
             inner = self.nests[value]
-            if _numbers(inner) == _numbers(region[: len(inner)]):
+            if _loops(inner) == _loops(region[: len(inner)]):
                 depth = max(depth, len(inner))
         return region[:depth]
 
@@ -231,6 +235,9 @@ class _Residuals:
                     value, lambda n: self._bring(n, nest[: len(self.nests[n])], user)
                 )
             result.meta["backward"] = user.meta["backward"]
+        elif isinstance(value.meta["val"], int):
+            result = self._size(value)
+            self.nests[result] = ()
         else:
             result = self._save(value, inner, nest)
         self.nests[result] = self.nests.get(result, nest)
@@ -263,6 +270,52 @@ class _Residuals:
             )
             self.nests[value] = loops
         return value
+
+    def _size(self, value: fx.Node) -> fx.Node:
+        """Return a number of a loop, a product of arguments' sizes, computed before all loops."""
+        numbers = value.meta["val"], value.meta.get("other", value.meta["val"])
+        nodes = [self._argument_size(which) for which in factors_of(*numbers)]
+        if not nodes or None in nodes:
+            raise self._escape(value, value)
+        first, *rest = [node for node in nodes if node is not None]
+        for node in rest:
+            first = self._arithmetic(operator.mul, first, node)
+        ratio = Fraction(value.meta["val"], first.meta["val"])
+        if ratio.numerator > 1:
+            first = self._arithmetic(operator.mul, first, ratio.numerator)
+        if ratio.denominator > 1:
+            first = self._arithmetic(operator.floordiv, first, ratio.denominator)
+        return first
+
+    def _argument_size(self, which: int) -> fx.Node | None:
+        """Return the node that reads a size of the arguments off the first that has it."""
+        if which in self.sizes:
+            return self.sizes[which]
+        for node in self.graph.find_nodes(op="placeholder"):
+            val = node.meta["val"]
+            other = node.meta.get("other", val)
+            for d, numbers in enumerate(zip(val.shape, other.shape)):
+                if factors_of(*numbers) == (which,):
+                    size = self._number(aten.sym_size.int, (node, d), numbers)
+                    self.sizes[which] = size
+                    return size
+        return None
+
+    def _arithmetic(self, op: Callable[[int, int], int], a: fx.Node, b: fx.Node | int) -> fx.Node:
+        pairs = [
+            (n.meta["val"], n.meta["other"]) if isinstance(n, fx.Node) else (n, n) for n in (a, b)
+        ]
+        numbers = tuple(op(x, y) for x, y in zip(*pairs))
+        return self._number(op, (a, b), numbers)
+
+    def _number(self, op: Callable[..., Any], args: tuple, numbers: tuple[int, ...]) -> fx.Node:
+        """Add a number before all loops. numbers: its stand-ins."""
+        with self.graph.inserting_before(next(iter(self.first_entry.values()))):
+            node = self.graph.call_function(op, args)
+        node.meta = {"val": numbers[0], "other": numbers[1], "source": None, "dynamic": True}
+        node.meta |= {"backward": False, "captured": node.name}
+        self.nests[node] = ()
+        return node
 
     def _add(
         self,
@@ -305,5 +358,5 @@ class _Residuals:
         )
 
 
-def _numbers(nest: Nest) -> tuple[int, ...]:
+def _loops(nest: Nest) -> tuple[int, ...]:
     return tuple(loop.number for loop in nest)

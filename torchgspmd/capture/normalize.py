@@ -31,8 +31,8 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.def
 
 def normalize(
     traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
-) -> tuple[fx.Graph, list[Input]]:
-    """Return a normalized copy of the graph, and its inputs.
+) -> tuple[fx.Graph, list[Input], list[int]]:
+    """Return a normalized copy of the graph, its inputs, and the units of arguments' sizes.
 
     The inputs are the given ones, then the tangents. tangents: (output index, the seed that stood
     for its cotangent).
@@ -76,7 +76,7 @@ def normalize(
     recompute_regions(graph)
     loop_form(graph)
     drop_unused(graph)
-    return graph, inputs
+    return graph, inputs, sizes.units
 
 
 def _identifier(name: str) -> str:

@@ -3,6 +3,7 @@
     nonzero(x)  [u0, 2]         val: [496, 2], other: [1616, 2]
     split       [u1, 8]         val: [592, 8], other: [1648, 8], as well as u1 + u2 == 12
     cat         [u1 + u2, 8]    val: [12, 8]
+    unflatten   [n // 2, 2]     n is 2 p, and p has the stand-ins: every run has an even n
 
 There are two numbers for each, so that a rule or a constant that depends on one of them is seen: it
 is another one for the other. They are multiples of 16, since programs split such dimensions into
@@ -26,6 +27,7 @@ from ..layout.open_sizes import GROUP, factors_of
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
 _FIRST, _SECOND = 31, 101  # the stand-ins are multiples of primes from these on
+_MOST_PARTS = 4096  # of a size, of which all numbers of rows are tried
 
 
 class StandInSizes:
@@ -36,27 +38,41 @@ class StandInSizes:
         self.solved: dict[Any, Any] = {}  # symbol -> the function of others that it is
         self.reduced: dict[Any, Any] = {}  # expression -> the same without these
         self.stand_ins: dict[Any, tuple[int, int]] = {}  # reduced expression -> its numbers
+        self.units: list[int] = []  # of arguments' sizes, in their order
         if not nodes:
             return
         self.taken = set(_integers(graph))
         self._merge(graph, nodes)
         self.env = _shape_env(nodes[0].meta["val"])
         self._solve(self.env)
+        self._take_units()
         tensors = (t for n in nodes for t in pytree.tree_leaves(n.meta["val"]))
         shapes = [t.shape for t in tensors if isinstance(t, Tensor)]
         self.sizes = {self._reduced(n) for s in shapes for n in s if isinstance(n, torch.SymInt)}
-        self.ratios = self._ratios()
+        self.ratios = self._without_parts()
         self.primes = [_primes(_FIRST), _primes(_SECOND)]
 
-    def _ratios(self) -> dict[Any, int]:
+    def _take_units(self) -> None:
+        """Let the sizes that every run divides evenly be multiples of symbols of their own."""
+        equations = [e for e in _asserted(self.env) if _is_equation(e)]
+        self.ratios, self.near = dict[Any, int](), dict(getattr(self.env, "near", {}))
+        for symbol, ratio in getattr(self.env, "ratios", {}).items():
+            unit = 1 if symbol in self.solved else _unit(symbol, equations)
+            self.units.append(unit)
+            if unit > 1:
+                parts = type(symbol)(f"{symbol}_parts", integer=True, positive=True)
+                self.solved[symbol], self.near[parts] = unit * parts, self.near[symbol] // unit
+                symbol = parts
+            self.ratios[symbol] = ratio
+
+    def _without_parts(self) -> dict[Any, int]:
         """Return the ratios of arguments' sizes that axes may shard.
 
         A size with parts in the program, as n // 2, is none: by its numbers, 8 (n // 2) is 4 n.
         """
-        ratios = getattr(self.env, "ratios", {})
         parts = (e for size in self.sizes for e in size.find(_is_part))
         in_parts = {symbol for part in parts for symbol in part.free_symbols}
-        return {symbol: ratio for symbol, ratio in ratios.items() if symbol not in in_parts}
+        return {symbol: ratio for symbol, ratio in self.ratios.items() if symbol not in in_parts}
 
     def values(self, value: Any) -> tuple[Any, Any]:
         """Return a result of a node with each of the stand-ins in place of symbols.
@@ -115,10 +131,7 @@ class StandInSizes:
 
     def _solve(self, env: Any) -> None:
         """Find symbols that sums determine, as in u0 + u1 == 12, and u0 == min(u0, 16)."""
-        asserts = [each.expr for group in env.deferred_runtime_asserts.values() for each in group]
-        for equation in dict.fromkeys(asserts):
-            if type(equation).__name__ != "Equality":
-                continue
+        for equation in filter(_is_equation, _asserted(env)):
             one, two = (_substitute(e, self.solved) for e in (equation.lhs, equation.rhs))
             if one.is_Symbol and two.is_Function and two.has(one):
                 self.solved[two] = one
@@ -163,11 +176,11 @@ class StandInSizes:
                 if self._is_product(expression) or not factors_of(one, other):
                     return self._take(one, other)
         elif ratio := self.ratios.get(expression):
-            one = self._next(0, self.env.near[expression], self.env.multiple, ratio)
+            one = self._next(0, self.near[expression], self.env.multiple, ratio)
             self.taken.add(one)  # Three times n may be n's second number: no pass takes one for it.
             return one, one * ratio
         is_size = expression in self.sizes or self.env.bound_sympy(expression).lower >= 0
-        near = getattr(self.env, "near", {}).get(expression, 0)
+        near = self.near.get(expression, 0)
         return self._take(self._next(0, near), self._next(1) * (1 if is_size else -1))
 
     def _is_product(self, expression: Any) -> bool:
@@ -210,6 +223,39 @@ class StandInSizes:
         shape = [self._number(n)[which] if isinstance(n, NUMBERS) else n for n in value.shape]
         with cast(Any, value).fake_mode:
             return torch.empty(shape, dtype=value.dtype, device=value.device)
+
+
+def _asserted(env: Any) -> list[Any]:
+    """Return the conditions that every run checks."""
+    groups = env.deferred_runtime_asserts.values()
+    return [*dict.fromkeys(each.expr for group in groups for each in group)]
+
+
+def _is_equation(condition: Any) -> bool:
+    return type(condition).__name__ == "Equality"
+
+
+def _unit(symbol: Any, equations: list[Any]) -> int:
+    """Return the largest number that divides a size in every run: 2, if n == 2 * (n // 2)."""
+    own = [e for e in equations if symbol in e.free_symbols]
+    parts = [part for e in own for part in e.find(_is_quotient)]
+    period = math.lcm(*(int(part.args[1]) for part in parts))
+    if period > _MOST_PARTS:
+        return 1
+    sizes = range(period, 3 * period)  # Remainders repeat, and so do the equations' outcomes.
+    found = set[int]()
+    for number in (period, _SECOND * period + 1):  # other sizes, which divide evenly or do not
+        others = {s: number for e in own for s in e.free_symbols - {symbol}}
+        asked = [e.subs(others) for e in own]
+        solved = {n for n in sizes if all(bool(e.subs(symbol, n)) for e in asked)}
+        if not solved:
+            return 1
+        found |= solved
+    return math.gcd(*found)
+
+
+def _is_quotient(expression: Any) -> bool:
+    return type(expression).__name__ == "FloorDiv" and expression.args[1].is_Integer
 
 
 def _is_part(expression: Any) -> bool:

@@ -234,7 +234,7 @@ def _trace_once(
     used = program.drop_unused(traced.graph)
     first = len(tensors) - len(state_inputs)
     inputs = [each for i, each in enumerate(inputs) if i < first or i - first in used]
-    graph, inputs = normalize(traced.graph, inputs, program.tangents)
+    graph, inputs, units = normalize(traced.graph, inputs, program.tangents)
     check_constants(graph, traced)
     computed = tuple(
         i for i, leaf in enumerate(program.result_leaves) if isinstance(leaf, Computed)
@@ -259,7 +259,7 @@ def _trace_once(
         state_inputs=tuple(each for i, each in enumerate(state_inputs) if i in used),
         looks=tuple(value_guards.looks.values()),
         functions=tuple(tables.called),
-        dynamic=dynamic,
+        dynamic=dynamic.with_units(units),
         run_guards=_run_guards(fn, names, leaves, tables, state_inputs),
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)

@@ -11,9 +11,12 @@ from torch import Tensor
 from ..layout.halo_window import Window
 
 
-def take_part(x: Tensor, dim: int, index: int, count: int) -> Tensor:
-    """Return shard number `index` of `count` equal ones; zeros pad the last ones."""
-    rows = -(-x.shape[dim] // count)
+def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Tensor:
+    """Return shard number `index` of `count` equal ones; zeros pad the last ones.
+
+    group: rows that stay together.
+    """
+    rows = -(-x.shape[dim] // (count * group)) * group
     x = pad_rows(x, dim, rows * count)
     return x.narrow(dim, index * rows, rows).contiguous()
 

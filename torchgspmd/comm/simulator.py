@@ -123,18 +123,28 @@ def _map(args: object, mine: Callable) -> Any:
     return args
 
 
-def split_global(tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False) -> list[Tensor]:
-    """Return the shards of a global tensor. poison: pad with NaN to detect leaking padding."""
-    shards = []
+def split_global(
+    tensor: Tensor,
+    spec: ShardSpec,
+    mesh: Mesh,
+    poison: bool = False,
+    groups: Sequence[int] = (),
+) -> list[Tensor]:
+    """Return the shards of a global tensor.
+
+    poison: pad with NaN to detect leaking padding. groups: for each dimension how many of its rows
+    stay together.
+    """
+    shards, groups = [], groups or [1] * tensor.dim()
     for rank in range(mesh.size):
         shard, c = tensor, mesh.coordinates(rank)
         for d, axes in enumerate(spec.dims):
             if axes:
-                count = mesh.count(axes)
-                rows = -(-tensor.shape[d] // count) * count
+                count, group = mesh.count(axes), groups[d]
+                rows = -(-tensor.shape[d] // (count * group)) * count * group
                 fill = float("nan") if poison and shard.is_floating_point() else 0.0
                 shard = pad_rows(shard, d, rows, fill)
-                shard = take_part(shard, d, mesh.index(axes, c), count)
+                shard = take_part(shard, d, mesh.index(axes, c), count, group)
         shards.append(shard)
     return shards
 

@@ -280,11 +280,11 @@ class Plan(PlanFiles):
             return small.simulate(*args, _poison=_poison, **kwargs)
         tensors = self.flat_inputs(args, kwargs)
         self.captured.check_aliases(tensors)
-        inputs = [
-            split_global(t, spec, self.mesh, _poison)
-            for t, spec in zip(tensors, self.input_layouts)
-        ]
         sizes = self.sizes_of_run([t.shape for t in tensors])
+        inputs = [
+            split_global(t, spec, self.mesh, _poison, groups)
+            for t, spec, groups in zip(tensors, self.input_layouts, self.input_groups(sizes))
+        ]
         with torch.no_grad():
             simulator = Simulator(self.program, self.mesh)
             results = simulator.run_devices(inputs, self.size_inputs(sizes))

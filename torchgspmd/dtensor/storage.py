@@ -253,17 +253,25 @@ def pad_stored(
 
 
 def slice_global(
-    graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh, coordinates: Coordinates
+    graph: fx.Graph,
+    node: fx.Node,
+    spec: ShardSpec,
+    mesh: Mesh,
+    coordinates: Coordinates,
+    group: Callable[[int], int | fx.Node],
 ) -> None:
-    """Slice an input that is a global tensor to this device's shard."""
+    """Slice an input that is a global tensor to this device's shard.
+
+    group: how many rows of a dimension stay together, of which it may insert the node.
+    """
 
     def slices() -> fx.Node:
         local = node
         for d, axes in enumerate(spec.dims):
             if axes:
-                local = graph.call_function(
-                    take_part, (local, d, mesh.index(axes, coordinates), mesh.count(axes))
-                )
+                place = mesh.index(axes, coordinates), mesh.count(axes)
+                together = () if (rows := group(d)) == 1 else (rows,)
+                local = graph.call_function(take_part, (local, d, *place, *together))
         return local
 
     if spec.sharding_axes:

@@ -74,6 +74,16 @@ def global_shape(
     return tuple(n if p is None else p.number(sizes) for n, p in zip(local, products))
 
 
+def rows_together(node: fx.Node, sizes: Sequence[int], stand_ins: Sequence[int]) -> tuple[int, ...]:
+    """Return, for each dimension of a value, how many rows stay on one device in a run.
+
+    sizes, stand_ins: as of global_shape.
+    """
+    (other,) = other_shapes(node)
+    products = (product_of(n, m, stand_ins) for n, m in zip(node.meta["val"].shape, other))
+    return tuple(p.group(sizes) if p and p.factors else 1 for p in products)
+
+
 def planned_shape(node: fx.Node) -> tuple[int, ...]:
     """Return the global shape of a value, with an OpenSize for each size that only a run knows."""
     (other,) = other_shapes(node)

@@ -10,7 +10,7 @@ from torch import fx
 
 from ..capture import ARGUMENT, Captured
 from ..layout.mesh import Mesh
-from .ir import global_shape
+from .ir import global_shape, rows_together
 from .localize.sizes_in_a_run import size_inputs
 from .program import Boundary, Request, stand_ins_of
 from .replication_report import ReplicatedOp
@@ -56,6 +56,11 @@ class RunnablePlan:
     def size_inputs(self, sizes: Sequence[int]) -> list[int]:
         """Return which of the sizes of arguments the program takes, behind the coordinates."""
         return [sizes[node.meta["size"][0]] for node in size_inputs(self.program_graph)]
+
+    def input_groups(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
+        """Return, for each dimension of each input, how many rows stay on one device."""
+        inputs = self.sharded.find_nodes(op="placeholder")
+        return [rows_together(node, sizes, self.stand_ins) for node in inputs]
 
     def result_shape(
         self, output: int, local: Sequence[int], sizes: Sequence[int]

@@ -7,6 +7,7 @@ A size that depends on values may not: how much a device has would follow from v
 
     n rows over 4 devices           ceil(n / 4) each
     k n rows over 4 devices         k ceil(n / 4) each: whole groups of k, as of n rows flattened
+    n = 2 p rows in 2 microbatches  2 ceil(p / 4) each, where p is the size of the argument
 
 Stand-ins say which is which. The first number of an argument's size is a multiple of GROUP, of
 which a half is none. The second is the first times a prime of its own: the ratio of both names the
@@ -80,6 +81,10 @@ class Product:
     def number(self, sizes: Sequence[int]) -> int:
         """Return what it is in a run with these sizes of arguments."""
         return self.times * math.prod(sizes[i] for i in self.factors)
+
+    def group(self, sizes: Sequence[int]) -> int:
+        """Return how many rows of a sharded dimension stay on one device."""
+        return self.times * math.prod(sizes[i] for i in self.factors[1:])
 
 
 def product_of(

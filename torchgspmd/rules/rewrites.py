@@ -98,10 +98,15 @@ def rewrite_of(level: str, target: object) -> Callable | None:
     return entries[0].apply if entries else None
 
 
+def rewrites_of(level: str, target: object) -> list[Callable]:
+    """Return the functions of a level, in the order in which they are asked."""
+    return [entry.apply for entry in REWRITES.get((level, target), ())]
+
+
 def apply_first(level: str, target: object, *args: object, **kwargs: object) -> Any:
     """Return the result of the first function of a level that applies to a call, or DECLINED."""
-    for entry in REWRITES.get((level, target), ()):
-        if (result := entry.apply(*args, **kwargs)) is not DECLINED:
+    for apply in rewrites_of(level, target):
+        if (result := apply(*args, **kwargs)) is not DECLINED:
             return result
     return DECLINED
 

@@ -117,6 +117,29 @@ def test_a_mark_of_another_function_of_a_size_is_refused():
         )
 
 
+def microbatches(x, w):
+    parts = x.unflatten(0, (-1, 2)).transpose(0, 1)
+    of_parts = [(part @ w).square() for part in parts]
+    return sum(part.mean() for part in of_parts), torch.cat(of_parts)
+
+
+@pytest.mark.parametrize("devices", (2, 3))
+def test_a_size_that_is_divided_evenly_has_shards_of_whole_parts(devices):
+    """Of 10 rows 3 devices have 4, 4 and 2: a microbatch of 5 has 2, 2 and 1 there."""
+    x, w = torch.randn(12, 4, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64)
+    options = {"in_specs": ("data _", "_ _"), "out_specs": ("", None)}
+    options |= {"dynamic": {"x": {0: "rows"}}, "mesh": Mesh(data=devices)}
+    plan = gspmd.plan(microbatches, x, w, **options)
+    assert "size_rows_by_2" in str(plan.program_graph)
+    assert {c.kind for c in plan.collectives} == {"all_reduce", "all_gather"}
+    for rows in (12, 10, 4, 2):
+        x = torch.randn(rows, 4, dtype=torch.float64)
+        for found, expected in zip(plan.simulate(x, w, _poison=True), microbatches(x, w)):
+            torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    with pytest.raises(gspmd.ShardingError, match="(?s)size rows is 7, .* 2 equal parts.* fix"):
+        plan.simulate(torch.randn(7, 4, dtype=torch.float64), w)
+
+
 class Convolved(nn.Module):
     def __init__(self):
         super().__init__()

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...capture.trace_context import is_vectorizing
 from ...compat.private_apis import pad_sequence
 from ...rules.rewrites import DECLINED, rewrite
+from .positions import with_positions
 
 
 def is_unknown(*values: Any) -> bool:
@@ -50,12 +50,18 @@ def _is_list(value: Any) -> bool:
 # --------------------------------------------------------------------------------- moved rows
 
 
+@rewrite("vmap", F.pad)
 @rewrite("value", F.pad)
 def _pad(
     input: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None
 ) -> Any:
     if not is_unknown(input, tuple(pad)):
         return DECLINED
+    return with_positions(lambda _, x: _padded(x, pad, mode, value), 0, input)
+
+
+def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
+    """Return a tensor with rows before and after those of its last dimensions."""
     for at in range(0, len(pad), 2):
         dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
         if mode == "constant":
@@ -330,72 +336,3 @@ def _window_maximum(
 
 for _dims in (1, 2, 3):
     _register_maximum(_dims, getattr(F, f"max_pool{_dims}d"))
-
-
-# ---------------------------------------------------------------------- under torch.vmap
-
-
-@rewrite("vmap", F.layer_norm)
-@rewrite("value", F.layer_norm)
-def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[Any],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-) -> Any:
-    """Compute F.layer_norm by means: torch.vmap of PyTorch's operator asks for the sizes."""
-    if not (is_vectorizing() and is_unknown(input)):
-        return DECLINED
-    dims = [*range(-len(normalized_shape), 0)]
-    x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
-    centered = x - x.mean(dims, keepdim=True)
-    y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
-    y = y if weight is None else y * weight
-    return (y if bias is None else y + bias).to(input.dtype)
-
-
-@rewrite("vmap", F.cross_entropy)
-@rewrite("value", F.cross_entropy)
-def _cross_entropy(
-    input: Tensor,
-    target: Tensor,
-    weight: Tensor | None = None,
-    size_average: Any = None,
-    ignore_index: int = -100,
-    reduce: Any = None,
-    reduction: str = "mean",
-    label_smoothing: float = 0.0,
-) -> Any:
-    """Compute F.cross_entropy by sums: torch.vmap of PyTorch's operator asks for the sizes."""
-    plain = weight is None and size_average is None and reduce is None
-    plain &= input.dim() > 1 and not (label_smoothing or target.is_floating_point())
-    if not (plain and is_vectorizing() and is_unknown(input, target)):
-        return DECLINED
-    counted = target != ignore_index
-    classes = arange_of(input, input.shape[1]).view(-1, *[1] * (input.dim() - 2))
-    found = torch.where(target.unsqueeze(1) == classes, input, 0).sum(1)
-    losses = torch.where(counted, input.logsumexp(1) - found, 0)
-    if reduction == "none":
-        return losses
-    return losses.sum() / (counted.sum() if reduction == "mean" else 1)
-
-
-@rewrite("vmap", F.dropout)
-@rewrite("value", F.dropout)
-def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Compute F.dropout by a mask: torch.vmap of PyTorch's operator asks for the sizes."""
-    if not (is_vectorizing() and is_unknown(input)) or inplace or not 0 < p < 1 or not training:
-        return DECLINED
-    kept = torch.rand_like(input, dtype=torch.float32) >= p
-    return torch.where(kept, input / (1 - p), 0)
-
-
-@rewrite("vmap", torch.mean, Tensor.mean)
-@rewrite("value", torch.mean, Tensor.mean)
-def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Compute a mean of all elements by a sum along each dimension: torch.vmap merges them."""
-    if dim is not None or not (is_vectorizing() and is_unknown(input)):
-        return DECLINED
-    dims, x = [*range(input.dim())], input if dtype is None else input.to(dtype)
-    return x.sum(dims) / torch.ones_like(x).sum(dims)  # counted: vmap takes no numbers of a run

@@ -110,9 +110,20 @@ class Emitter:
     def size(self, factor: str) -> Any:
         """Return the length of a device's shard of a factor."""
         size, axes = self.sizes.get(factor, 1), self.assignment.get(factor, ())
-        if axes and isinstance(size, OpenSize):
-            return fx.Proxy(self.localizer.rows(size, axes, self.node))
+        if isinstance(size, OpenSize):
+            return self.rows(size, axes)
         return -(-size // self.localizer.mesh.count(axes))
+
+    def rows(self, size: OpenSize, axes: Axes) -> Any:
+        """Return the rows of a shard of a size of the run; if values say it, its stand-in."""
+        if axes:
+            return fx.Proxy(self.localizer.rows(size, axes, self.node))
+        node = self.localizer.sizes.whole(int(size), size.other)
+        return self.stand_in(size) if node is None else fx.Proxy(node)
+
+    def stand_in(self, size: OpenSize) -> int:
+        """Return the number in the place of a size that depends on values."""
+        return int(size)
 
     def index(self, factor: str) -> fx.Proxy | int:
         """Return the number of the device's shard of a factor."""
@@ -223,6 +234,9 @@ class OtherEmitter(Emitter):
             LocalTensor(spec.local_shape(shape, localizer.mesh), t.dtype, t.device)
             for t, shape, spec in zip(self.results, other_shapes(node), node.meta["result_specs"])
         ]
+
+    def stand_in(self, size: OpenSize) -> int:
+        return size.other
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
         if node in self.own or node not in self.localizer.shapes:

@@ -10,6 +10,7 @@ ensures  inputs and outputs are what DTensors store; gradients have the strides 
 from __future__ import annotations
 
 import operator
+from functools import partial
 
 from torch import Tensor, fx
 
@@ -51,7 +52,8 @@ def convert_inputs(program: Program) -> fx.Graph:
             out_spec = boundary.results[inp.output]
             is_whole = out_spec is None or not out_spec.sharding_axes
         if is_whole:
-            slice_global(graph, node, spec, mesh, coordinates)
+            groups = partial(_group, graph, node, mesh, spec=spec)
+            slice_global(graph, node, spec, mesh, coordinates, groups)
         else:
             spec = _pad_open_dims(graph, node, spec, mesh)
             pad_stored(
@@ -63,6 +65,18 @@ def convert_inputs(program: Program) -> fx.Graph:
     return graph
 
 
+def _group(graph: fx.Graph, node: fx.Node, mesh: Mesh, dim: int, spec: ShardSpec) -> int | fx.Node:
+    """Return how many rows of a dimension of an input stay on one device."""
+    other = node.meta.get("unknown") or node.meta["shape"]
+    rows, second = node.meta["shape"][dim], other[dim]
+    if rows == second:
+        return 1
+    count = mesh.count(spec.dims[dim])
+    group = RunSizes.of_rank(graph, mesh).group(rows * count, second * count)
+    assert group is not None, f"%{node} has shards of a size that no input says"
+    return group
+
+
 def _pad_open_dims(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh) -> ShardSpec:
     """Pad sharded dimensions whose sizes a run knows. Return the layout of the others."""
     other = node.meta.get("unknown") or node.meta["shape"]
@@ -70,6 +84,8 @@ def _pad_open_dims(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh) 
         if not axes or rows == second:
             continue
         count = mesh.count(axes)
+        if _group(graph, node, mesh, d, spec) != 1:  # a DTensor has other rows
+            raise needs_number(node.name, node.meta.get("source"))
 
         def padded(d: int = d, sizes: tuple = (rows * count, second * count, axes)) -> fx.Node:
             rows_of_run = RunSizes.of_rank(graph, mesh).shard(*sizes)

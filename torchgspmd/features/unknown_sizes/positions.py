@@ -1,0 +1,46 @@
+"""Computations under torch.vmap whose positions are one more leading dimension.
+
+    vmap(gather)(x [s, u0, m], i [s, u0])     gather(x, i) along the next dimension
+
+torch.vmap of PyTorch's operators along a dimension asks for the sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import Function
+
+from ...capture.trace_context import is_transforming
+
+
+class _WithPositions(Function):
+    """A computation at one level of torch.vmap, whose positions are one more leading dimension."""
+
+    @staticmethod
+    def forward(run: Callable[..., Tensor], front: int, *tensors: Tensor) -> Tensor:
+        raise AssertionError("the level of torch.vmap is not entered")
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing: what `run` calls is differentiated."""
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: Any, run: Callable[..., Tensor], front: int, *tensors: Tensor
+    ) -> tuple[Tensor, int]:
+        """Run with the positions in front."""
+        batched = (
+            x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(tensors, in_dims[2:])
+        )
+        return with_positions(run, front + 1, *batched), 0
+
+
+def with_positions(run: Callable[..., Tensor], front: int, *tensors: Tensor) -> Tensor:
+    """Return run(front, *tensors), where tensors have that many dimensions more in front."""
+    if is_transforming():
+        return _WithPositions.apply(run, front, *tensors)  # pyright: ignore
+    return run(front, *tensors)
