@@ -125,10 +125,9 @@ class Options:
     check: Check = _option(
         "always",
         "parallelize",
-        'When the values of plain tensor arguments are compared between the ranks: "always" at '
-        "every call (checksums of all integers and small tensors, samples of large ones), "
-        '"first" at the first call of each program, or "never": then later calls send no '
-        "comparison at all, of programs neither.",
+        'When ranks compare the values of plain tensor arguments. "always": at every call, by '
+        'checksums of all integers and small tensors and samples of large ones. "first": at the '
+        'first call of each program. "never": later calls send no comparison, of programs neither.',
     )
     timeout: float | timedelta | None = _option(
         None,
@@ -140,9 +139,9 @@ class Options:
     audit: int | None = _option(
         None,
         "parallelize",
-        "Compare what ranks hold in common at each k-th call: a RankError names a weight or "
-        "optimizer state of which one rank has other bits, and that rank; also a loss or gradient "
-        "norm that differs, and NaN. None: never.",
+        "Compare the common values of ranks at each k-th call. A RankError names a weight or "
+        "optimizer state of which one rank has other bits, and that rank. It also names a loss or "
+        "gradient norm that differs, and NaN. None: never.",
     )
     pin: Pin = _option(
         "user",

@@ -38,8 +38,8 @@ class CostConstants:
     link_flops_per_byte: float = _constant(
         1000.0,
         "operations per byte sent",
-        "few, for links as fast as those of one host: what a device computes while a byte is sent. "
-        "So long it may wait for keys that travel, or for devices that have more to do",
+        "few, for links as fast as those of one host: computation of a device while a byte is "
+        "sent. So long it may wait for keys that travel, or for devices that have more to do",
     )
     memory_per_byte: float = _constant(
         128.0,
@@ -71,8 +71,8 @@ class CostConstants:
     message_price: float = _constant(
         4096.0,
         "bytes sent",
-        "what a message costs beside its bytes, after the search by bytes; little beside latency "
-        "times bandwidth, 100 KB for gloo and 2 MB for NVLink, as the bytes are to decide",
+        "cost of a message beside its bytes, after the search by bytes. It is little beside "
+        "latency times bandwidth (100 KB for gloo, 2 MB for NVLink), as the bytes are to decide",
         "latencies and bandwidths of torchgspmd/comm/hardware.py",
     )
     message_share: float = _constant(
@@ -84,13 +84,13 @@ class CostConstants:
     min_saving: float = _constant(
         1 / 16,
         "share of the bytes sent",
-        "a thread leaves what its operations chose one by one only for a real gain",
+        "a factor path gives up the choices of its operations only for a real gain",
     )
     retry_share: float = _constant(
         0.5,
-        "share of what a layout would have cost more",
-        "a body's layout that lost is not tried again, nor for like bodies, until the cost of the "
-        "body differs by so much: what others cost changes with it",
+        "share of the extra cost of a layout",
+        "a region's layout that lost is not tried again, nor for equal regions, until the cost of "
+        "the region differs by so much: the cost of others changes with it",
         "the U-Net of Stable Diffusion 1.5: a quarter of its trials, of which none would have won",
     )
     min_share: float = _constant(
@@ -127,7 +127,8 @@ class CostConstants:
         64,
         "strategies of an operation",
         "where parts of one axis lie on different dimensions, up to so many combinations are "
-        "judged; of more only those in which one axis does something else than in a layout around",
+        "judged. Above this number, only combinations in which one axis differs from a layout "
+        "around",
     )
     max_layouts: int = _constant(
         1000,
