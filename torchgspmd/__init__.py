@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .runtime.load_full_state import load_full_state_dict
     from .runtime.load_safetensors import load_safetensors as load_safetensors
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
+    from .tools.compare_values import compare as compare
     from .tools.launch import launch as launch
     from .tools.step_log import StepLog as StepLog
 
@@ -74,6 +75,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"
     ),
     "StepLog": "tools.step_log",
+    "compare": "tools.compare_values",
     "launch": "tools.launch",
 }
 

@@ -1,4 +1,4 @@
-"""parallelize(audit=k): a bit that is flipped on one rank is named, within k calls."""
+"""Numbers at run time: parallelize(audit=k), and gspmd.compare on processes."""
 
 import copy
 
@@ -96,6 +96,34 @@ def test_other_harm(mesh):
         audit.optimizers.clear()
     with pytest.raises(gspmd.ShardingError, match=r"numbers of tensors: \[\d+, 13\]"):
         copied(torch.ones(4, 8))
+
+
+@distributed("data=2")
+def test_compare_leaves_a_model_as_it_was(mesh):
+    reference = nn.Sequential(nn.Linear(8, 13), nn.BatchNorm1d(13), nn.Linear(13, 1))
+    model = copy.deepcopy(reference)
+    gspmd.mark_sharding(model[0].weight, mesh, "data _")
+    model = gspmd.parallelize(model, mesh, in_specs="data _")
+    x = torch.randn(5, 8)
+    model(x).sum().backward()
+    reference(x)
+    before = [t.full_tensor().clone() for t in model.state_dict().values()]
+    gradients = [p.grad.full_tensor().clone() for p in model.parameters()]
+    found = gspmd.compare(model, reference, x)
+    assert found and found.compared > 20, found
+    for was, now in zip(before, model.state_dict().values()):
+        assert torch.equal(was, now.full_tensor())
+    for was, p in zip(gradients, model.parameters()):
+        assert torch.equal(was, p.grad.full_tensor())
+    with torch.no_grad():
+        model[2].weight._local_tensor[0, 3] += 1.0
+    found = gspmd.compare(model, reference, x)
+    assert str(found).startswith("2.weight, parameter: [0, 3] is "), found
+    assert found.first.ranks == (0, 1) and found.others[0].startswith("%"), found
+    with torch.no_grad():
+        model[2].weight._local_tensor[0, 3] -= 1.0 * (dist.get_rank() == 0)
+    found = gspmd.compare(model, reference, (x,))
+    assert found.first.ranks == (1,), found  # one of the replicas
 
 
 @pytest.mark.parametrize(

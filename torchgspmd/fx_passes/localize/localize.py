@@ -115,8 +115,12 @@ class _Localizer:
         """Return the metadata of a local node, taken from the global one."""
         val = node.meta.get("val")
         ring = {"ring": True} if node.meta.get("ring") else {}
+        denoted = node
+        while "step" in denoted.meta and "captured" not in denoted.meta:
+            denoted = denoted.args[0]  # the same value in another layout
         return {
             **ring,
+            **{key: denoted.meta[key] for key in ("captured",) if key in denoted.meta},
             "source": None,
             "backward": False,
             **origin_of(node),

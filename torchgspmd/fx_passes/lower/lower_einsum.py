@@ -33,10 +33,14 @@ def lower_einsum(graph: fx.Graph) -> fx.Graph:
             product = _Product(graph, node)
             with graph.inserting_before(product.added or node):
                 result = product.lower()
+            denoted = (product.added or node).meta.get("captured")
             for replaced in filter(None, (product.added, node)):
                 result.meta = dict(replaced.meta) | {"product": True}
+                result.meta.pop("captured", None)
                 replaced.replace_all_uses_with(result)
                 graph.erase_node(replaced)
+            if denoted is not None:
+                result.meta["captured"] = denoted  # the sum, if it adds a bias
     return graph
 
 

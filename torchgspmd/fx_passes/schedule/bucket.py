@@ -136,6 +136,8 @@ def _reduce_before_division(reductions: list[fx.Node], keys: Keys) -> None:
             divided.replace_input_with(terms, node)
             node.args = (terms, *node.args[1:])
             divided.prepend(node)
+            node.meta.pop("captured", None)  # it has the sum of the terms now
+            divided.meta["spec"] = node.meta["spec"]
 
 
 def _move_reductions_up(reductions: list[fx.Node]) -> None:

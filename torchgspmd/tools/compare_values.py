@@ -1,0 +1,280 @@
+"""compare: the first value of a program on a mesh that differs from the one-device program's.
+
+    >>> gspmd.compare(model, reference, batch)
+    %einsum_1 of module '3' at model.py:11, forward: [3, 2] is 0.1234 on ranks 0, 1, on one device
+    0.2345; its values there go up to 1.0. 5 values before it are equal, 17 are not.
+
+The captured program is planned once more, for a mesh of one device, and runs on the reference's
+weights. Each node of the program on the mesh that has one of its values is compared as it runs: a
+device's shard with the rows of the one-device value, without padding, and no value with a pending
+sum. Values inside of loops and stages count by what comes out of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
+from ..capture.output_sizes import cotangents_of
+from ..comm.rank_check import all_gather_rows
+from ..comm.simulator import Simulator, split_global
+from ..compat.private_apis import _pytree as pytree
+from ..compiler.api import Plan, compile_plan
+from ..compiler.options import Options
+from ..dtensor.module_tensors import named_tensors
+from ..dtensor.storage import local_of, whole_of
+from ..errors import ShardingError, user_line
+from ..layout.mesh import Mesh
+from ..runtime.joint_program import JointProgram
+from ..runtime.sharded_module import ShardedModule
+from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_of
+
+
+def compare(
+    model: nn.Module | Plan,
+    reference: nn.Module,
+    batch: object,
+    *,
+    tolerance: float | None = None,
+) -> Comparison:
+    """Run a model on its mesh and on one device, and find the first value that differs.
+
+    Every rank calls it alike; each also computes the whole model. Forward and backward run once,
+    with fixed gradients of the results. Weights, buffers, gradients and random numbers are
+    afterwards as before.
+
+    Args:
+        model: The module of parallelize, or a Plan, which runs as `Plan.simulate` does.
+        reference: The model for one device, with the same weights.
+        batch: The argument, a tuple of arguments, or a mapping of arguments by name.
+        tolerance: How much a value may differ, relative to the largest on one device. None: the
+            square root of the dtype's epsilon.
+
+    Returns:
+        The Comparison, the same on all ranks. It prints the difference, and is true without one.
+
+    Raises:
+        ShardingError: The reference lacks a parameter, or has one of another shape.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> planned = plan(model, torch.ones(2, 4), mesh=Mesh(data=2), in_specs="data _", grad=True)
+        >>> print(gspmd.compare(planned, model, torch.ones(2, 4)))
+        all 9 values of the program are equal
+    """
+    args, kwargs = _arguments(batch)
+    if not isinstance(model, (Plan, ShardedModule)):
+        raise ShardingError(
+            f"compare gets a {type(model).__name__}",
+            where=user_line(),
+            fix="the module that parallelize returned, or a Plan",
+        )
+    random = torch.get_rng_state()
+    on_mesh = _Simulated(model) if isinstance(model, Plan) else _OnRanks(model, args, kwargs)
+    call = _copies(args), _copies(kwargs)
+    inputs = _inputs(on_mesh.captured, reference, *call)
+    one, draws = _one_device(on_mesh.captured, on_mesh.mesh, inputs, call)
+    torch.set_rng_state(random)
+    check = Check(one, on_mesh.mesh, tolerance)
+    on_mesh.compare_state(check, reference)
+    on_mesh.run(check, inputs, (_copies(args), _copies(kwargs)))
+    if not draws:  # eager PyTorch draws other numbers
+        check.results(deepcopy(reference)(*_copies(args), **_copies(kwargs)))
+    torch.set_rng_state(random)
+    return conclusion(check, on_mesh.rows(row_of(check)))
+
+
+def _arguments(batch: object) -> tuple[tuple, dict]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (batch if isinstance(batch, tuple) else (batch,)), {}
+
+
+def _copies(tree: Any) -> Any:
+    """Return arguments whose tensors a program may change."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree
+    )
+
+
+def _one_device(
+    captured: Captured, mesh: Mesh, inputs: Sequence[Tensor], call: tuple[tuple, dict]
+) -> tuple[OneDevice, bool]:
+    """Run the captured program on one device; return its values, and whether it draws numbers."""
+    one = Mesh(**dict.fromkeys(mesh.names or ("device",), 1))
+    arguments = [i for i in captured.inputs if i.kind not in (PARAMETER, BUFFER)]
+    plan = compile_plan(captured, one, [None] * len(arguments), Options())
+    recorder = _Recorder(plan.program, one)
+    sizes = plan.sizes_of_run([t.shape for t in inputs])
+    shards = [split_global(t, s, one) for t, s in zip(inputs, plan.input_layouts)]
+    with torch.no_grad():
+        results = recorder.run_devices(shards, plan.size_inputs(sizes))
+    outputs = [r[0] for r, out in zip(results, captured.outputs) if out.kind == OUTPUT]
+    returned: Any = captured.graph.output_node().args[0]
+    gradients = {
+        node.name: f"the gradient of {captured.inputs[out.input].name}"
+        for node, out in zip(returned, captured.outputs)
+        if out.kind == GRADIENT and isinstance(node, fx.Node)
+    }
+    nodes = {node.name: node for node in captured.graph.nodes}
+    result = captured.result(outputs, call)
+    return OneDevice(nodes, recorder.values, gradients, result), plan.draws
+
+
+def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
+    """Return the inputs of the captured program, with the reference's weights."""
+    state, found = dict(named_tensors(reference)), list[Tensor]()
+    for each in captured.inputs:
+        if each.kind in (PARAMETER, BUFFER):
+            tensor = state.get(each.name)
+            if tensor is None or tuple(tensor.shape) != tuple(each.shape):
+                raise ShardingError(
+                    f"the reference has no '{each.name}' of shape {list(each.shape)}",
+                    where=user_line(),
+                    fix="the same model, as it was before parallelize: copy.deepcopy(model)",
+                )
+            found.append(whole_of(tensor).detach().clone())
+    leaves = pytree.tree_leaves((args, kwargs))
+    found += [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    found += captured.state_tensors()
+    found = [whole_of(tensor) for tensor in found]
+    return [*found, *map(_cotangent, cotangents_of(captured, found))]
+
+
+def _cotangent(like: Tensor) -> Tensor:
+    """Return a gradient of a result: of its sum with irregular weights; 1 for a scalar.
+
+    Equal weights would cancel where a model normalizes.
+    """
+    count = torch.arange(like.numel(), dtype=torch.float64)
+    whole = count.cos().to(like.dtype).to(like.device).view(like.shape)
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
+class _Recorder(Simulator):
+    """Interpreter that keeps the values of a program of one device."""
+
+    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
+        super().__init__(program, mesh)
+        self.values: dict[str, Tensor] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if (name := denoted(n)) is not None and isinstance(result[0], Tensor):
+            self.values.setdefault(name, result[0])
+        return result
+
+
+class _Simulated:
+    """A plan, on all devices in this process."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.captured, self.mesh = plan, plan.captured, plan.mesh
+
+    def compare_state(self, check: Check, reference: nn.Module) -> None:
+        """A plan has no weights of its own."""
+
+    def run(self, check: Check, inputs: Sequence[Tensor], _: tuple[tuple, dict]) -> None:
+        """Run the plan on the inputs of the one-device program."""
+        plan = self.plan
+        pairs = zip(inputs, plan.input_layouts)
+        shards = [split_global(t, spec, plan.mesh, poison=True) for t, spec in pairs]
+        sizes = plan.sizes_of_run([t.shape for t in inputs])
+        with torch.no_grad():
+            _Looking(plan.program, plan.mesh, check).run_devices(shards, plan.size_inputs(sizes))
+
+    def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what has been found: here on all devices."""
+        return [own]
+
+
+class _Looking(Simulator):
+    """Simulator that lets a check look at each value of each device."""
+
+    def __init__(self, program: fx.GraphModule, mesh: Mesh, check: Check) -> None:
+        super().__init__(program, mesh)
+        self.check = check
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if denoted(n) is not None:
+            for rank, value in enumerate(result):
+                self.check.look(n, value, rank)
+        return result
+
+
+class _OnRanks:
+    """A module of parallelize, on the processes of its mesh."""
+
+    def __init__(self, module: ShardedModule, args: tuple, kwargs: dict) -> None:
+        self.module, self.groups, self.mesh = module, module._groups, module._mesh
+        call = module._call(args, kwargs)
+        plan = module._plan_here(call, lambda: None)
+        tensors = module._tensors(call, plan.captured)
+        self.captured = plan.captured
+        self.program = JointProgram(plan, self.groups, module._model, tensors, "torch", 0)
+
+    def compare_state(self, check: Check, reference: nn.Module) -> None:
+        """Compare parameters and buffers."""
+        wanted = dict(named_tensors(reference))
+        for name, tensor in named_tensors(self.module):
+            own, whole = whole_of(tensor.detach()), whole_of(wanted[name].detach())
+            begins, rank = [0] * own.dim(), self.groups.rank
+            check.add(f"state {name}", name, None, "parameter", rank, begins, own, whole)
+
+    def run(self, check: Check, _: Sequence[Tensor], passed: tuple[tuple, dict]) -> None:
+        """Run forward and backward; weights, buffers and gradients stay as they were."""
+        module, program, rank = self.module, self.program, self.groups.rank
+        state = [(t, local_of(t).clone()) for _, t in named_tensors(module)]
+        gradients = [(p, p.grad) for p in module.parameters()]
+        for parameter in module.parameters():
+            parameter.grad = None
+        owner = program.captured.constants
+        forward = fx.GraphModule(owner, program.forward.__self__.graph)
+        backward = fx.GraphModule(owner, program.backward_graph)
+        program.forward = lambda *inputs: _LookingLocally(forward, check, rank).call(inputs)
+        program.backward = lambda boxed: _LookingLocally(backward, check, rank).call(boxed)
+        try:
+            call = module._call(*passed)
+            leaves = pytree.tree_leaves(module._run(program, call))
+            outputs = [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [*map(_cotangent, outputs)])
+        finally:
+            with torch.no_grad():
+                for tensor, before in state:
+                    local_of(tensor).copy_(before)
+            for parameter, before in gradients:
+                parameter.grad = before
+
+    def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return what has been found on each rank."""
+        return all_gather_rows(self.groups, own)
+
+
+class _LookingLocally(fx.Interpreter):
+    """Interpreter of the program of this rank that lets a check look at each value."""
+
+    def __init__(self, program: fx.GraphModule, check: Check, rank: int) -> None:
+        super().__init__(program)
+        self.check, self.rank = check, rank
+
+    def call(self, inputs: Sequence[object]) -> Any:
+        """Run on inputs; a list of them is emptied, as a backward does."""
+        values = [*inputs]
+        if isinstance(inputs, list):
+            inputs.clear()
+        return self.run(*values, enable_io_processing=False)
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        self.check.look(n, result, self.rank)
+        return result
