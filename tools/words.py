@@ -88,14 +88,16 @@ def texts_of_docstring(where: str, docstring: str) -> Iterator[Text]:
         depth = len(line) - len(line.lstrip())
         section = SECTION.match(line.strip())
         entry = indent and depth == indent and re.match(r"\s*[\w*., ]+: ", line)
-        if block and (not line.strip() or section or entry or (depth < indent)):
+        is_picture = re.search(r"\S {2,}\S", line)  # columns, such as a program before and after
+        if block and (not line.strip() or section or entry or is_picture or depth < indent):
             yield Text(where, " ".join(block))
             block = []
         if section and not depth:
             indent, in_example = 4, "Example" in line
         elif line.strip() and not depth:
             indent, in_example = 0, False
-        if line.strip() and not section and not in_example and (not depth or indent):
+        is_prose = line.strip() and not (section or in_example or is_picture)
+        if is_prose and (not depth or indent):
             block.append(line.strip())
 
 
@@ -127,7 +129,7 @@ def words_of(text: str) -> list[str]:
 def sentences(text: str) -> list[str]:
     """Split a text into its sentences; a stop inside of code or of a number ends none."""
     code = re.sub(r"(`+).+?\1|\([^()]*\)", lambda m: m[0].replace(". ", " "), text)
-    return re.split(r"(?<=[.?!])['\")\]*]*\s+(?=[A-Z`*\[\"'(])", code)
+    return re.split(r"(?<=[.?!])['\")\]*]*\s+(?=[A-Z`*\[\"'(]|[\w*]+: )", code)
 
 
 def comments(path: Path) -> Iterator[int]:

@@ -25,15 +25,15 @@ _MAX_SHOWN = 20  # how many known words a message lists, if none is close
 
 
 class ShardingError(ValueError):
-    """A user's mistake: what is wrong, where, why, a fix, and the result of trying that fix.
+    """A user's mistake: the fault, its place, the reason, a fix, and the result of trying that fix.
 
     Each is one line of the message. All but the first are optional.
 
     Args:
-        what: What is wrong.
+        what: The fault.
         where: The user's file:line.
         why: The reason: the chain of operations, or the rule that is broken.
-        fix: What to write instead.
+        fix: The way out.
         tried: The plan with that fix: its collectives and the bytes that a device sends.
 
     Example:
@@ -92,7 +92,7 @@ def traced_line(entry: str) -> str | None:
     than the one line that calls all of it.
 
     Args:
-        entry: The file that calls what is traced.
+        entry: The file that calls the traced function.
 
     Returns:
         The line; a library's file begins with the name of the library.

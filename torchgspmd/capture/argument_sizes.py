@@ -3,8 +3,8 @@
     x [2, a], mask [2, a + 1]       two dimensions of one size, a
     x.unflatten(0, (-1, 2))         a size that every run divides evenly: its unit is 2
 
-In a trace they are symbols of torch's ShapeEnv, as are sizes that depend on values. 0 and 1 are
-sizes of programs of their own: they broadcast, and there are branches on them.
+In a trace they are symbols of torch's ShapeEnv, as are sizes that depend on values. Sizes 0 and 1
+have programs of their own: they broadcast, and there are branches on them.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ LEAST = 2
 class ArgumentSizes:
     """Which dimensions of the tensors among the arguments have a size of a run.
 
-    dims: for (tensor, dimension) the name of its size, and what is added to that.
-    units: which number divides a size in every run, by the name of the size; others have 1. Shards
-    have whole units.
+    dims: for (tensor, dimension) the name of its size, and a number that is added to it. units:
+    which number divides a size in every run, by the name of the size; others have 1. Shards have
+    whole units.
     """
 
     dims: Mapping[tuple[int, int], tuple[str, int]] = field(default_factory=dict)

@@ -4,8 +4,8 @@
     def causal(n):                                          # called by a forward
         return torch.ones(n, n).tril()
 
-What a trace computes has no values. A tensor gets the values that it would
-have had if it depends on no input and user code still references it after the trace.
+Values computed in a trace are unknown. A tensor gets the values that it would have had if it
+depends on no input and user code still references it after the trace.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ _SET_DATA = _data.__set__
 class SourceTracker:
     """The source line and module of each node, and whether the node belongs to the backward.
 
-    entry: the file that calls what is traced. model: its modules have their paths in it.
+    entry: the file that calls the traced function. model: its modules have their paths in it.
     """
 
     def __init__(self, entry: str, model: Any) -> None:
@@ -303,7 +303,7 @@ class SourceTracker:
 
 
 def _is_of_the_program(x: Tensor) -> bool:
-    """Return whether a tensor, or what torch.vmap wraps in it, is a value of the trace."""
+    """Return whether a tensor, or the one that torch.vmap wraps in it, is a value of the trace."""
     while is_functorch_wrapped_tensor(x):
         x = get_unwrapped(x)
     return isinstance(x, FunctionalTensor)

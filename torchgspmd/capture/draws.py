@@ -3,9 +3,9 @@
     y = checkpoint(block, x)    forward    seed 7: %a = native_dropout(%x, 0.5)       draw 0
                                 backward   torch restores seed 7: %b = native_dropout(..)   draw 0
 
-A trace draws no numbers, but every draw moves the generator to another seed. So what restores the
-generator (torch.utils.checkpoint, or code of the user) makes later draws repeat earlier ones, as it
-does in eager PyTorch. meta["draw"] numbers the draws; equal ones get one seed when the graph is
+A trace draws no numbers, but every draw moves the generator to another seed. So code that restores
+the generator (torch.utils.checkpoint, or code of the user) repeats earlier draws, as it does in
+eager PyTorch. The draws are numbered by meta["draw"]. Equal ones get one seed when the graph is
 expanded (fx_passes/expand/draw_seeds.py), whatever their operands.
 """
 

@@ -23,7 +23,7 @@ def was_mutated(tensor: Tensor, before: Tensor) -> bool:
 class SavedValue:
     """Replacement of torch.utils.checkpoint._VersionWrapper: the value of a tensor when saved.
 
-    What a selective checkpoint has saved stays, though a later operation writes over the tensor.
+    Values saved by a selective checkpoint stay, though a later operation writes over the tensor.
     """
 
     def __init__(self, value: Any) -> None:

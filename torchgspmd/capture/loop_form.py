@@ -3,8 +3,8 @@
 before   %p = pow(%y, 2) in loop 1, %q = mul(%g, %p) in the loop that walks its rows backwards
 after    %s = stack(%p, 1x8);  %p_1 = row(%s, 1.1x-8);  %q = mul(%g, %p_1)
 
-What a backward needs of the iterations of the forward is stacked. Rows are taken again, and views
-are repeated. A carry that is only added to becomes a total:
+Values of the forward's iterations that a backward needs are stacked. Rows are taken again, and
+views are repeated. A carry that is only added to becomes a total:
 
 before   %c = carry(%c0, 1x8);  %n = add(%c, %x);  %end = next(%n, %n, %c, 1x8)
 after    %t = total(%x, 1x8);  %end = add(%c0, %t)
@@ -124,7 +124,9 @@ def _is_like(value: object, carry: fx.Node) -> bool:
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Erase what no output depends on; a carry depends on its next value, and a loop on its end."""
+    """Erase nodes that no output depends on; a carry depends on its next value, and a loop on its
+    end.
+    """
     used: set[fx.Node] = set()
     stack = [graph.output_node()]
     conditions: dict[str, fx.Node] = {}  # loop -> the next value of what ends it
@@ -179,7 +181,7 @@ class _Residuals:
         self.sizes: dict[int, fx.Node] = {}  # of arguments, by their places
 
     def run(self) -> None:
-        """Stack what other loops use."""
+        """Stack the values that other loops use."""
         for node in self.graph.nodes:
             if node.target in ENTRIES:
                 self.first_entry.setdefault(mark_of(node).nest, node)

@@ -2,7 +2,7 @@
 
     y = x @ w       x [u0, 8]       a run with x [5, 8] has a cotangent [5, 4] for y [5, 4]
 
-The forward runs on tensors without values. What depends on values has no such size.
+The forward runs on tensors without values. A value that depends on values has no such size.
 """
 
 from __future__ import annotations

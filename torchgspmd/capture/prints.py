@@ -4,10 +4,10 @@
     print(f"loss {loss:.3f}")               loss 1.234
     logger.info("norm %s", h.norm())        the logger of rank 0 gets it
 
-While a program is traced a tensor has no value. What would be printed becomes a row of PRINTER, a
-list that each run extends as it extends the user's own lists (state/writes.py): rank 0 prints the
-rows, in the order of the program, when the forward has ended. A format of a tensor, f"{x:.3f}", is
-a text with a stand-in until then.
+While a program is traced a tensor has no value. A printed line becomes a row of PRINTER, a list
+that each run extends as it extends the user's own lists (state/writes.py). When the forward has
+ended, rank 0 prints the rows, in the order of the program. A format of a tensor, f"{x:.3f}", is a
+text with a stand-in until then.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Prints:
         return f"<value {len(self.values) - 1} of a run>"
 
     def text(self, value: Any) -> str:
-        """Return a value as text; with stand-ins of what only a run knows."""
+        """Return a value as text; with stand-ins for numbers that only a run knows."""
         if isinstance(value, str) or not self.has_values(value):
             return str(value)
         return str(pytree.tree_map(lambda x: _Shown(self, x) if _is_value(x) else x, value))

@@ -53,7 +53,7 @@ class StandInSizes:
         self.primes = [_primes(_FIRST), _primes(_SECOND)]
 
     def _take_units(self) -> None:
-        """Let the sizes that every run divides evenly be multiples of symbols of their own."""
+        """Replace the sizes that every run divides evenly by multiples of symbols of their own."""
         equations = [e for e in _asserted(self.env) if _is_equation(e)]
         self.ratios, self.near = dict[Any, int](), dict(getattr(self.env, "near", {}))
         for symbol, ratio in getattr(self.env, "ratios", {}).items():

@@ -64,10 +64,10 @@ def capture(
 ) -> Captured:
     """Trace fn; with grad also its backward, whose cotangents become inputs of kind tangent.
 
-    hooks: whether hooks of a module are part of the program. state: what programs of the module are
-    known to store in attributes and tables. A trace that finds more of it is repeated. varying: the
-    floats among the arguments that are to be inputs. param_dtype: floating parameters and arguments
-    are cast to it. dynamic: the sizes of arguments that may be others in each run.
+    hooks: whether hooks of a module are part of the program. state: attributes and tables in which
+    programs of the module store values, as far as known. A trace that finds more of it is repeated.
+    varying: the floats among the arguments that are to be inputs. param_dtype: floating parameters
+    and arguments are cast to it. dynamic: the sizes of arguments that may be others in each run.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)

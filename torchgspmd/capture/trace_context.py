@@ -201,8 +201,8 @@ def without_patches(feature: str) -> Iterator[None]:
 class capturing:
     """A context manager that patches library code for the time of a capture.
 
-    Besides the patches, anomaly detection is off, what torch.compile compiled runs as it was
-    written, and hooks for saved tensors, such as those of a checkpoint around the call, apply to
+    Besides the patches, anomaly detection is off, and code that torch.compile compiled runs as it
+    was written. Hooks for saved tensors, such as those of a checkpoint around the call, apply to
     runs only.
     """
 
@@ -236,7 +236,7 @@ class capturing:
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """Compute eagerly: what is computed of tensors with values is no part of the program."""
+    """Compute eagerly: results computed from tensors with values are no part of the program."""
     with _disable_current_modes(), DisableTorchFunction():
         yield
 

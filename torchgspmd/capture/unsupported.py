@@ -213,8 +213,8 @@ def _no_values_error(where: str | None) -> ShardingError:
 class translate_errors:
     """A context manager that turns "cannot be captured" errors into ShardingErrors.
 
-    Other errors of the program stay what they are; torch's own say at which line of the program.
-    dynamic: whether sizes of arguments are symbols.
+    Other errors of the program stay as they are; torch's own name the line of the program. dynamic:
+    whether sizes of arguments are symbols.
     """
 
     def __init__(self, dynamic: bool = False) -> None:

@@ -1,7 +1,8 @@
 """Switch off the garbage collector while a plan is made: it would take a fifth of the time.
 
-Planning makes millions of small objects, which the collector would scan in vain. What is new at the
-end is put among the old objects unseen: one scan of it would take half a second for a large model.
+Planning makes millions of small objects, which the collector would scan in vain. New objects are
+put among the old ones at the end unseen: one scan of them would take half a second for a large
+model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Box exchange: reshard a tensor between any two layouts; a device receives only what it lacks.
+"""Box exchange: reshard a tensor between any two layouts; a device receives only missing elements.
 
     x[6, 4] on a=2, b=2, from "a _" to "b _". Devices (a0, b0) and (a0, b1) both store rows 0 to 2.
     Devices of b0 need these rows, and (a1, b0) lacks them.
@@ -180,8 +180,8 @@ def _blocks(mesh: Mesh, members: Axes, size: int, axes: Axes) -> tuple[np.ndarra
 def _counted_places(sizes: tuple[int, ...]) -> np.ndarray:
     """Return the coordinates [axes, devices] of a group's devices that are counted.
 
-    Of many devices these are the ones at the borders of blocks: at the first, the second and the
-    last place of each axis, or at the first and the last.
+    Of many devices these are the ones at the borders of blocks. They are at the first, the second
+    and the last place of each axis, or at the first and the last.
     """
     if math.prod(sizes) <= MAX_COUNTED_DEVICES:
         return np.indices(sizes).reshape(len(sizes), -1)
@@ -244,7 +244,7 @@ def busiest(
     """Return (elements that the busiest device sends or receives, axes of the exchange's groups).
 
     Where all blocks divide, this is a closed form: nobody sends more than some device lacks.
-    Otherwise elements are counted. In a large group what a device receives is the estimate.
+    Otherwise elements are counted. In a large group the received bytes are the estimate.
     """
     undivided = _undivided(mesh, shape, before, after)
     if any(

@@ -14,7 +14,7 @@ class Collective:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
         axes: Mesh axes that a group runs over.
         group_size: Devices of a group.
-        dtype: What is sent, such as "f32".
+        dtype: The dtype of the payload, such as "f32".
         payload_bytes: Bytes of one run; the module says of which tensor.
         sent_bytes: Bytes that one device sends in all `count` runs, padding included; where devices
             differ, by the busiest one.

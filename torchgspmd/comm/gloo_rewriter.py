@@ -73,7 +73,7 @@ class GlooRewriter:
         self.all_to_all(copies, [1] * self.ranks)
 
     def reduce(self, keepdim: bool) -> None:
-        """Replace the result by what arrives, reduced over its first dimension."""
+        """Replace the result by the received values, reduced over its first dimension."""
         product = self.reduction.c10d == "product"
         widens = (
             (product or self.reduction.c10d == "sum")

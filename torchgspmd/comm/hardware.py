@@ -37,7 +37,7 @@ class Hardware:
     """The speed of one device and of the links between devices, for estimates.
 
     Args:
-        name: What reports print.
+        name: The name in reports.
         flops: Operations per second of products, by bytes of an element.
         memory_bandwidth: Bytes per second that a device reads or writes.
         memory: Bytes of a device.
@@ -110,7 +110,7 @@ class Hardware:
         Args:
             mesh: The mesh; the devices of a host are neighbours in it.
             axes: The axes that a group runs over.
-            relayed: Devices pass on what they receive: a message crosses to another host once, and
+            relayed: Devices pass received data on: a message crosses to another host once, and
                 every device of the host has a share of that.
 
         Returns:

@@ -1,4 +1,4 @@
-"""Values of JSON as the types that a dataclass declares: what another process says is data."""
+"""Values of JSON as the types that a dataclass declares: words of another process are data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def conforms(value: Any, hint: Any) -> bool:
-    """Return whether a value, with what it contains, is of a declared type."""
+    """Return whether a value, with its contents, is of a declared type."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True

@@ -58,7 +58,7 @@ class BodyReader(NamedTuple):
 class BodyCall:
     """The target of a node that runs programs of its own, its bodies. loop: how often.
 
-    sends: whether it communicates by itself, besides what its bodies do.
+    sends: whether it communicates by itself, besides its bodies.
     """
 
     loop: Loop
@@ -98,7 +98,7 @@ class BodyCall:
         yield from ()
 
     def picture(self) -> str | None:
-        """Return an SVG of what each device does when, for calls that have one."""
+        """Return an SVG of the work of each device over time, for calls that have one."""
         return None
 
     def encode(
@@ -139,7 +139,7 @@ class LoopOperands:
 
 @dataclass(frozen=True)
 class BodyInputs(Generic[T]):
-    """The inputs of a loop's body, in their order; LoopCall says what they are."""
+    """The inputs of a loop's body, in their order; LoopCall describes them."""
 
     coordinates: list[T]
     carries: list[T]
@@ -184,13 +184,12 @@ BODY_CALLS: dict[str, type[BodyCall]] = {}  # by the tag in files of plans; feat
 class LoopCall(InnerProgram, BodyCall):
     """A loop over the rows of tensors, with the program of its body.
 
-    graph: from the coordinates, as long as a program has them, the carries, what is held, a row of
-    each stacked tensor, and values of outside, to the carries of the next iteration, what is held
-    for it, the carries as they leave the loop, the results to be stacked, those to be added up.
+    graph: from the coordinates (if a program has them), the carries, held values, a row of each
+    stacked tensor, and outer values. It returns the carries of the next iteration, values held for
+    it, the carries as they leave the loop, the results to be stacked, and those to be added up.
     held: how many values an iteration computes for the next one from rows and values of outside.
     ahead: of how many rows, the last ones, a body gets those of the next iteration. empty: the
-    shapes and dtypes of what is stacked or added up, for a loop that a value ends at once. listed:
-    the stacks that are lists of rows, which loops alone take (features/loops/list_rows.py).
+    shapes and dtypes of stacked or summed results, for a loop that a value ends at once.
     """
 
     loop: Loop
@@ -252,7 +251,7 @@ class LoopCall(InnerProgram, BodyCall):
     def graphs(self) -> tuple[fx.Graph, fx.Graph, fx.Graph]:
         """Return the graphs that run before the first iteration, in each one, and in the last.
 
-        The first computes what the body computes for the next iteration, and the last does not.
+        The first computes the body's values for the next iteration, and the last does not.
         """
         if not self.held:
             return self.graph, self.graph, self.graph
@@ -336,7 +335,7 @@ class LoopCall(InnerProgram, BodyCall):
 
 
 def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
-    """Return a copy of a graph with some of its results, without what the others need alone."""
+    """Return a copy of a graph with some of its results, without nodes that the others need alone."""
     copy = copy_of(graph)
     output = copy.output_node()
     values: Any = output.args[0]

@@ -203,7 +203,7 @@ class _Link:
                 link.setsockopt(level, getattr(socket, name), value)
 
     def send(self, line: bytes, may_drop: bool = False) -> None:
-        """Send a line, what does not fit into the kernel's memory later."""
+        """Send a line; the rest that does not fit into the kernel's memory follows later."""
         with self._lock:
             if self._unsent and may_drop:
                 return

@@ -44,7 +44,8 @@ class Places:
     def watch(self, function: Any) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives.
 
-        function: a ProfiledCode, or forward of a GraphModule. What torch.compile made has no nodes
+        function: a ProfiledCode, or forward of a GraphModule. Code that torch.compile compiled has
+            no nodes
             that run.
         """
         function = getattr(function, "plain", function)

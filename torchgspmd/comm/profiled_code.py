@@ -2,9 +2,9 @@
 
     forward | blocks | blocks.0 | blocks.0.up | all_gather blocks_0_up_weight, 4.00 MiB, data
 
-A range has the path of the module whose operations run in it; that of a collective says what is
-sent. They stand in a second version of the code, which is made when a profiler first looks. Without
-a profiler a run costs one more question.
+A range has the path of the module whose operations run in it; that of a collective names its
+payload. They stand in a second version of the code, which is made when a profiler first looks.
+Without a profiler a run costs one more question.
 """
 
 from __future__ import annotations

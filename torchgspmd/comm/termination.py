@@ -20,7 +20,8 @@ GRACE, NEWS = 10.0, 0.5  # Seconds from the signal to the end, if a rank has fai
 
 
 class Termination:
-    """The signal of this process. file: what a thread polls for it; None where it is not handled.
+    """The signal of this process. file: the file that a thread polls for it; None where it is not
+    handled.
 
     The thread calls `decide` several times a second. It must live as long as the process group.
     """

@@ -1,4 +1,4 @@
-"""Checksums of what a program is called with, for the comparison of the ranks (rank_check.py).
+"""Checksums of a program's arguments, for the comparison of the ranks (rank_check.py).
 
 All values are read of integers up to INTEGERS elements and of floats up to FLOATS; of larger
 tensors a sample. The checksum of integers is exact. Floats may differ by rounding: theirs are two

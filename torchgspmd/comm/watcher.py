@@ -5,8 +5,8 @@ A thread of each process wakes four times a second. It looks where the other thr
 When a process ends its connections close: the other threads end their waits, and `run` makes a
 RankError of the error that this is (rank_failure.py).
 
-A rank that lives and does not come is a straggler: a line on stderr after some seconds, and the
-error after the time limit of the process groups (`timeout` of parallelize).
+A rank that lives and does not come is a straggler. After some seconds it gets a line on stderr, and
+after the time limit of the process groups (`timeout` of parallelize) the error.
 """
 
 from __future__ import annotations
@@ -318,7 +318,7 @@ class Watcher:
 
 
 def watched(method: Callable) -> Callable:
-    """Return a method of what has `_groups`, whose waits that end say for whom."""
+    """Return a method of an object with `_groups`, whose waits that end say for whom."""
 
     @functools.wraps(method)
     def explaining(self: Any, *args: object) -> object:

@@ -48,7 +48,7 @@ def add_node(
 def copy_node(
     graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], Any] = lambda node: node
 ) -> fx.Node:
-    """Add a copy of a node, as `Graph.node_copy` does. new: what its operands are there."""
+    """Add a copy of a node, as `Graph.node_copy` does. new: its operands there."""
     args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
     result = add_node(graph, node.op, node.target, args, kwargs, node.name)
     result.meta.update(node.meta)
@@ -66,7 +66,7 @@ def drop_unused(graph: fx.Graph) -> None:
 def inline(
     graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, Any]
 ) -> Any:
-    """Copy a graph of calls to the insert point of another one. Return what its output has.
+    """Copy a graph of calls to the insert point of another one. Return the arguments of its output.
 
     inputs: in place of its placeholders. meta: of all copies, besides their values.
     """

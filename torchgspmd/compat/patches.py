@@ -1,4 +1,4 @@
-"""Patches of torch, one row each: what is replaced, why, and in which releases of torch.
+"""Patches of torch, one row each: the replaced name, why, and in which releases of torch.
 
 A program that computes on meshes patches torch's DTensor while a wrapped module lives
 (dtensor/install.py). A capture patches library code (capture/trace_context.py).
@@ -25,9 +25,9 @@ ABSENT = object()  # the value of an attribute that its owner inherits, or does 
 class Patch:
     """A replaced attribute of a class, module or object, or a replaced entry of a dict.
 
-    replace: takes the present value, None if there is none, and returns the new one. why: what is
-    wrong without the patch. versions: the checked releases of torch that need it. feature: the
-    folder of features/ that the row belongs to; "core" for none.
+    replace: takes the present value, None if there is none, and returns the new one. why: the fault
+    without the patch. versions: the checked releases of torch that need it. feature: the folder of
+    features/ that the row belongs to; "core" for none.
     """
 
     owner: Any

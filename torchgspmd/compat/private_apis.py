@@ -1,4 +1,4 @@
-"""Table of the private APIs of torch that the package uses: checked versions, what they are for.
+"""Table of the private APIs of torch that the package uses: checked versions and purposes.
 
     from ..compat.private_apis import FunctionalTensor      # the class, function or module of a row
 
@@ -33,8 +33,8 @@ PLAN, PARALLELIZE, XLA, NOTHING = "plan", "parallelize", "backend 'xla'", ""
 class PrivateApi:
     """A private API of torch.
 
-    path: dotted, from `torch`. needed_for: what does not work at all without the API. lost: what
-    else is lost. versions: those of CHECKED that have it.
+    path: dotted, from `torch`. needed_for: the part that does not work at all without the API.
+    lost: further losses. versions: those of CHECKED that have it.
     """
 
     path: str

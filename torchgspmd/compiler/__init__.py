@@ -1,1 +1,1 @@
-"""From a module to a Plan: options, programs, what was decided and why."""
+"""From a module to a Plan: options, programs, decisions and their reasons."""

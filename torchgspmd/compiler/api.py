@@ -206,8 +206,8 @@ def compile_plan(
     runs on real processes; its results without a spec are replicated. stored: the layouts of
     parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
     rank; its gradient is whole then. device: the type of device that the program is for ("meta":
-    GPUs); by default that of the input tensors. shared: what plans of like programs share, filled
-    here.
+    GPUs); by default that of the input tensors. shared: results that plans of equal programs share,
+    filled here.
     """
     for name in options.skip_passes:
         check_choice("pass", name, skippable())
@@ -241,7 +241,7 @@ def compile_plan(
 def _replanner(request: Request) -> Callable[[Captured], Plan]:
     """Return a function that plans a program of a request anew, with other marks.
 
-    Its plans share what they can; the request, which a plan holds, shares nothing.
+    Its plans share as much as they can; the request, which a plan holds, shares nothing.
     """
     return partial(_replan, replace(request, shared=Shared()))
 

@@ -75,7 +75,7 @@ class Plan(PlanFiles):
         layouts: The propagated layouts and their reasons.
         seconds: Seconds of planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
-        replanner: Returns what plans the program with other marks; without it none are tried.
+        replanner: Returns the planner of the program with other marks; without it none are tried.
         counts: Work of the searches of planning, by name: equal on every machine.
 
     Example:
@@ -215,7 +215,7 @@ class Plan(PlanFiles):
         return page_text(self.sharded, [i.name for i in names], self.mesh, self.summary())
 
     def summary(self) -> str:
-        """Summarize what a device sends and holds.
+        """Summarize the bytes that a device sends and holds.
 
         Returns:
             Lines of text: collectives by kind and axes, with bytes, then the memory of a device.

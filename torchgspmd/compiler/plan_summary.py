@@ -92,7 +92,7 @@ def pipelines_text(program: fx.Graph) -> Iterator[str]:
 
 
 def pipeline_pictures(program: fx.Graph) -> list[tuple[str, str]]:
-    """Return for each such call what it is, and an SVG of what each device does when."""
+    """Return each such call's description, and an SVG of the work of each device over time."""
     pictures = ((lines, call.picture()) for call, lines in _described(program))
     return [(lines[0], svg) for lines, svg in pictures if svg is not None]
 

@@ -1,4 +1,4 @@
-"""The patches of torch's DTensor: what it lacks or silently gets wrong for one-device programs.
+"""The patches of torch's DTensor: operations of one-device programs that it lacks or gets wrong.
 
 Applied with the first module that parallelize wraps. Undone when no wrapped module lives, and none
 of their parameters, buffers and tensors of a state_dict. All act for our DTensors only (ours.py).

@@ -1,7 +1,7 @@
 """Operations and methods that torch's DTensor computes wrong, or not at all, for our DTensors.
 
-Each is for the row of install.py that says what is wrong. A plain tensor beside a DTensor is the
-whole tensor, the same on every rank.
+Each is for the row of install.py that names the fault. A plain tensor beside a DTensor is the whole
+tensor, the same on every rank.
 """
 
 from __future__ import annotations

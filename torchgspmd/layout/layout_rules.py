@@ -40,10 +40,10 @@ class Layout:
 
     Args:
         rules: Each value is an axis ("model"), axes joined by "+" (major first), None (whole on
-            every device), or a sequence of such, of which the first that can be taken is taken.
-            A name that comes before others takes its axes before them. "data:p1" has priority 1:
-            it yields to axes of priority 0, in a tensor that has both names and, where layouts of
-            two tensors meet, in every operation.
+            every device), or a sequence of such. The first of a sequence that can be taken is
+            taken. A name that comes before others takes its axes before them. "data:p1" has
+            priority 1: it yields to axes of priority 0, in a tensor that has both names and, where
+            layouts of two tensors meet, in every operation.
 
     Raises:
         ShardingError: A name or an axis is no identifier.
@@ -92,7 +92,7 @@ class Layout:
             mesh: The devices.
 
         Returns:
-            What `plan` and `parallelize` take as `mesh`: marks and specs are logical names then.
+            The `mesh` of `plan` and `parallelize` when marks and specs are logical names.
 
         Example:
             >>> from torchgspmd import Layout, Mesh
@@ -144,7 +144,7 @@ class MeshLayout:
 
         Args:
             names: One word a dimension: a name of the table, `_`, `?`, or names joined by "+".
-                Containers are translated leaf by leaf; what is no string stays as it is.
+                Containers are translated leaf by leaf; values other than strings stay.
 
         Returns:
             The spec as a string.
@@ -169,7 +169,7 @@ class MeshLayout:
         return _spec(names, chosen)
 
     def explain(self, names: str) -> str:
-        """Return which axes the names get in one tensor, and what was passed over, as text.
+        """Return the axes of the names in one tensor, and the skipped rules, as text.
 
         Args:
             names: As in `spec`.

@@ -30,9 +30,9 @@ RATIOS = (3, 5, 7, 11, 13, 17, 19, 23, 29)  # of the stand-ins of an argument's 
 class OpenSize(int):
     """A number in the place of a size that only a run knows.
 
-    It computes as an int, but equals no int: what is remembered of a shape holds for its kind.
-    leading: which of the arguments' sizes is divided if the dimension is sharded; -1: it is whole.
-    other: the second number in its place, if that is known.
+    It computes as an int, but equals no int: memoized facts of a shape hold for its kind. leading:
+    which of the arguments' sizes is divided if the dimension is sharded; -1: it is whole. other:
+    the second number in its place, if that is known.
     """
 
     leading: int
@@ -79,7 +79,7 @@ class Product:
     factors: tuple[int, ...] = ()
 
     def number(self, sizes: Sequence[int]) -> int:
-        """Return what it is in a run with these sizes of arguments."""
+        """Return its value in a run with these sizes of arguments."""
         return self.times * math.prod(sizes[i] for i in self.factors)
 
     def group(self, sizes: Sequence[int]) -> int:

@@ -17,7 +17,7 @@ _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
 @lru_cache(maxsize=1024)
 def sub_axis(name: str) -> tuple[str, int, int] | None:
-    """Parse a sub-axis such as `model:(2)4` into (axis, size of what is major to it, its size).
+    """Parse a sub-axis such as `model:(2)4` into (axis, size of the part major to it, its size).
 
     None for the name of a whole axis.
     """

@@ -24,7 +24,7 @@ def rule(
     """Register the rule of a custom operation, so that it runs sharded.
 
     Args:
-        op: What torch.library.custom_op returned, torch.ops.library.name, or "library::name".
+        op: The result of torch.library.custom_op, torch.ops.library.name, or "library::name".
         sentence: The factors of each tensor operand and, behind the arrow, of each result. `...`
             stands for leading dimensions, 1 for a dimension without a factor. Of several
             sentences, for calls of other ranks or without some operand, the first that fits counts.

@@ -5,8 +5,8 @@
     "(h d) -> h d"              a dimension of several factors, the first one major
     "n 1 -> n"                  a dimension that carries no factor
 
-Keywords say what a factor needs that cannot simply pass through; see FactorRule. A position of a
-convolution's result reads several rows of its input. Then the input's dimension has a Reach:
+Keywords describe the needs of a factor that cannot simply pass through; see FactorRule. A position
+of a convolution's result reads several rows of its input. Then the input's dimension has a Reach:
 `n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves propagation,
 partition, cost and explanation.
 """

@@ -1,4 +1,4 @@
-"""The one table of what stands in the place of what.
+"""The one table of rewrites.
 
     level       target                      apply(the arguments of a call) -> its results
     product     a function of torch         computes it by operations that keep all dimensions

@@ -4,8 +4,8 @@
 
 Such a call is described twice, with two numbers for each size (capture/stand_in_sizes.py). A rule
 that is the same for both holds for all. Factors of dimensions of such a size stay whole, and so do
-those with a halo, and those along which a device would compute by positions if an argument is such
-a number. All others are sharded as usual.
+those with a halo. So do those along which a device would compute by positions, if an argument is
+such a number. All others are sharded as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Audit: what ranks hold in common, compared every few calls by one small message.
+"""Audit: common values of the ranks, compared every few calls by one small message.
 
     a parameter, buffer or optimizer state   ranks that differ only along axes which do not shard
                                              it have equal bits
@@ -68,7 +68,7 @@ class Audit:
         return first is not None and any(first is p for p in self.model.parameters())
 
     def run(self, program: JointProgram, call: ModuleCall, rank_check: RankCheck) -> object:
-        """Run a call, and compare what is to be compared at it."""
+        """Run a call, and compare the values of its audit."""
         self._begin(program)
         result = program(call.leaves, call.passed, rank_check)
         self._end_forward(pytree.tree_leaves(result))
@@ -92,7 +92,7 @@ class Audit:
             program.on_gradients = weakref.WeakMethod(self._take_gradients)
 
     def _end_forward(self, results: Sequence[object]) -> None:
-        """Read what the CPU's message says, or send that of a GPU. results: of the call."""
+        """Read the CPU's message, or send that of a GPU. results: of the call."""
         if self._reading is not None:
             if self.groups.device_type == "cpu":
                 self._finish()

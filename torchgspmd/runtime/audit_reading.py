@@ -160,7 +160,7 @@ class Reading:
     def _error(self, item: Item, found: Mapping[int, int], others: Sequence[str]) -> RankError:
         """Return the error for an item. found: its value on each rank that holds it in common.
 
-        others: names of what differs, too.
+        others: names of differing values, too.
         """
         groups, call, every = self.groups, self.call, self.every
         ordered = Counter(found.values()).most_common()

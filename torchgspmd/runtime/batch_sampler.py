@@ -23,8 +23,8 @@ class BatchSampler(Sampler[list[int]]):
     """Indices for a DataLoader: each process loads its rows of every global batch, and no others.
 
     Processes that differ along other axes than those of the batch, such as "model", load the same
-    rows. The global batches are the same on every mesh. `shard_batch` makes one global tensor of
-    what the processes have loaded.
+    rows. The global batches are the same on every mesh. `shard_batch` joins the rows loaded by all
+    processes to one global tensor.
 
     Args:
         data: The data set, or its length.

@@ -67,7 +67,7 @@ class Lengths:
 
 
 class SizeHistory:
-    """All shapes that a module was called with, by what the calls share."""
+    """All shapes that a module was called with, by the common part of the calls."""
 
     def __init__(self) -> None:
         self.alike: dict[tuple, list[Lengths]] = {}

@@ -50,15 +50,15 @@ def save(
     Args:
         folder: The folder that the checkpoint becomes, on a file system that all processes see.
             One of that name is moved aside first, and removed when the new one stands there.
-        model: What `parallelize` returned.
+        model: The result of `parallelize`.
         optimizer: The optimizer of its parameters, or all of them.
         step: The number of steps behind it.
         states: Objects with state_dict and load_state_dict, by name: a scheduler, a scaler, a
             loader. Their states are those of rank 0.
         keep: How many checkpoints of the run stay, this one and those of the latest steps: of
             folders beside it whose names differ in numbers alone; None: all.
-        asynchronous: Whether training goes on while files are written: values are copied to the
-            CPU before the call returns, and a thread with a process group of its own writes them.
+        asynchronous: Whether training goes on while files are written. Values are copied to the CPU
+            before the call returns, and a thread with a process group of its own writes them.
 
     Returns:
         With asynchronous=True a Future: `result()` waits until this rank has written, on rank 0
@@ -96,14 +96,14 @@ def save(
 
 
 def _prepare(writing: Path) -> None:
-    """Make the folder that is written into, without what a dead process left; rank 0 does it."""
+    """Make the folder of the new checkpoint, without the files of a dead process; rank 0 does it."""
     if _rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)
 
 
 def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
-    """Make a checkpoint of what all ranks have written; rank 0 does it."""
+    """Make a checkpoint from the files of all ranks; rank 0 does it."""
     if _rank() != 0:
         return
     writing = path.with_name(path.name + WRITING)
@@ -170,7 +170,7 @@ def load(
 
     Args:
         folder: A checkpoint, or a folder of checkpoints: that of the latest step is read.
-        model: What `parallelize` returned, on any mesh.
+        model: The result of `parallelize`, on any mesh.
         optimizer: The optimizer of its parameters, or all of them.
         states: The objects whose states `save` got, by the same names.
 
@@ -251,7 +251,7 @@ def _is_of_a_run(other: Path, path: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what a file says: a step, and states of which `_plain` made JSON. It is data."""
+    """Return the contents of a file: a step, and states of which `_plain` made JSON. It is data."""
     try:
         said = json.loads(file.read_text())
         is_right = said.pop("checksum") == _checksum(said) and set(said) == {"step", "states"}

@@ -1,7 +1,7 @@
 """Compile a graph of one device: as Python code, or by Inductor.
 
-Inductor compiles what is between loops, and the body of a loop by itself. The loop stays a loop, so
-what is compiled does not grow with its iterations.
+Inductor compiles the parts between loops, and the body of a loop by itself. The loop stays a loop,
+so the compiled code does not grow with its iterations.
 """
 
 from __future__ import annotations

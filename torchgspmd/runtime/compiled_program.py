@@ -30,8 +30,8 @@ class CompiledProgram:
     """The forward and backward graph of one call of a module on a mesh.
 
     A backend compiles them. forward: takes the inputs; returns the outputs, the new values of
-    mutated inputs and what the backward needs. backward: takes a list of that and of the gradients
-    of outputs, and empties it; returns the gradients of inputs and the observed values.
+    mutated inputs and the values for the backward. backward: takes a list of that and of the
+    gradients of outputs, and empties it; returns the gradients of inputs and the observed values.
     """
 
     forward: Callable[..., Sequence[Any]]

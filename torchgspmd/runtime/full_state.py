@@ -40,14 +40,14 @@ def full_state_dict(
     memory than its shards.
 
     Args:
-        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
         optimizer: The optimizer of its parameters, if its state is wanted too.
         rank0_only: Whether rank 0 of the mesh alone gets the state; the others get {}.
 
     Returns:
         The model's state_dict. With an optimizer {"model": the model's state_dict, "optimizer": the
-        optimizer's state_dict}: what `load_state_dict` of an optimizer takes whose parameters are
-        those of the one-device model in the same order.
+        optimizer's state_dict}. An optimizer whose parameters are those of the one-device model in
+        the same order can load the latter by `load_state_dict`.
 
     Raises:
         ShardingError: The ranks call it differently, the model is not on a mesh of processes, or a
@@ -92,7 +92,7 @@ def full_state_dict(
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
-    """Yield each module's tables of parameters and of buffers, with what state_dict has of them.
+    """Yield each module's tables of parameters and of buffers, with their part of the state_dict.
 
     The second is by the names of state_dict.
     """

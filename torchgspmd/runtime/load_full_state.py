@@ -32,15 +32,16 @@ def load_full_state_dict(
     gets its memory first. Numbers are cast to the dtype of the parameter, as load_state_dict does.
 
     Args:
-        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
         source: On rank 0 of the mesh a state_dict, pairs of a name and a tensor, or the path of a
-            file of torch.save or of safetensors, or of a folder of such files; ignored on others.
-            With an optimizer {"model": ..., "optimizer": ...}, as full_state_dict returns.
+            file of torch.save or of safetensors. A folder of such files will do, too. Ignored on
+            other ranks. With an optimizer {"model": ..., "optimizer": ...}, as full_state_dict
+            returns.
         optimizer: The optimizer of the model's parameters, if it is to get its state too.
 
     Raises:
         ShardingError: On every rank, if names or shapes are others than the model's. Pairs are
-            checked as they come: what came before has been loaded then.
+            checked as they come: earlier ones have been loaded then.
 
     Example:
         >>> import torch.distributed as dist
@@ -67,7 +68,7 @@ def load_full_state_dict(
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return what a state_dict has, by name. A model on meta gets its memory."""
+    """Return the contents of a state_dict, by name. A model on meta gets its memory."""
     targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
     if any(t.is_meta for t in targets.values()):
         model.to_empty(device=_device_of(targets))
@@ -135,7 +136,7 @@ class _Load:
         return None if name is None else (name, value)
 
     def _said(self, value: Any) -> Any:
-        """Return what rank 0 passes, as JSON has it."""
+        """Return the values that rank 0 passes, as JSON has them."""
         text = json.dumps(value) if self.is_first else None
         return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
 

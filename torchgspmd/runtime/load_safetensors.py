@@ -36,7 +36,7 @@ def load_safetensors(
     of the parameter.
 
     Args:
-        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
+        model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
         folder: A file, or a folder with such files: all of them, or those that transformers' index
             `model.safetensors.index.json` names.
         rename: Returns the name in the model for a name in a file.

@@ -44,7 +44,7 @@ from .submodule_calls import install_calls
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module: what was passed, the same with its objects opened, and its key.
+    """A call of a module: its arguments, the same with their objects opened, and its key.
 
     varying: the numbers among the leaves that are inputs of the program; None if there are none.
     sizes: which sizes of the tensors are symbols in the program. leaf_keys: the keys of the
@@ -72,7 +72,7 @@ class ModuleCall(NamedTuple):
 
 
 class MeshModule(ModuleProxy):
-    """Module of parallelize. A backend says what compiles (`_build`) and what runs (`_run`).
+    """Module of parallelize. A backend states how it compiles (`_build`) and runs (`_run`).
 
     plan: the Plan of the latest call; None before the first, and where there is none.
     planning_seconds: the time to compile the latest new program.

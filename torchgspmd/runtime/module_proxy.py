@@ -1,4 +1,6 @@
-"""ModuleProxy: a module that stands for a model and caches programs by what its calls depend on."""
+"""ModuleProxy: a module that stands for a model and caches programs by the dependencies of its
+calls.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,7 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
 
 
 def leaf_key(leaf: Any) -> Any:
-    """Return the key of an argument: what a compiled program depends on."""
+    """Return the key of an argument: all properties on which a compiled program depends."""
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     if isinstance(leaf, Tensor):
@@ -134,7 +136,7 @@ class ModuleProxy(nn.Module):
         return self._version
 
     def _description(self) -> list[tuple[str, str]]:
-        """Return (name, value) of what programs depend on besides the attributes forward reads.
+        """Return (name, value) of dependencies of programs besides the attributes forward reads.
 
         Names and values are the same in every process.
         """

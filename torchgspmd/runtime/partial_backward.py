@@ -4,7 +4,7 @@
     these values, saved -> gradients of parameters
 
 Zero-bubble schedules of pipelines ask for the first, send it to the stage before, and ask for the
-second when they would wait otherwise. torch.autograd.grad of inputs alone runs the first.
+second when they would wait otherwise. The first alone is torch.autograd.grad of inputs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Run = Callable[[list], Sequence[Any]]
 
 
 class PartialBackward:
-    """The pieces of a backward graph. compile: returns what runs a graph on a list of inputs.
+    """The pieces of a backward graph. compile: returns a function that runs a graph on a list of
+    inputs.
 
     of_arguments: the outputs that are gradients of arguments.
     """
@@ -44,7 +45,7 @@ class PartialBackward:
         self.later = compile(_piece(graph, later - first, shared, others))
 
     def gradients_of_arguments(self, boxed: list) -> tuple[list, list]:
-        """Return the gradients of arguments, and what the second piece needs."""
+        """Return the gradients of arguments, and the values for the second piece."""
         results = self.first(boxed)
         return self._all(results[: self.count], True), list(results[self.count :])
 

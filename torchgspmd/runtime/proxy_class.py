@@ -65,7 +65,7 @@ _OWN_SPECIAL_METHODS = frozenset(
 
 
 def _delegates(proxy: type, model: type) -> Iterator[str]:
-    """Yield the names of what a proxy takes from its model, instead of its own class."""
+    """Yield the names that a proxy takes from its model, instead of its own class."""
     classes = proxy.__mro__[: proxy.__mro__.index(nn.Module)]
     own = {name for cls in classes for name in vars(cls)}
     names = {*vars(nn.Module()), *dir(model)} - own

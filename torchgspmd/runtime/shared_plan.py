@@ -4,9 +4,9 @@ before   every rank has checked that all call the module alike
 after    every rank has the plan; a rank for which rank 0's does not hold has planned for itself
 ensures  all ranks take part in one broadcast, whatever fails
 
-What rank 0 sends is text (plan_cache/), in which nothing is evaluated. Each rank compares what its
-own model and code are before it takes the plan. Afterwards all ranks compare their programs. Why a
-process plans is a line of the log "torchgspmd", at level INFO.
+Rank 0 sends text (plan_cache/), in which nothing is evaluated. Each rank compares its own model and
+code before it takes the plan. Afterwards all ranks compare their programs. Why a process plans is a
+line of the log "torchgspmd", at level INFO.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     mark_sharding(cache.keys, mesh, "data model _ _")
     model(x, cache)                 # cache.keys is a DTensor from here on
 
-They come as whole tensors. As such every call would gather what it has changed. So the first call
+They come as whole tensors. As such every call would gather changed values. So the first call
 replaces them, in the list, dict or object that contains them, by DTensors with the marked layout.
 """
 
@@ -90,7 +90,7 @@ class MarkedInputs:
 
 
 def _obstacle(tensor: Tensor, source: Source | None, is_changed: bool) -> str | None:
-    """Say why a DTensor cannot take the place of a tensor, and what to do; None if it can.
+    """Say why a DTensor cannot take the place of a tensor, and how to mend it; None if it can.
 
     is_changed: in place, and not replaced by another tensor.
     """

@@ -22,7 +22,7 @@ _PARAMETRIZATIONS = "parametrizations"
 def install_calls(
     model: nn.Module, wrap: Callable[[nn.Module], nn.Module], submodules: bool = True
 ) -> None:
-    """Replace the forward of a model, and of its submodules; wrap: returns what is called."""
+    """Replace the forward of a model, and of its submodules; wrap: returns the new function."""
     for name, module in model.named_modules() if submodules else [("", model)]:
         has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
         if has_forward and _PARAMETRIZATIONS not in name.split("."):

@@ -1,4 +1,6 @@
-"""A warning of the first call: what runs whole, or is gathered, and no mark asks for it."""
+"""A warning of the first call: operations that run whole, or values that are gathered, and no mark
+asks for it.
+"""
 
 from __future__ import annotations
 

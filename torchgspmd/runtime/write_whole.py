@@ -17,7 +17,7 @@ WRITERS = ("save_pretrained",)  # methods by which models of other libraries wri
 
 
 def install_writers(model: nn.Module) -> None:
-    """Let the methods of a model and its submodules that write them write whole tensors."""
+    """Make the methods of a model and its submodules that write them write whole tensors."""
     for module in model.modules():
         for name in WRITERS:
             if name not in module.__dict__ and hasattr(type(module), name):
@@ -47,8 +47,8 @@ def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
     Call it identically on every rank. An error of the function is an error of every rank.
 
     Args:
-        model: What `parallelize` returned, the model that it wrapped, or a module that contains it.
-        write: What writes files. It may call write_whole for the same model again.
+        model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
+        write: The function that writes files. It may call write_whole for the same model again.
 
     Returns:
         The result of the function on rank 0 of the mesh, None on the others.

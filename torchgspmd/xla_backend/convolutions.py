@@ -1,12 +1,13 @@
 """Layouts of the operands of convolutions, in which XLA's partitioner computes them right.
 
 A weight's gradient is summed over all devices if a spatial dimension is sharded, also over those
-that have the same parts: on a mesh `time=4,model=2` the gradient of a convolution sharded along
-time alone is twice what it should be. So the axes that no spatial dimension has shard the batch,
-and no two devices have the same parts.
+that have the same parts. On a mesh `time=4,model=2` the gradient of a convolution sharded along
+time alone is twice too large. So the axes that no spatial dimension has shard the batch, and no two
+devices have the same parts.
 
 A convolution whose output channels, windows and batch (or other windows) are sharded at once gets
-rows of wrong devices in its windows. So its weight is whole, and XLA takes what a device needs.
+rows of wrong devices in its windows. So its weight is whole, and XLA takes the part that a device
+needs.
 
 before   %w = convolution_backward(%grad, %x, ...)    grad, x: _ _ time _
 after    %g = annotate(%grad, 'time=4,model=2', 'model _ time _'), x alike

@@ -2,8 +2,9 @@
 
     carry, rows = scan(body, h0, xs)    ->    h, x = entries(h0, xs);  exits(*body(h, x))
 
-Autograd differentiates the one iteration. The gradient of an exit is an entry of the loop that
-runs backwards, that of an entry is an exit of it: next and carry, stack and row, total and const.
+Autograd differentiates the one iteration. The gradient of an exit is an entry of the loop that runs
+backwards, that of an entry is an exit of it. The pairs are next and carry, stack and row, total and
+const.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ _repeats: ContextVar[_Repeats | None] = ContextVar("repeats", default=None)
 class TracedLoop:
     """A loop during its trace. backward: the loop that runs backwards, while that is traced.
 
-    ends: as in Loop. goes: what its first carry begins with, if a value ends it.
+    ends: as in Loop. goes: the first carry's beginning, if a value ends it.
     """
 
     def __init__(self, length: int, reverse: bool = False, ends: str = "") -> None:
@@ -87,7 +88,7 @@ class TracedLoop:
         return text
 
     def end_backward(self, text: str) -> None:
-        """Add what ends the loop that runs backwards: a branch has run, or a count is zero."""
+        """Add the end of the loop that runs backwards: a branch has run, or a count is zero."""
         if not self.control:
             return
         goes, *counts = self.control
@@ -194,7 +195,7 @@ def loops_around() -> tuple[TracedLoop, ...]:
 def repeating(
     around: tuple[TracedLoop, ...], first: Callable[[TracedLoop], TracedLoop]
 ) -> Iterator[None]:
-    """Trace what is in loops in the block. first: the loop that a new one repeats, or itself."""
+    """Trace operations in loops in the block. first: the loop that a new one repeats, or itself."""
     tokens = _around.set(around), _repeats.set(first)
     try:
         yield
@@ -320,7 +321,7 @@ class _Entries(torch.autograd.Function):
 class _Exits(torch.autograd.Function):
     """(next carries, results) of an iteration -> the last carries, the stacked results.
 
-    Those of a branch take what passes a side by as well, for its gradient.
+    Those of a branch also take values that pass a side by, for their gradients.
     """
 
     @staticmethod

@@ -2,9 +2,10 @@
 
     F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
 
-A trace calls these in the place of functions of PyTorch's Python interface. They decline what they
-cannot express, such as repeated letters or broadcast batch dimensions of size 1. PyTorch's own
-function runs then, and is correct all the same. istft is here because PyTorch's reads values.
+A trace calls these in the place of functions of PyTorch's Python interface. They decline products
+that they cannot express, such as repeated letters or broadcast batch dimensions of size 1.
+PyTorch's own function runs then, and is correct all the same. istft is here because PyTorch's reads
+values.
 """
 
 from __future__ import annotations
@@ -139,7 +140,7 @@ def _torch_einsum(*args: Any) -> Any:
 def _explicit(equation: str, operands: Any) -> list[str] | None:
     """Return the letters of every operand and of the result.
 
-    Return None for what einsum() does not take.
+    Return None for operands that einsum() does not take.
     """
     left, arrow, out = equation.replace(" ", "").partition("->")
     terms = left.split(",")
@@ -263,7 +264,7 @@ def _istft(
 ) -> Tensor | Declined:
     """Run istft without checking that the windows cover everything, which reads values.
 
-    What they do not cover is NaN.
+    Elements that they do not cover are NaN.
     """
     hop, width = hop_length or n_fft // 4, win_length or n_fft
     onesided = input.shape[-2] != n_fft if onesided is None else onesided

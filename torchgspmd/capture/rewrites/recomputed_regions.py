@@ -6,8 +6,8 @@ after    %h = tanh(%x);  %y = mm(%h, %w);    %h_1 = tanh(%x);   %dw = mm(%h_1, %
 torch.utils.checkpoint runs its function a second time during the backward. By then a block has its
 stacked weights again, no row of them, and torch.vmap has ended. So the trace notes which nodes are
 of a checkpoint, and values are recomputed in the graph. A value stays as it is if the forward uses
-it outside of the checkpoint, if the policy of a selective checkpoint saves it, if it follows from a
-loop in the checkpoint, or if it is drawn without a seed of ours.
+it outside of the checkpoint, or if the policy of a selective checkpoint saves it. It also stays if
+it follows from a loop in the checkpoint, or is drawn without a seed of ours.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def in_block() -> Iterator[None]:
 
 
 def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """Return the two halves of a checkpoint: in a block they note what is traced between them."""
+    """Return the two halves of a checkpoint: in a block they note the nodes traced between them."""
 
     def generator(
         function: Any, preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any

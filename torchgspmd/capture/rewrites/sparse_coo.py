@@ -92,7 +92,7 @@ def with_entries(value: Any) -> object:
 def body(function: Callable) -> Callable | None:
     """Return a body that computes a function on sparse operands.
 
-    The body declines what is not supported. Return None if the function itself works.
+    The body declines unsupported calls. Return None if the function itself works.
     """
     name = getattr(function, "__name__", "")
     # Functions and methods share names.

@@ -57,7 +57,7 @@ def is_function(value: object) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Return whether a user may change what the module contains.
+    """Return whether a user may change the contents of the module.
 
     False for torch and for the standard library.
     """

@@ -3,7 +3,7 @@
     def forward(self, x):       # reads act, temperature, scale, OFFSET
         return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET
 
-What was read is part of the program. A program whose guards fail (`model.temperature = 1.0`,
+Values read are part of the program. A program whose guards fail (`model.temperature = 1.0`,
 `model.act = F.gelu`) is traced again. Plain values are compared by value, also inside of tuples,
 lists, tables, sets and NumPy arrays. Tensors, functions and objects are compared by identity.
 """
@@ -151,7 +151,7 @@ class Guard:
 
 
 class Guards:
-    """The guards on what a program has read."""
+    """The guards on values that a program has read."""
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:
         """Sort the guards by how they are compared, without those that anything satisfies.

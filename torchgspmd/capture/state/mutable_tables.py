@@ -41,7 +41,7 @@ _MANY = 2000  # limit of tables below one module, object or table
 
 
 class MutableTable:
-    """The entries of a dict or list, or the attributes of an object, and what they were.
+    """The entries of a dict or list, or the attributes of an object, now and before.
 
     before: before the trace. initial: with the stand-ins of the trace. last: at the last look for
     mutations. steps: of variables and classes, those that functions assign, and those of tensors.

@@ -225,7 +225,7 @@ class Tables:
         )
 
     def guards(self, used: Container[int], operands: Container[int]) -> Guards:
-        """Return the guards on what was read, and on tables and objects that functions name.
+        """Return the guards on read values, and on tables and objects that functions name.
 
         used: the inputs whose tensors the program uses. operands: ids of other tensors that
         functions were called with.
@@ -255,7 +255,7 @@ class Tables:
     def _predicate_of_read(
         self, used: Container[int], source: Source, value: object, then: object
     ) -> object:
-        """Return the predicate of the guard on what was read.
+        """Return the predicate of the guard on read values.
 
         value: the value when it was read. then: its snapshot.
         """
@@ -304,7 +304,7 @@ class Tables:
     def _predicate(self, value: object, used: Container[int], uses: set[str]) -> object:
         """Return the predicate of the guard with a snapshot.
 
-        uses: how functions use the value. What they only add to has no guard.
+        uses: how functions use the value. Lists to which they only append have no guard.
         """
 
         def leaf(value: object) -> Any:

@@ -1,6 +1,6 @@
 """How the bytecode of functions uses lists and tables: whether it reads or only adds to them.
 
-A list that a program only appends to decides nothing, whatever its length is. What is read has a
+A list that a program only appends to decides nothing, whatever its length is. A read value has a
 guard.
 """
 
@@ -20,7 +20,7 @@ READ = "read"
 
 
 def uses_of_names(functions: Iterable[FunctionType]) -> dict[str, set[str]]:
-    """Return how functions use what attributes, globals and closure variables of a name hold.
+    """Return how functions use the values of attributes, globals and closure variables of a name.
 
         self.seen.append(y)                 .append
         LAST["loss"] = y                    []=

@@ -55,8 +55,8 @@ def opened(
 ) -> Any:
     """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
-    An object whose id has an origin is Opened without components: what the program writes into
-    these is written to the origin. around: ids of the objects that contain the tree.
+    An object whose id has an origin is Opened without components: the program's writes into these
+    go to the origin. around: ids of the objects that contain the tree.
     """
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 

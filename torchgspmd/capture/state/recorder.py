@@ -91,7 +91,7 @@ class Recorder:
             self.entries[source] = value, snapshot(value)
 
     def record_class(self, cls: type, name: str) -> None:
-        """Record what instances find in the class or a base.
+        """Record attributes that instances find in the class or a base.
 
         Methods and properties are left out.
         """
@@ -197,7 +197,7 @@ class ReachedObjects:
         self.add(value for cls in dict.fromkeys(map(type, modules)) for value in _class_values(cls))
 
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
-        """Add what the values lead to.
+        """Add everything that the values lead to.
 
         are_named: functions name the values. Objects of installed packages are left out then, since
         a user does not change them.

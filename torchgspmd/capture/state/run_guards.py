@@ -66,7 +66,7 @@ class ArgumentKeys(NamedTuple):
 
 
 class ModuleFacts:
-    """The structure, modes and hooks of a module, and what its parameters and buffers are."""
+    """The structure, modes and hooks of a module, and the kinds of its parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

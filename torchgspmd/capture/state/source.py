@@ -167,7 +167,7 @@ def step_name(step: Step) -> str:
 
 
 def is_table(value: Any) -> bool:
-    """Return whether the value is a list, or a dict that returns what it stores.
+    """Return whether the value is a list, or a dict that returns its stored values.
 
     False for a dict that computes values in __getitem__.
     """

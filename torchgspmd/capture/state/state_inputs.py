@@ -5,8 +5,8 @@
         return self.head(self.hidden)
 
 Such tensors are arguments of the program, behind those of the call. Every run reads them from their
-sources, and writes what it computes for them (writes.py). So are numbers that change from call to
-call (symbolic_numbers.py).
+sources, and writes their new values (writes.py). So are numbers that change from call to call
+(symbolic_numbers.py).
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Varying:
 
 
 class Retrace(BaseException):
-    """A trace is repeated with what it has learned of the state.
+    """A trace is repeated with the learned state.
 
     It is no Exception, which the program may catch.
     """
@@ -163,7 +163,7 @@ class State:
         self.namespaces: list[dict[str, Any]] = []
 
     def add(self, source: Source, value: object = None) -> None:
-        """Add the entry of a source. value: what the program writes there."""
+        """Add the entry of a source. value: the value that the program writes there."""
         self.entries[source.entry] = None
         if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
             self.counted[source] = None

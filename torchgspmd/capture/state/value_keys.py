@@ -34,15 +34,15 @@ _SHOWN = 60  # characters of a key in a message
 def value_key(value: object) -> object:
     """Return a key that equal values share.
 
-    A function, module or tensor is its own key, with what it holds, since its address may be
-    reused. What parallelize leaves on a module (its forward) leads to whole programs: these
-    objects of the library are their own keys too.
+    A function, module or tensor is its own key, with its contents, since its address may be reused.
+    Attributes that parallelize sets on a module (its forward) lead to whole programs: these objects
+    of the library are their own keys too.
     """
     return _Keys().key_of(value)
 
 
 class _Keys:
-    """Keys of what one value reaches; each object has one, so that the walk is linear."""
+    """Keys of everything that one value reaches; each object has one, so that the walk is linear."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -94,7 +94,7 @@ class _Keys:
         return np.ndarray, value.shape, str(value.dtype), shown, checksum
 
     def _callable_key(self, value: object) -> object:
-        """Return the key of a function or module: itself, and what it holds."""
+        """Return the key of a function or module: itself, and its contents."""
         if isinstance(value, CellType):
             return "<empty>" if value == CellType() else self.key_of(value.cell_contents)
         if isinstance(value, MethodType):

@@ -1,11 +1,12 @@
-"""Writes: what a program leaves in lists, tables and attributes of arguments, modules and others.
+"""Writes: values that a program leaves in lists, tables and attributes of arguments, modules and
+others.
 
     def forward(self, x, cache):
         cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # args[1].keys = output 1
         self.loss = cache.keys.square().mean()                  # self.loss = output 2
 
-The program is traced on copies of the caller's containers (object_trees.py). What it writes into
-these is compared with what they were, and every run repeats it on its own arguments. Of attributes,
+The program is traced on copies of the caller's containers (object_trees.py). These are compared
+before and after the trace, and every run repeats the writes on its own arguments. Of attributes,
 and of everything else that is no argument, tensors and plain values are written (mutations.py).
 """
 
@@ -47,8 +48,8 @@ class Write:
     """A value that every run writes to a source.
 
     The value is a pytree with FromOutput in place of tensors, Computed in place of numbers, and the
-    Source of what was in the arguments before. ABSENT removes what is there. A list is extended by
-    the value, or all its items are replaced.
+    Source of values that the arguments had before. ABSENT removes the present value. A list is
+    extended by the value, or all its items are replaced.
     """
 
     source: Source
@@ -58,7 +59,7 @@ class Write:
     def resolve_numbers(self, is_late: bool) -> Write:
         """Return the write without symbolic numbers: with Computed, or with numbers.
 
-        is_late: the backward writes it, after what forward writes.
+        is_late: the backward writes it, after the writes of forward.
         """
         if not is_late:
             return replace(self, value=to_computed(self.value))

@@ -1,6 +1,6 @@
 """The table of all kinds of collectives, and of the other steps between layouts.
 
-What is known of a kind lies in its file. Features add rows (`add_kinds`). With B bytes of payload
+All knowledge of a kind lies in its file. Features add rows (`add_kinds`). With B bytes of payload
 and n devices in a group, bandwidth-optimal algorithms send per device
 
     all_reduce      2 (n-1)/n B         payload: the reduced tensor
@@ -95,7 +95,7 @@ def _restored() -> Generator[None]:
 
 @contextmanager
 def registered(kind: StepKind) -> Generator[None]:
-    """Have a further kind in the table, for what is planned and run in the block."""
+    """Have a further kind in the table, for plans and runs in the block."""
     with _restored():
         add_kinds(kind)
         yield

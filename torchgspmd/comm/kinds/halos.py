@@ -108,7 +108,7 @@ def _lower(
     after: str,
     size: tuple[int, ...],
 ) -> Lowering:
-    """Lower to an all_to_all of boxes. What a device has itself is one of them."""
+    """Lower to an all_to_all of boxes. The device's own rows are one of them."""
     mesh, spec = build.mesh, ShardSpec.parse(after)
     axes, windows = _windows(mesh, tuple(size), ShardSpec.parse(before), spec)
     name, _ = build.groups.group(axes)

@@ -1,4 +1,5 @@
-"""The types of the rows: what a kind of collective, or of another step between layouts, has to say.
+"""The types of the rows: the description of a kind of collective, or of another step between
+layouts.
 
 A kind is the target of its nodes. It cannot be called: whoever meets one in a graph asks it for
 `simulate`, `localize` or `lower`.
@@ -130,9 +131,9 @@ class Step:
 class WireOp:
     """An operation by which the ranks communicate.
 
-    reduces: it computes with what is sent, by the reduction that is its second argument.
-    functional: the operation that does the same without writing over its operand, if it does that.
-    over_gloo: rewrites the call between CPU processes.
+    reduces: it computes with the payload, by the reduction that is its second argument. functional:
+    the operation that does the same without writing over its operand, if it does that. over_gloo:
+    rewrites the call between CPU processes.
     """
 
     op: OpOverload
@@ -188,8 +189,8 @@ class Kind:
     """A kind of nodes, and their target.
 
     signature: an example that the tests run, such as all_gather(f32[8@a, 6], 0, a) -> f32[8, 6].
-    meaning: what it does, and what that is on one device. picture: devices before and after.
-    feature: the folder of features/ that the row belongs to; "core" for none.
+    meaning: its effect, and its meaning on one device. picture: devices before and after. feature:
+    the folder of features/ that the row belongs to; "core" for none.
     """
 
     name: str
@@ -226,7 +227,7 @@ class StepKind(Kind):
     search may take, but for those that cost `left` or more. localize: returns the node of one
     device's program, from (builder, operand, *arguments). rename: returns the arguments for other
     names of axes. gathers: devices get shards of others, and keep all they have. relays: devices
-    pass on what they receive, or its sum, so that it enters a host once.
+    pass received values on, or their sum, so that it enters a host once.
     """
 
     suffix: str = ""
@@ -248,11 +249,11 @@ class LocalStepKind(StepKind):
 class CollectiveKind(StepKind):
     """A kind of step by which devices communicate.
 
-    payload: what the payload of one is. sent: returns the bytes that a device sends, from the bytes
-    of the payload and the number of devices in a group. fee: the constant that it costs besides,
-    a name in fx_passes/partition/cost_constants.py. simulate: returns the results of all
-    devices, from (mesh, operands of all devices, *arguments). lower: see Lowering. merged: None if
-    a bucket cannot have it. wire: all operations that `lower` and `merged` communicate by.
+    payload: the payload of one. sent: returns the bytes that a device sends, from the bytes of the
+    payload and the number of devices in a group. fee: the constant that it costs besides, a name in
+    fx_passes/partition/cost_constants.py. simulate: returns the results of all devices, from (mesh,
+    operands of all devices, *arguments). lower: see Lowering. merged: None if a bucket cannot have
+    it. wire: all operations that `lower` and `merged` communicate by.
 
     reduces: it adds up terms, by the reduction that is its first argument. sliced: the kind that
     does the same if devices use only their slices of the result. counts_as: the kind that a plan

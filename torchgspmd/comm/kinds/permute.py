@@ -1,4 +1,4 @@
-"""permute(x, before, after): devices receive only what they lack of another layout."""
+"""permute(x, before, after): devices receive only the missing elements of another layout."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Values that a program has read, as text that is equal in processes with equal values.
 
 Guards compare objects and functions by identity (capture/state/guards.py), which another process
-does not have. There the content decides: attributes of objects, the name of a function and what
-its closure has; of a class of torch or of the standard library what it prints.
+does not have. There the content decides: attributes of objects, the name of a function and its
+closure, and the printed form of a class of torch or of the standard library.
 """
 
 from __future__ import annotations

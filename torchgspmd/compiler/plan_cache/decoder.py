@@ -1,8 +1,8 @@
 """Values of a program from JSON: each is checked as it is read, and no text of it is evaluated.
 
-What names something (an operator, a function, a kind, a class of pytree, a dtype) is looked up in
-the table of it. What has a notation (meshes, layouts, windows) is read by its own parser. Fields of
-records have the types that their class declares.
+A name (of an operator, a function, a kind, a class of pytree, a dtype) is looked up in its table. A
+value with a notation (meshes, layouts, windows) is read by its own parser. Fields of records have
+the types that their class declares.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
 
 
 class Decoder:
-    """Decodes what an Encoder wrote, with its records. mesh: has the axes of layouts."""
+    """Decodes the text of an Encoder, with its records. mesh: has the axes of layouts."""
 
     def __init__(self, records: Any, mesh: Mesh) -> None:
         self.mesh, self.fake_mode = mesh, FakeTensorMode()
@@ -77,7 +77,7 @@ class Decoder:
         """Return the value of JSON.
 
         Raises:
-            Stale: No encoder writes it, or it names what this process does not have.
+            Stale: No encoder writes it, or it names an object that this process does not have.
         """
         if type(value) is not list:
             if type(value) in _PLAIN:

@@ -1,4 +1,4 @@
-"""Faults of texts: what cannot be written, is not for this process, or is no plan at all."""
+"""Faults of texts: a value cannot be written, is not for this process, or is no plan at all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Stale(Exception):
 
 
 class Malformed(Stale):
-    """A text that no process has written: a part of it, and what is expected there.
+    """A text that no process has written: a part of it, and the expected form.
 
     holder: the list or dict of the text that has the part, which finds its place. key: of the part
     in the holder; None for the holder itself.

@@ -111,7 +111,7 @@ def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
     """Return the state with which a run is compared, besides the values of its arguments.
 
     Raises:
-        Unshareable: What forward reads has no text.
+        Unshareable: A value that forward reads has no text.
     """
     if (guards := captured.run_guards) is None:
         return None
@@ -126,10 +126,10 @@ def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
 
 
 def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module | None) -> None:
-    """Put what a run is compared with on a program of a file, and on the model of it.
+    """Put the guards of a run on a program of a file, and on the model of it.
 
     Raises:
-        Stale: The model, or what its forward reads, is another than when it was planned.
+        Stale: The model, or a value that its forward reads, has changed since it was planned.
         Malformed: The rows are of another type.
     """
     names = typed(rows, "names", list, "a name for each argument")

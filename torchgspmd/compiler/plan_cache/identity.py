@@ -35,8 +35,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class Identity:
     """The key of a plan.
 
-    call: what is asked, the same on all ranks. code: a checksum of each of the user's modules that
-    are loaded, and the version of each installed package.
+    call: the call, the same on all ranks. code: a checksum of each of the user's modules that are
+    loaded, and the version of each installed package.
     """
 
     call: str
@@ -75,7 +75,7 @@ def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, obje
 
 
 def _settings() -> Iterator[object]:
-    """Yield the settings of torch that decide what it traces."""
+    """Yield the settings of torch that decide its traces."""
     yield torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():  # torch 2.9 advises another way to set it
         warnings.simplefilter("ignore")

@@ -74,7 +74,7 @@ class PlanFiles(Later, RunnablePlan):
             path: The file.
 
         Raises:
-            ShardingError: The program calls what has no name, or has large constants.
+            ShardingError: The program calls a function without a name, or has large constants.
 
         Example:
             >>> import os, tempfile

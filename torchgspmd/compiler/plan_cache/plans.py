@@ -75,7 +75,7 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
     """Return a plan as text: three lines of JSON.
 
     Raises:
-        Unshareable: Its program depends on what has no text.
+        Unshareable: Its program depends on a value that has no text.
     """
     captured, encoder = plan.captured, Encoder()
     _check_functions(captured)
@@ -117,7 +117,7 @@ def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) ->
     """Return the plan of a text for the model.
 
     Raises:
-        Stale: The model, or what its forward reads, is another; or the text is no plan.
+        Stale: The model, or a value that its forward reads, has changed; or the text is no plan.
     """
     first, *later = text.split("\n")
     rows = typed(json_text.load(first), None, dict, "a plan")
@@ -259,7 +259,7 @@ def _boundary(text: dict[str, object], decoder: Decoder) -> Boundary:
 
 
 def _check_functions(captured: Captured) -> None:
-    """Raise Unshareable if a function may read what differs between processes unseen."""
+    """Raise Unshareable if a function may read values that differ between processes unseen."""
     for function in captured.functions:
         if is_installed(function.__module__):
             continue

@@ -8,9 +8,9 @@
     %g   = total(%y, 1x8)              f32[4, 16]      their sum
 
 `next(x, again, carry)`: x leaves the loop, `again` is the carry of the next iteration; both are one
-value at global shapes, in two layouts. What depends on an entry and not on an exit is in the body.
-All else is outside, wherever it stands: it is computed once. So every pass sees one iteration, one
-program. A loop becomes a call of its body when the program of one device exists.
+value at global shapes, in two layouts. Operations that depend on an entry and not on an exit are in
+the body. All else is outside, wherever it stands: it is computed once. So every pass sees one
+iteration, one program. A loop becomes a call of its body when the program of one device exists.
 
 The text of a loop has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations,
 last row first, in a loop of four. `2.1` walks the rows of loop 2 again, as its backward does.
@@ -20,7 +20,7 @@ a while_loop; costs count one iteration. `1x?` runs once or not at all: a side o
 
     %x = const(%x0, 1x?)               f32[4, 16]      a value of outside, used if the side runs
 
-is an entry, too. What a side computes depends on one, and so is not computed before it.
+is an entry, too. The operations of a side depend on one, and so are not computed before it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 class LoopMark(NamedTuple):
     """The operands of an entry or exit of a loop.
 
-    value: what enters or leaves. loop: the loops, as text. again: of `next`, what the carry is in
+    value: the value that enters or leaves. loop: the loops, as text. again: of `next`, the carry in
     the next iteration. carry: of `next`, the entry.
     """
 

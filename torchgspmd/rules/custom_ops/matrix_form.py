@@ -16,7 +16,7 @@ from .nd import split_equation
 class Matrix(NamedTuple):
     """An operand as [batch, rows, columns], or as [rows, columns] without a batch.
 
-    order: its dimensions, if they are permuted first. shape: what it is reshaped to, if another
+    order: its dimensions, if they are permuted first. shape: the shape after a reshape, if there is
     one. swapped: the last two dimensions are then transposed.
     """
 

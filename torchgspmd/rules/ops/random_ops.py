@@ -166,7 +166,7 @@ def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
 
 
 def _like(x: Tensor, dtype: object = None, device: object = None, **_: object) -> tuple:
-    """Return (shape, dtype, device) of what is drawn like x."""
+    """Return (shape, dtype, device) of numbers drawn like x."""
     return x.shape, dtype or x.dtype, device or x.device
 
 
