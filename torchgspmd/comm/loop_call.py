@@ -335,7 +335,7 @@ class LoopCall(InnerProgram, BodyCall):
 
 
 def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
-    """Return a copy of a graph with some of its results, without nodes that the others need alone."""
+    """Return a copy of a graph with some of its results, without nodes of the others."""
     copy = copy_of(graph)
     output = copy.output_node()
     values: Any = output.args[0]

@@ -96,7 +96,7 @@ def save(
 
 
 def _prepare(writing: Path) -> None:
-    """Make the folder of the new checkpoint, without the files of a dead process; rank 0 does it."""
+    """Make the folder of the new checkpoint, without files of a dead process; rank 0 does it."""
     if _rank() == 0:
         shutil.rmtree(writing, ignore_errors=True)
         writing.mkdir(parents=True)

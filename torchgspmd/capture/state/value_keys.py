@@ -42,7 +42,7 @@ def value_key(value: object) -> object:
 
 
 class _Keys:
-    """Keys of everything that one value reaches; each object has one, so that the walk is linear."""
+    """Keys of everything that one value reaches; one an object, so that the walk is linear."""
 
     def __init__(self) -> None:
         self.depth = 0
