@@ -1,7 +1,8 @@
 """save and load: a training run in a folder, by torch.distributed.checkpoint.
 
     folder/.metadata, *.distcp    tensors: of the model, of the optimizer, of other states
-    folder/gspmd.json             the step, and the other states without their tensors
+    folder/gspmd.json             the step, the other states without their tensors, and sizes
+                                  and checksums of the files beside it
 
 A folder becomes a checkpoint by one rename, so a process that dies while it writes leaves the
 checkpoint before. Any mesh, and any number of processes, reads it.
@@ -13,6 +14,7 @@ import hashlib
 import json
 import re
 import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -23,16 +25,17 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 
 from ..errors import ShardingError, user_line
+from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
+from .checkpoint_states import allocate_state, as_plain, as_state, is_plain_state
 
 FILE = "gspmd.json"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
 Optimizers = Optimizer | Sequence[Optimizer] | None
-_PLAIN = (type(None), bool, int, float, str)
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
 def save(
@@ -65,7 +68,9 @@ def save(
         until the folder is the checkpoint. The next save and load wait for it. Else None.
 
     Raises:
-        ShardingError: A state holds more than tensors, numbers, texts, lists and dicts.
+        ShardingError: A state holds more than tensors, numbers, texts, lists and dicts; a file
+            could not be written, or another job writes the same folder. The text names the newest
+            whole checkpoint.
 
     Example:
         >>> import tempfile, torch.distributed as dist
@@ -81,7 +86,7 @@ def save(
     _LATEST.wait()
     path, tensors = Path(folder), dict[str, Tensor]()
     plain = {
-        name: _plain(each.state_dict(), name, tensors) for name, each in (states or {}).items()
+        name: as_plain(each.state_dict(), name, tensors) for name, each in (states or {}).items()
     }
     weights, state = _state(model, optimizer)
     content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
@@ -90,16 +95,15 @@ def save(
     _meet(_failure_of(partial(_prepare, writing)))
     complete = partial(_complete, path, {"step": step, "states": plain}, keep)
     if asynchronous:
-        return _LATEST.start(content, writing, complete)
-    dcp.save(content, checkpoint_id=writing)
-    _meet(_failure_of(complete))
+        return _LATEST.start(content, path, writing, complete)
+    failure = _failure_of(lambda: dcp.save(content, storage_writer=CheckedWriter(writing)))
+    _meet(_not_written(path, failure) if failure else _failure_of(complete))
 
 
 def _prepare(writing: Path) -> None:
     """Make the folder of the new checkpoint, without files of a dead process; rank 0 does it."""
     if _rank() == 0:
-        shutil.rmtree(writing, ignore_errors=True)
-        writing.mkdir(parents=True)
+        make_own(writing, _TOKEN)
 
 
 def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
@@ -107,7 +111,12 @@ def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
     if _rank() != 0:
         return
     writing = path.with_name(path.name + WRITING)
-    (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
+    try:
+        said = {**said, "files": collect_sums(writing)}
+        release(writing, _TOKEN)
+        (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
+    except OSError as error:
+        raise _not_written(path, error) from error
     if path.exists():
         old = path.with_name(path.name + WRITING + ".old")
         path.rename(old)
@@ -127,7 +136,9 @@ class _Latest:
         self.saving: Future[None] | None = None
         self.world, self.group = None, None  # a default group, and that of its checkpoints
 
-    def start(self, content: dict[str, Any], writing: Path, complete: Any) -> Future[None]:
+    def start(
+        self, content: dict[str, Any], path: Path, writing: Path, complete: Any
+    ) -> Future[None]:
         """Copy the content to the CPU and write it in a thread, then complete it."""
         if dist.is_initialized() and self.world is not dist.group.WORLD:
             self.world, self.group = dist.group.WORLD, dist.new_group(backend="gloo")
@@ -137,13 +148,16 @@ class _Latest:
             try:
                 written.result()
                 complete()
-            except BaseException as error:
+            except ShardingError as error:
                 saving.set_exception(error)
+            except BaseException as error:
+                saving.set_exception(_not_written(path, error))
             else:
                 saving.set_result(None)
 
         group: Any = self.group
-        written: Any = dcp.async_save(content, checkpoint_id=writing, process_group=group)
+        writer = CheckedWriter(writing)
+        written: Any = dcp.async_save(content, storage_writer=writer, process_group=group)
         written.add_done_callback(finish)
         return saving
 
@@ -155,6 +169,28 @@ class _Latest:
 
 
 _LATEST = _Latest()
+_TOKEN = uuid.uuid4().hex  # of this process, as a writer
+
+
+def _not_written(path: Path, error: BaseException) -> ShardingError:
+    """Return the error for a checkpoint that could not be written; the one before it stays."""
+    failures = getattr(error, "failures", None) or {_rank(): (error, None)}  # of dcp, by rank
+    rank, (cause, *_) = next(iter(failures.items()))
+    text = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+    return ShardingError(
+        f"the checkpoint {path} could not be written: rank {rank} has raised {text}",
+        where=user_line(),
+        why=_newest_text(path.parent),
+        fix="room on the disk, or another folder; training may go on",
+    )
+
+
+def _newest_text(folder: Path) -> str:
+    """Return a clause about the newest checkpoint in a folder, which need not be whole."""
+    found = _checkpoints(folder)
+    if not found:
+        return f"there is no other checkpoint in {folder}"
+    return f"the newest checkpoint is {found[-1]}, of step {_read(found[-1] / FILE)['step']}"
 
 
 def load(
@@ -178,7 +214,8 @@ def load(
         The number of steps behind the checkpoint.
 
     Raises:
-        ShardingError: There is no checkpoint, or it lacks a state.
+        ShardingError: There is no checkpoint, it lacks a state, or a file of it is missing or has
+            other bytes than were written. The text names the file and the newest whole checkpoint.
 
     Example:
         >>> import tempfile, torch.distributed as dist
@@ -194,6 +231,9 @@ def load(
     _LATEST.wait()
     path = Path(folder)
     if not (path / FILE).exists():
+        for file in sorted(path.glob(f"*/{FILE}")):
+            if WRITING not in file.parent.name:
+                _read(file)
         found = _checkpoints(path)
         if not found:
             raise ShardingError(
@@ -203,6 +243,8 @@ def load(
             )
         path = found[-1]
     said = _read(path / FILE)
+    if fault := _fault(path, said):
+        raise _damaged(path, fault)
     lacking = [name for name in states or {} if name not in said["states"]]
     if lacking:
         raise ShardingError(
@@ -214,7 +256,7 @@ def load(
     weights, state = _state(model, optimizer)
     tensors = dict[str, Tensor]()
     for each in said["states"].values():
-        _allocate(each, tensors)
+        allocate_state(each, tensors)
     content: dict[str, Any] = {"model": weights, "rng": torch.get_rng_state(), "states": tensors}
     if optimizer is not None:
         content["optimizer"] = state
@@ -222,7 +264,7 @@ def load(
     _set_state(model, optimizer, weights, state)
     torch.set_rng_state(content["rng"])
     for name, each in (states or {}).items():
-        each.load_state_dict(_whole(said["states"][name], tensors))
+        each.load_state_dict(as_state(said["states"][name], tensors))
     return said["step"]
 
 
@@ -240,8 +282,39 @@ def _set_state(
 
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, by their steps."""
-    found = [each.parent for each in folder.glob(f"*/{FILE}") if WRITING not in each.parent.name]
-    return sorted(found, key=lambda each: (_read(each / FILE)["step"], each))
+    found = dict[Path, int]()
+    for file in folder.glob(f"*/{FILE}"):
+        if WRITING not in file.parent.name and (said := _parsed(file)) is not None:
+            found[file.parent] = said["step"]
+    return sorted(found, key=lambda each: (found[each], each))
+
+
+def _fault(path: Path, said: Mapping[str, Any]) -> str:
+    """Return what is wrong with a file of a checkpoint; each rank reads a share of the files."""
+    sums, ranks = said.get("files", {}), dist.get_world_size() if dist.is_initialized() else 1
+    fault = fault_of(path, sums, sorted(sums)[_rank() :: ranks])
+    return next(filter(None, _gathered(fault)), "")
+
+
+def _damaged(path: Path, fault: str) -> ShardingError:
+    """Return the error for a damaged checkpoint, which names the newest whole one."""
+    others = [each for each in reversed(_checkpoints(path.parent)) if each != path]
+    whole = next((each for each in others if not _fault(each, _read(each / FILE))), None)
+    return ShardingError(
+        fault,
+        where=user_line(),
+        why=f"the checkpoint {path} is damaged, and nothing of it was loaded",
+        fix=f"there is no other whole checkpoint in {path.parent}"
+        if whole is None
+        else f"gspmd.load('{whole}', ...), the newest whole checkpoint, of step "
+        f"{_read(whole / FILE)['step']}",
+    )
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """Return the newest checkpoint in a folder whose files are whole; every rank calls it."""
+    found = reversed(_checkpoints(folder))
+    return next((each for each in found if not _fault(each, _read(each / FILE))), None)
 
 
 def _is_of_a_run(other: Path, path: Path) -> bool:
@@ -251,101 +324,43 @@ def _is_of_a_run(other: Path, path: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the contents of a file: a step, and states of which `_plain` made JSON. It is data."""
-    try:
-        said = json.loads(file.read_text())
-        is_right = said.pop("checksum") == _checksum(said) and set(said) == {"step", "states"}
-        is_right = is_right and type(said["step"]) is int
-        is_right = is_right and all(map(_is_state, said["states"].values()))
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        is_right = False
-    if not is_right:
+    """Return what a file says; raise ShardingError if it is no file of save."""
+    said = _parsed(file)
+    if said is None:
         raise ShardingError(
             f"{file} is no file of gspmd.save",
             where=user_line(),
             why="it has another checksum, or holds more than a step and states",
-            fix="another checkpoint; the folder before it stays as it was",
+            fix=f"another checkpoint: {_newest_text(file.parent.parent)}",
         )
     return said
+
+
+def _parsed(file: Path) -> dict[str, Any] | None:
+    """Return what a file says: a step, states of which `as_plain` made JSON, sums. It is data."""
+    try:
+        said = json.loads(file.read_text())
+        is_right = said.pop("checksum") == _checksum(said)
+        is_right = is_right and {"step", "states"} <= set(said) <= {"step", "states", "files"}
+        is_right = is_right and type(said["step"]) is int and are_sums(said.get("files", {}))
+        is_right = is_right and all(map(is_plain_state, said["states"].values()))
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+        is_right = False
+    return said if is_right else None
 
 
 def _checksum(said: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()
 
 
-def _is_state(value: Any) -> bool:
-    """Return whether `_plain` may have made this."""
-    if not isinstance(value, dict):
-        return isinstance(value, _PLAIN)
-    if len(value) != 1:
-        return False
-    ((kind, content),) = value.items()
-    if not isinstance(content, list):
-        return False
-    if kind == "tensor":
-        number, dtype, shape = content if len(content) == 3 else (None, None, ())
-        sizes = shape if isinstance(shape, list) else [None]
-        return isinstance(number, str) and dtype in _DTYPES and all(type(n) is int for n in sizes)
-    if kind == "dict":
-        pairs = all(isinstance(each, list) and len(each) == 2 for each in content)
-        return pairs and all(_is_state(part) for each in content for part in each)
-    return kind in ("list", "tuple") and all(map(_is_state, content))
-
-
-def _plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """Return a state as JSON has it. Its tensors are put into `tensors`, by numbers."""
-    if isinstance(value, Tensor):
-        number = f"{len(tensors)}"
-        tensors[number] = value
-        return {"tensor": [number, str(value.dtype).removeprefix("torch."), [*value.shape]]}
-    if isinstance(value, Mapping):
-        pairs = [[_plain(k, name, tensors), _plain(v, name, tensors)] for k, v in value.items()]
-        return {"dict": pairs}
-    if isinstance(value, (list, tuple)):
-        return {type(value).__name__: [_plain(each, name, tensors) for each in value]}
-    if not isinstance(value, _PLAIN):
-        raise ShardingError(
-            f"the state of '{name}' holds a {type(value).__name__}",
-            where=user_line(),
-            why="a checkpoint is data: tensors, numbers, texts, lists and dicts",
-            fix="leave it out of states, or save it in a file of your own",
-        )
-    return value
-
-
-def _allocate(value: Any, tensors: dict[str, Tensor]) -> None:
-    """Make the tensors of a state, to be read into."""
-    if isinstance(value, dict):
-        ((kind, content),) = value.items()
-        if kind == "tensor":
-            number, dtype, shape = content
-            tensors[number] = torch.empty(shape, dtype=_DTYPES[dtype])
-        else:
-            for each in content:
-                _allocate({"list": each} if kind == "dict" else each, tensors)
-
-
-def _whole(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a state of which `_plain` made JSON."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "tensor":
-        return tensors[content[0]]
-    if kind == "dict":
-        return {_whole(k, tensors): _whole(v, tensors) for k, v in content}
-    values = [_whole(each, tensors) for each in content]
-    return tuple(values) if kind == "tuple" else values
-
-
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _failure_of(function: Callable[[], None]) -> Exception | None:
+def _failure_of(function: Callable[[], object]) -> BaseException | None:
     try:
         function()
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
         return error
     return None
 
@@ -353,10 +368,7 @@ def _failure_of(function: Callable[[], None]) -> Exception | None:
 def _meet(failure: BaseException | None) -> None:
     """Wait for all ranks. An error of one of them is an error of all: none would wait for it."""
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts: list[str | None] = [said]
-    if dist.is_initialized():
-        texts *= dist.get_world_size()
-        dist.all_gather_object(texts, said)
+    texts = _gathered(said)
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
@@ -367,3 +379,12 @@ def _meet(failure: BaseException | None) -> None:
                 why="a checkpoint needs the parts of all ranks; the one before stays as it was",
                 fix="the error of that rank",
             )
+
+
+def _gathered(value: str | None) -> list[Any]:
+    """Return the texts of all ranks."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
