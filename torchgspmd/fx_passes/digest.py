@@ -1,4 +1,4 @@
-"""A long program on a page: a line for each module, of like layers once, with what it sends.
+"""A long program on a page: a line for each module, of equal layers once, with its bytes.
 
     layers.*.down.weight   x 8   f32[64, 256@model]
     forward
@@ -152,7 +152,8 @@ def _cut(text: str, width: int) -> str:
 
 
 def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | None:
-    """Return what a name of a digest stands for, of the first of like modules or weights.
+    """Return the value that a name of a digest stands for, of the first of equal modules or
+    weights.
 
     That is an input, the last step of a module that sends, or its last value.
     """

@@ -1,6 +1,6 @@
 """Print the passes on standard error, as TORCHGSPMD_DUMP says.
 
-1: the final graph. 2: what every pass changed, too. 3: why each value has its layout, too.
+1: the final graph. 2: the changes of every pass, too. 3: why each value has its layout, too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def dump_level() -> int:
 
 
 def dump_pass(program: Program, name: str) -> None:
-    """Print what a pass changed, or the whole program at its first stage and on one device."""
+    """Print the changes of a pass, or the whole program at its first stage and on one device."""
     if dump_level() < 2:
         return
     before, text = program.printed.splitlines(), str(program).splitlines()

@@ -42,7 +42,7 @@ def like(text: str) -> str:
 
 
 def repetitions(rows: Sequence[Hashable], min_saved: int = MIN_SAVED) -> Iterator[Run]:
-    """Yield the runs of a sequence, in order: what repeats as one run, each other row alone."""
+    """Yield the runs of a sequence, in order: repeated rows as one run, each other row alone."""
     places: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row, []).append(i)

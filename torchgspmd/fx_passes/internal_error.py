@@ -29,7 +29,7 @@ class InternalError(AssertionError):
     """A fault of torchgspmd: a pass failed on a program that it should have taken.
 
     Args:
-        error: What the pass raised.
+        error: The exception of the pass.
         name: Of the pass.
         program: The program, as the pass found it.
     """

@@ -1,7 +1,7 @@
 """Run the rows of the pipeline on a program: alternatives, repetition, bodies of loops, halves.
 
-After each pass the runner adds to the program's seconds, prints what changed (TORCHGSPMD_DUMP=2)
-and verifies the graph (TORCHGSPMD_CHECK=1).
+After each pass the runner adds to the program's seconds, prints the changes (TORCHGSPMD_DUMP=2) and
+verifies the graph (TORCHGSPMD_CHECK=1).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
 
 
 def _run_on(step: Pass, program: Program) -> Any:
-    """Run a pass once; what it raises besides a ShardingError is an InternalError."""
+    """Run a pass once; an exception that is no ShardingError becomes an InternalError."""
     try:
         return step.run(program)
     except Exception as error:

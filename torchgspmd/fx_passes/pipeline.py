@@ -1,7 +1,8 @@
-"""The way of a program, from capture to what a rank runs: PIPELINE, to be read from top to bottom.
+"""The way of a program, from capture to the program of a rank: PIPELINE, to be read from top to
+bottom.
 
-A pass takes a program from the stage that it needs to the stage that it ensures; stages.py says
-what holds there, and pass_runner.py runs the rows.
+A pass takes a program from the stage that it needs to the stage that it ensures. stages.py has the
+invariants, and pass_runner.py runs the rows.
 
 If a pass with `again` changes a program, those passes run once more. Alternatives run with one of
 their passes and without it, and the cheaper program is taken.

@@ -1,4 +1,4 @@
-"""Program: a graph on its way from capture to what a rank runs, with all that passes need of it."""
+"""Program: a graph on its way from capture to a rank, with everything that passes need of it."""
 
 from __future__ import annotations
 
@@ -48,14 +48,13 @@ class Request:
     """A request for a program; compiler/options.py has the options.
 
     arguments: a layout, or None, for each argument. stored: layouts of parameters and buffers, by
-    name. on_processes: results without a layout are replicated, the others become DTensors.
-    plain: for each argument whether it is a whole tensor on every rank; its gradient is whole then.
+    name. on_processes: results without a layout are replicated, the others become DTensors. plain:
+    for each argument whether it is a whole tensor on every rank; its gradient is whole then.
     expand: decomposes the operations of a graph, and nodes that are to be decomposed all the same.
     keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
-    stored_over: axes over which parameters are stored in parts, though no argument is.
-    hardware: speeds and links, if they are known.
-    shared: what plans of like programs share.
+    stored_over: axes over which parameters are stored in parts, though no argument is. hardware:
+    speeds and links, if they are known. shared: results that plans of equal programs share.
     """
 
     captured: Captured
@@ -123,13 +122,12 @@ class Program:
     """A graph and its stage.
 
     mesh: from `split_axes` to `merge_axes` a mesh with split axes. inputs, results: the layouts
-    asked for, on it. layouts: what `propagate` returns. sharded: the partitioned graph, from
-    `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered.
-    backward: from `split_joint` on the program of the backward; graph is the forward's then.
-    call: the loop, or the piece of a pipeline, whose body the graph is.
-    solutions: of partitioning it, where several ways are tried; later ones start from the first.
-    changed: names of the passes that changed it. seconds: by pass. counts: work of searches.
-    printed: the last dump.
+    asked for, on it. layouts: the result of `propagate`. sharded: the partitioned graph, from
+    `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered. backward:
+    from `split_joint` on the program of the backward; graph is the forward's then. call: the loop,
+    or the piece of a pipeline, whose body the graph is. solutions: of partitioning it, where
+    several ways are tried; later ones start from the first. changed: names of the passes that
+    changed it. seconds: by pass. counts: work of searches. printed: the last dump.
     """
 
     request: Request

@@ -1,6 +1,6 @@
 """Passes that need more of a program than its graph, as rows of the pipeline call them.
 
-Also what decides between alternatives.
+It has the criteria between alternatives, too.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def overlap(program: Program) -> fx.Graph:
 
 
 def has_hosts(program: Program) -> bool:
-    """Return whether the request says what the hardware is."""
+    """Return whether the request names the hardware."""
     return program.request.hardware is not None
 
 

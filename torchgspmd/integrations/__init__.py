@@ -1,7 +1,7 @@
 """Adapters to the libraries that people train with; docs/frameworks.md shows each.
 
 A library sees the processes of a mesh as one process: its loops, samplers, schedulers and averages
-are those of one device, each rank gets the whole batch, and rank 0 writes the files. The mesh
+are those of one device. Each rank gets the whole batch, and rank 0 writes the files. The mesh
 divides the batch inside of the module.
 """
 

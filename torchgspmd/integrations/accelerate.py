@@ -25,7 +25,7 @@ FOLDER = "gspmd_{}"  # of a model and its optimizers, in a folder of save_state
 
 
 def as_one_process(cpu: bool = False) -> None:
-    """Let accelerate see the processes of a mesh as one process, whose files rank 0 writes."""
+    """Show accelerate the processes of a mesh as one process, whose files rank 0 writes."""
     if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group()
     states.PartialState(cpu=cpu)
@@ -43,7 +43,7 @@ def as_one_process(cpu: bool = False) -> None:
 
 @contextmanager
 def as_first_process() -> Iterator[None]:
-    """Let accelerate do what it does on the first process: all draw the same random numbers."""
+    """Make accelerate act as on the first process: all draw the same random numbers."""
     shared = [s for s in (states.PartialState, states.AcceleratorState) if s._shared_state]
     before = [state._shared_state["process_index"] for state in shared]
     for state in shared:
@@ -76,8 +76,8 @@ class Accelerator(accelerate.Accelerator):
 
     Args:
         mesh: The mesh of all processes, on which the model is marked.
-        options: What `parallelize` gets besides; in_specs="auto" if the mesh has an axis for it.
-        kwargs: What accelerate's Accelerator takes. mixed_precision is its autocast.
+        options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
+        kwargs: The arguments of accelerate's Accelerator. mixed_precision is its autocast.
     """
 
     def __init__(self, mesh: Meshes, *, options: Mapping[str, Any] | None = None, **kwargs: Any):
@@ -110,7 +110,7 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def main_process_first(self) -> Iterator[None]:
-        """Let rank 0 go first: it fills a cache that the others read."""
+        """Run rank 0 first: it fills a cache that the others read."""
         if not self.is_main_process:
             self.wait_for_everyone()
         yield
@@ -127,7 +127,7 @@ class Accelerator(accelerate.Accelerator):
         return place
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Read what save_state has written, on any mesh; call it on every rank."""
+        """Read the files of save_state, on any mesh; call it on every rank."""
         with self._without_optimizers(), as_first_process():
             super().load_state(*args, **kwargs)
 

@@ -13,13 +13,13 @@ strategies: Any = library("lightning.pytorch.strategies")
 class MeshStrategy(strategies.ModelParallelStrategy):
     """Lightning's ModelParallelStrategy for the devices of a mesh.
 
-    configure_model of the LightningModule calls `parallelize` for what it trains. Each rank gets
-    the whole batch: loaders, samplers and schedules are those of one device. Checkpoints are
-    folders of torch.distributed.checkpoint; any mesh resumes them.
+    configure_model of the LightningModule calls `parallelize` for the modules that it trains. Each
+    rank gets the whole batch: loaders, samplers and schedules are those of one device. Checkpoints
+    are folders of torch.distributed.checkpoint; any mesh resumes them.
 
     Args:
         mesh: The mesh of all processes.
-        kwargs: What ModelParallelStrategy takes, but the sizes.
+        kwargs: The arguments of ModelParallelStrategy, but the sizes.
     """
 
     def __init__(self, mesh: Meshes, **kwargs: Any):
@@ -28,7 +28,7 @@ class MeshStrategy(strategies.ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Let each rank have all rows."""
+        """Give each rank all rows."""
         return {"num_replicas": 1, "rank": 0}
 
     def setup(self, trainer: Any) -> None:

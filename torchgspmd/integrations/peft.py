@@ -39,9 +39,9 @@ def get_peft_model(
     rank has the whole weights in memory of the CPU: DoRA, PiSSA and the like read them.
 
     Args:
-        model: What `parallelize` returned.
+        model: The result of `parallelize`.
         config: A configuration of peft.
-        args, kwargs: What peft.get_peft_model takes besides.
+        args, kwargs: Further arguments of peft.get_peft_model.
         marks: Layouts of the adapters, as `annotate` takes them; they are replicated without.
 
     Raises:
@@ -66,7 +66,7 @@ def get_peft_model(
 
 @contextmanager
 def _whole_weights(model: nn.Module) -> Iterator[None]:
-    """Have plain whole tensors in place of a model's own, and freeze what was frozen there."""
+    """Have plain whole tensors in place of a model's own; frozen ones stay frozen."""
     tables = [*tables_of(model)]
     stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
     gather = Gather(groups_of_state([*stored.values()], "get_peft_model"), rank0_only=False)

@@ -41,11 +41,11 @@ class Trainer(transformers.Trainer):
     have transformers' files of weights; the optimizer's state is sharded. Any mesh resumes them.
 
     Args:
-        model: The model of one device, with its marks, or what `parallelize` returned.
+        model: The model of one device, with its marks, or the result of `parallelize`.
         args: The TrainingArguments.
         mesh: The mesh of all processes.
-        options: What `parallelize` gets besides; in_specs="auto" if the mesh has an axis for it.
-        kwargs: What transformers' Trainer takes.
+        options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
+        kwargs: The arguments of transformers' Trainer.
     """
 
     out_specs: str | None = SAME  # logits stay where they are: the loss alone is gathered

@@ -1,10 +1,10 @@
 """manual: a part of a program whose communication is the user's own.
 
-Along the axes of the region the function sees what one device has, and calls `collectives`; along
-all others propagation and partition go on. The shards become a dimension: [8, 6] divided along
-model=2 at dimension 0 is [2, 4, 6], whose first dimension is marked `model`, and the function runs
-under torch.vmap over it. Source: shard_map of JAX, whose types (varying or replicated along an
-axis) are here whether a value is batched.
+Along the axes of the region the function sees the shards of one device, and calls `collectives`;
+along all others propagation and partition go on. The shards become a dimension. For example, [8, 6]
+divided along model=2 at dimension 0 is [2, 4, 6], whose first dimension is marked `model`. The
+function runs under torch.vmap over it. Source: shard_map of JAX, whose types (varying or replicated
+along an axis) are here whether a value is batched.
 """
 
 from __future__ import annotations

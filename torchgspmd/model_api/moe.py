@@ -4,17 +4,16 @@
     hidden = moe.grouped_mm(routed.rows, up, routed.ends)   or torch._grouped_mm
     y = moe.combine(moe.grouped_mm(hidden.relu(), down, routed.ends), routed, weights)
 
-Plain PyTorch, of one meaning on one device and on a mesh. With experts sharded over n devices, of T
-tokens each of width M, k choices a token and b bytes a number, a device sends in the forward, and
-again in the backward:
+Plain PyTorch, of one meaning on one device and on a mesh. Experts are sharded over n devices; there
+are T tokens each of width M, k choices a token and b bytes a number. A device sends in the forward,
+and again in the backward:
 
     capacity=None           2 (n-1) T M b           tokens come to all experts, sums are scattered
     shards=n, capacity=c    2 (n-1)/n k T M b c     rows go to their experts and back: all_to_all
 
-The first needs no bound of the rows that come to a device; the second sends less where n > c k, and
-c, the capacity, is room relative to an even share. Source: dispatchers of Megatron-LM and
-torchtitan, which users call with process groups; groups and capacities of GShard (arXiv
-2006.16668).
+The first needs no bound of the rows that come to a device. The second sends less where n > c k; c,
+the capacity, is room relative to an even share. Source: dispatchers of Megatron-LM and torchtitan,
+which users call with process groups; groups and capacities of GShard (arXiv 2006.16668).
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ OVERFLOW = ("error", "count")
 
 
 class Dispatched(NamedTuple):
-    """Rows sorted by their experts, and what leads back.
+    """Rows sorted by their experts, and the way back.
 
     rows: [t k, m]; with shards [groups shards, s, m], where a block begins with its experts' rows.
     ends: int32 [groups experts]: the row behind those of each expert, if there were no gaps.
     dropped: Choices that had no room, as a number without dimensions.
-    slots: [t, k]: where the row of each choice is, -1 for one that was dropped; None for blocks of
+    slots: [t, k]: the place of each choice's row, -1 for one that was dropped. None for blocks of
         gathered tokens.
-    order: [groups shards, s]: the received row that each row of a block was; of blocks of gathered
-        tokens the choice of each row, -1 if it has none.
+    order: [groups shards, s]: the received row that each row of a block was. For blocks of gathered
+        tokens it is the choice of each row, -1 if it has none.
     shards: Into how many parts experts are cut.
     """
 
@@ -64,8 +63,8 @@ def dispatch(
 ) -> Dispatched:
     """Return a row for each choice of a token, sorted by expert.
 
-    Tokens of one expert stay in their order. Neither the result nor what is dropped depends on the
-    mesh; the latter depends on shards and groups. At best `shards` is the number of devices along
+    Tokens of one expert stay in their order. Neither the result nor the dropped rows depend on the
+    mesh; the latter depend on shards and groups. At best `shards` is the number of devices along
     the axis of the experts, and `groups` that along other axes of the tokens, which come first.
 
     Args:
@@ -77,11 +76,11 @@ def dispatch(
         groups: Into how many groups the tokens are cut, each with rows of its own.
         capacity: Send rows, with room for those from one part of the tokens to one part of the
             experts relative to an even share. None: all tokens of a group come to all its experts.
-        overflow: What happens to rows for which there is no room: "error" raises, "count" drops
-            them, and `dropped` says how many.
+        overflow: The fate of rows without room: "error" raises, "count" drops them, and `dropped`
+            says how many.
 
     Returns:
-        The rows, the ends of the experts' rows, and what `combine` needs.
+        The rows, the ends of the experts' rows, and the arguments of `combine`.
 
     Raises:
         ShardingError: Shapes do not fit, shards do not divide the tokens, or, when it runs, there
@@ -169,7 +168,7 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
     """Return for each token the weighted sum of the rows of its choices.
 
     Args:
-        rows: What experts computed of `routed.rows`, row by row.
+        rows: The experts' results for `routed.rows`, row by row.
         routed: The result of `dispatch`.
         weights: Of each choice, [..., k].
 

@@ -7,10 +7,11 @@
     3                  2         1
     4                            2
 
-The weights of all stages are one tensor, whose first dimension is sharded over the axis, and so is
-what the stages work on. A tick is the stages' block under torch.vmap; then each stage's result goes
-to the next: a shift along that dimension, one permute. So the program is the same on all devices,
-and other axes are sharded inside of the stages as ever. Source: section 3.3 of the GSPMD paper.
+The weights of all stages are one tensor, whose first dimension is sharded over the axis, and so are
+the values of the stages. A tick is the stages' block under torch.vmap; then each stage's result
+goes to the next: a shift along that dimension, one permute. So the program is the same on all
+devices, and other axes are sharded inside of the stages as ever. Source: section 3.3 of the GSPMD
+paper.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def pipeline(
     On one device it is that loop. Its state_dict has the names of nn.ModuleList(blocks).
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes what the one before returns:
+        blocks: Modules with the same parameters and code. Each takes the result of the one before:
             a tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
@@ -71,14 +72,14 @@ def pipeline(
             of blocks, and each microbatch goes round so often; less time is lost at the start and
             the end. "auto": circular if there are repeats.
         repeats: How often a microbatch passes each stage.
-        recompute: Whether the backward computes the stages again, so that only what passes from
-            stage to stage is kept.
-        loss: What comes after the blocks: a function of what the last one returns for a
-            microbatch, and of its part of the keyword arguments of the call, to a loss. The module
-            returns the mean over the microbatches then, and backwards run between forwards:
-            "1f1b", "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first).
-            "auto" is the zero-bubble schedule that loses least time within `memory`. With two
-            repeats 1F1B is interleaved, and zero-bubble is a V: the second round goes back.
+        recompute: Whether the backward computes the stages again, so that only values between
+            stages are kept.
+        loss: The part behind the blocks: a function of the last one's result for a microbatch, and
+            of its part of the keyword arguments of the call. It returns a loss. The module returns
+            the mean over the microbatches then, and backwards run between forwards: "1f1b",
+            "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first). "auto" is
+            the zero-bubble schedule that loses least time within `memory`. With two repeats 1F1B is
+            interleaved, and zero-bubble is a V: the second round goes back.
         memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
             "zero_bubble" the activations of 1F1B, one for each stage.
         rows: Names of further arguments of the blocks that have a row for each row of the batch,
@@ -236,7 +237,7 @@ class Pipeline(StackedBlocks):
         return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
 
     def _row_arguments(self, shared: SharedArguments, leaves: Sequence[Tensor]) -> RowArguments:
-        """Return the arguments of all blocks. leaves: of what the first one takes."""
+        """Return the arguments of all blocks. leaves: of the first one's arguments."""
         return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
 
     def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
@@ -324,7 +325,7 @@ class Pipeline(StackedBlocks):
         mine: Sequence[Tensor],
         recompute: bool = False,
     ) -> list[Tensor]:
-        """Run the blocks of every stage on what it has, in a loop.
+        """Run the blocks of every stage on its values, in a loop.
 
         weights: [stages, layers, ...]. mine: rows of arguments, [stages, ...].
         """

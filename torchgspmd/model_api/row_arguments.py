@@ -13,7 +13,7 @@ from ..errors import ShardingError, did_you_mean, user_line
 
 
 class SharedArguments(NamedTuple):
-    """Arguments of all blocks, besides what the block before returns."""
+    """Arguments of all blocks, besides the result of the block before."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}

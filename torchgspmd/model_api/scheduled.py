@@ -34,8 +34,8 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 class ScheduledStages:
     """The trace of a pipeline with its loss.
 
-    stages: returns what the stages of a round return, [devices, rows, ...], of what they take and
-    of the rows of the targets. losses: returns [devices], of that. along: marks what they have.
+    stages: returns the results of the stages of a round, [devices, rows, ...], from their arguments
+    and the rows of the targets. losses: returns [devices], of that. along: marks their layouts.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ScheduledStages:
 
 @dataclass
 class _Round:
-    """The stages of a round: what arrives ahead and behind, what they take and return."""
+    """The stages of a round: values that arrive ahead and behind, their arguments and results."""
 
     number: int
     ahead: list[Tensor]
@@ -166,7 +166,7 @@ class _Trace:
     def loss(
         self, results: Sequence[Tensor], leaves: Sequence[Tensor], totals: list[list[Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Trace the loss of what the last stage returns; return it, and the gradients of that."""
+        """Trace the loss of the last stage's result; return it, and its gradients."""
         heads = [self.pipeline.along(stage_head(y.detach())) for y in results]
         ends = [heads[i].requires_grad_() for i in self.with_gradient]
         losses = self.pipeline.losses(heads, self.targets)
@@ -189,7 +189,7 @@ class _Trace:
         return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
     def send_on(self, rounds: Sequence[_Round], each: _Round) -> None:
-        """Send what the stages of a round return: from the last one it goes to the next round."""
+        """Send the results of a round's stages: from the last one they go to the next round."""
         after = rounds[(each.number + 1) % len(rounds)]
         for leaf, (y, carry) in enumerate(zip(each.results, after.ahead)):
             self._send(y.detach(), 1, [each.number, leaf], carry)
@@ -197,7 +197,7 @@ class _Trace:
     def send_back(
         self, rounds: Sequence[_Round], each: _Round, gradients: Sequence[Tensor]
     ) -> None:
-        """Send the gradients of what the stages of a round take."""
+        """Send the gradients of the arguments of a round."""
         before = rounds[(each.number - 1) % len(rounds)]
         for leaf, g, carry in zip(self.with_gradient, gradients, before.behind):
             self._send(g, -1, [each.number, leaf], carry)

@@ -27,11 +27,11 @@ def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
     loop of Python. Its state_dict has the names of nn.ModuleList(blocks).
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes what the one before returns:
+        blocks: Modules with the same parameters and code. Each takes the result of the one before:
             a tensor, or tuples, lists and dicts of tensors. Marks on the weights of the first one
             hold for all.
-        recompute: Whether the backward computes each block again, so that only what passes from
-            block to block is kept.
+        recompute: Whether the backward computes each block again, so that only values between
+            blocks are kept.
 
     Returns:
         A module that is called with x, and with further arguments that all blocks get as they are
@@ -87,7 +87,7 @@ class Stack(StackedBlocks):
 
 
 def _check(taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
-    """Raise unless a block returns what the next one can take in its place."""
+    """Raise unless a block returns a value that the next one can take in its place."""
     before = [(tuple(x.shape), x.dtype) for x in taken]
     after = [(tuple(x.shape), x.dtype) for x in returned]
     if tree != other or before != after:

@@ -44,11 +44,11 @@ class StackedBlocks(nn.Module):
 
         Args:
             blocks: The blocks.
-            what: What the blocks are made, for messages.
+            what: The name of the new module, for messages.
             places: The row of each block's weights. The first block stands in other rows.
             rows: How many there are.
             mesh: The devices, of weights without a mark of their own.
-            axis: What the rows are sharded over.
+            axis: The axis that shards the rows.
         """
         super().__init__()
         self.places, self.rows, self.count = tuple(places), rows, len(blocks)

@@ -3,8 +3,8 @@
     step = parallelize(train_step(model, optimizer), mesh, shard_updates="data")
     loss = step(tokens, targets)
 
-The module computes on one device what a training loop does. Planned as a whole, its updates are
-sharded as the weights are stored (weight-update sharding, arXiv 2004.13336): gradients are
+The module computes the step of a training loop on one device. Planned as a whole, its updates are
+sharded as the weights are stored (weight-update sharding, arXiv 2004.13336). Gradients are
 reduce-scattered, and weights gathered in the dtype that the model computes in, where they are used.
 """
 
@@ -136,7 +136,7 @@ def train_step(
 
     It is plain PyTorch, for one device; `parallelize` and `plan` make one program of it. States of
     the optimizer have the layout of their parameters, that of `shard_updates` too, and stay the
-    optimizer's: its learning rate may change between steps, and its state_dict is as usual.
+    optimizer's. Its learning rate may change between steps, and its state_dict is as usual.
 
     Args:
         model: The model, before `parallelize`.
@@ -150,7 +150,7 @@ def train_step(
             gradients, updates and averages stay in their own.
 
     Returns:
-        The module. Its arguments are the batch; it returns what `loss` does, detached.
+        The module. Its arguments are the batch; it returns the result of `loss`, detached.
 
     Raises:
         ShardingError: The optimizer has parameters of other models.
@@ -199,10 +199,10 @@ class _Calling(nn.Module):
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., Any]) -> Any:
-    """Return what a function of the model returns; the model computes with copies in a dtype.
+    """Return the result of a function of the model; the model computes with copies in a dtype.
 
-    Copies are those of floating parameters and arguments. The backward is in `run`: what it
-    recomputes has to see the copies, too.
+    Copies are those of floating parameters and arguments. The backward is in `run`: recomputed
+    operations have to see the copies, too.
     """
 
     def cast(value: Any) -> Any:
@@ -241,6 +241,6 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of a dotted name, or what is traced in its place."""
+    """Return the parameter or buffer of a dotted name, or its stand-in of a trace."""
     path, _, last = name.rpartition(".")
     return getattr(module.get_submodule(path), last)

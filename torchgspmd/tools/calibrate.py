@@ -1,9 +1,9 @@
 """calibrate: measure the devices and links at hand, for estimates of their own plans.
 
-Steps of small models, whose weights are whole, give the speed of one device while all
-devices work: their times are fitted by operations of products, bytes of all else, a launch for each
-operation, and constants for an attention, for its operations and for a step. Then collectives of
-two sizes are timed, over axes and all.
+Steps of small models, whose weights are whole, give the speed of one device while all devices work.
+Their times are fitted by operations of products, bytes of all else, and a launch for each
+operation. Further terms are constants for an attention, for its operations and for a step. Then
+collectives of two sizes are timed, over axes and all.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from .suggest import suggest
 
 @dataclass(frozen=True)
 class Command:
-    """A word behind `torchgspmd`. run: returns what it prints."""
+    """A word behind `torchgspmd`. run: returns the text to print."""
 
     name: str
     help: str

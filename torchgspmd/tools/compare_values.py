@@ -6,8 +6,8 @@
 
 The captured program is planned once more, for a mesh of one device, and runs on the reference's
 weights. Each node of the program on the mesh that has one of its values is compared as it runs: a
-device's shard with the rows of the one-device value, without padding, and no value with a pending
-sum. Values inside of loops and stages count by what comes out of these.
+device's shard with the rows of the one-device value. Padding and values with a pending sum are not
+compared. Values inside of loops and stages count by their results.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Simulated:
             _Looking(plan.program, plan.mesh, check).run_devices(shards, plan.size_inputs(sizes))
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what has been found: here on all devices."""
+        """Return the findings: here on all devices."""
         return [own]
 
 
@@ -256,7 +256,7 @@ class _OnRanks:
                 parameter.grad = before
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return what has been found on each rank."""
+        """Return the findings on each rank."""
         return all_gather_rows(self.groups, own)
 
 

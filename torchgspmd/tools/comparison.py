@@ -1,4 +1,4 @@
-"""The values of a program on a mesh against those of one device: what compare finds."""
+"""The values of a program on a mesh against those of one device: the findings of compare."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What compare has found; true if no value differs.
+    """The findings of compare; true if no value differs.
 
     Args:
         first: The first value that differs, in the order of the one-device program.
@@ -107,7 +107,7 @@ def denoted(node: fx.Node) -> str | None:
 class OneDevice:
     """The values of the one-device program, by the names of its nodes.
 
-    gradients: what is said of a node that is the gradient of an input. result: of the function.
+    gradients: words about a node that is the gradient of an input. result: of the function.
     """
 
     nodes: Mapping[str, fx.Node]
@@ -134,7 +134,7 @@ class OneDevice:
 
 @dataclass
 class Check:
-    """What has been compared, and the differences by name."""
+    """The compared values, and the differences by name."""
 
     one: OneDevice
     mesh: Mesh
@@ -205,7 +205,7 @@ class Check:
         )
 
     def results(self, eager: object) -> None:
-        """Compare what the captured program returns with what eager PyTorch does."""
+        """Compare the results of the captured program with those of eager PyTorch."""
         pairs = zip(pytree.tree_leaves(self.one.result), pytree.tree_leaves(eager))
         for i, (own, wanted) in enumerate(pairs):
             if isinstance(own, Tensor) and isinstance(wanted, Tensor):
@@ -228,7 +228,7 @@ def _number(value: Tensor) -> float:
 
 
 def row_of(check: Check) -> dict[str, Any]:
-    """Return what a check has found, as JSON has it."""
+    """Return the findings of a check, as JSON has them."""
     found = [[key, *map(asdict, by_rank.values())] for key, by_rank in check.found.items()]
     return {"compared": sorted(check.compared), "found": found}
 

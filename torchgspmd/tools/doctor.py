@@ -1,4 +1,4 @@
-"""Check what this installation of torch offers: `python -m torchgspmd doctor`."""
+"""Check the abilities of this installation of torch: `python -m torchgspmd doctor`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Diagnosis:
 
     torch: the version. is_checked: the tests were run on that release. missing: private APIs that
     this torch lacks. operators: operators with a rule here that this torch lacks. later: operators
-    of libraries that are not imported yet. backends: (backend of parallelize, what it runs on).
+    of libraries that are not imported yet. backends: (backend of parallelize, its platform).
     """
 
     torch: str
@@ -53,13 +53,13 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Check what torchgspmd can use of this installation of torch.
+    """Check which parts of this installation of torch can be used.
 
     It communicates nothing and starts no XLA client.
 
     Returns:
-        A Diagnosis, which prints as a few lines: the version of torch, private APIs that are
-        missing and what is lost with them, operators that are missing, backends.
+        A Diagnosis, which prints as a few lines: the version of torch, missing private APIs and the
+        loss with each, missing operators, backends.
 
     Example:
         >>> import torchgspmd
@@ -92,7 +92,7 @@ def _consequence(api: PrivateApi) -> str:
 
 
 def _backends() -> list[tuple[str, str]]:
-    """Return (backend, what it runs on here)."""
+    """Return (backend, its platform here)."""
     available = (
         [
             name

@@ -229,7 +229,7 @@ def _use_card(card: int) -> None:
 
 
 def _follow(ranks: list[_Rank]) -> None:
-    """Print what ranks print until all have ended. Raise RankError if one has failed."""
+    """Print the output of ranks until all have ended. Raise RankError if one has failed."""
     while any(not rank.has_ended for rank in ranks):
         _turn(ranks, None)
         if any(rank.error for rank in ranks):
@@ -289,7 +289,7 @@ def _raise_first(ranks: list[_Rank]) -> NoReturn:
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """End all processes that still run, and close what leads to them."""
+    """End all processes that still run, and close their pipes."""
     for rank in ranks:
         if rank.process.is_alive():
             rank.process.terminate()

@@ -1,4 +1,4 @@
-"""StepLog: rows about the steps of a training loop, by rank 0, from what all ranks have seen.
+"""StepLog: rows about the steps of a training loop, by rank 0, from the measurements of all ranks.
 
 with gspmd.StepLog(model, total=1000, tokens=batch * length, file="log.jsonl") as log:
     for tokens, targets in loader:

@@ -85,7 +85,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
 
 
 def _chain(x: Any, ring: Ring) -> list[fx.Node]:
-    """Return a gathered value and what it is computed from, up to the gather."""
+    """Return a gathered value and its operands, up to the gather."""
     chain = [x]
     while chain[-1].target is not ring.kind.replaces:
         assert chain[-1].target in _TRIMS, chain[-1]

@@ -12,9 +12,10 @@ source   ours. The order is that of Ring Flash Attention (zigzag.py).
 
 An operation that has the same rule for all tokens (a norm, a product, a loss) takes them in any
 order. So the values between attention and the inputs of a program may be in zigzag order as well,
-and it is the tokens that devices exchange, not the queries. Which operations have that order is the
-cheapest cut between causal attention and what needs tokens in their own order: inputs, outputs,
-positions. Cut values are exchanged. Attention on the other side costs what devices wait for others.
+and it is the tokens that devices exchange, not the queries. The operations with that order are on
+one side of the cheapest cut. It lies between causal attention and operations that need tokens in
+their own order: inputs, outputs, positions. Cut values are exchanged. Attention on the other side
+costs the time that devices wait for others.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
 
 
 class _Reordering:
-    """Finds what is to be in one order, and reorders it."""
+    """Finds the operations that are to be in one order, and reorders them."""
 
     def __init__(
         self,
@@ -164,7 +165,7 @@ class _Reordering:
         return [*places]
 
     def _add_value(self, place: TokenDim) -> list[Tokens]:
-        """Add what it costs to exchange the tokens of a value; return what has them."""
+        """Add the cost of exchanging the tokens of a value; return the node that has them."""
         producer = self._producer(place)
         users = [(op.node, self._tokens(op, i, place)) for op, i in self.users[place.value]]
         users += [(user, NATURAL) for user in place.value.users if user.op == "output"]

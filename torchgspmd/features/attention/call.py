@@ -34,7 +34,7 @@ def backward_schema(rest: str) -> str:
 class AttentionCall(NamedTuple):
     """A call of attention, or of a part of one.
 
-    mask: [..., h g, s, t], or 1 for each; True for what is seen, or added to the scores. region:
+    mask: [..., h g, s, t], or 1 for each; True for visible scores, or added to the scores. region:
     the positions of the first query and the first key, and the numbers of queries and keys in all.
     Those behind the last are padding. With dropout also that of the first and the number in all of
     each dimension before the queries, where heads are two: heads of keys, and groups

@@ -3,9 +3,9 @@
     flex_attention(q, k, v, score_mod, block_mask)
     ->  flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "aten.add.Tensor(score, ...)", ...)
 
-mask_mod and score_mod are traced for one element, whose positions are tensors of no dimension. What
-they read besides is a buffer. Operations that are no function of the element alone, and buffers
-that need a gradient, leave it to PyTorch's own computation, a softmax of all scores.
+mask_mod and score_mod are traced for one element, whose positions are tensors of no dimension.
+Other values that they read are buffers. Operations that are no function of the element alone, and
+buffers that need a gradient, leave it to PyTorch's own computation, a softmax of all scores.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def _is_for_flash(call: AttentionCall) -> bool:
 
 
 def _is_for_cudnn(call: AttentionCall) -> bool:
-    """Return whether cuDNN has what FlashAttention has. It adds in an order that varies."""
+    """Return whether cuDNN has the abilities of FlashAttention. It adds in an order that varies."""
     return (
         call.q.shape[-1] <= CUDNN_WIDTH
         and min(call.q.shape[-2], call.k.shape[-2]) > 1

@@ -1,4 +1,4 @@
-"""Attention by products: what PyTorch's kernels do not compute, some rows of scores at a time."""
+"""Attention by products, for calls without a kernel of PyTorch, some rows of scores at a time."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     k[:, :, None].expand(b, n, g, s, d).reshape(b, n * g, s, d)         repeat_interleave(k, g, 1)
 
-A result of these remembers what it repeats, also behind a transpose. Attention then leaves the
+A result of these remembers its unrepeated value, also behind a transpose. Attention then leaves the
 repetition out, whose result nobody else needs.
 """
 
@@ -88,7 +88,7 @@ def _repeat_interleave(
 
 @rewrite("product", torch.transpose, Tensor.transpose)
 def _transpose(input: Tensor, dim0: Any, dim1: Any) -> Any:
-    """Pass on what is remembered."""
+    """Pass on the remembered value."""
     repeats = _repeats_of(input)
     if repeats is None or not isinstance(dim0, int):
         return DECLINED
@@ -100,6 +100,6 @@ def _transpose(input: Tensor, dim0: Any, dim1: Any) -> Any:
 
 
 def transposed(x: Tensor) -> Tensor:
-    """Return a tensor with its last two dimensions exchanged; what is remembered is passed on."""
+    """Return a tensor with its last two dimensions exchanged; the remembered value is passed on."""
     result = _transpose(x, -2, -1)
     return x.transpose(-2, -1) if result is DECLINED else result

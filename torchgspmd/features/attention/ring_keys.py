@@ -8,10 +8,10 @@ needs    the partitioned program
 ensures  attention_rings.py can put a ring in the place of gathers and reduce_scatters
 source   Ring Attention, arXiv 2310.01889
 
-A ring sends what the gathers send, and keeps no more than two blocks. Its transfers are hidden if a
-device computes with a block for longer than the next one is on its way. Only then, or if memory is
-asked for, keys are sent again in the backward. A loop stacks the shards that its backward gathers.
-The table RINGS says which operations a ring computes, and how.
+A ring sends the bytes of the gathers, and keeps no more than two blocks. Its transfers are hidden
+if a device computes with a block for longer than the next one is on its way. Only then, or if
+memory is asked for, keys are sent again in the backward. A loop stacks the shards that its backward
+gathers. The table RINGS says which operations a ring computes, and how.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ring(NamedTuple):
     """How an operation is computed in a ring.
 
     factor: of the queries, which the axes of the ring shard. queries: their place among the
-    operands; keys and values follow. scatters: what becomes of the gradients of these. shards: the
+    operands; keys and values follow. scatters: the steps of the gradients of these. shards: the
     place of the number of shards for which tokens are in zigzag order; None if they are not.
     arguments: returns causal, the scale, and the options of a ring.
     """
@@ -153,7 +153,7 @@ def _fits(node: fx.Node, ring: Ring) -> bool:
 
 
 def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
-    """Return the reduce_scatters of the gradients; None in the place of what is no such step."""
+    """Return the reduce_scatters of the gradients; None in the place of another step."""
     if ring.scatters is None:
         return []
     axes, steps = "+".join(_axes(node, ring)), []

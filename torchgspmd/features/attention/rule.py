@@ -3,11 +3,10 @@
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
 A device that has some of the queries computes by their positions, with all keys. A causal mask
-leaves later queries more to do, unless tokens are in zigzag order (zigzag.py).
-A device that has some of the keys computes a part for all queries: parts are merged by sums,
-weighted by their logsumexp, in the place of the keys' being gathered. Then the part is a dimension
-`p` of its own. Gradients are sums over queries, or over keys, of terms that need nothing but the
-merged result.
+leaves later queries more to do, unless tokens are in zigzag order (zigzag.py). A device that has
+some of the keys computes a part for all queries. Parts are merged by sums, weighted by their
+logsumexp, so keys need no gather. Then the part is a dimension `p` of its own. Gradients are sums
+over queries, or over keys, of terms that need nothing but the merged result.
 
 Attention with functions of positions (flex_attention) computes queries by their positions in all,
 with all keys and whole buffers:

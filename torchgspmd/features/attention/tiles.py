@@ -1,4 +1,4 @@
-"""Attention by tiles of its scores, for what PyTorch's kernels have no place for.
+"""Attention by tiles of its scores, for score changes that no kernel of PyTorch takes.
 
     tile        queries [row, row + TILE_ROWS), keys [column, column + ...): its scores, as products
     dropout     weights are left out by their global positions, so the mesh changes nothing
@@ -47,7 +47,7 @@ class ScoreChange(Protocol):
 
 
 class Dropout(NamedTuple):
-    """A ScoreChange: what is left out of the weights. seed: a number; p: the probability."""
+    """A ScoreChange: the weights that are left out. seed: a number; p: the probability."""
 
     seed: Tensor
     p: float

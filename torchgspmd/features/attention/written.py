@@ -6,7 +6,7 @@
 
 Nobody needs the scores then. A trace whose program uses weights elsewhere, too, is repeated, and
 leaves these as they are. So are softmaxes in another dtype than float32 and float64 or than that of
-the scores, masks that need a gradient, and scores that are not more than what they come from.
+the scores. So are masks that need a gradient, and scores that are not larger than their operands.
 """
 
 from __future__ import annotations

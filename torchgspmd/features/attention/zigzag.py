@@ -3,7 +3,7 @@
     shard       0     1     2     3            chunk 7 sees all keys, chunk 0 almost none
     chunks     0 7   2 5   4 3   6 1
 
-Of 2 n chunks, shard i has number 2 i and, in the place of number 2 i + 1, the one that is as far
+Of 2 n chunks, shard i has number 2 i. In the place of number 2 i + 1 it has the one that is as far
 from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one, and the order is its own
 inverse. Source: the zigzag order of Ring Flash Attention; Striped Attention (arXiv 2311.09431) has
 another one.

@@ -4,7 +4,7 @@
     %y  = einsum(tk,tkn->tn, %x, %ws)                   a row of x by the matrix of its choice
     %g  = index_put(0, [%index], einsum(tk,tn->tkn, %x, %gy), True)      the gradient of the table
 
-Nobody has to copy a matrix for each row, nor to have all of them: groups of rows with the same
+Nobody has to copy a matrix for each row, nor to have all of them. Groups of rows with the same
 choice are multiplied where their matrix is (rule.py), and put back at their places.
 """
 
@@ -32,11 +32,11 @@ ours = torch.ops.torchgspmd
 
 @dataclass(frozen=True)
 class Choices:
-    """A value that is computed from rows and from what an index chooses for them.
+    """A value that is computed from rows and from values that an index chooses for them.
 
-    table: the value whose first dimension are the groups: a table, or its gradient.
-    operands: what the value is computed from, the index last.
-    compute: the value by blocks, from the operands and the number of blocks.
+    table: the value whose first dimension are the groups: a table, or its gradient. operands: the
+    operands of the value, the index last. compute: the value by blocks, from the operands and the
+    number of blocks.
     """
 
     table: fx.Node

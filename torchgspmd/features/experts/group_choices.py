@@ -9,8 +9,8 @@ becomes, as a part of split_groups,
     %ys = block_mm(%xs, %ws, %index, 4, 8)
     %y  = put_blocks(%ys, %index, 4, 8)          [t, n]
 
-What else is added to such rows by the same index, as biases are, is read by blocks too: then it is
-no reason to have the whole rows.
+Further values that the same index adds to such rows, as biases are, are read by blocks too: then
+they are no reason to have the whole rows.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _is_added(node: fx.Node, rules: Rules) -> bool:
 
 
 def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> None:
-    """Replace a node by what computes it by blocks."""
+    """Replace a node by its computation by blocks."""
     assert choices is not None
     values = tuple(v.meta["val"] for v in choices.operands)
     inner = trace(choices.compute, (*values, shards), {})

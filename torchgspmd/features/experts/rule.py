@@ -89,7 +89,7 @@ def _dims_of_blocks(call: Call, tensor: Tensor, blocks: int) -> tuple[DimNames, 
 
 
 class BlockCut(NamedTuple):
-    """Rows in blocks of groups: what take_blocks and put_blocks name besides the rows."""
+    """Rows in blocks of groups: the operands of take_blocks and put_blocks besides the rows."""
 
     ends: fx.Node
     blocks: int

@@ -10,8 +10,9 @@ after    %xs = take_blocks(%x, %ends, 4)             [4@expert, t, k]
 needs    a propagated graph, rules
 source   ours
 
-What lies between two products is computed for each block too, if it computes each row from the same
-row of its operands. So between them nothing is reduced. Sums of what is put back are put back once.
+Operations between two products are computed for each block too, if they compute each row from the
+same row of their operands. So between them nothing is reduced. Sums of several results are put back
+once.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
 
 
 def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
-    """Rewrite the graph in place: compute by blocks what lies between blocks. Return it."""
+    """Rewrite the graph in place: compute the nodes between blocks by blocks. Return it."""
     lifter = _Lifter(graph, rules)
     for node in list(graph.nodes):
         if (taken := taken_blocks_of(node)) and (blocks := lifter.lift(*taken, node)):
@@ -46,7 +47,7 @@ def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
 
 
 def _additions_after(node: fx.Node, rules: Rules, lead: int) -> Iterator[fx.Node]:
-    """Yield the additions that take in a value, or what one row of it becomes by itself."""
+    """Yield the additions that take in a value, or another value of its rows alone."""
     for user in node.users:
         if user.op != "call_function" or not is_operation(user):
             continue

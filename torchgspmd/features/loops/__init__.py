@@ -1,1 +1,1 @@
-"""Loops: bodies of loops as programs of their own, and what crosses their iterations."""
+"""Loops: bodies of loops as programs of their own, and values that cross their iterations."""

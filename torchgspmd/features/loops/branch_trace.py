@@ -3,7 +3,8 @@
     y = cond(p, t, f)   ->   y = t() if p else zeros;  y = f() if not p else y
     while_loop          ->   a carry says whether it goes on, another counts for the backward
 
-A side of a branch is a loop that runs once or not at all. What it does not compute passes it by.
+A side of a branch is a loop that runs once or not at all. Values that it does not compute pass it
+by.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ _LOOPS = torch.ops.higher_order
 
 
 def _body(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Register what computes an operator that takes functions, if this torch has it."""
+    """Register the implementation of an operator that takes functions, if this torch has it."""
     return rewrite("body", getattr(_LOOPS, name, f"torch.ops.higher_order.{name}"))
 
 

@@ -9,8 +9,8 @@ needs    the program of one rank, before forward and backward are split
 ensures  no operation but loops takes such a list
 
 A loop in a loop stacks for the stack of the loop around it: all of that is lists of lists. A row
-keeps the memory that it was computed in. So it is with what a piece of a pipeline leaves for later
-ones, and with what pieces add up.
+keeps the memory that it was computed in. So it is with values that a piece of a pipeline leaves for
+later ones, and with sums of pieces.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class _Lists:
         outside: Around,
         totals: dict[_Place, None],
     ) -> bool:
-        """Return whether the later pieces of a pipeline take the rows of what one leaves."""
+        """Return whether the later pieces of a pipeline take the rows that one leaves."""
         call: Any = node.target
         sent = {link.sent for link in call.links}
         if body.kind == LOSS or name in call.stacks or name in sent:

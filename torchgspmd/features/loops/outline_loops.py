@@ -142,7 +142,7 @@ class _Block:
 
 
 def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of what a loop stacks or adds up."""
+    """Return the shape and dtype of a stacked or summed result of a loop."""
     value = mark_of(node).value
     if node.target is TOTAL and value.meta.get("dynamic"):
         raise ShardingError(

@@ -9,6 +9,6 @@ from . import prefetch_rows as rows
 
 
 def prefetch_rows(program: Program) -> fx.Graph:
-    """Gather what iterations of loops need first one iteration earlier."""
+    """Gather the first values of iterations one iteration earlier."""
     rows.prefetch_rows(program.graph, program.mesh)
     return program.graph

@@ -1,4 +1,4 @@
-"""Send what an iteration gathers of its rows first one iteration earlier.
+"""Send the gathered rows that an iteration reads first one iteration earlier.
 
 before   body: %w = row;  %s = start(all_gather, [%w]);  %g = wait(%s, 0);  %h1 = mm(%h, %g)
 after    body: %g = held;  %w = row of the next iteration;  %s = start(all_gather, [%w])

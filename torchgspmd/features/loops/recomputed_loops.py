@@ -1,6 +1,6 @@
 """Checkpoints whose function has loops, in loops: the backward computes them again, in its own.
 
-torch.utils.checkpoint runs the function a second time when the backward reads what it has saved. By
+torch.utils.checkpoint runs the function a second time when the backward reads a saved value. By
 then the trace is in no loop, or in a backward that has begun. So the region notes the loops around
 it, and its last operation reads a saved value: the second time comes before the backward of a loop.
 """
@@ -52,7 +52,7 @@ class _Region:
 
 
 class _ReadFirst(torch.autograd.Function):
-    """The identity; its backward reads what it has saved."""
+    """The identity; its backward reads the saved value."""
 
     @staticmethod
     def forward(ctx: Any, *values: Tensor) -> tuple[Tensor, ...]:

@@ -1,4 +1,4 @@
-"""Move what only moves elements from the end of a loop's body behind the loop.
+"""Move nodes that only move elements from the end of a loop's body behind the loop.
 
 before   %t = transpose(%g, 0, 1); %s = select_backward(%t, [2, 4, 8], 0, 1); %w = total(%s, 1x16)
 after    %w_t = total(%g, 1x16); %t = transpose(%w_t, 0, 1); %w = select_backward(%t, ...)
@@ -11,7 +11,7 @@ ensures  the same values; what a loop adds up or stacks has no more bytes than b
 The gradient of a weight of one layer is put into its row of the stack of all layers, in the order
 of dimensions that the weight has. In the body that is copied in each iteration.
 
-What a loop stacks for another one, which takes its rows, stays as it is: contiguous.
+Values that a loop stacks for another one, which takes their rows, stay contiguous.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def sink_exits(graph: fx.Graph) -> fx.Graph | None:
 
 
 def _order_users(graph: fx.Graph) -> bool:
-    """Move what reads an exit behind the last exit of its loop; return whether a node moved."""
+    """Move the users of an exit behind the last exit of its loop; return whether a node moved."""
     left = Counter(mark_of(n).loop for n in graph.nodes if n.target in EXITS)
     before = [n for n in graph.nodes if n.op != "output"]
     order: dict[fx.Node, None] = {}
@@ -105,7 +105,7 @@ class _Sunk:
         self.last = {mark_of(n).loop: n for n in graph.nodes if n.target in EXITS}
 
     def sink(self, end: fx.Node) -> None:
-        """Move behind the loop what comes before its exit."""
+        """Move the nodes before an exit behind the loop."""
         value = mark_of(end).value
         if end.target is STACK and any(user.target is ROW for user in end.users):
             return
@@ -138,7 +138,7 @@ class _Sunk:
         return node
 
     def _moves(self, value: fx.Node, end: fx.Node) -> bool:
-        """Return whether a value may be computed of what leaves the loop."""
+        """Return whether a value may be computed from the loop's results."""
         operands, nest = value.all_input_nodes, mark_of(end).nest
         if end.target is STACK:
             may_move = value.target in _OF_ROWS

@@ -9,8 +9,8 @@ becomes
     %l = loop([%g], [%ws], [])        body: %g1 = mm(%g, %w);  %g1, %g
     %k = loop([], [%xs, %l[1]], [])   body: %dw = mm(%g, %x);  %dw
 
-The first loop computes what its next iteration needs; what the second one reads of it is stacked.
-Both have the same operations, but for views.
+The first loop computes the needs of its next iteration; the values that the second one reads of it
+are stacked. Both have the same operations, but for views.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _Body:
         """Add a loop with some nodes of the body, with all carries or none.
 
         extra: its other results. stacked: nodes that it stacks besides. brought: by node of the
-        body, what another loop has stacked.
+        body, the stacked values of another loop.
         """
         brought = brought or {}
         given = LoopOperands.of(self.node)
@@ -157,7 +157,7 @@ class _Body:
 
 
 def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
-    """Add what a loop stacks. like: the value of an iteration."""
+    """Add the stacked results of a loop. like: the value of an iteration."""
     result = loop.graph.call_function(operator.getitem, (loop, i))
     result.meta = {key: value for key, value in like.meta.items() if key != "step"}
     length = loop.target.loop.length  # pyright: ignore

@@ -4,9 +4,9 @@
 %dx   = %pipe[0]                                        stacked results, then totals
 
 Its bodies are pieces of work for one microbatch: forward, loss, backward, weights. A device does
-the pieces of its stage in the order of the schedule. While it computes one it receives what the
-next one needs, and it waits for nothing else, so a step takes as long as the schedule says. What
-a piece leaves for later ones is freed by the last of them.
+the pieces of its stage in the order of the schedule. While it computes one it receives the input of
+the next one, and it waits for nothing else. So a step takes as long as the schedule says. The last
+reader of a piece's value frees it.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class StageCall(BodyCall):
     """A pipeline with the programs of its pieces.
 
     carries, rows, others: names of its arguments in the bodies. stacks, totals: names of results
-    that are stacked, and of those that are added up. kept_bytes: what a stage keeps of a microbatch
-    between its pieces. sizes: (value of the loss, dim, carry, its dim of the same size), where only
-    a run knows it. transport: of the rank that runs it.
+    that are stacked, and of those that are added up. kept_bytes: bytes that a stage keeps of a
+    microbatch between its pieces. sizes: (value of the loss, dim, carry, its dim of the same size),
+    where only a run knows it. transport: of the rank that runs it.
     """
 
     loop: Loop
@@ -87,7 +87,7 @@ class StageCall(BodyCall):
         self.transport = StageTransport(groups, self.axis, self.order, self.links)
 
     def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
-        """Return the bytes of a piece, with what the stages keep of all microbatches."""
+        """Return the bytes of a piece, and all bytes that the stages keep of all microbatches."""
         return self.kept_bytes * self.most_kept + max(own_bytes(b.graph) for b in self.bodies)
 
     def summary(self) -> Iterator[str]:
@@ -254,7 +254,7 @@ class StageRun:
         return [each for each in self.links(piece, 1) if each[-1] != self.device]
 
     def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
-        """Take what another device has sent for a piece."""
+        """Take the value that another device has sent for a piece."""
         self.values[piece.microbatch][carry] = x
 
     def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
@@ -298,7 +298,7 @@ class StageRun:
                     self.added[name] = copy_rows(x)
 
     def finish(self, piece: Piece) -> None:
-        """Pass what the next stage of this device takes; free what no later piece reads."""
+        """Pass the input of the device's next stage; free values that no later piece reads."""
         own = self.values[piece.microbatch]
         for link, carry, to in self.links(piece, 1):
             if to == self.device:

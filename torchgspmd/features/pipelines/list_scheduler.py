@@ -1,12 +1,12 @@
 """The list scheduler of pipelines: a device that is free does the most urgent piece that is ready.
 
 The rule is F and B in turn, W if there is nothing else, within a limit of the activations that a
-device keeps. With p stages and a limit of p it is 1F1B; with pieces W it is ZB-H1, and with a limit
+device keeps. With p stages and a limit of p it is 1F1B. With pieces W it is ZB-H1, and with a limit
 of 2p - 1 ZB-H2: points of one curve, bubble against memory.
 
 A device may have several stages: those of rounds that go round (interleaved), or of one that goes
 there and back (the V of ZBV). Then a few rules are tried, and the best schedule is taken: first by
-its end, then by what it keeps. Sources: PipeDream-Flush (arXiv 2006.09503), Megatron's interleaved
+its end, then by its memory. Sources: PipeDream-Flush (arXiv 2006.09503), Megatron's interleaved
 schedule (arXiv 2104.04473), Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 """
 
@@ -168,7 +168,7 @@ class _Order:
         """Return whether a device may keep an activation more.
 
         Later rounds have to find a place: without that nothing would leave. Without pieces W more
-        than what is on the way is of no use.
+        activations than those on the way are of no use.
         """
         later = self.places.rounds - 1 - self.places.round(stage)
         limit = self.microbatches * self.places.rounds if self.memory is None else self.memory

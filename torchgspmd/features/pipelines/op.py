@@ -30,7 +30,7 @@ def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str
 
 @torch.library.custom_op("torchgspmd::stage_head", mutates_args=())
 def stage_head(x: Tensor) -> Tensor:
-    """Return x. What is computed of it, and of no gradient, is work of the last stage alone."""
+    """Return x. Values computed from it, and from no gradient, are work of the last stage alone."""
     return x.clone()
 
 

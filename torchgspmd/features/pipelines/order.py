@@ -78,11 +78,11 @@ class Order:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Who does what when, if all pieces take as long."""
+        """The order of all pieces on all devices, if all pieces take equally long."""
         return self.timed(Times())
 
     def timed(self, times: Times) -> Schedule:
-        """Return who does what when. times: of the pieces of a stage."""
+        """Return the order of all pieces on all devices. times: of the pieces of a stage."""
         p, m, rounds = self.devices, self.microbatches, self.rounds
         if self.name == "forward":
             return forward_schedule(self.places, m, times)

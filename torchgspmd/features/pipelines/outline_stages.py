@@ -204,7 +204,7 @@ class _Cut:
         return StageLink(kind, round_, leaf, _source(send).name, carries, message)
 
     def _fill(self) -> None:
-        """Collect the nodes of each piece, and what they take from outside of it."""
+        """Collect the nodes of each piece, and its operands from outside of it."""
         self.nodes: list[list[fx.Node]] = [[] for _ in range(4 * self.rounds)]
         for node in self.graph.nodes:
             if node in self.place and not _is_mark(node):
@@ -292,7 +292,7 @@ class _Cut:
 
 
 def _unknown_dims(node: fx.Node) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the dimensions of a value that only a run knows, with what stands for their sizes."""
+    """Yield the dimensions of a value that only a run knows, with the stand-ins of their sizes."""
     pairs = zip(node.meta.get("shape") or (), node.meta.get("unknown") or ())
     yield from ((dim, pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1])
 
@@ -333,7 +333,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def _reached(nodes: Iterable[fx.Node], direction: str) -> set[fx.Node]:
-    """Return nodes, and what is before (all_input_nodes) or behind (users) them."""
+    """Return nodes, and those before (all_input_nodes) or behind (users) them."""
     result: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

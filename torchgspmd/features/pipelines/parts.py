@@ -1,4 +1,4 @@
-"""The parts of a pipeline: pieces of work, what they send to each other, and how."""
+"""The parts of a pipeline: pieces of work, their messages, and how they send them."""
 
 from __future__ import annotations
 
@@ -67,7 +67,9 @@ class Transport(Protocol):
         ...
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return what waits for it and returns it."""
+        """Begin to receive the next value of a link; return a function that waits for it and
+        returns it.
+        """
         ...
 
     def finish(self) -> None:

@@ -1,6 +1,6 @@
 """Sends of stages and the start of the loss: values that keep their layouts.
 
-A sum may pass the mark of the loss unreduced. What is sent is reduced before.
+A sum may pass the mark of the loss unreduced. Sums are reduced before they are sent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StageTransport: what the stages of a pipeline send to each other, between processes."""
+"""StageTransport: messages between the stages of a pipeline, between processes."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ class StageTransport:
             self.in_flight.popleft()
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return what waits for it and returns it.
+        """Begin to receive the next value of a link; return a function that waits for it and
+        returns it.
 
-        It begins before this piece has sent. Where a group's messages wait for each other, what
-        is sent has another group: what is received may depend on it.
+        It begins before this piece has sent. Where a group's messages wait for each other, a sent
+        value has another group: a received one may depend on it.
         """
         group, tag = self.groups[key_of(link, source, self.device)], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)

@@ -4,7 +4,7 @@
     F.one_hot(t, n)                   rows that are compared
     x[:n].chunk(2)                    two slices
 
-What moves or resamples rows is in capture.py.
+Functions that move or resample rows are in capture.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BY_SIZE = "use_mm_for_euclid_dist_if_necessary"
 
 
 def _register_broadcast(target: Callable) -> None:
-    """Let a function whose kernel broadcasts by numbers have operands of one shape."""
+    """Give operands of one shape to a function whose kernel broadcasts by numbers."""
 
     @rewrite("value", target)
     def broadcast(*args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ class _WithPositions(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: what `run` calls is differentiated."""
+        """Keep nothing: the operation that `run` calls is differentiated."""
 
     @staticmethod
     def vmap(

@@ -77,7 +77,7 @@ def _surround(
 
 
 def _reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
-    """Return the gradient: each row sums what was read from it."""
+    """Return the gradient: each row sums the gradients of its readers."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         front = grad.narrow(d, 0, max(before, 0)).flip(d)
@@ -87,7 +87,7 @@ def _reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Te
 
 
 def _replication_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
-    """Return the gradient: the first and last row sum what was read from them."""
+    """Return the gradient: the first and last row sum the gradients of their readers."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         pieces = [(grad.narrow(d, i, 1), 0) for i in range(max(before, 0))]

@@ -87,7 +87,7 @@ class PoolWindow:
         return self.dilation * (self.kernel - 1)
 
     def reach(self, fill: float) -> Reach:
-        """Return the rows that a position reads. fill: what the padding holds."""
+        """Return the rows that a position reads. fill: the value of the padding."""
         return Reach(-self.padding, self.span - self.padding, self.stride, fill=fill)
 
 

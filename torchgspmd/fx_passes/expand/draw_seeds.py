@@ -36,7 +36,8 @@ class DrawSeeds:
     def seed(self, of: fx.Node, draw: fx.Node, meta: dict[str, Any]) -> fx.Node:
         """Return the seed of an operation.
 
-        of: the operation of the captured graph. draw: what draws a seed. meta: has its loops.
+        of: the operation of the captured graph. draw: the node that draws a seed. meta: has its
+            loops.
         """
         nest, plain = nest_of(meta["loop"]) if "loop" in meta else (), dict(meta)
         for key in ("loop", "draw", "other", "dynamic"):  # a seed has no sizes of the operation

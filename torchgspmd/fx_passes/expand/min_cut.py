@@ -10,7 +10,7 @@ Node = Hashable
 
 
 class Cut:
-    """Edges between nodes, each with what it costs that its source and target are apart."""
+    """Edges between nodes, each with the cost of having its source and target apart."""
 
     def __init__(self) -> None:
         self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left

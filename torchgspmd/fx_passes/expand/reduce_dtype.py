@@ -138,7 +138,7 @@ def _computed_with(node: fx.Node, operands: Collection[fx.Node], dtype: torch.dt
 
 
 def _retype(value: fx.Node, summed: Collection[int], dtype: torch.dtype) -> fx.Node:
-    """Give a value the dtype; return what takes its place. summed: see Chain."""
+    """Give a value the dtype; return its successor. summed: see Chain."""
     operands = operands_of(value)
     for operand in {operands[i]: None for i in summed}:
         if _dtype(operand) != dtype:

@@ -156,7 +156,7 @@ class _Splitter:
         return True
 
     def _replace_node(self, old: fx.Node, new: fx.Node) -> None:
-        """Replace a node by another, and erase what only the old one needed."""
+        """Replace a node by another, and erase the operands that only the old one needed."""
         for user in old.replace_all_uses_with(new):
             if user in self.ops:
                 self.ops[user] = self.rules.op(user)
@@ -169,7 +169,7 @@ class _Splitter:
                 self.graph.erase_node(node)
 
     def _slice_frontier(self, value: fx.Node, dim: int) -> Frontier:
-        """Return where slices of a value cost least: of it, or of what it is computed from."""
+        """Return where slices of a value cost least: of it, or of its operands."""
         here, factor = (
             Frontier(self._elements((value, dim)), frozenset({(value, dim)})),
             self._movable_factor(value, dim),

@@ -1,6 +1,6 @@
 """Shapes and dtypes of the nodes that localizing an operation adds: they run on meta tensors.
 
-So memory and time of what one operation has become are counted.
+So memory and time of the operations that one operation has become are counted.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def _key(value: Any) -> Any:
-    """Return what is equal for arguments that lead to like results."""
+    """Return a key that is equal for arguments that lead to equal results."""
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype
     if isinstance(value, (list, tuple)):

@@ -137,7 +137,7 @@ class _Localizer:
         return node.meta["spec"].local_shape(node.meta["other"].shape, self.mesh)
 
     def _take_sizes(self, output: fx.Node) -> None:
-        """Let the program have the sizes by which shards of inputs and outputs are converted."""
+        """Add the sizes by which shards of inputs and outputs are converted to the program."""
         nodes = [*self.source.find_nodes(op="placeholder"), *output.all_input_nodes]
         for node in (n for n in nodes if "other" in n.meta and "spec" in n.meta):
             for size, axes in zip(planned_shape(node), node.meta["spec"].dims):

@@ -1,7 +1,7 @@
 """The local nodes of an operation: the builder that the `emit` of a local form gets.
 
-Where a run knows sizes, an operation is emitted twice, with both numbers in their places. What
-differs is a size, of which the program of a device reads the number; or it is an error.
+Where a run knows sizes, an operation is emitted twice, with both numbers in their places. Only
+sizes differ, of which the program of a device reads the number; or it is an error.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class RunSizes:
         return sizes
 
     def take(self, size: int, other: int) -> None:
-        """Let the program have the inputs that a size is computed from."""
+        """Add the inputs from which a size is computed to the program."""
         for which in factors_of(size, other):
             self._input(which)
 

@@ -21,10 +21,10 @@ ms, an exchange 0.3.
 
 Safe: gloo's two threads write the name of the work they finished into one string, without a lock
 (ProcessGroupGloo::runLoop, lastCompletedWorkName). A name of more than 15 characters lies on the
-heap, where one thread writes what the other has freed. The process dies of "malloc(): unaligned
-tcache chunk detected", once in some ten thousand overlapping collectives (torch 2.13.0 alone does).
-Of those in use only all_gather_into_tensor has such a name, ALLGATHER_COALESCED. With tensors of
-CUDA that operation ends the process at once (torch 2.11).
+heap, where one thread writes memory that the other has freed. The process dies of "malloc():
+unaligned tcache chunk detected", once in some ten thousand overlapping collectives (torch 2.13.0
+alone does). Of those in use only all_gather_into_tensor has such a name, ALLGATHER_COALESCED. With
+tensors of CUDA that operation ends the process at once (torch 2.11).
 """
 
 from __future__ import annotations

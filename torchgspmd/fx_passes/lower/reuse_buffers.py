@@ -8,9 +8,9 @@ needs    the program of one rank, lowered and checked (verify_in_flight.py); met
          meta["dtype"] where they are known, and meta["dynamic"] where they depend on values
 ensures  the same values; inputs that are not changed, outputs and collectives in flight keep theirs
 
-Only memory that this program allocated is written, and only after the last read of all its views;
-that of an input that the program changes by a chain of operations that ends with its new value.
-Copying the zeros that a gradient is scattered into took 2 % of a small model's step.
+Only memory that this program allocated is written, and only after the last read of all its views. A
+changed input is written by the chain of operations that ends with its new value. Copying the zeros
+that a gradient is scattered into took 2 % of a small model's step.
 """
 
 from __future__ import annotations

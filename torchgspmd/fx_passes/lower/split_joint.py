@@ -55,7 +55,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
 
 
 def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
-    """Remove from `backward_nodes` what the forward returns, and all that its value depends on."""
+    """Remove from `backward_nodes` the results of the forward, and all their operands."""
     stack = [o for o in outputs if isinstance(o, fx.Node)]
     while stack:
         node = stack.pop()

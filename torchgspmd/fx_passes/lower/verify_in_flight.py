@@ -62,7 +62,7 @@ def _base_of(value: fx.Node) -> fx.Node:
 
 
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (user, what it reads) for every reader of a value or of its views."""
+    """Yield (user, the value that it reads) for every reader of a value or of its views."""
     for user in value.users:
         if _is_view(user):
             yield from _readers(user)

@@ -167,8 +167,8 @@ class BodySearch(RegionProposals):
     ) -> bool:
         """Move axes to a class of factors in all of a body; return whether that costs less.
 
-        factor_class: index in `body.classes`; None for no factor. min_saving: the share of what is
-        sent that has to be saved. A layout that would have cost more is not tried again, nor for
+        factor_class: index in `body.classes`; None for no factor. min_saving: the share of the sent
+        bytes that has to be saved. A layout that would have cost more is not tried again, nor for
         like bodies, until the cost of the body differs by a share of that, `retry_share`.
         """
         class_number = self._class_number(body, factor_class)
@@ -197,7 +197,7 @@ class BodySearch(RegionProposals):
         return False
 
     def _body_cost(self, body: Body) -> tuple[float, float, float]:
-        """Return the work of a body and its neighbors, what they send, and what they leave pending.
+        """Return the work of a body and its neighbors, their bytes, and their pending sums.
 
         All in bytes.
         """

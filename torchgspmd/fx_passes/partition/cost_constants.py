@@ -1,7 +1,7 @@
 """Every constant of the cost model and of the searches, with its unit, source and reason.
 
-Costs are in bytes on the wire: what a device sends, and work that is worth as much. Constants are
-chosen by us unless a source is named: they order layouts, and predict no time.
+Costs are in bytes on the wire: bytes that a device sends, and work that is worth as much. Constants
+are chosen by us unless a source is named: they order layouts, and predict no time.
 `plan(costs={"memory_per_byte": 64})` overrides some; docs/debugging_a_layout.md has the table.
 """
 
@@ -21,7 +21,7 @@ def _constant(value: object, unit: str, reason: str, source: str = "ours") -> An
 
 @dataclass(frozen=True)
 class CostConstants:
-    """The constants of one plan; what is equal for two plans gives them equal choices."""
+    """The constants of one plan; equal constants give two plans equal choices."""
 
     # ---------------------------------------------------------------------- the cost of a strategy
     flops_per_byte: float = _constant(

@@ -62,7 +62,7 @@ def work(
 
 
 def _rounding(cost: float) -> float:
-    """Return more than what the rounding of a sum of costs comes to."""
+    """Return a bound of the rounding of a sum of costs."""
     return 1e-12 * abs(cost)
 
 
@@ -239,7 +239,9 @@ class CostModel:
     # ------------------------------------------------------------------- of operations as they are
 
     def exact(self, ops: Collection[Op]) -> float:
-        """Return the work of operations, and what moves their operands and results to all users."""
+        """Return the work of operations, and the cost of moving their operands and results to all
+        users.
+        """
         return self.work(ops) + self.traffic(ops)
 
     def work(self, ops: Collection[Op]) -> float:

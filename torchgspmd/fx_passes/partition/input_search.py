@@ -4,11 +4,12 @@ before   %x : f32[64, 32, 16] is whole on all devices, as only the weights of ex
 after    %x : f32[64@expert, 32, 16], and so is all that follows, if that sends less
 source   ours
 
-No operation gains by dividing tokens alone, nor does a region between two contractions: what is
-behind would gather them. So a dimension of an open input is laid out along an axis from its first
-use to its last, but for operations on weights that lie along this axis: there the tokens are
-exchanged. Where they, or the weights, had to be gathered instead, the layout is another one than
-the marks describe (Megatron's, with its sequence or its weights divided), and nobody asked for it.
+No operation gains by dividing tokens alone, nor does a region between two contractions: the next
+operation would gather them. So a dimension of an open input is laid out along an axis from its
+first use to its last. Operations on weights that lie along this axis are the exception: there the
+tokens are exchanged. Where they, or the weights, had to be gathered instead, the layout is another
+one than the marks describe, and nobody asked for it. An example is Megatron's, with its sequence or
+its weights divided.
 """
 
 from __future__ import annotations

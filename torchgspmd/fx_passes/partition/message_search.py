@@ -50,7 +50,7 @@ class MessageSearch(RegionProposals):
         ) or self.try_proposal(island, "in", lambda: self.propose_forwards(island))
 
     def _near_messages(self) -> list[Op]:
-        """Return the operations that produce or take what is sent, in program order."""
+        """Return the operations that produce or take sent values, in program order."""
         at, near = self.assignment, dict[fx.Node, Op]()
         for value, op in at.producers.items():
             for user, _ in at.required.get(value, ()):
@@ -72,8 +72,8 @@ class MessageSearch(RegionProposals):
     def _island(self, first: Op) -> Region | None:
         """Return the operations from one that takes a message to the next message; None if far.
 
-        Also None if a value between them is used elsewhere. What the operations take of inputs
-        alone, like a bias in another shape, is computed as they need it.
+        Also None if a value between them is used elsewhere. Values that the operations compute from
+        inputs alone, like a bias in another shape, follow their needs.
         """
         at, ops, values = self.assignment, list[Op](), list[fx.Node]()
         op: Op | None = first

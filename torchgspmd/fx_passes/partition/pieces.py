@@ -4,8 +4,8 @@
     %x : [64@seq:(1)2+seq:(2)4, 32]          one piece: the whole axis
     %q : [64@seq:(2)4, 4@seq:(1)2, 8]        two pieces
 
-One operation may need a part of an axis. For all others the axis is as it was, and a search that
-took its parts one by one would judge more candidates on a larger mesh for the same program.
+One operation may need a part of an axis. For all others the axis is as it was. A search of its
+parts one by one would judge more candidates on a larger mesh for the same program.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Gather weights a second time for the backward, instead of keeping what the forward gathered.
+"""Gather weights a second time for the backward, instead of keeping those of the forward.
 
 before   %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g);    %dx = einsum(%dy, %w_g)
 after    %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g)

@@ -118,7 +118,7 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Return contractions, and what has no operands, with the chain behind them.
+    """Return contractions, and nodes without operands, with the chain behind them.
 
     Nothing else uses their result.
     """

@@ -1,4 +1,4 @@
-"""Reduce a reshard to its pattern: what is left of two layouts without names and without scale.
+"""Reduce a reshard to its pattern: the rest of two layouts without names and without scale.
 
 before   x: f32[16, 4096, 2048] on data=8,seq=8,model=4, from "data seq _" to "data _ seq"
 after    a pattern on p0=3,p1=3, from "p0 p1 _" to "p0 _ p1": any size but 2 will do here
@@ -6,18 +6,18 @@ after    a pattern on p0=3,p1=3, from "p0 p1 _" to "p0 _ p1": any size but 2 wil
 The steps of a pattern hold for all values with this pattern, so a process searches each once. The
 number of patterns, and the size of each, depends on the layouts and not on the number of devices:
 
-* Axes that stand together in both layouts are one piece. Pieces have names by their first use.
-* Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
-  pass on what few devices have.
-* A size that only a run knows is one row, of an open size too.
-* A size that divides counts by its shards. If nothing is reduced, that is the least common multiple
-  of the shards before and after. A size that does not divide stays.
-* Bytes of a unit do not matter where they are many more than all fees.
+* Axes that stand together in both layouts are one piece. Pieces have names by their first use. *
+Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
+pass on values that few devices have. * A size that only a run knows is one row, of an open size
+too. * A size that divides counts by its shards. If nothing is reduced, that is the least common
+multiple of the shards before and after. A size that does not divide stays. * Bytes of a unit do not
+matter where they are many more than all fees.
 
-Why nothing is lost: where all sizes divide and nothing is reduced, a permute sends what some device
-lacks, and no path sends less. So only the fees of one collective and of a permute are compared, and
-dimensions or parts of a piece that neither layout touches cannot help. Where terms are reduced,
-pieces are joined only if all fit on dimensions: terms are then cut as finely as with parts.
+Why nothing is lost: where all sizes divide and nothing is reduced, a permute sends exactly the
+missing elements, and no path sends less. So only the fees of one collective and of a permute are
+compared, and dimensions or parts of a piece that neither layout touches cannot help. Where terms
+are reduced, pieces are joined only if all fit on dimensions: terms are then cut as finely as with
+parts.
 """
 
 from __future__ import annotations

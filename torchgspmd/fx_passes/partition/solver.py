@@ -134,8 +134,8 @@ class Solver:
     def _lay_out_inputs(self) -> None:
         """Try other layouts for open inputs, with all that follows, where that sends less.
 
-        At most a small share of what is saved may be spent on new gathers along the axis, and on
-        open outputs that leave in another layout: to bring them back, the caller pays.
+        At most a small share of the savings may be spent on new gathers along the axis. The same
+        holds for open outputs that leave in another layout: to bring them back, the caller pays.
         """
         at, constants = self.assignment, self.constants
         ops = at.ops.values()

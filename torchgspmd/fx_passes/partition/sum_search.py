@@ -33,7 +33,7 @@ class SumSearch(RegionProposals):
     def _improve_sum(self, total: Region) -> bool:
         """Try, for each axis, all summands pending over it, and none of them.
 
-        No summand gains alone: an addition passes on only what is pending in both operands.
+        No summand gains alone: an addition passes on only sums that are pending in both operands.
         """
         at = self.assignment
         now = at.layout_of[total.value].pending
@@ -85,7 +85,7 @@ class SumSearch(RegionProposals):
     def reduce_early(self) -> bool:
         """Reduce pending sums right away where several users reduce them; return whether it helped.
 
-        No user can ask for that alone: the others would still reduce what they compute. A sum is
+        No user can ask for that alone: the others would still reduce their results. A sum is
         reduced where its terms are computed, or where such sums have been added.
         """
         pending = [

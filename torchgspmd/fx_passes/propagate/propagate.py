@@ -189,7 +189,7 @@ class _Propagation:
         return [values[extension.tensor] for extension in self.extension_cache[key]]
 
     def _extensions(self, op: Op, stage: int) -> Iterator[_Extension]:
-        """Extend the layouts of an operation's tensors, and yield what each one gets."""
+        """Extend the layouts of an operation's tensors, and yield the axes that each one gets."""
         rule = op.rule
         tensors = [
             (v, d)

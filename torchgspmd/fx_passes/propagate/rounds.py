@@ -96,7 +96,7 @@ class Rounds:
     def as_laid_out(
         self, op: Op, mesh: Mesh, value: fx.Node
     ) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
-        """Return what each axis does where an operation's result has the layout of a value."""
+        """Return the effect of each axis where an operation's result has the layout of a value."""
         dims, spec = op.rule.results[0], self.layouts.spec[value]
         factor_of = {
             axis: factor

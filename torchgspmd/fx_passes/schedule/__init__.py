@@ -1,1 +1,1 @@
-"""When a program communicates, and what it keeps in memory."""
+"""When a program communicates, and which values it keeps in memory."""

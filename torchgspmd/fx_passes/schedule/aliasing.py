@@ -3,8 +3,8 @@
     %q = getitem(%unbind, 0);  %t = transpose(%q, 1, 2)     # the memory of what %unbind takes apart
     %r = reshape(%t, [b, s, d])                             # its own: the rows of %t are apart
 
-Views are computed on the meta device, from operands with the strides that they have, so that
-PyTorch says what is one. All else is taken to be allocated, and contiguous.
+Views are computed on the meta device, from operands with their own strides, so that PyTorch tells
+which results are views. All else is taken to be allocated, and contiguous.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Floating-point operations and memory traffic of the nodes of a program.
 
 Products, convolutions and attention are counted by the formulas of torch.utils.flop_counter; all
-else reads and writes memory. A causal mask does not halve what is counted.
+else reads and writes memory. A causal mask does not halve the count.
 """
 
 from __future__ import annotations

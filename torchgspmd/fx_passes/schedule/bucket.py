@@ -45,8 +45,8 @@ Keys = Mapping[fx.Node, tuple[Any, ...]]
 def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
     """Return the keys of collectives, equal for those that can be merged, by node.
 
-    It is the kind, what that asks for (axes, reduction), and dtype; if forward and backward are
-    programs of their own, also of which the node is.
+    It is the kind, its own key (axes, reduction), and dtype; if forward and backward are programs
+    of their own, also of which the node is.
     """
     return {
         node: (

@@ -19,7 +19,7 @@ from ...comm.collective import start, wait
 
 
 def early_updates(order: Sequence[fx.Node], updates: Collection[fx.Node]) -> list[fx.Node]:
-    """Order nodes so that what sends updates, and depends on sums, follows the sum after these."""
+    """Order nodes so that messages of updates that depend on sums follow the sum after these."""
     place = {node: i for i, node in enumerate(order)}
     last = {
         s: before
@@ -48,7 +48,7 @@ def early_updates(order: Sequence[fx.Node], updates: Collection[fx.Node]) -> lis
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Return whether a node sends computed values, and the program only returns what arrives."""
+    """Return whether a node sends computed values, and the program only returns its result."""
     return any(
         x.op == "call_function" and x.target is not wait for x in node.all_input_nodes
     ) and all(user.op == "output" for arrived in node.users for user in arrived.users)

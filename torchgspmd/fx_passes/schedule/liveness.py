@@ -2,8 +2,8 @@
 
 A value lives from its operation to its last use and that of its views, which have no memory of
 their own; inputs and outputs live to the end. A collective's result lives from its `start` on, its
-operand until its first wait. While a loop runs, its results are alive, and what one iteration
-needs.
+operand until its first wait. While a loop runs, its results are alive, and the values of one
+iteration.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ def overlap(
 ) -> fx.Graph:
     """Reorder the graph, and the bodies of its loops, in place and return it.
 
-    room: bytes that it may cost, for a body those that the whole program may. updates: what the
-    program writes to inputs, such as weights.
+    room: bytes that it may cost, for a body those that the whole program may. updates: values that
+    the program writes to inputs, such as weights.
     """
     room = EXTRA * peak(graph) if room is None else room
     for body in (body for _, call in loop_calls(graph) for body in call.bodies):

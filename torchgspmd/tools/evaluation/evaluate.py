@@ -27,9 +27,9 @@ def evaluate(
 ) -> dict[str, Any]:
     """Return metrics of a model over all batches, as of one device.
 
-    The model is in the mode eval meanwhile. On a mesh its results stay where they are computed,
-    and what is sent for the metrics is one small all_reduce at the end. A batch with fewer rows
-    than the first one is filled up, so that the same program runs; these rows are not counted.
+    The model is in the mode eval meanwhile. On a mesh its results stay where they are computed, and
+    the metrics send only one small all_reduce at the end. A batch with fewer rows than the first
+    one is filled up, so that the same program runs; these rows are not counted.
 
     Args:
         model: A module of `parallelize`, or any other.

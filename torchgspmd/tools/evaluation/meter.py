@@ -21,13 +21,14 @@ from .rows import real_part
 class Meter:
     """Metrics of rows that come batch by batch.
 
-    Outputs may be DTensors: every device adds up what it has, of copies one, and `compute` sends
-    one small all_reduce. Of outputs that are plain tensors, the same on every process, nothing is
-    sent.
+    Outputs may be DTensors: every device adds up its rows, one of several copies does, and
+    `compute` sends one small all_reduce. Of outputs that are plain tensors, the same on every
+    process, nothing is sent.
 
     Args:
         metrics: By name: a Metric, or an object with the methods update, compute and reset, as
-            those of torchmetrics, which gets the rows of this device and sums up by itself.
+            those of torchmetrics. Such an object gets the rows of this device and sums up by
+            itself.
 
     Example:
         >>> import torch
@@ -58,7 +59,7 @@ class Meter:
         """Add a batch.
 
         Args:
-            outputs: What the model returned, a DTensor or a plain tensor.
+            outputs: The model's result, a DTensor or a plain tensor.
             targets: DTensors, or plain tensors that every process has whole.
             real: Which rows count, a bool tensor [rows]; all without it.
 
@@ -109,10 +110,10 @@ class Meter:
         Every process calls it alike. It sends one all_reduce, of 8 bytes for each sum.
 
         Returns:
-            By name what the metric's `value` returns, on every process the same.
+            By name the result of the metric's `value`, on every process the same.
 
         Raises:
-            ShardingError: A metric has failed on another process; what it raised there is raised
+            ShardingError: A metric has failed on another process; its own exception is raised
                 there.
 
         Example:

@@ -1,4 +1,4 @@
-"""Metrics: sums over rows, and what they say."""
+"""Metrics: sums over rows, and their values."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Metric:
 
     Args:
         sums: A function of outputs and targets that returns a tensor [count]. It is called with
-            parts of a batch; what it returns for these adds up to what it returns for all.
+            parts of a batch; its results for these add up to that for all.
         count: How many sums there are.
         value: A function of the sums of all data, a float64 tensor [count] on the CPU. By default
             the first one divided by the second.
@@ -55,7 +55,7 @@ def accuracy(top: int = 1, classes: int = 1, ignored: int = IGNORED) -> Metric:
     Args:
         top: How many of the best classes count.
         classes: The dimension of outputs that has scores of classes.
-        ignored: The target of what is not counted.
+        ignored: The target of rows that do not count.
 
     Returns:
         A metric of scores [..., classes, ...] and class numbers [...].
@@ -84,7 +84,7 @@ def perplexity(classes: int | None = 1, ignored: int = IGNORED) -> Metric:
     Args:
         classes: The dimension of outputs that has logits, or logarithms of probabilities. None:
             outputs are cross entropies already, as `reduction="none"` leaves them.
-        ignored: The target of what is not counted.
+        ignored: The target of rows that do not count.
 
     Returns:
         A metric of logits [..., classes, ...], or of losses [...], and class numbers [...].
@@ -122,7 +122,7 @@ def mean_iou(count: int, classes: int = 1, ignored: int = IGNORED) -> Metric:
     Args:
         count: How many classes there are.
         classes: The dimension of outputs that has scores of classes.
-        ignored: The target of what is not counted.
+        ignored: The target of rows that do not count.
 
     Returns:
         A metric of scores [..., classes, ...] and class numbers [...].
@@ -155,17 +155,18 @@ def error_rate(
     pairs: Callable[..., Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]],
     whole: Sequence[int] = (1,),
 ) -> Metric:
-    """Return the number of edits from targets to what was predicted, per item of the targets.
+    """Return the number of edits from targets to predictions, per item of the targets.
 
     An edit puts in, leaves out or changes one item. Of lists of words that is the word error rate.
 
     Args:
-        pairs: A function of outputs and targets that returns, for each row, what was predicted and
-            the target: two sequences of words, letters or numbers.
+        pairs: A function of outputs and targets that returns, for each row, the prediction and the
+            target: two sequences of words, letters or numbers.
         whole: Dimensions of the outputs that a sequence runs over, and those of classes.
 
     Returns:
-        A metric of what `pairs` takes. It is computed on the CPU, by every process for its rows.
+        A metric of the arguments of `pairs`. It is computed on the CPU, by every process for its
+        rows.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""PlanDiff: what two plans of one model do differently."""
+"""PlanDiff: the differences of two plans of one model."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Estimate: the time of a step, from the program of one device and the speed of the hardware.
 
 The program runs on two streams, in its own order. An operation takes the time of its products
-(roofline: or of its memory traffic, whichever is longer), a collective that of its bytes on the
-slowest link that its group crosses, and a latency for each doubling of the group. A collective
+(roofline: or of its memory traffic, whichever is longer). A collective takes that of its bytes on
+the slowest link that its group crosses, and a latency for each doubling of the group. A collective
 begins at its start, when the one before it has ended; a wait holds the device until it has arrived.
 The events of a loop are those of one iteration, each as long as those of all.
 """
@@ -35,7 +35,7 @@ class Event:
     """An interval of a step: an operation, a collective, or a wait for one.
 
     name: of the node. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: of the step.
-    alive: bytes of the device meanwhile. steps: what a collective consists of. runs: how often it
+    alive: bytes of the device meanwhile. steps: the messages of a collective. runs: how often it
     happens in this time, in a loop.
     """
 
@@ -64,7 +64,7 @@ class Estimate:
         mesh: The devices.
         events: In the order in which the device comes to them.
         flops: Operations of the products of one device.
-        model_flops: Those of the whole model, without what the program repeats.
+        model_flops: Those of the whole model, without repeated work.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -107,12 +107,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Return the model's operations, as a share of what all devices could do in that time."""
+        """Return the model's operations, as a share of the peak of all devices in that time."""
         return self._share(self.model_flops / self.mesh.size)
 
     @property
     def hfu(self) -> float:
-        """Return the device's operations, repeated ones too, as a share of what it could do."""
+        """Return the device's operations, repeated ones too, as a share of its peak."""
         return self._share(self.flops)
 
     def _share(self, count: float) -> float:
@@ -261,7 +261,7 @@ class _Streams:
     def stages(self, node: fx.Node, call: StageCall, alive: int) -> Iterator[Event]:
         """Yield the events of a pipeline's pieces, and how long a stage waits for others.
 
-        What stages send is taken to arrive while they compute. The last stage has the loss.
+        Messages of stages are taken to arrive while they compute. The last stage has the loss.
         """
         start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)

@@ -1,4 +1,4 @@
-"""The page of a plan: one HTML file that needs no network. page.html draws what `page_data` has."""
+"""The page of a plan: one HTML file that needs no network. page.html draws `page_data`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COSTS = 40  # operations whose candidates are on the page: like ones count once
 
 
 def page_text(data: dict[str, object]) -> str:
-    """Return the text of an HTML file that draws what `page_data` returns."""
+    """Return the text of an HTML file that draws the data of `page_data`."""
     template = files("torchgspmd.tools.report").joinpath("page.html").read_text()
     return template.replace("DATA", json.dumps(data).replace("</", "<\\/"), 1)
 

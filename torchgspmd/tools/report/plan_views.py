@@ -101,7 +101,7 @@ class PlanViews(Plan):
             hardware: As for estimate.
 
         Returns:
-            What differs. Print it.
+            The differences. Print it.
 
         Raises:
             ShardingError: There is no such preset.
@@ -152,7 +152,7 @@ class PlanViews(Plan):
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
-        """Report what a device holds, computes and sends, and what nobody asked for.
+        """Report the memory, work and bytes of a device, and unrequested work.
 
         Args:
             hardware: As for estimate.

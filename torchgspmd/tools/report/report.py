@@ -1,4 +1,4 @@
-"""Report: what a device holds, computes and sends, where, and what nobody asked for."""
+"""Report: memory, work and bytes of a device, with their places, and unrequested work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROWS = 12  # of each table as text
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one device, by what they are for.
+    """Bytes of one device, by purpose.
 
     optimizer: two float32 values a parameter, as of Adam. saved: of the forward, for the backward.
     peak: the most alive in a run, without the optimizer. where: the operation then, and its line.
@@ -79,7 +79,7 @@ def _signed(text: Callable[[float], str], change: float) -> str:
 class WholeTensor:
     """Like parameters or buffers that every device holds whole, and a mark that divides them.
 
-    name: with * for the number of a layer. tried: what the mark changes, if it was planned.
+    name: with * for the number of a layer. tried: the effect of the mark, if it was planned.
     """
 
     name: str
@@ -95,7 +95,7 @@ class WholeTensor:
 
     @property
     def proposal(self) -> str:
-        """Return the mark, with what it changes."""
+        """Return the mark, with its effect."""
         return f"{self.mark} ({self.tried})" if self.tried else self.mark
 
 
@@ -120,7 +120,7 @@ class Report:
 
     Args:
         estimate: The time of a step.
-        memory: What a device holds.
+        memory: The bytes that a device holds.
         collectives: Like ones together; those that take longest first.
         whole: Tensors that every device holds whole, largest first.
         unasked: Gathers and whole operations that no mark asks for, largest first.

@@ -1,4 +1,4 @@
-"""Marks that a report proposes for what every device holds whole, and what each would change."""
+"""Marks that a report proposes for values that every device holds whole, and the effect of each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""visualize: which device holds what of a tensor, as a picture of text or HTML."""
+"""visualize: which device holds which part of a tensor, as a picture of text or HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge of a search: programs of a model, captured once, and what a plan of them costs."""
+"""The judge of a search: programs of a model, captured once, and the cost of their plans."""
 
 from __future__ import annotations
 
@@ -87,8 +87,9 @@ class Judge:
 
     first: the layers of the smaller one. With one layer the search often finds another layout, so
     numbers that are shown are of two and three. layers: of the model. recomputable: those that may
-    be computed twice: none that changes a buffer. arguments: the tensors of the call. shared: what
-    plans of like programs share. stored: the layouts of parameters, by glob. counts: of all plans.
+    be computed twice: none that changes a buffer. arguments: the tensors of the call. shared:
+    results that plans of equal programs share. stored: the layouts of parameters, by glob. counts:
+    of all plans.
     """
 
     model: nn.Module
@@ -186,8 +187,8 @@ class Judge:
     def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
         """Return the numbers of the whole model from those of the programs.
 
-        If the larger one is not the smaller one and a like layer (the layer costs less than its
-        products), no more can be said than that all layers are so many times the larger one's.
+        If the larger one is not the smaller one and an equal layer (the layer costs less than its
+        products), all layers count as so many times the larger one's.
         """
         if len(values) == 1:
             return values[0]
@@ -201,8 +202,8 @@ class Judge:
     def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
         """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
 
-        Where two layers stand for all, some recomputed layers are between none and all: at most so
-        much memory, as the peak is the largest of sums to which a layer adds the same.
+        Where two layers stand for all, some recomputed layers are between none and all. They take
+        at most so much memory, as the peak is the largest of sums to which a layer adds the same.
         """
         total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
         if self._is_mixed(savings):
@@ -266,7 +267,7 @@ class Judge:
         """Return the rows of the largest batch that keeps to the limit; at least those of now.
 
         Memory is the largest of sums that grow with the batch, so between two batches it is at most
-        what lies on the straight line; beyond them a plan says whether it fits.
+        the straight line; beyond them a plan says whether it fits.
         """
         step = mesh.count((DATA,))
 

@@ -77,7 +77,7 @@ class Layers:
         return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
 
     def submodules(self) -> list[str]:
-        """Return the names of what a layer consists of."""
+        """Return the names of the parts of a layer."""
         layers = next(iter(self.lists.values()), None)
         if layers is None or not self.alike:
             return []

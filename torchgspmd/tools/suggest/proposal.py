@@ -42,8 +42,9 @@ class Group:
 def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
     """Return the glob of each parameter and of its like in other layers, by name.
 
-    Numbers are wild, the last ones only if what the glob matches has one shape: if "blocks.0.2.w"
-    and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and "blocks.*.4.w".
+    Numbers are wild, the last ones only if all matches of the glob have one shape. If
+    "blocks.0.2.w" and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and
+    "blocks.*.4.w".
     """
     patterns: dict[str, str] = {}
     names, wild = list(shapes), max((len(name.split(".")) for name in shapes), default=0)
@@ -157,7 +158,7 @@ class Marks:
 class Savings:
     """How a plan saves memory. regather: an option of parallelize.
 
-    recomputed: what is computed again of so many layers, the first ones, the next ones and so on: a
+    recomputed: the recomputed part of so many layers, the first ones, the next ones and so on: a
     submodule, or all of them (""). microbatches: that a batch is divided into; gradients add up.
     """
 
@@ -168,21 +169,21 @@ class Savings:
 
 @dataclass(frozen=True)
 class Proposal:
-    """A mesh and marks, with what they are estimated to cost.
+    """A mesh and marks, with their estimated cost.
 
     Args:
         mesh: The devices.
         marks: Specs by glob, for annotate.
         in_specs: Layouts of the arguments, as parallelize takes them.
-        hardware: What the times are for.
+        hardware: The devices of the times.
         seconds: Of a step, without the optimizer.
         memory: Bytes of a device: the peak of a step and the states of Adam.
         sent_bytes: Bytes that a device sends in a step.
         mfu: Model FLOPs utilization.
         bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
         layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
-        savings: What memory asks for: weights that are gathered again for the backward, layers that
-            it computes again, microbatches.
+        savings: The ways to save memory: weights that are gathered again for the backward, layers
+            that it computes again, microbatches.
         precision: Options of parallelize that suggest was given.
         recomputed: The code of these layers, such as model.layers[:8]; none if empty.
         largest_batch: Rows of a batch that fit, if it was searched.

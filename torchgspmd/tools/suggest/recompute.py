@@ -1,8 +1,8 @@
-"""Which layers are computed again, and what of them, so that a step is shortest in the memory.
+"""Which parts of which layers are computed again, so that a step is shortest in the memory.
 
-Of each layer, nothing, all, or one submodule may be computed again. A step takes longer by what
-each layer adds, and memory is at most what lies between the memories of models whose layers all do
-the same (it is the largest of sums to which each layer adds), so this is an integer program:
+Of each layer, nothing, all, or one submodule may be computed again. Each layer adds its own time to
+a step. Memory is at most the straight line between the memories of models whose layers all do the
+same, since it is the largest of sums to which each layer adds. So this is an integer program:
 
     least  sum n[o] seconds[o]   so that   sum n[o] memory[o] <= limit   and   sum n[o] = layers
 
@@ -27,7 +27,7 @@ class Way:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """How many layers do what, and seconds that no choice is below."""
+    """The number of layers of each way, and seconds that are a lower bound of all choices."""
 
     counts: tuple[int, ...]
     bound: float
@@ -42,7 +42,7 @@ def choose(ways: Sequence[Way], layers: int, limit: float) -> RecomputeChoice | 
     """Return the choice with the least seconds whose memory keeps to the limit; None without one.
 
     Args:
-        ways: What a layer may do.
+        ways: The ways of a layer.
         layers: How many there are.
         limit: Of the memory of all layers.
 

@@ -1,8 +1,8 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
 A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
-like parameters is tried along each of its dimensions on MODEL, so are the arguments (rows of an
-image, the sequence), and all parameters together along DATA; stacks of matrices (experts) along
+equal parameters is tried along each of its dimensions on MODEL. So are the arguments (rows of an
+image, the sequence), all parameters together along DATA, and stacks of matrices (experts) along
 DATA by themselves. A change stays if it makes the step shorter, or a program that needs too much
 memory smaller. These marks are the start on the other meshes, of which the best are searched in
 turn. A plan that needs too much memory gathers weights again for the backward, then computes layers
@@ -67,7 +67,7 @@ def suggest(
         devices: How many.
         hardware: A preset, or a Hardware.
         memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
-        seconds: Time of the search; what is best by then is returned.
+        seconds: Time of the search; it returns the best by then.
         kwargs: Keyword arguments of a call.
         {options}
 
@@ -207,7 +207,7 @@ class _Search:
                     self.tried[key] = self._plan(*key)
 
     def _refine(self) -> None:
-        """Try what else saves memory, for the best proposals that save some at a cost."""
+        """Try other savings of memory, for the best proposals that save some at a cost."""
         for key in self._best_keys():
             mesh, marks, _ = key
             proposal = self.tried[key]
@@ -219,7 +219,7 @@ class _Search:
                 self._solve(key, proposal.savings)
 
     def _solve(self, key: tuple[Mesh, Marks, int], savings: Savings) -> None:
-        """Recompute what is fastest to, of layers or of their submodules, if HiGHS is there."""
+        """Recompute the fastest layers, or submodules, if HiGHS is there."""
         mesh, marks, _ = key
         solved = self.judge.best_recomputed(mesh, marks, savings, self.limit)
         if solved is not None:
@@ -322,7 +322,7 @@ class _Search:
         return self.tried[key]
 
     def _plan(self, mesh: Mesh, marks: Marks, microbatches: int) -> Proposal:
-        """Plan marks on a mesh; save memory where it is too little, at what costs least."""
+        """Plan marks on a mesh; save memory where it is too little, at the least cost."""
         ways = [Savings("auto", (), microbatches)]
         if marks.zero:
             ways.append(Savings("always", (), microbatches))
