@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import torchgspmd.fx_passes.pipeline  # noqa: F401 (registers all operations)
 from torchgspmd.compat.operators import AbsentOperator, aten
-from torchgspmd.rules.custom_ops import nd  # noqa: F401
 
 ours = torch.ops.torchgspmd
 SAMPLES: dict[Any, list[Callable[[], tuple[tuple, dict]]]] = {}

@@ -149,6 +149,8 @@ def test_private_apis_of_torch_are_imported_in_one_file():
 def test_import_starts_nothing():
     code = (
         "import sys, torch, torchgspmd\n"
+        "assert not [m for m in sys.modules if m.startswith('torchgspmd.rules')]\n"
+        "[getattr(torchgspmd, name) for name in torchgspmd.NAMES]\n"
         "assert 'torch_xla' not in sys.modules\n"
         "assert not torch.distributed.is_initialized()\n"
         "assert torch._C._get_default_device() == 'cpu'\n"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import re
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -166,6 +167,19 @@ def planning() -> list[int]:
     return [int(word) for word in run.stdout.split()]
 
 
+def import_ratio(runs: int = 3) -> float:
+    """Return the CPU time of `import torchgspmd` with torch over that of torch, compiled."""
+
+    def seconds(statement: str) -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-W", "ignore", "-c", statement], cwd=TREE, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+
+    each = [(seconds("import torch"), seconds("import torch, torchgspmd")) for _ in range(runs)]
+    return min(both for _, both in each) / min(alone for alone, _ in each)
+
+
 def figures() -> Iterator[Figure]:
     files = sources()
     yield Figure("lines of the core", lines_of(files, CORE), 31_000)
@@ -177,6 +191,7 @@ def figures() -> Iterator[Figure]:
     run, called = planning()
     yield Figure("files run to plan the README's MLP", run, 90)
     yield Figure("functions run to plan it", called, 700)
+    yield Figure("import torchgspmd over import torch", import_ratio(), 1.15)
     yield Figure("rows of LAYERS", layers(), 14)
     yield Figure("files in the root", sum(len(f.path.parts) == 1 for f in files), 6)
     yield Figure("Any per 1,000 lines of code", any_per_thousand(files), 12)

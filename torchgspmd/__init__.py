@@ -5,26 +5,26 @@ tensors, run it on a mesh.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .comm.collective import Collective
-from .comm.hardware import Hardware
 from .compat import moved_modules
-from .compiler.api import Plan, plan
 from .errors import ShardingError
-from .layout.annotate import annotate, mark_sharding
 from .layout.layout_rules import Layout
 from .layout.mesh import Mesh
 from .layout.spec_notation import UNCONSTRAINED
-from .rules.custom import rule
-from .runtime.full_state import full_state_dict
-from .runtime.parallelize import parallelize, shard_batch
 from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
+    from .comm.collective import Collective
+    from .comm.hardware import Hardware
+    from .compiler.api import Plan, plan
+    from .layout.annotate import annotate, mark_sharding
     from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .rules.custom import rule
     from .runtime.batch_sampler import BatchSampler as BatchSampler
     from .runtime.checkpoint import load, save
+    from .runtime.full_state import full_state_dict
     from .runtime.load_full_state import load_full_state_dict
     from .runtime.load_safetensors import load_safetensors as load_safetensors
+    from .runtime.parallelize import parallelize, shard_batch
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
     from .tools.compare_values import compare as compare
     from .tools.launch import launch as launch
@@ -66,6 +66,13 @@ __all__ = [
 ]
 
 _LATER = {  # Names that load their folder, or file, when they are first asked for.
+    "Collective": "comm.collective",
+    "Hardware": "comm.hardware",
+    **dict.fromkeys(["Plan", "plan"], "compiler.api"),
+    **dict.fromkeys(["annotate", "mark_sharding"], "layout.annotate"),
+    "rule": "rules.custom",
+    "full_state_dict": "runtime.full_state",
+    **dict.fromkeys(["parallelize", "shard_batch"], "runtime.parallelize"),
     "BatchSampler": "runtime.batch_sampler",
     **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
     "load_full_state_dict": "runtime.load_full_state",

@@ -307,7 +307,7 @@ def serve(descriptor: int, port: int) -> None:
 
 def fork_ranks(descriptor: int) -> None:
     """Fork a rank, or tell the exit code of one, as often as the other side asks."""
-    import torchgspmd  # noqa: F401 (before the first check, of whose time this is no part)
+    import torchgspmd.model_api.train_step  # noqa: F401 (all: no part of the first check's time)
 
     gc.freeze()  # of what is imported: a collection in a rank has only what came later
     calls = socket.socket(fileno=descriptor)

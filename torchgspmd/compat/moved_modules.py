@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from importlib import import_module
+from importlib.machinery import PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -46,11 +47,16 @@ class MovedModule(ModuleType):
         return value
 
 
+def _folders(package: str) -> list[str]:
+    return [*sys.modules[package].__path__]
+
+
 def install(package: str) -> None:
     """Redirect imports of old paths to the new ones; attributes of the package stay."""
     for old, new in MOVED.items():
         names = old.split(".")
         for i in range(1, len(names) + 1):
             path = ".".join([package, *names[:i]])
-            if path not in sys.modules:
+            is_here = i == 1 < len(names) and PathFinder.find_spec(path, _folders(package))
+            if path not in sys.modules and not is_here:
                 sys.modules[path] = MovedModule(path, f"{package}.{new if i == len(names) else ''}")

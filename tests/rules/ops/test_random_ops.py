@@ -12,6 +12,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
+from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.rules.custom_ops.random import uniform
 
 ONE = Mesh(m=1)
@@ -99,8 +100,8 @@ def test_native_numbers_differ_between_parts_and_agree_between_replicas():
     plan, values = drawn(f, Mesh(a=2, m=2), "m _", x, rng="native")
     assert not torch.equal(values[:32], values[32:])
     torch.manual_seed(7)
-    parts = gspmd.comm.simulator.Simulator(plan.program, plan.mesh).run_devices(
-        [gspmd.comm.simulator.split_global(x, plan.in_specs[0], plan.mesh)]
+    parts = Simulator(plan.program, plan.mesh).run_devices(
+        [split_global(x, plan.in_specs[0], plan.mesh)]
     )[0]
     places = [plan.mesh.coordinates(rank)["m"] for rank in range(4)]
     assert all(
