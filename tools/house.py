@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 TREE = Path(__file__).resolve().parents[1]
 ROOT = TREE / "torchgspmd"
-CORE = "layout capture rules compiler fx_passes comm dtensor runtime compat".split()
+CORE = tuple("layout capture rules compiler fx_passes comm dtensor runtime compat".split())
 FEATURES = {  # Words of a feature in the names that code uses.
     "attention": "attention|zigzag",
     "loops": r"loops?\b|loop_|_loop",
@@ -57,7 +57,7 @@ def sources() -> list[Source]:
     return [Source(p.relative_to(ROOT), t, ast.parse(t)) for p, t in zip(paths, texts)]
 
 
-def lines_of(files: list[Source], folders: list[str] | None = None) -> int:
+def lines_of(files: list[Source], folders: tuple[str, ...] | None = None) -> int:
     return sum(
         len(each.text.splitlines())
         for each in files
