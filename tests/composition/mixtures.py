@@ -101,12 +101,13 @@ def by_loop(model: nn.Module, batch: Batch, lr: float = 1e-3, clip: float = 1.0)
     return Training(model, batch, run, optimizer)
 
 
-def words(count: int, rows: int, length: int) -> Batch:
-    """Return batches of tokens and their successors."""
+def words(count: int, rows: int, length: int, second: int = 0) -> Batch:
+    """Return batches of tokens and their successors. second: the length of every second batch."""
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(number % 2)
-        tokens = torch.randint(count, (rows, length + 1), generator=draw)
+        size = second if second and number % 2 else length
+        tokens = torch.randint(count, (rows, size + 1), generator=draw)
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
     return batch
@@ -288,21 +289,28 @@ class LongBlock(nn.Module):
 
 
 def long_context(mesh: Mesh | None) -> Training:
-    """A ring of keys and values, a stack of recomputed blocks, dropout."""
+    """A ring of keys and values, a stack of recomputed blocks, dropout, and lengths of which
+    devices have unequal parts: one program has all.
+    """
     torch.manual_seed(0)
     sizes = Sizes()
     model = LanguageModel(sizes, [LongBlock(sizes.width) for _ in range(2)])
     model.blocks = gspmd.stack(model.blocks, recompute=True)
-    batch = words(sizes.words, rows=4, length=16)
+    batch = words(sizes.words, rows=4, length=16, second=11)
+    dynamic = {"tokens": {1: "length"}, "targets": {1: "length"}}
     if mesh is None:  # random numbers are those of a mesh of one device
-        return on_one_device(model, batch)
-    model = gspmd.parallelize(model, mesh, in_specs=("data seq", "data seq"), regather="all")
+        return on_one_device(model, batch, dynamic=dynamic)
+    options = {"in_specs": ("data seq", "data seq"), "regather": "all", "dynamic": dynamic}
+    model = gspmd.parallelize(model, mesh, **options)
     return by_loop(model, batch)
 
 
-def on_one_device(model: nn.Module, batch: Batch, mesh: Mesh = Mesh(data=1)) -> Training:
+def on_one_device(
+    model: nn.Module, batch: Batch, mesh: Mesh = Mesh(data=1), dynamic: Any = None
+) -> Training:
     """Return the loop of a program that is run for a mesh in this process."""
-    plan = gspmd.plan(model, *batch(0), mesh=mesh, in_specs="auto", grad=True)
+    options = {"in_specs": "auto", "grad": True, "dynamic": dynamic}
+    plan = gspmd.plan(model, *batch(0), mesh=mesh, **options)
 
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 
