@@ -292,17 +292,26 @@ def long_context(mesh: Mesh | None) -> Training:
     """A ring of keys and values, a stack of recomputed blocks, dropout, and lengths of which
     devices have unequal parts: one program has all.
     """
+    model, batch = long_model()
+    if mesh is None:  # random numbers are those of a mesh of one device
+        return on_one_device(model, batch, dynamic=LONG["dynamic"])
+    return by_loop(gspmd.parallelize(model, mesh, **LONG), batch)
+
+
+def long_model() -> tuple[nn.Module, Batch]:
+    """Return the model, and batches of fewer rows than devices: the sequence has to be divided."""
     torch.manual_seed(0)
     sizes = Sizes()
     model = LanguageModel(sizes, [LongBlock(sizes.width) for _ in range(2)])
     model.blocks = gspmd.stack(model.blocks, recompute=True)
-    batch = words(sizes.words, rows=4, length=16, second=11)
-    dynamic = {"tokens": {1: "length"}, "targets": {1: "length"}}
-    if mesh is None:  # random numbers are those of a mesh of one device
-        return on_one_device(model, batch, dynamic=dynamic)
-    options = {"in_specs": ("data seq", "data seq"), "regather": "all", "dynamic": dynamic}
-    model = gspmd.parallelize(model, mesh, **options)
-    return by_loop(model, batch)
+    return model, words(sizes.words, rows=2, length=16, second=11)
+
+
+LONG: dict[str, Any] = {
+    "in_specs": ("data seq", "data seq"),
+    "regather": "all",
+    "dynamic": {"tokens": {1: "length"}, "targets": {1: "length"}},
+}
 
 
 def on_one_device(

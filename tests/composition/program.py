@@ -415,12 +415,12 @@ class NextWords(nn.Module):
 
 
 def caches(setup: Setup) -> list[dict[str, Tensor]]:
-    """Return empty tables of keys and values, for each layer."""
-    sizes = setup.sizes
+    """Return empty tables of keys and values, for each layer, in the dtype of the computation."""
+    sizes, dtype = setup.sizes, setup.options.get("param_dtype", torch.float64)
     shape = sizes["batch"], setup.keys or sizes["heads"], sizes["length"], sizes["head"]
     return [
         {
-            name: marked(setup, torch.zeros(shape, dtype=torch.float64), "batch heads cached _")
+            name: marked(setup, torch.zeros(shape, dtype=dtype), "batch heads cached _")
             for name in "kv"
         }
         for _ in range(setup.layers)

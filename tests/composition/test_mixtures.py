@@ -9,7 +9,9 @@ import pytest
 import torch
 from ranks import distributed
 
-from composition.mixtures import EXACT, MIXTURES, compare
+import torchgspmd as gspmd
+from composition.mixtures import EXACT, LONG, MIXTURES, compare, long_model
+from torchgspmd.fx_passes.printer import program_text
 
 CHEAP = ("long_context", "unet")
 # Both runs round a loss once, and each has rounded on its way there: through two blocks of five
@@ -27,3 +29,12 @@ def train(mesh, name):
 @pytest.mark.parametrize("name", MIXTURES if "TORCHGSPMD_MIXTURES" in os.environ else CHEAP)
 def test_a_mixture(name):
     train(MIXTURES[name][0], name=name)
+
+
+def test_keys_of_long_context_travel_round_a_ring():
+    """In one program for all lengths. With as many rows as devices these would be divided."""
+    model, batch = long_model()
+    plan = gspmd.plan(model, *batch(0), mesh=gspmd.Mesh(data=2, seq=2), grad=True, **LONG)
+    text = program_text(plan.program_graph)
+    assert "ring_attention(" in text and "ring_attention_backward(" in text
+    assert "size_length" in text
