@@ -124,9 +124,7 @@ def _is_like(value: object, carry: fx.Node) -> bool:
 
 
 def _erase_unused(graph: fx.Graph) -> None:
-    """Erase nodes that no output depends on; a carry depends on its next value, and a loop on its
-    end.
-    """
+    """Erase unused nodes; a carry depends on its next value, and a loop on its end."""
     used: set[fx.Node] = set()
     stack = [graph.output_node()]
     conditions: dict[str, fx.Node] = {}  # loop -> the next value of what ends it

@@ -20,8 +20,7 @@ GRACE, NEWS = 10.0, 0.5  # Seconds from the signal to the end, if a rank has fai
 
 
 class Termination:
-    """The signal of this process. file: the file that a thread polls for it; None where it is not
-    handled.
+    """The signal of this process. file: the file that a thread polls for it, or None.
 
     The thread calls `decide` several times a second. It must live as long as the process group.
     """

@@ -152,8 +152,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | None:
-    """Return the value that a name of a digest stands for, of the first of equal modules or
-    weights.
+    """Return the value that a name of a digest stands for, the first of equal ones.
 
     That is an input, the last step of a module that sends, or its last value.
     """

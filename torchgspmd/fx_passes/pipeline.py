@@ -1,5 +1,4 @@
-"""The way of a program, from capture to the program of a rank: PIPELINE, to be read from top to
-bottom.
+"""PIPELINE: the way of a program from capture to a rank, to be read from top to bottom.
 
 A pass takes a program from the stage that it needs to the stage that it ensures. stages.py has the
 invariants, and pass_runner.py runs the rows.

@@ -236,8 +236,7 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-    """Send each device along an axis its part of one dimension, and join the received parts at
-    another.
+    """Send each device along an axis its part of one dimension, and join the parts.
 
     Args:
         x: A value of a device.

@@ -290,7 +290,7 @@ def _checkpoints(folder: Path) -> list[Path]:
 
 
 def _fault(path: Path, said: Mapping[str, Any]) -> str:
-    """Return what is wrong with a file of a checkpoint; each rank reads a share of the files."""
+    """Return the fault of a file of a checkpoint, or ""; each rank reads a share of the files."""
     sums, ranks = said.get("files", {}), dist.get_world_size() if dist.is_initialized() else 1
     fault = fault_of(path, sums, sorted(sums)[_rank() :: ranks])
     return next(filter(None, _gathered(fault)), "")
@@ -324,7 +324,7 @@ def _is_of_a_run(other: Path, path: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return what a file says; raise ShardingError if it is no file of save."""
+    """Return the contents of a file; raise ShardingError if it is no file of save."""
     said = _parsed(file)
     if said is None:
         raise ShardingError(
@@ -337,7 +337,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _parsed(file: Path) -> dict[str, Any] | None:
-    """Return what a file says: a step, states of which `as_plain` made JSON, sums. It is data."""
+    """Return the contents of a file: a step, sums, states of which `as_plain` made JSON."""
     try:
         said = json.loads(file.read_text())
         is_right = said.pop("checksum") == _checksum(said)

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: checksums beside what each rank writes, faults, and who writes.
+"""The files of a checkpoint: checksums beside each rank's files, faults, and who writes.
 
 A rank puts the sizes and checksums of its files into a file of sums before rank 0 is told that it
-has written; rank 0 puts all of them into gspmd.json. A reader looks at its share of the files.
+has written. Then rank 0 puts all of them into gspmd.json. A reader looks at its share of the files.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def are_sums(value: object) -> bool:
 
 
 def fault_of(folder: Path, sums: Sums, names: Iterable[str]) -> str:
-    """Return what is wrong with the first damaged file among some; "" if they are whole."""
+    """Return the fault of the first damaged file among some; "" if they are whole."""
     for name in names:
         file, (size, checksum) = folder / name, sums[name]
         try:
@@ -95,7 +95,7 @@ def fault_of(folder: Path, sums: Sums, names: Iterable[str]) -> str:
 
 
 def make_own(writing: Path, token: str) -> None:
-    """Make the folder that is written into, without what a dead process left there.
+    """Make the folder that is written into, without the files of a dead process.
 
     Raises:
         ShardingError: Another process that lives writes into it.

@@ -1,6 +1,4 @@
-"""ModuleProxy: a module that stands for a model and caches programs by the dependencies of its
-calls.
-"""
+"""ModuleProxy: a module that stands for a model and caches programs by call."""
 
 from __future__ import annotations
 

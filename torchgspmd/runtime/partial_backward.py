@@ -20,8 +20,7 @@ Run = Callable[[list], Sequence[Any]]
 
 
 class PartialBackward:
-    """The pieces of a backward graph. compile: returns a function that runs a graph on a list of
-    inputs.
+    """The pieces of a backward graph. compile: returns the function of a graph.
 
     of_arguments: the outputs that are gradients of arguments.
     """

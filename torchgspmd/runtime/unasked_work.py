@@ -1,6 +1,4 @@
-"""A warning of the first call: operations that run whole, or values that are gathered, and no mark
-asks for it.
-"""
+"""A warning of the first call: replicated or gathered work that no mark asks for."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Writes: values that a program leaves in lists, tables and attributes of arguments, modules and
-others.
+"""Writes: values that a program leaves in containers of arguments, modules and others.
 
     def forward(self, x, cache):
         cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # args[1].keys = output 1

@@ -1,5 +1,4 @@
-"""The types of the rows: the description of a kind of collective, or of another step between
-layouts.
+"""The types of the rows: a kind of collective, or of another step between layouts.
 
 A kind is the target of its nodes. It cannot be called: whoever meets one in a graph asks it for
 `simulate`, `localize` or `lower`.

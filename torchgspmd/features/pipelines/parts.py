@@ -67,9 +67,7 @@ class Transport(Protocol):
         ...
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return a function that waits for it and
-        returns it.
-        """
+        """Begin to receive the next value of a link; return a function that returns it."""
         ...
 
     def finish(self) -> None:

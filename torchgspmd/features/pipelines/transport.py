@@ -36,8 +36,7 @@ class StageTransport:
             self.in_flight.popleft()
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return a function that waits for it and
-        returns it.
+        """Begin to receive the next value of a link; return a function that returns it.
 
         It begins before this piece has sent. Where a group's messages wait for each other, a sent
         value has another group: a received one may depend on it.

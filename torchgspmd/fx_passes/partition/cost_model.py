@@ -239,9 +239,7 @@ class CostModel:
     # ------------------------------------------------------------------- of operations as they are
 
     def exact(self, ops: Collection[Op]) -> float:
-        """Return the work of operations, and the cost of moving their operands and results to all
-        users.
-        """
+        """Return the work of operations, and the cost of moving operands and results."""
         return self.work(ops) + self.traffic(ops)
 
     def work(self, ops: Collection[Op]) -> float:

@@ -10,9 +10,10 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
          is ours
 
 A strategy (see strategies.py) states the layouts that an operation needs of its operands and
-returns as results. An Assignment has one for every operation, a CostModel its price, and searches
-change it. op_search.py changes one operation, message_search.py those next to messages, and
-sum_search.py, body_search.py and solver.py several at once. Round by round, solver.py visits all.
+returns as results. An Assignment has one for every operation, a CostModel its price. Searches
+change the assignment. op_search.py changes one operation, message_search.py those next to
+messages, and sum_search.py, body_search.py and solver.py several at once. Round by round, solver.py
+visits all.
 """
 
 from __future__ import annotations
