@@ -476,6 +476,16 @@ sample(aten.index_select.default, real(7, 2), 0, ints(7, 3))
 sample(aten.searchsorted.Tensor, lambda: torch.linspace(-1, 1, 5), real(4, 7))
 sample(aten.searchsorted.Tensor, lambda: torch.randn(4, 5).sort(-1)[0], real(4, 7), right=True)
 sample(aten.bucketize.Tensor, real(4, 7), lambda: torch.linspace(-1, 1, 5))
+sample(aten.fake_quantize_per_tensor_affine_cachemask.default, real(4, 7), 0.1, 0, -8, 7)
+sample(
+    aten.fake_quantize_per_channel_affine_cachemask.default,
+    real(4, 7),
+    lambda: torch.rand(7) + 0.1,
+    lambda: torch.zeros(7, dtype=torch.int32),
+    1,
+    -8,
+    7,
+)
 sample(aten.histc.default, real(4, 7), 5, -1, 1)
 sample(aten.histc.default, real(9), 3, -1, 1)
 sample(
@@ -675,6 +685,7 @@ sample(aten.index_add.default, real(4, 7, 2), 1, ints(7, 5), real(4, 5, 2))
 sample(aten.index_add.default, real(7, 2), 0, ints(7, 5), real(5, 2), alpha=0.5)
 sample(aten.index_copy.default, real(4, 7, 2), 1, lambda: torch.randperm(7)[:5], real(4, 5, 2))
 sample(aten.index_fill.int_Scalar, real(4, 7), 1, ints(7, 3), 2.0)
+sample(aten.index_reduce.default, real(4, 7, 2), 1, ints(7, 5), real(4, 5, 2), "amax")
 sample(aten.index_fill.int_Tensor, real(4, 7), 1, ints(7, 3), lambda: torch.tensor(2.0))
 sample(
     [aten.index_put.default, aten._unsafe_index_put.default],

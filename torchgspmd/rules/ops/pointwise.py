@@ -160,6 +160,17 @@ def is_float_cast(node: fx.Node) -> bool:
 # A cast of sums, not of their terms: it is not linear. fx_passes/expand/reduce_dtype.py inserts it.
 pointwise(aten.to.dtype)
 
+rule(aten.fake_quantize_per_tensor_affine_cachemask.default, "... -> ..., ...")
+
+
+@rule_for(aten.fake_quantize_per_channel_affine_cachemask.default)
+def _fake_quantize_channels(call: Call) -> FactorRule:
+    x, axis = call.tensors[0], call.dim(3)
+    names = factors("d", x.dim())
+    channels = [names[axis]]  # scale and zero point have one number per channel
+    return call.rule([names, channels, channels], [names, names], dict(zip(names, x.shape)))
+
+
 rule(aten.view_as_real.default, "... -> ... c", replicated="c", linear=[[0]])
 rule(aten.view_as_complex.default, "... c -> ...", replicated="c", linear=[[0]])
 

@@ -143,3 +143,14 @@ def _index_write(call: Call) -> FactorRule | Declined:
     return _rule(
         call, dim, [table, [f"i{dim}"], *sources], sizes={}, whole=[], kind=kind, linear=linear
     )
+
+
+@rule_for(aten.index_reduce.default)
+def _index_reduce(call: Call) -> FactorRule:
+    x, index, source = call.tensors
+    dim = call.dim(1)
+    table = ["v" if d == dim else f"d{d}" for d in range(x.dim())]
+    rows = ["i" if d == dim else f"d{d}" for d in range(x.dim())]
+    sizes = {**dict(zip(table, x.shape)), "i": index.numel()}
+    # An index may write to any row, so the written dimension stays whole.
+    return call.rule([table, ["i"], rows], [table], sizes, replicated="v i")
