@@ -84,8 +84,8 @@ fast: venv  ## tests that start no processes and take no minutes
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x -m "not slow and not distributed" tests
 
 # One environment is installed while the code is checked. Two cases guard each test function, on one mesh of processes; all of them
-# explore, and take an hour: test-all.
-test:  ## the tests that CI runs: 25 minutes on two cores
+# explore, and take more than an hour: nightly. Of files that draw or enumerate fewer guard (EXPLORING in tests/conftest.py).
+test:  ## the tests that CI runs: those that guard, 25 minutes on two cores
 	$(MAKE) -j 2 lint venv-xla
 	$(MAKE) test-core
 	$(MAKE) test-xla
@@ -100,7 +100,9 @@ test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) tests
 
 # A process of its own for the tests of XLA: it has 8 virtual devices, and SPMD cannot be switched off in it. Beside it those of the core
-# tests run that depend on the version of torch, guarded likewise: alone, they leave a core idle where one rank plans. test-oldest runs all.
+# tests run that depend on the version of torch, one case of each: alone, they leave a core idle where one rank plans. Of those on processes
+# these are the ones of what torch wraps, traces, patches and draws; what is sent is the same on all versions. test-oldest runs all.
+VERSIONED := callers_tensors checkpoint dtensors module patches precision recomputed_draws safetensors state train_step values wrapper
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
 	$(MAKE) -j 2 xla-backend xla-versions
 
@@ -108,8 +110,8 @@ xla-backend:
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q -x tests_xla
 
 xla-versions:
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x $(GUARD) --ignore tests/runtime/test_plan_cache.py \
-		$(wildcard tests/capture tests/compat tests/distributed tests/runtime)
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x --one-mesh --cases 1 --ignore tests/runtime/test_plan_cache.py \
+		$(wildcard tests/capture tests/compat tests/runtime) $(VERSIONED:%=tests/distributed/test_%.py)
 
 test-oldest: venv-xla  ## all core tests on torch 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) tests
@@ -162,7 +164,7 @@ test-mixtures:  ## 20 steps of mixtures of features, on processes and on one (.v
 # Sets of features: every pair, then 300 of three to six, which the day draws. Half an hour and twenty minutes on one core.
 DAY ?= $(shell date +%Y%m%d)
 SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
-nightly: venv test-mixtures  ## all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures
+nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --all 2
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --random 300 --seed $(DAY)
