@@ -84,20 +84,31 @@ def save(
         >>> dist.destroy_process_group()
     """
     _LATEST.wait()
-    path, tensors = Path(folder), dict[str, Tensor]()
-    plain = {
-        name: as_plain(each.state_dict(), name, tensors) for name, each in (states or {}).items()
-    }
-    weights, state = _state(model, optimizer)
-    content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
-    content["states"] = tensors
+    path = Path(folder)
+    content, said = content_of(model, optimizer, step, states or {})
     writing = path.with_name(path.name + WRITING)
-    _meet(_failure_of(partial(_prepare, writing)))
-    complete = partial(_complete, path, {"step": step, "states": plain}, keep)
+    meet(failure_of(partial(_prepare, writing)))
+    complete = partial(_complete, path, said, keep)
     if asynchronous:
         return _LATEST.start(content, path, writing, complete)
-    failure = _failure_of(lambda: dcp.save(content, storage_writer=CheckedWriter(writing)))
-    _meet(_not_written(path, failure) if failure else _failure_of(complete))
+    failure = failure_of(lambda: dcp.save(content, storage_writer=CheckedWriter(writing)))
+    meet(_not_written(path, failure) if failure else failure_of(complete))
+
+
+def content_of(
+    model: nn.Module, optimizer: Optimizers, step: int, states: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the tensors of a checkpoint, and the step and states without their tensors."""
+    tensors = dict[str, Tensor]()
+    plain = {name: as_plain(each.state_dict(), name, tensors) for name, each in states.items()}
+    weights, state = _state(model, optimizer)
+    content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
+    return {**content, "states": tensors}, {"step": step, "states": plain}
+
+
+def write_said(folder: Path, said: dict[str, Any]) -> None:
+    """Write the file that makes a folder a checkpoint."""
+    (folder / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
 
 
 def _prepare(writing: Path) -> None:
@@ -114,7 +125,7 @@ def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
     try:
         said = {**said, "files": collect_sums(writing)}
         release(writing, _TOKEN)
-        (writing / FILE).write_text(json.dumps({**said, "checksum": _checksum(said)}))
+        write_said(writing, said)
     except OSError as error:
         raise _not_written(path, error) from error
     if path.exists():
@@ -124,7 +135,7 @@ def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
         shutil.rmtree(old)
     else:
         writing.rename(path)
-    others = [each for each in _checkpoints(path.parent) if _is_of_a_run(each, path)]
+    others = [each for each in checkpoints_in(path.parent) if _is_of_a_run(each, path)]
     for each in others[: len(others) + 1 - keep] if keep else ():
         shutil.rmtree(each)
 
@@ -165,7 +176,7 @@ class _Latest:
         """Wait for the checkpoint that is being written, if there is one, on all ranks."""
         saving, self.saving = self.saving, None
         if saving is not None:
-            _meet(saving.exception())
+            meet(saving.exception())
 
 
 _LATEST = _Latest()
@@ -187,7 +198,7 @@ def _not_written(path: Path, error: BaseException) -> ShardingError:
 
 def _newest_text(folder: Path) -> str:
     """Return a clause about the newest checkpoint in a folder, which need not be whole."""
-    found = _checkpoints(folder)
+    found = checkpoints_in(folder)
     if not found:
         return f"there is no other checkpoint in {folder}"
     return f"the newest checkpoint is {found[-1]}, of step {_read(found[-1] / FILE)['step']}"
@@ -234,7 +245,7 @@ def load(
         for file in sorted(path.glob(f"*/{FILE}")):
             if WRITING not in file.parent.name:
                 _read(file)
-        found = _checkpoints(path)
+        found = checkpoints_in(path)
         if not found:
             raise ShardingError(
                 f"there is no checkpoint at {path}",
@@ -280,11 +291,11 @@ def _set_state(
     set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)
 
 
-def _checkpoints(folder: Path) -> list[Path]:
+def checkpoints_in(folder: Path) -> list[Path]:
     """Return the complete checkpoints in a folder, by their steps."""
     found = dict[Path, int]()
     for file in folder.glob(f"*/{FILE}"):
-        if WRITING not in file.parent.name and (said := _parsed(file)) is not None:
+        if WRITING not in file.parent.name and (said := parsed(file)) is not None:
             found[file.parent] = said["step"]
     return sorted(found, key=lambda each: (found[each], each))
 
@@ -293,12 +304,12 @@ def _fault(path: Path, said: Mapping[str, Any]) -> str:
     """Return the fault of a file of a checkpoint, or ""; each rank reads a share of the files."""
     sums, ranks = said.get("files", {}), dist.get_world_size() if dist.is_initialized() else 1
     fault = fault_of(path, sums, sorted(sums)[_rank() :: ranks])
-    return next(filter(None, _gathered(fault)), "")
+    return next(filter(None, gathered(fault)), "")
 
 
 def _damaged(path: Path, fault: str) -> ShardingError:
     """Return the error for a damaged checkpoint, which names the newest whole one."""
-    others = [each for each in reversed(_checkpoints(path.parent)) if each != path]
+    others = [each for each in reversed(checkpoints_in(path.parent)) if each != path]
     whole = next((each for each in others if not _fault(each, _read(each / FILE))), None)
     return ShardingError(
         fault,
@@ -313,7 +324,7 @@ def _damaged(path: Path, fault: str) -> ShardingError:
 
 def newest_whole(folder: Path) -> Path | None:
     """Return the newest checkpoint in a folder whose files are whole; every rank calls it."""
-    found = reversed(_checkpoints(folder))
+    found = reversed(checkpoints_in(folder))
     return next((each for each in found if not _fault(each, _read(each / FILE))), None)
 
 
@@ -325,7 +336,7 @@ def _is_of_a_run(other: Path, path: Path) -> bool:
 
 def _read(file: Path) -> dict[str, Any]:
     """Return the contents of a file; raise ShardingError if it is no file of save."""
-    said = _parsed(file)
+    said = parsed(file)
     if said is None:
         raise ShardingError(
             f"{file} is no file of gspmd.save",
@@ -336,7 +347,7 @@ def _read(file: Path) -> dict[str, Any]:
     return said
 
 
-def _parsed(file: Path) -> dict[str, Any] | None:
+def parsed(file: Path) -> dict[str, Any] | None:
     """Return the contents of a file: a step, sums, states of which `as_plain` made JSON."""
     try:
         said = json.loads(file.read_text())
@@ -357,7 +368,7 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def _failure_of(function: Callable[[], object]) -> BaseException | None:
+def failure_of(function: Callable[[], object]) -> BaseException | None:
     try:
         function()
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
@@ -365,10 +376,10 @@ def _failure_of(function: Callable[[], object]) -> BaseException | None:
     return None
 
 
-def _meet(failure: BaseException | None) -> None:
+def meet(failure: BaseException | None) -> None:
     """Wait for all ranks. An error of one of them is an error of all: none would wait for it."""
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = _gathered(said)
+    texts = gathered(said)
     if failure is not None:
         raise failure
     for rank, text in enumerate(texts):
@@ -381,10 +392,10 @@ def _meet(failure: BaseException | None) -> None:
             )
 
 
-def _gathered(value: str | None) -> list[Any]:
-    """Return the texts of all ranks."""
+def gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return the values of all ranks."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values

@@ -1,0 +1,160 @@
+"""Copies of a run in the memory of its hosts: every shard on its own host and on the next one.
+
+    /dev/shm/torchgspmd-<user>-<run>/<start>/step-40/    the files of a checkpoint, of this host's
+                                                         ranks and of their neighbors'
+
+A neighbor of a rank is the rank as many positions before it as a host has ranks. After the loss of
+a host all files are still somewhere; hosts send one another those that they lack. A folder becomes
+a copy by one rename, so a process that dies meanwhile leaves the copy before.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from .checkpoint import (
+    FILE,
+    WRITING,
+    Optimizers,
+    checkpoints_in,
+    content_of,
+    failure_of,
+    gathered,
+    load,
+    meet,
+    parsed,
+    write_said,
+)
+from .checkpoint_files import METADATA, CheckedWriter, collect_sums, fault_of
+
+KEPT = 2  # copies that a host holds: one is whole while the next one is written
+
+
+class PeerCopies:
+    """The copies of one run on this host. Every rank makes one, in the same order.
+
+    root: a folder in memory that the ranks of a host share, and no others.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.rank, self.ranks = root, dist.get_rank(), dist.get_world_size()
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
+        self.leads = self.rank % self.local_ranks == 0  # of the ranks of this host
+        self.group: Any = dist.new_group(backend="gloo")
+        root.mkdir(parents=True, exist_ok=True)
+
+    def save(self, model: nn.Module, optimizer: Optimizers, step: int, states: Any) -> None:
+        """Copy the run to memory, and the files of this rank to the next host."""
+        content, said = content_of(model, optimizer, step, states or {})
+        path = self.root / f"step-{step}"
+        writing = path.with_name(path.name + WRITING)
+        meet(failure_of(lambda: self._clear(writing)))
+        writer = CheckedWriter(writing)
+        failure = failure_of(
+            lambda: dcp.save(content, storage_writer=writer, process_group=self.group)
+        )
+        meet(failure)
+        meet(failure_of(lambda: self._exchange(writing)))
+        meet(failure_of(lambda: self._complete(writing, path, said)))
+
+    def _clear(self, writing: Path) -> None:
+        if self.leads:
+            shutil.rmtree(writing, ignore_errors=True)
+            writing.mkdir(parents=True)
+
+    def _exchange(self, writing: Path) -> None:
+        """Send the files of this rank to the host of its neighbor, the metadata to all hosts."""
+        if self.ranks == self.local_ranks:
+            return
+        own = {file.name: file.read_bytes() for file in writing.glob(f"__{self.rank}_*")}
+        metadata: list[Any] = [(writing / METADATA).read_bytes() if self.rank == 0 else None]
+        dist.broadcast_object_list(metadata, src=0, group=self.group)
+        received = self._from_neighbor(own)
+        if self.leads:
+            received[METADATA] = metadata[0]
+        for name, data in received.items():
+            (writing / name).write_bytes(data)
+
+    def _from_neighbor(self, own: dict[str, bytes]) -> dict[str, bytes]:
+        """Return the files of the rank before this one that is on another host."""
+        to = (self.rank + self.local_ranks) % self.ranks
+        source = (self.rank - self.local_ranks) % self.ranks
+        sizes: list[Any] = gathered({name: len(data) for name, data in own.items()}, self.group)
+        files = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes[source].items()}
+        works = [
+            dist.isend(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=self.group)
+            for data in own.values()
+            if data
+        ]
+        works += [
+            dist.irecv(buffer, source, group=self.group)
+            for buffer in files.values()
+            if buffer.numel()
+        ]
+        for work in works:
+            if work is not None:
+                work.wait()
+        return {name: buffer.numpy().tobytes() for name, buffer in files.items()}
+
+    def _complete(self, writing: Path, path: Path, said: dict[str, Any]) -> None:
+        """Make a copy of the folder; the first rank of each host does it."""
+        mine = collect_sums(writing) if self.leads else {}
+        sums = {name: each for part in gathered(mine, self.group) for name, each in part.items()}
+        if not self.leads:
+            return
+        write_said(writing, {**said, "files": sums})
+        shutil.rmtree(path, ignore_errors=True)
+        writing.rename(path)
+        for old in checkpoints_in(self.root)[:-KEPT]:
+            shutil.rmtree(old)
+
+    def newest(self) -> int:
+        """Return the newest step of which hosts hold all files; -1 if there is none."""
+        mine: dict[int, list[str]] = {}
+        wanted: dict[int, list[str]] = {}
+        for path in checkpoints_in(self.root) if self.leads else ():
+            said = parsed(path / FILE)
+            if said is not None:
+                whole = [n for n in said["files"] if not fault_of(path, said["files"], [n])]
+                mine[said["step"]], wanted[said["step"]] = whole, [*said["files"]]
+        self.held: list[dict[int, list[str]]] = gathered(mine, self.group)
+        files = {
+            step: names for each in gathered(wanted, self.group) for step, names in each.items()
+        }
+        complete = [
+            step
+            for step, names in files.items()
+            if {*names} <= {name for each in self.held for name in each.get(step, ())}
+        ]
+        return max(complete, default=-1)
+
+    def load(self, step: int, model: nn.Module, optimizer: Optimizers, states: Any) -> None:
+        """Load the copy of a step; hosts first send one another the files that they lack."""
+        path = self.root / f"step-{step}"
+        names = sorted({name for each in self.held for name in each.get(step, ())})
+        for name in [*names, FILE]:
+            holders = [
+                r
+                for r, each in enumerate(self.held)
+                if name in (*each.get(step, ()), *[FILE] * (step in each))
+            ]
+            lacks = self.leads and self.rank not in holders
+            if not any(gathered(lacks, self.group)):
+                continue
+            data: list[Any] = [None]
+            if self.rank == holders[0]:
+                data = [(path / name).read_bytes()]
+            dist.broadcast_object_list(data, src=holders[0], group=self.group)
+            if lacks:
+                path.mkdir(parents=True, exist_ok=True)
+                (path / name).write_bytes(data[0])
+        dist.barrier(group=self.group)
+        load(path, model, optimizer, states=states)

@@ -1,0 +1,293 @@
+"""elastic: a training function that goes on after the loss of a process or a host.
+
+torch's elastic agent starts the processes, as forks, and starts them anew when one dies or a host
+comes or goes. Each start runs the function from its first line; `job.steps` goes on behind the last
+step of which there is a copy in the memory of the hosts (runtime/peer_copies.py), or a checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import getpass
+import logging
+import os
+import shutil
+import signal
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from ..errors import RankError, ShardingError, user_line
+from ..runtime.checkpoint import FILE, Optimizers, load, newest_whole, parsed, save
+from ..runtime.peer_copies import PeerCopies
+
+COPIES = "TORCHGSPMD_COPIES"  # the variable with the folder of copies in memory of this host
+# A store of the agent would still have the addresses of the processes of the start before.
+_NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
+_RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a training function, as a process of it sees it.
+
+    Args:
+        rank: The number of this process.
+        processes: How many processes there are in this start.
+        starts: How often the processes of this host have been started before.
+        folder: The folder of checkpoints.
+        every: Steps from one checkpoint to the next.
+        copies: Steps from one copy in memory to the next.
+        keep: Checkpoints that stay.
+
+    Example:
+        >>> Job(0, 4, 0, Path("run"), 1000, 10, 2).processes
+        4
+    """
+
+    rank: int
+    processes: int
+    starts: int
+    folder: Path
+    every: int
+    copies: int
+    keep: int
+
+    def steps(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers = None,
+        *,
+        total: int,
+        states: Mapping[str, Any] | None = None,
+    ) -> Iterator[int]:
+        """Yield the numbers of the steps that are still to be done, and save behind them.
+
+        The first call loads the newest copy or checkpoint: model, optimizer, states, and the
+        generator of random numbers.
+
+        Args:
+            model: The module of parallelize.
+            optimizer: Its optimizer, or all of them.
+            total: The number of steps in all.
+            states: Objects with state_dict and load_state_dict, by name.
+
+        Yields:
+            The number of the step, from 0.
+
+        Example:
+            >>> def train(job):
+            ...     model = gspmd.parallelize(torch.nn.Linear(4, 1), Mesh(data=job.processes))
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ...     for step in job.steps(model, optimizer, total=2):
+            ...         model(torch.ones(4, 4)).sum().backward()
+            ...         optimizer.step()
+            ...     return step
+        """
+        copies = PeerCopies(_root())
+        step = self._restore(copies, model, optimizer, states)
+        while step < total:
+            yield step
+            step += 1
+            if step % self.every == 0 or step == total:
+                save(
+                    self.folder / f"step-{step}",
+                    model,
+                    optimizer,
+                    step=step,
+                    states=states,
+                    keep=self.keep,
+                )
+            elif step % self.copies == 0:
+                copies.save(model, optimizer, step, states)
+
+    def _restore(
+        self, copies: PeerCopies, model: nn.Module, optimizer: Optimizers, states: Any
+    ) -> int:
+        """Load the newest copy or checkpoint, and return the number of steps behind it."""
+        path = newest_whole(self.folder)
+        said = None if path is None else parsed(path / FILE)
+        on_disk, in_memory = -1 if said is None else said["step"], copies.newest()
+        if in_memory > on_disk:
+            copies.load(in_memory, model, optimizer, states)
+            self._tell(f"goes on behind step {in_memory}, from copies in memory")
+            return in_memory
+        if path is not None:
+            load(path, model, optimizer, states=states)
+            self._tell(f"goes on behind step {on_disk}, from {path}")
+        return max(on_disk, 0)
+
+    def _tell(self, text: str) -> None:
+        if self.rank == 0:
+            print(f"torchgspmd: the job {text}, on {self.processes} processes", flush=True)
+
+
+def elastic(
+    fn: Callable[..., object],
+    processes: int,
+    *args: object,
+    folder: str | Path,
+    every: int = 1000,
+    copies: int = 10,
+    keep: int = 2,
+    hosts: int | tuple[int, int] = 1,
+    endpoint: str = "localhost:0",
+    name: str = "",
+    restarts: int = 100,
+    backend: str = "auto",
+    threads: int = 1,
+) -> list[object]:
+    """Run a training function on processes that are started anew when one of them is lost.
+
+    Call it once on each host, in a process that uses no GPU and no process group yet. Where
+    torchrun has started the process, it runs the function as one of torchrun's.
+
+    Args:
+        fn: The function. It gets a Job and `args`, builds model and optimizer for
+            `job.processes` devices, and trains in `for step in job.steps(model, optimizer, ...)`.
+        processes: Processes of this host.
+        args: Further arguments of the function.
+        folder: The folder of checkpoints, on a file system that all hosts see.
+        every: Steps from one checkpoint to the next.
+        copies: Steps from one copy in the memory of the hosts to the next. Each shard is on its
+            own host and on the next one, so that the loss of one host costs no read of the disk.
+        keep: Checkpoints that stay.
+        hosts: The number of hosts, or the least and the most: then a job goes on with fewer hosts,
+            and takes in those that come.
+        endpoint: host:port of the first host, which must not be lost. One host needs none.
+        name: Of the job, equal on all hosts.
+        restarts: How often processes are started anew before the error is raised.
+        backend: Of the process group. "auto": "nccl" where there are GPUs, else "gloo".
+        threads: Threads of each process for operations on the CPU.
+
+    Returns:
+        The results of the processes of this host.
+
+    Raises:
+        RankError: Processes have failed more often than `restarts`.
+        ShardingError: This process has a process group already.
+
+    Example:
+        >>> def train(job, steps):
+        ...     model = gspmd.parallelize(torch.nn.Linear(4, 1), Mesh(data=job.processes))
+        ...     for step in job.steps(model, total=steps):
+        ...         model(torch.ones(4, 4))
+        ...     return step
+        >>> import tempfile
+        >>> gspmd.elastic(train, 2, 3, folder=tempfile.mkdtemp())
+        [2, 2]
+    """
+    if dist.is_initialized():
+        raise ShardingError(
+            "elastic is called in a process that has a process group",
+            where=user_line(),
+            fix="call it first: it starts the processes and makes their groups",
+        )
+    worker = _Worker(fn, args, Path(folder), every, copies, keep, backend, threads)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return [worker.run()]
+    least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
+    name = name or uuid.uuid4().hex[:8]
+    root = _memory() / f"torchgspmd-{getpass.getuser()}-{name}" / str(os.getpid())
+    config = LaunchConfig(
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=processes,
+        run_id=name,
+        rdzv_backend="c10d",
+        rdzv_endpoint=endpoint,
+        rdzv_configs=dict(_RENDEZVOUS),
+        max_restarts=restarts,
+        start_method="fork",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    for quiet in ("torch.distributed.elastic", "torch.multiprocessing"):
+        logging.getLogger(quiet).setLevel(logging.CRITICAL)
+    changed = {COPIES: str(root), _NO_SHARED_STORE: "1"}
+    before = {key: os.environ.get(key) for key in changed}
+    os.environ.update(changed)
+    try:
+        found = elastic_launch(config, worker.run)()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise RankError(
+            f"rank {rank} has failed, after {restarts} starts anew: {failure.message}",
+            where=user_line(),
+            fix="the error of that rank; restarts= is the number of starts",
+        ) from None
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            root.parent.rmdir()  # unless another host of the job is on this machine
+        for key, value in before.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+    return [found[rank] for rank in sorted(found)]
+
+
+@dataclass(frozen=True)
+class _Worker:
+    """One process of a job: its process group around the function."""
+
+    fn: Callable[..., object]
+    args: tuple
+    folder: Path
+    every: int
+    copies: int
+    keep: int
+    backend: str
+    threads: int
+
+    def run(self) -> object:
+        """Run the function."""
+        ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGKILL))  # no process outlives its agent
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's: the others start anew
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to answer
+        torch.set_num_threads(self.threads)
+        backend = self.backend
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        if backend == "auto":
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend)
+        job = Job(
+            rank=dist.get_rank(),
+            processes=dist.get_world_size(),
+            starts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
+            folder=self.folder,
+            every=self.every,
+            copies=self.copies,
+            keep=self.keep,
+        )
+        result = self.fn(job, *self.args)
+        dist.barrier()
+        dist.destroy_process_group()
+        return result
+
+
+def _memory() -> Path:
+    """Return a folder in memory; where there is none, one for temporary files."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK) else Path(os.environ.get("TMPDIR", "/tmp"))
+
+
+def _root() -> Path:
+    """Return the folder of copies of this host: the agent's, or by torchrun's name."""
+    if COPIES in os.environ:
+        return Path(os.environ[COPIES])
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return _memory() / f"torchgspmd-{getpass.getuser()}-{name}" / str(os.getppid())
