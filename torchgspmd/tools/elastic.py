@@ -194,6 +194,10 @@ def elastic(
             where=user_line(),
             fix="call it first: it starts the processes and makes their groups",
         )
+    for option, value in {"processes": processes, "every": every, "copies": copies}.items():
+        if value < 1:
+            what = f"elastic gets {value} processes" if option == "processes" else None
+            raise ShardingError(what or f"{option} is {value}", where=user_line(), fix="1 or more")
     worker = _Worker(fn, args, Path(folder), every, copies, keep, backend, threads)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [worker.run()]
@@ -256,7 +260,7 @@ class _Worker:
         """Run the function."""
         ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGKILL))  # no process outlives its agent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's: the others start anew
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's to answer
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the agent has one
         torch.set_num_threads(self.threads)
         backend = self.backend
         if torch.cuda.is_available():
