@@ -61,11 +61,14 @@ class Peers:
         self._strangers: list[_Link] = []  # accepted, without a greeting so far
         self._numbers, self._seen = itertools.count(), set[tuple[int, int]]()
         index, n = processes.index(rank), len(processes)
+        # At distances of powers of two, news reaches all ranks in log2(n) steps, with few
+        # connections.
         steps = {1 << k for k in range(n.bit_length()) if 1 << k < n}
         near = [i for i in range(n) if steps & {(i - index) % n, (index - i) % n}]
         self._unconnected = {processes[i] for i in near if i > index}
         self._expected, self._until = len(near), time.monotonic() + _PATIENCE
         self._beside = {processes[(index + 1) % n], processes[index - 1]}
+        # Anyone may connect to the port; only a rank can read the token in the store.
         self._token = secrets.token_hex(16)
         self._listener = socket.create_server((_bound_to(store), 0))
         self._listener.setblocking(False)
@@ -90,6 +93,7 @@ class Peers:
         with contextlib.suppress(BlockingIOError):
             while True:
                 self._strangers.append(self._watched(_Link(self._listener.accept()[0])))
+        # Only the rank with the lower index connects, so that a pair has one connection.
         if self._unconnected and not self.is_complete:
             self._connect()
         for link in [*self._strangers, *self._links.values()]:
@@ -174,6 +178,7 @@ class Peers:
 
     def _take(self, link: _Link, message: Message) -> None:
         """Handle a message, and pass it on if it is for all."""
+        # Before it has said hello a connection may be of anyone.
         if link.rank < 0:
             if message["kind"] != "hello" or message["token"] != self._token:
                 raise ValueError
@@ -185,6 +190,7 @@ class Peers:
             self.hosts[link.rank] = str(message["host"])
         elif (number := message.get("id")) is None:
             self._handle(message | {"rank": link.rank})
+        # News comes by several ways; each rank passes it on once.
         elif (key := (int(number[0]), int(number[1]))) not in self._seen:
             self._seen.add(key)
             self._send(_line(message), besides=link)
@@ -205,6 +211,7 @@ class _Link:
     def send(self, line: bytes, may_drop: bool = False) -> None:
         """Send a line; the rest that does not fit into the kernel's memory follows later."""
         with self._lock:
+            # The next mark replaces this one, so a slow neighbor must not delay the step.
             if self._unsent and may_drop:
                 return
             rest = self._unsent + line
@@ -227,6 +234,7 @@ class _Link:
             except OSError:
                 data = b""
             self._received += data
+            # A line without an end would fill the memory.
             is_open = bool(data) and len(self._received) <= _MAX_LINE
         *lines, self._received = self._received.split(b"\n")
         return lines, is_open

@@ -60,6 +60,7 @@ class RankCheck:
         """Send the number and `term`, this rank's term of a sum over all ranks that `fits`."""
         row = [self.number, *(words(self.values) if self.values else [0] * WORDS)]
         self.term = term
+        # Between few ranks one exchange is faster than a reduction, and it can carry a small sum.
         if term is not None or self.compares and self.groups.mesh.size <= FEW_RANKS:
             self._exchange(row, term)
         elif self.compares:
@@ -81,6 +82,8 @@ class RankCheck:
 
     def _reduce(self, row: list[int]) -> None:
         """Reduce the words to the largest of all ranks, and to the smallest."""
+        # A largest and a smallest that are equal say that all are: one all_reduce at any number of
+        # ranks.
         own = [*row[:-FLOATS], *map(_ordered, row[-FLOATS:])]
         largest = torch.tensor([*own, *(~word for word in own)], device=self.groups.checked_on)
 
@@ -97,6 +100,7 @@ class RankCheck:
     def check(self) -> None:
         """Wait for the numbers of all ranks and compare them."""
         if self.work is not None:
+            # A plain wait would hang if another rank has died.
             self.groups.watcher.run(self.work.wait)
         self.finish()
 
@@ -105,6 +109,7 @@ class RankCheck:
         if any(row != first for row in others):
             if any(row[0] != first[0] for row in others):
                 self.on_difference()
+            # Other programs are an error before other values: these may follow from those.
             elif any(words_differ(row[1:], first[1:]) for row in others):
                 self.on_other_values()
 
@@ -140,6 +145,7 @@ def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
         return [mine] * groups.mesh.size
     body = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
     count = torch.tensor([len(body)], device=groups.checked_on)
+    # all_gather needs equal sizes, so the lengths go first.
     counts = [torch.empty_like(count) for _ in range(groups.mesh.size)]
     groups.watcher.run(dist.all_gather, counts, count, group=groups.checks)
     sizes = [int(each) for each in counts]
@@ -169,6 +175,7 @@ def _fingerprint(tensor: Tensor) -> Checksum:
     if not (values.is_floating_point() or values.is_complex()):
         return zlib.crc32(values.numpy().tobytes())
     values = as_doubles(as_real(values).flatten())
+    # Irregular weights: a norm alone would not see elements that have changed places.
     weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
     norm = values.norm().item()
     return norm, (weights @ values).item() / (norm or 1.0)
@@ -179,6 +186,7 @@ def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, rank
 
     It must not delay the comparison.
     """
+    # A copy from the device would make the comparison wait for its computation.
     same_device = groups.checked_on.type == groups.device_type
     return (
         same_device

@@ -61,15 +61,18 @@ class Watcher:
         self._is_closed = self._has_given_up = False
         self._peers: Peers | None = None
         if len(self.processes) > 1 and not is_missing(_get_default_store):
+            # A clone has a connection of its own: the thread may not share that of the main thread.
             store = _get_default_store().clone()
             key = f"torchgspmd.peers.{zlib.crc32(str(self.processes).encode())}."
             self._peers = Peers(key, self.processes, self.rank, store, self._handle)
             self._stragglers = Stragglers(self.rank, self.processes)
             TERMINATION.hold(self)
             self._peers.listen_to(TERMINATION.file)
+            # A daemon: a process whose main thread ends must not stay for its watcher.
             self._thread = threading.Thread(target=self._watch, daemon=True)
             self._thread.start()
             atexit.register(self._close)
+            # Processes of multiprocessing end by os._exit, which runs no atexit.
             multiprocessing.util.Finalize(None, self._close, exitpriority=100)
 
     def watch(self, function: object) -> str:
@@ -103,6 +106,7 @@ class Watcher:
             try:
                 peers.turn(TICK if peers.is_complete else TICK / 10)
                 TERMINATION.decide(self.has_failed)
+                # A new process group is another job: this thread tells its end and closes.
                 if dist.group.WORLD is self.world:
                     self._look(peers)
                 else:
@@ -135,6 +139,7 @@ class Watcher:
 
     def _judge_left(self) -> None:
         """End the waits for a rank that has left before a step that this one has begun."""
+        # A copy, since another thread may add one.
         for fate in [*self.fates.values()]:
             if fate.kind == "left" and fate.status.step < self.step:
                 self._fail(fate)
@@ -241,6 +246,7 @@ class Watcher:
         text = str(error)
         if not isinstance(error, RuntimeError) or self._peers is None:
             return
+        # gloo's errors are plain RuntimeErrors, known by their text alone.
         if not isinstance(error, dist.DistError) and "gloo/" not in text:
             return
         status, what = self.places.status_of_error(self.now(), self.program, error), ""
@@ -250,6 +256,7 @@ class Watcher:
             self._blame_late(status)
         else:
             with self._news:
+                # A broken connection is seen before the news of who has died.
                 self._news.wait_for(lambda: bool(self.fates), VERDICT)
                 self._news.wait_for(lambda: self.has_failed, RAISE)
         error_of_ranks = self.failure(status, what)
@@ -266,6 +273,7 @@ class Watcher:
         """Return the error that names the ranks that have failed. status: of this rank."""
         if status is None:
             status, _ = self.places.status(self.now(), self.program)
+        # Several ranks often die together: one error shall name all of them.
         time.sleep(max(0.0, self._failed_at + SETTLE - time.monotonic()))
         return failure(self.rank, status, self.fates.values(), what)
 
@@ -313,6 +321,7 @@ class Watcher:
         if self._peers is not None:
             self._peers.wake()
             if threading.current_thread() is not self._thread:
+                # Not for ever: the thread may wait for the lock that this one has.
                 self._thread.join(1.0)
             self._peers.close()
 

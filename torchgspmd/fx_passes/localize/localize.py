@@ -61,7 +61,10 @@ class _Localizer:
 
     def run(self) -> fx.Graph:
         self.coordinates = {
-            name: self.graph.placeholder(f"coordinate_{name}") for name in self.mesh.names
+            # Coordinates are inputs, not numbers, so that all ranks have one text and may compare
+            # it.
+            name: self.graph.placeholder(f"coordinate_{name}")
+            for name in self.mesh.names
         }
         for node in self.source.nodes:
             if node.op == "output":
@@ -71,6 +74,7 @@ class _Localizer:
             if (size := self._size_of_shards(node)) is not None:
                 self.new[node] = size
                 continue
+            # Numbers are the same on all devices: they need no layout.
             if node.op in ("placeholder", "get_attr") or is_number(node) and not is_operation(node):
                 local = copy_node(self.graph, node, self.new.get)
             elif node.target is operator.getitem:
@@ -87,6 +91,7 @@ class _Localizer:
                     StepEmitter(self, node), self.new[node.args[0]], *node.args[1:]
                 )
             elif "mark" in node.meta:
+                # The partitioner has turned a mark into steps: here it is the identity.
                 local = self.new[operands_of(node)[0]]
             else:
                 local = self._operation(node)
@@ -98,6 +103,7 @@ class _Localizer:
                         node.meta["val"].shape, self.mesh
                     )
                     local.meta |= {"shape": self.shapes[local], "spec": node.meta["spec"]}
+            # The operation computes in another dtype (reduce_dtype) than its users expect.
             if "computed" in node.meta:
                 self.new[node] = self._cast(local, node)
         infer_shapes(self.graph)
@@ -159,6 +165,7 @@ class _Localizer:
 
     def index(self, axes: Axes) -> fx.Node:
         """Return the node of the device's position along `axes`, computed once after the inputs."""
+        # At the top of the graph, so that every later operation may read it.
         if axes not in self.indices:
             node = self._axis_index(axes[0])
             for axis in axes[1:]:
@@ -201,6 +208,7 @@ class _Localizer:
             (node.args, dict(node.kwargs)),
             lambda n: self.new[n] if is_number(n) else next(remaining),
         )
+        # Rows that were moved before lie in windows, so the call itself has other arguments.
         moved = rule.moves and any(spec.windows for spec in node.meta["result_specs"])
         if rule.local.emit is not None and (
             moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
@@ -239,6 +247,7 @@ class _Localizer:
             if axes and (operand, d) not in rule.halo and fill is not None:
                 if isinstance(size := shape[d], OpenSize):
                     local = self._mask(local, d, axes, self.rows(size, (), node), fill, node)
+                # Where the devices divide the size there is no padding.
                 elif size % self.mesh.count(axes):
                     local = self._mask(local, d, axes, size, fill, node)
         return local
@@ -247,6 +256,7 @@ class _Localizer:
         self, local: fx.Node, dim: int, axes: Axes, size: Any, fill: float, node: fx.Node
     ) -> fx.Node:
         """Overwrite the padding of a value, once for all its readers of one phase."""
+        # The phase is in the key: a mask of the forward would be saved for the backward.
         key = (local, dim, axes, fill, node.meta.get("backward", False))
         if key not in self.masked:
             masked = self.graph.call_function(

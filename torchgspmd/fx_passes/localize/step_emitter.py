@@ -55,6 +55,8 @@ class StepEmitter:
         have = self.node.args[0].meta["spec"].dims
         for d, size in enumerate(planned_shape(self.node)):
             if isinstance(size, OpenSize):
+                # A whole dimension has its size in the shard; a sharded one needs the size from
+                # outside.
                 is_sharded = have[d] or self.node.meta["spec"].dims[d]
                 sizes[d] = (
                     self.localizer.rows(size, (), self.node)
@@ -92,6 +94,7 @@ class StepEmitter:
         specs, metas = [before, after], [self.localizer.local_meta(self.node)]
         spec: ShardSpec = self.node.meta["spec"]
         metas[0]["shape"] = spec.local_shape(self.shape, self.localizer.mesh)
+        # From the last dimension on, so that the numbers of the others stay.
         for d in sorted(groups, reverse=True):
             size = planned_shape(self.node)[d]
             assert isinstance(size, OpenSize), "groups are of sizes of a run"
@@ -140,6 +143,8 @@ class StepEmitter:
         if is_open:
             local = spec.local_shape(self.shape, self.localizer.mesh)
             trimmed.meta = self.localizer.local_meta(self.node) | {"shape": local, "step": None}
+        # aten.native_layer_norm_backward returns wrong gradients for operands that are not
+        # contiguous.
         return self.call(aten.contiguous.default, trimmed)
 
 

@@ -40,6 +40,7 @@ _OVER_FIRST = (
     aten.index_add.default,
     aten.masked_fill.Scalar,
 )
+# The result of these may lie in either operand.
 _COMMUTE = (aten.add.Tensor, aten.mul.Tensor)
 _VIEWS = (
     aten.reshape.default,
@@ -120,6 +121,7 @@ class _Memory:
         self.buffers: dict[fx.Node, frozenset[fx.Node]] = {}
         self.last_read: dict[fx.Node, int] = {}
         self.reused: dict[fx.Node, fx.Node] = {}  # result written over an operand -> its buffer
+        # Two getitem nodes of one result lie in one buffer.
         results: dict[tuple, fx.Node] = {}  # arguments of getitem -> first such node
         for at, node in enumerate(graph.nodes):
             read = frozenset().union(*(self.buffers[x] for x in node.all_input_nodes))
@@ -135,6 +137,7 @@ class _Memory:
         The program has allocated the buffer, or changes the input that lies in it by this node. The
         other operands must not lie in the buffer.
         """
+        # Other memory is the caller's: writing to it would change tensors outside of the program.
         base, at = _base_of(value), self.position[node]
         if (
             base not in self.reused
@@ -143,6 +146,7 @@ class _Memory:
         ):
             return False
         buffer, read = self._buffer_of(base), []
+        # Of x + x.T the second operand would change while it is read.
         fx.map_arg(others, read.append)
         return self.last_read[buffer] == at and all(
             buffer not in map(self._current, self.buffers[x]) for x in read
@@ -172,6 +176,7 @@ def _chain(x: fx.Node, value: fx.Node) -> set[fx.Node]:
         operands = [operand for operand, _ in _candidate_operands(value)]
         if x in operands:
             return chain
+        # A second reader would see the new value in place of the old one.
         value = next((o for o in operands if len(o.users) == 1), x)
         chain.add(value)
     return set()
@@ -217,6 +222,7 @@ def _candidate_operands(node: fx.Node) -> Iterator[tuple[fx.Node, tuple]]:
 
 def _same_type(node: fx.Node, operand: fx.Node) -> bool:
     """Return True if both nodes have the same shape and dtype on every run."""
+    # A size that only a run knows may differ from the operand's in a later run.
     types = [
         (tuple(x.meta["shape"]), x.meta["dtype"])
         if x.meta.get("shape") is not None and not x.meta.get("dynamic")
@@ -244,6 +250,8 @@ def _alike(graph: fx.Graph) -> list[list[fx.Node]]:
                 groups.append([])
             groups[-1].append(node)
             results.update(node.users)
+        # One call stands at the last of a group: a reader in between, or a wait, would come too
+        # late.
         elif node.target is c10d.wait_tensor.default or results & {*node.all_input_nodes}:
             key = None
     return groups

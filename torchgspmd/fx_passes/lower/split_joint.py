@@ -22,6 +22,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
     outputs, grads = returned[: len(returned) - gradients], returned[len(returned) - gradients :]
     backward_nodes = set(cotangents)
     for node in graph.nodes:
+        # A recomputed node depends on no cotangent; its mark says where it belongs.
         if node.op == "call_function" and (
             node.meta.get("backward") or any(n in backward_nodes for n in node.all_input_nodes)
         ):
@@ -44,6 +45,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
         in_backward[value] = backward.placeholder(value.name)
         in_backward[value].meta = dict(value.meta)
     for node in graph.nodes:
+        # A constant is not saved: each half reads it.
         if node.op == "get_attr" and any(user in backward_nodes for user in node.users):
             in_backward[node] = copy_node(backward, node)
         elif node in backward_nodes and node not in cotangents:

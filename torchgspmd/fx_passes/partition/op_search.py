@@ -41,11 +41,13 @@ class OpSearch:
         forced: axes, and the only factor that they may shard (None: no factor).
         """
         ops = self.assignment.ops
+        # Rows that an operand only moves need no halo of their own, so the choice depends on it.
         moved = (
             tuple(ops[v].key for v in op.operands if v in ops and ops[v].rule.moves)
             if op.rule.halo
             else ()
         )
+        # All that decides is in the key: equal layers share one search.
         key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
         if key not in self.memory.choices:
             candidates = self.strategies.candidates(

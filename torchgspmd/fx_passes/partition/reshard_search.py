@@ -65,6 +65,7 @@ class ReshardSearch:
         free = tuple(
             a for a in self.mesh.names if a not in self.after.sharding_axes + self.after.pending
         )
+        # A gather along free axes lets replicas send different parts in place of the same.
         for d, axes in enumerate(self.after.dims):
             for more in dict.fromkeys([free, *((a,) for a in free)] if free else ()):
                 if self.nests(d, axes, axes + more):
@@ -79,6 +80,7 @@ class ReshardSearch:
                     return (move,)  # no path sends less
         direct = self._direct(before)
         bound = sum(step_cost(step, self.constants) for step in direct)
+        # Most reshards end here: the queue is for the few that one collective cannot do.
         return direct if bound <= least else self._search(before, direct, bound)
 
     def alternatives(self, before: ShardSpec) -> Iterator[tuple[Step, ...]]:
@@ -102,6 +104,7 @@ class ReshardSearch:
                 continue
             if spec == self.after:
                 return steps
+            # On meshes of many axes the layouts between two others grow exponentially.
             if self.states >= self.constants.max_layouts:
                 self.limited = True
                 break
@@ -112,10 +115,12 @@ class ReshardSearch:
                 if (
                     move.spec in seen
                     or total >= bound
+                    # The bound is admissible, so no cheaper path is lost.
                     or total + self.remaining_cost(move.spec) >= bound
                 ):
                     continue
                 left, count = self._usual_cost(move.spec)
+                # Rounded: sums in another order differ in their last bits, and ranks have to agree.
                 rank = round(total + left, 3), len(steps) + 1 + count
                 if move.spec not in best or rank < best[move.spec]:
                     best[move.spec] = rank
@@ -123,6 +128,8 @@ class ReshardSearch:
                         least, arrived = total, (*steps, move)
                         if least <= lowest + NEARLY_EQUAL:
                             return arrived
+                        # Paths of nearly the same cost stay, of which the one with fewest steps
+                        # wins.
                         bound = min(bound, least + NEARLY_EQUAL)
                     is_reduced = move.spec.pending == self.after.pending
                     path = (*steps, move)

@@ -126,6 +126,7 @@ class Solver:
         self._require_outputs()
         saved = changed and priced.exact(ops) < cost
         at.window_costs.clear()
+        # Fewer messages are no reason to send much more.
         if not saved or by_bytes.traffic(ops) > sent * (1 + self.constants.message_share):
             at.restore(before)
             self.op_search.costs = by_bytes
@@ -172,6 +173,7 @@ class Solver:
                 op.results[0], False
             ):
                 continue
+            # A mark on a value costs a reshard to it and one from it, if no user wants its layout.
             strategy, cost = at.strategy_of[op.node], self.costs.exact([op])
             unmarked = at.layout_of[op.operands[0]]
             at.assign(op, Strategy((), (unmarked,), (unmarked,), 0.0))
@@ -183,6 +185,7 @@ class Solver:
     def _run_phase(self, pending_bonus: float, rounds: int) -> None:
         """Search with another bonus for pending sums; regions change in so many rounds."""
         self.op_search.costs = replace(self.costs, pending_bonus=pending_bonus)
+        # Costs differ from those of the last phase, so each choice may change.
         self.assignment.worklist.update(self.assignment.ops)
         self.assignment.new_version()
         self._run_sweeps()

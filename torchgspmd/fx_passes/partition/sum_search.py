@@ -41,6 +41,7 @@ class SumSearch(RegionProposals):
         whole = [piece for piece in pieces(at.mesh) if at.mesh.count(piece) > 1]
         open_axes = [axes for axes in whole if not all(a in now for a in axes)]
         kinds = [(axes, True) for axes in open_axes]
+        # None pending is worth a try only where one is.
         kinds += [(axes, False) for axes in open_axes if inside.intersection(axes)]
         return any(
             [
@@ -105,6 +106,7 @@ class SumSearch(RegionProposals):
     def _reduce_at_origin(self, value: fx.Node, axis: str) -> bool:
         """Reduce a pending sum where it is computed if that costs less; return whether."""
         at, (ops, reductions) = self.assignment, self._pending_users(value, axis)
+        # One reduction cannot be shared.
         if reductions < 2:
             return False
         before, cost = [at.strategy_of[op.node] for op in ops], self.op_search.costs.exact(ops)
@@ -115,6 +117,7 @@ class SumSearch(RegionProposals):
                 for t in self.strategies.options(op, neighborhood).get(axis, ())
                 if not isinstance(t, int)
             )
+            # The axis may shard a factor of these operations, but leave no sum behind.
             candidates = self.strategies.candidates(op, neighborhood, {axis: targets or (None,)})
             if not candidates:
                 break

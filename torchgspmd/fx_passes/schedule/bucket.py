@@ -66,6 +66,7 @@ def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
     """Rewrite the graph in place and return it. halves: it becomes a forward and a backward."""
     keys = _keys(graph, halves)
     reductions = [node for node in keys if node.target.reduces]
+    # First: a sum in front of its division can share a bucket with the divisor's.
     _reduce_before_division(reductions, keys)
     _move_reductions_up(reductions)
     _move_tails_down(graph, reductions)
@@ -79,6 +80,7 @@ def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
         order,
         caps,
         {node: keys[node] for node in reductions},
+        # A bucket is sent at its last member, so none may be used before that.
         lambda members, n: all(deadline[m] > order[n] for m in members),
         _move_to_last,
     )
@@ -86,6 +88,7 @@ def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
         order,
         caps,
         {n: k for n, k in keys.items() if n.target.gathers and n.args[0].op == "placeholder"},
+        # Their operands are inputs, so a bucket may begin at its first member.
         lambda members, n: True,
         _move_to_first,
     )
@@ -114,6 +117,7 @@ def _caps(keys: Keys, hardware: Hardware) -> dict[object, float]:
     totals: dict[Any, float] = defaultdict(float)
     for node, key in keys.items():
         totals[key] += _payload(node)
+    # Without messages beside computation, several buckets hide nothing and cost more starts.
     buckets = {k: PARTS if hardware.beside or k[0].gathers else 1 for k in totals}
     return {
         k: min(CAP, total / min(buckets[k], max(1, round(total / SMALL))))

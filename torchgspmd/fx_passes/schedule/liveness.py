@@ -66,6 +66,7 @@ class Ledger:
             return 0
         if isinstance(node.target, BodyCall):  # all of its results
             return sum(map(bytes_of, node.users))
+        # The call itself counts all of its results.
         if node.target is getitem and isinstance(node.args[0].target, BodyCall):
             return 0
         if node.target is start:
@@ -85,9 +86,11 @@ class Ledger:
             last = (u for u in node.users if u.args[1] < carries)
             during += self.iterations[node] - sum(map(bytes_of, last))
         self.peak = max(self.peak, during)
+        # A message reads its operands until it is waited for, so they are alive until then.
         if node.target is wait and (begun := node.args[0]) not in self.sent:
             self.sent.add(begun)
             self._release_operands(begun)
+        # A view keeps the memory of its owner alive.
         if (owner := self.aliasing.owner(node)) is not node:
             self.uses[owner] += len(node.users)
         if node.target is not start:

@@ -48,12 +48,14 @@ def overlap(
     room: bytes that it may cost, for a body those that the whole program may. updates: values that
     the program writes to inputs, such as weights.
     """
+    # A body gets the room of the whole program: a share of its own small peak would allow nothing.
     room = EXTRA * peak(graph) if room is None else room
     for body in (body for _, call in loop_calls(graph) for body in call.bodies):
         overlap(body.graph, early, prefetch, room)
     limit = peak(graph) + room
     inputs = graph.find_nodes(op="placeholder")
     order = [n for n in graph.nodes if n.op != "placeholder"]
+    # Each better order is taken only if its memory fits, so a tight program keeps the old one.
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
         order = urgent
     if early and updates:
@@ -95,6 +97,7 @@ def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
         return nodes
     place = {node: i for i, node in enumerate(nodes)}
     draws = [n for n in nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    # Each draw depends on the one before it: another order would give other numbers.
     before = dict(zip(draws[1:], draws))
     chosen: dict[fx.Node, None] = {}
     for collective in (n for n in nodes if n.target is start):
@@ -139,6 +142,8 @@ class _Scheduler:
 
     def run(self) -> Iterable[fx.Node]:
         """Return the nodes in their new order."""
+        # The backward's weights are not gathered during the forward: they would be alive all the
+        # time.
         begins = bool(self.order[0].meta.get("backward"))  # a body, or an update
         self.ready.update({c[0]: 0 for c in self.chains if bool(c[0].meta["backward"]) == begins})
         for i, node in enumerate(self.order):
@@ -188,6 +193,7 @@ class _Scheduler:
 
     def hoist(self, place: int) -> None:
         """Emit the ready starts whose results fit from here to their old place, in order."""
+        # Up to its old place the result takes memory that the old order did not need.
         for collective, since in list(self.ready.items()):
             size, old_place = collective.meta["bytes"], self.place[collective]
             if place >= since and not self.missing[collective] and collective not in self.scheduled:
@@ -206,6 +212,7 @@ class _Scheduler:
         for collective in list(self.in_flight):
             if self.ledger.alive + self.ledger.needed(node) <= self.limit:
                 return
+            # Waiting frees operands that the program computed; an input would stay alive.
             if any(x.op == "call_function" for x in collective.all_input_nodes):
                 self.arrive(next(iter(collective.users)))
 

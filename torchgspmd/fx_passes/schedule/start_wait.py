@@ -25,6 +25,7 @@ def start_wait(graph: fx.Graph) -> fx.Graph:
     for node in list(graph.nodes):
         if isinstance(node.target, CollectiveKind):
             join(graph, [node])
+    # In reverse: erasing a wait may leave its start without users.
     for node in reversed(graph.nodes):
         if node.target in (start, wait) and not node.users:
             graph.erase_node(node)
