@@ -87,6 +87,14 @@ def test_the_readme_is_short_and_every_link_leads_to_a_file() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def test_every_page_is_in_the_list_and_links_the_glossary() -> None:
+    folder = ROOT / "docs"
+    listed = re.findall(r"^\| \[.*?\]\((.*?)\)", (folder / "pages.md").read_text(), re.M)
+    pages = {page.name: page.read_text() for page in folder.glob("*.md")}
+    assert {*pages} - {*listed} == {"pages.md"}
+    assert [name for name, text in pages.items() if "(glossary.md)" not in text] == ["glossary.md"]
+
+
 def test_the_page_of_public_names_has_them() -> None:
     table = (ROOT / "docs" / "public_names.md").read_text()
     assert set(re.findall(r"^\| `(\w+)", table, re.M)) == set(gspmd.NAMES)
