@@ -11,6 +11,7 @@ import importlib
 import inspect
 import posixpath
 import re
+import runpy
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,6 +77,10 @@ def _reference() -> Iterator[tuple[str, str]]:
             yield f"reference/{name}.md", _module_page(name, value)
         elif inspect.isclass(value) or inspect.isfunction(value):
             lines += _entry(f"gspmd.{name}", value)
+    yield (
+        "reference/every_error.md",
+        runpy.run_path(str(ROOT / "tools" / "error_list.py"))["page"](),
+    )
     yield MAIN, "\n".join(lines)
 
 
