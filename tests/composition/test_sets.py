@@ -54,6 +54,7 @@ ONCE = (  # sets that failed before
     "data+gpipe+any_batch",
     "dropless+gpipe+any_batch",
     "dropless+circular+any_batch+any_length",
+    "capacity+interleaved+dropout+spatial",
 )
 EVERY = 80  # of the pairs one in so many
 

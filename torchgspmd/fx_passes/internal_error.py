@@ -15,6 +15,7 @@ from dataclasses import fields
 
 import torch
 
+from ..capture import ARGUMENT
 from ..errors import ShardingError
 from .printer import graph_text
 from .program import Program, Request
@@ -88,10 +89,11 @@ def _text(value: object) -> str:
 def report(error: BaseException, name: str, request: Request) -> str:
     """Return the text of a bug report."""
     captured = request.captured
-    specs = [*request.arguments, *[None] * len(captured.inputs)]
+    arguments = iter(request.arguments)
     inputs = [
-        f"  {each.kind} {each.name}: {each.dtype} {list(each.shape)} mark {each.mark} spec {spec}"
-        for each, spec in zip(captured.inputs, specs)
+        f"  {each.kind} {each.name}: {each.dtype} {list(each.shape)} mark {each.mark} spec "
+        f"{next(arguments, None) if each.kind == ARGUMENT else request.stored.get(each.name)}"
+        for each in captured.inputs
     ]
     return "\n".join(
         [

@@ -49,24 +49,29 @@ class Strategies:
     ) -> list[Strategy]:
         """Return the strategies worth a try. forced: axis -> the only factors it may shard.
 
-        So are those that priorities have pinned, unless no layout does.
+        So are those that priorities or stages have pinned. These hold before those that are forced,
+        and both unless no layout does.
         """
         mark = marked(op)
         if mark is not None:
             return [Strategy((), (mark,), (mark,), 0.0)]
         pinned = dict(op.node.meta.get("pinned", ()))
-        options = self.options(op, neighborhood) | (forced or {})
+        own = self.options(op, neighborhood)
+        options = own | (forced or {})
         rows = op.rule.sizes if neighborhood.first else _rows(op)
         together = self._pieces(op, neighborhood)
         starts: tuple[Start, ...] = ()
         if len(together) > len(pieces(self.mesh)):  # parts of an axis stand apart
             number = math.prod(map(len, _of_pieces(options, together).values()))
             starts = self._starts(op, neighborhood) if number > self.constants.max_choices else ()
-        key = (op.key, neighborhood.first, tuple(options.items()), together, starts)
+        bound = tuple(pinned.items())
+        key = (op.key, neighborhood.first, tuple(options.items()), bound, together, starts)
         if key not in self.lists:
-            self.lists[key] = self._strategies(
-                op, rows, _of_pieces(options | pinned, together), starts
-            ) or self._strategies(op, rows, _of_pieces(options, together), starts)
+            tries = (options | pinned, own | pinned, options) if pinned else (options,)
+            found = (
+                self._strategies(op, rows, _of_pieces(each, together), starts) for each in tries
+            )
+            self.lists[key] = next(filter(None, found), [])
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def _strategies(
