@@ -53,6 +53,7 @@ class Functional(FunctionalTensorMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        # A trace has no values to check.
         if func in _CHECKS:
             return None
         if func is _ITEM:
@@ -69,6 +70,7 @@ class Functional(FunctionalTensorMode):
         if func._schema.is_mutable:
             for parameter, value in zip(func._schema.arguments, args):
                 if (
+                    # A write to a constant of the trace would happen once, not in every run.
                     parameter.alias_info is not None
                     and (source := self._source_of(value)) is not None
                 ):
@@ -77,6 +79,8 @@ class Functional(FunctionalTensorMode):
         with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
+            # A view of a tensor of the state is that tensor: a write to it has to be seen. The view
+            # is stored, so that its id is not reused.
             self.views[id(result)] = result, self._source_of(args[0])
         return (
             result
@@ -180,6 +184,7 @@ def set_data(input: Any, data: Any) -> None:
         input.copy_(data)
         return
     check_alike("a tensor", input, data)
+    # Memory of another layout cannot be shared: a view of the parameter would see other elements.
     if not isinstance(data, FunctionalTensor) or data.stride() != input.stride():
         with torch.no_grad():
             data = torch.empty_like(input).copy_(data)

@@ -74,10 +74,12 @@ def capture(
     state, varying = state or State(), varying or Varying()
     module_state = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
+    # Parameters and buffers are inputs already; only other tensors of the state are added.
     module_tensor_ids = frozenset(map(id, module_state.values()))
     reasons: list[str] = []
     flags = state.is_looking, state.is_counting
     try:
+        # What a trace learns of the state may lead to another program, which reads more of it.
         while len(reasons) < MOST_RETRACES:
             inputs = state.inputs(module_tensor_ids, varying.now)
             readable = _readable_inputs(fn, module_state, (args, kwargs), inputs)
@@ -116,6 +118,7 @@ def capture(
                 retrace.learn()
                 reasons.append(str(retrace))
     except Exception:  # of the program; what did not help against it is not remembered
+        # The error is the program's own: the next call begins with the knowledge before it.
         state.is_looking, state.is_counting = flags
         raise
     raise ShardingError(
@@ -143,12 +146,15 @@ def _conclusive(
         yield
     except Exception as raised:
         error, text = raised, f"{type(raised).__name__}: {raised}".partition("\n")[0]
+        # The value was symbolic for the trace, and is known in a run: with its value the error may
+        # vanish.
         if value_guards.symbolic:
             raise Retrace(f"{value_guards.symbolic[0]} ({text})", state.look) from error
         numbers = [str(each.source) for each in inputs if each.kind == "number"]
         if numbers:  # some functions in C++ take plain numbers only
             reason = f"{', '.join(numbers)}: symbolic ({text})"
             raise Retrace(reason, state.stop_counting) from error
+    # Python's int() and max() take no symbols; the next trace replaces them in that module.
     space = error.namespace if isinstance(error, ShardingError) else None
     if space is not None and all(space is not known for known in state.namespaces):
         raise Retrace(f"a number is not known ({text})", lambda: state.namespaces.append(space))
@@ -193,6 +199,7 @@ def _trace_once(
         _input(ARGUMENT, owners.get(id(each.source.root), "") + each.name, tensor, mesh)
         for each, tensor in zip(state_inputs, state_tensors)
     ]
+    # This order is that of the inputs: parameters and buffers, arguments, state.
     tensors = [*state.values(), *(leaves[i] for i in tensor_slots), *state_tensors]
     tables = Tables(fn, FunctionalTensor, stored_state, varying.now)
     program = TracedProgram(
@@ -328,6 +335,7 @@ def _empty_like(tensor: Tensor, shape: Sequence[Any]) -> Tensor:
 
     All inputs of a trace are on one device.
     """
+    # Operators decide by the device, and refuse two of them in one call.
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
     return torch.empty(shape, dtype=tensor.dtype, device=device)
 

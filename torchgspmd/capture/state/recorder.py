@@ -64,6 +64,7 @@ class Recorder:
 
     def read(self, holder: Any, name: str) -> None:
         """Record an attribute before its first read."""
+        # First: reading the value below would call this function again.
         self.visited.add((id(holder), name))
         if id(holder) not in self.holders or name in KEPT_BY_TORCH or name.startswith("__"):
             return
@@ -99,6 +100,8 @@ class Recorder:
         if (
             owner is not None
             and owner.__flags__ & OF_PYTHON
+            # Descriptors compute: methods and properties read attributes, which are recorded
+            # themselves.
             and not hasattr(type(owner.__dict__[name]), "__get__")
         ):
             self.record(Source(owner, (Attribute(name),)))
@@ -124,6 +127,7 @@ class Recorder:
                     self.record(source)
             for cls, attribute in class_names(function):
                 self.record_class(cls, attribute)
+            # No code names the class in this form, so each attribute of that name counts.
             if may_name_its_class(function):  # type(self).rate
                 for cls in dict.fromkeys(map(type, self.holders.values())):
                     for attribute in names_in_code([function]):
@@ -162,6 +166,7 @@ def record_reads(
         for cls in classes:
             if cls.__flags__ & (OF_PYTHON | _FIXED) == OF_PYTHON:
                 with suppress(TypeError, AttributeError):  # a metaclass may forbid it
+                    # None where the class inherits it: then the patch is deleted, not replaced.
                     original = cls.__dict__.get("__getattribute__")
                     cls.__getattribute__ = recording(cls.__getattribute__)
                     originals[cls] = original
@@ -210,6 +215,8 @@ class ReachedObjects:
             seen += 1
             self.visited.add(id(value))
             if isinstance(value, tuple) or is_table(value):
+                # A long table is data, such as a vocabulary; walking it would take longer than the
+                # trace.
                 if len(value) <= LONG:
                     rest.extend(value.values() if isinstance(value, dict) else value)
             elif is_function(value):

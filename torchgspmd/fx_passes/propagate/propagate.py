@@ -50,7 +50,8 @@ def propagate(
     """
     rules = rules or Rules()
     for node in graph.nodes:
-        node.meta.pop(PINNED, None)  # of an earlier propagation
+        # Of an earlier propagation: pins follow from the marks of this one.
+        node.meta.pop(PINNED, None)
     all_values = list(values(graph))
     layouts = Layouts(
         mesh,
@@ -63,10 +64,13 @@ def propagate(
     ops += [_tie(a, b, why) for a, b, why in ties]
     propagation, rounds = _Propagation(layouts, ops), Rounds(layouts, seeds)
     for _ in rounds:
+        # Elementwise operations first: they lose nothing, so a layout goes far before a conflict
+        # decides.
         for stage in (ELEMENTWISE, PASSING, ALL):
             propagation.run(stage)
     nest = nests(graph)
     apart = axes_apart(nest)
+    # Stages send these values to each other in any round, so one layout has to fit all.
     held = {node: group[0] for group in delivered_alike(nest) for node in group}
     for op in ops:
         if op.key is None:
