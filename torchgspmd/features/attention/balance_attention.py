@@ -75,6 +75,7 @@ def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostCons
     orders = {node: order for node, op in ops.items() if (order := _order(op, layouts))}
     for order in dict.fromkeys(order for order, _ in orders.values()):
         attention = {node: rest for node, (its, rest) in orders.items() if its == order}
+        # One order at a time: lengths that differ have orders of their own, and never share tokens.
         reordering = _Reordering(graph, layouts, ops, order, constants)
         changed |= reordering.run(attention)
     return changed
@@ -97,6 +98,7 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
         part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
         if instead.sent(count, part) <= instead.sent(count, 1):
             rest = count // part
+    # Zigzag order has two chunks on each device, so both have to be whole numbers of rows.
     halves = not isinstance(rows, OpenSize) and rows % (2 * count) == 0
     return (ZigzagOrder(count, rows), rest) if rest > 1 and halves else None
 
@@ -146,6 +148,7 @@ class _Reordering:
         """Return the excess work of the last device, in bytes on the wire."""
         result = next(v for v in self.ops[node].results if v is not None)
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
+        # The last device has all scores of its rows, an even share is about half of that.
         flops = self.attention[node].flops / n * (1 - 1 / shards)
         return flops * runs(node) / self.constants.link_flops_per_byte
 
@@ -174,6 +177,7 @@ class _Reordering:
         self.cut.add(any_user, producer, cost)
         first: dict[fx.Node, Any] = {}
         for user, tokens in users:
+            # An infinite edge: a user has its tokens in the order in which it computes.
             self.cut.add(all_users, tokens, math.inf)
             self.cut.add(tokens, any_user, math.inf)
             self.cut.tie(first.setdefault(user, tokens), tokens)  # One exchange is for all of it.
@@ -187,6 +191,7 @@ class _Reordering:
         spec, mesh = self.layouts.spec[place.value], self.layouts.mesh
         size = local_bytes(place.value.meta["val"], spec, mesh)
         count = mesh.count(spec.dims[place.dim])
+        # In zigzag order a device keeps one of its two chunks.
         sent = 0.0 if count == 1 else size / 2 if count == self.order.shards else size
         return (sent + size / self.constants.memory_per_byte) * runs(place.value)
 

@@ -116,6 +116,7 @@ def mark_rings(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
         if ring is None or node.meta.get("ring") or not _fits(node, ring):
             continue
         gathers = _gathers(node, ring)
+        # All users of the gathers have to go round, else the gathers stay and nothing is saved.
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
         stacks = [user for user in users if user.target is STACK]
         users = [user for user in users if user.target is not STACK]
@@ -147,6 +148,7 @@ def _fits(node: fx.Node, ring: Ring) -> bool:
     rows = gathers[0].meta["val"].dim() - 2
     if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
         return False
+    # Keys that are the values would travel twice.
     if gathers[0] is gathers[1]:
         return False
     return all(step is not None for step in _scattered(node, ring))
@@ -171,6 +173,8 @@ def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> 
     """Return whether a device computes with a block for longer than the next is on its way."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
+    # Two products, of a multiplication and an addition for each score and channel. A causal mask
+    # leaves half.
     flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
     return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 
@@ -180,6 +184,7 @@ def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> No
     for i, user in enumerate(users):
         user.meta["ring"] = True
         with graph.inserting_before(user):
+            # A ring takes its gathers into itself, so users cannot share them.
             own = [graph.node_copy(g) if i else g for g in gathers]
         for before, gather in zip(gathers, own):
             gather.meta = {**before.meta, "backward": user.meta["backward"]}

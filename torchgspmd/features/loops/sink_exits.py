@@ -80,6 +80,7 @@ def _order_users(graph: fx.Graph) -> bool:
         )
 
     waiting = before
+    # Nodes whose loop has further exits wait until the last of them: the call stands there.
     while waiting:
         nodes, waiting = waiting, []
         for node in nodes:
@@ -107,14 +108,17 @@ class _Sunk:
     def sink(self, end: fx.Node) -> None:
         """Move the nodes before an exit behind the loop."""
         value = mark_of(end).value
+        # The loop that takes the rows needs them as they were stacked.
         if end.target is STACK and any(user.target is ROW for user in end.users):
             return
+        # Operands that are larger than the value would leave the loop in its place.
         if not self._moves(value, end) or self._inner_bytes(value, end) > bytes_of(value):
             return
         self.changed = True
         with self.graph.inserting_before(end):
             operands = {x: self._exit_of(x, end) for x in value.all_input_nodes}
         loop = mark_of(end).loop
+        # The exit is erased below, so another one is the last.
         if self.last[loop] is end:
             self.last[loop] = [*operands.values()][-1]
         with self.graph.inserting_after(self.last[loop]):
@@ -150,7 +154,9 @@ class _Sunk:
             and all(self.nests[x] == nest for x in (value, *operands))
             and all(x.meta.get("shape") is not None for x in (value, *operands))
             and not any(x.meta.get("dynamic") for x in (value, *operands))
+            # A total adds up the operands by themselves, and knows no factor.
             and value.kwargs.get("alpha", 1) == 1
+            # Sums in another dtype would round otherwise.
             and len({x.meta["dtype"] for x in (value, *operands)}) == 1
         )
 

@@ -94,9 +94,11 @@ def _shortest(
     places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
     """Return the shortest schedule that a rule leads to."""
+    # With one stage a device, one rule is the best for all sizes; with rounds none is.
     rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
     tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
     schedules = [timed(table, times) for table in tables]
+    # Of equal ends less idle time, then less memory.
     return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
 
 
@@ -118,6 +120,7 @@ def curve(
             stages, microbatches, split=True, memory=memory, times=times, rounds=rounds
         )
         result.append((memory, schedule.bubble))
+        # More memory cannot shorten a schedule without a bubble.
         if not schedule.bubble:
             break
     return result
@@ -153,6 +156,7 @@ class _Order:
                 if is_free and (piece := self.choose(device, now)):
                     self.add(device, piece)
                     self.done[piece] = now + self.seconds[piece.kind]
+            # Nothing can begin before the next piece ends.
             now = min(end for row in self.rows if row and (end := self.done[row[-1]]) > now)
         return self.rows
 
@@ -160,7 +164,10 @@ class _Order:
         """Assign a piece to a device."""
         self.rows[device].append(piece)
         self.next[device][piece.kind, piece.stage] += 1
+        # The last kind of piece frees the activation: B, or W where gradients of weights come
+        # later.
         self.kept[device] += (piece.kind == "F") - (piece.kind == self.kinds[-1])
+        # W fills gaps, and takes no turn from F and B.
         if piece.kind != "W":
             self.turns[device] = piece.kind
 
@@ -170,6 +177,7 @@ class _Order:
         Later rounds have to find a place: without that nothing would leave. Without pieces W more
         activations than those on the way are of no use.
         """
+        # Places for the later rounds of microbatches that are on their way.
         later = self.places.rounds - 1 - self.places.round(stage)
         limit = self.microbatches * self.places.rounds if self.memory is None else self.memory
         if self.places.rounds == 1 and self.kinds == "FB":
