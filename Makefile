@@ -166,7 +166,7 @@ DAY ?= $(shell date +%Y%m%d)
 SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
 nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
-	ELASTIC=all OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed/test_elastic.py
+	ELASTIC=all SOAK=180 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed/test_elastic.py tests/distributed/test_soak.py
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --all 2
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --random 300 --seed $(DAY)
 
