@@ -121,6 +121,7 @@ class MeshModule(ModuleProxy):
 
         The model's own hooks run outside of such a call.
         """
+        # Hooks run around the whole call, in eager mode; inside, the program has none of them.
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         return self if module is self._model and not has_hooks else self._submodule(module)
 
@@ -142,6 +143,7 @@ class MeshModule(ModuleProxy):
                 or self._options.dynamic is not True
             ):
                 raise
+            # The program needs the number, so from now on it has one program a size.
             warn_of_numbers(error)
             self._history.use_numbers(call.sizes)
             return self.forward(*args, **kwargs)
@@ -162,6 +164,7 @@ class MeshModule(ModuleProxy):
         if float in map(type, leaves):
             varying = self._varying(tree, leaves, leaf_keys)
         rest = (
+            # All that a program depends on, besides the arguments.
             self._structure_version(),
             self._modes(),
             self._trainable(),

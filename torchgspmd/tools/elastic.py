@@ -1,8 +1,8 @@
 """elastic: a training function that goes on after the loss of a process or a host.
 
 torch's elastic agent starts the processes, as forks, and starts them anew when one dies or a host
-comes or goes. Each start runs the function from its first line; `job.steps` goes on behind the last
-step of which there is a copy in the memory of the hosts (runtime/peer_copies.py), or a checkpoint.
+comes or goes. Each start runs the function from its first line. `job.steps` goes on behind the last
+step with a copy in the memory of the hosts (runtime/peer_copies.py), or with a checkpoint.
 """
 
 from __future__ import annotations
