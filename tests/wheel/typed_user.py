@@ -57,6 +57,7 @@ assert_type(routed.rows, Tensor)
 gspmd.BatchSampler(1000, 8, mesh)
 gspmd.StepLog()
 gspmd.launch(print, 2)
+gspmd.elastic(print, 2, folder="run")
 assert_type(gspmd.calibrate(mesh), gspmd.Hardware)
 assert_type(gspmd.Hardware.of("h100"), gspmd.Hardware)
 gspmd.suggest(model, x, devices=8)[0]
