@@ -14,6 +14,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -25,8 +26,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from ..compat.patches import Patch, apply
 from ..errors import RankError, ShardingError, user_line
 from ..runtime.checkpoint import FILE, Optimizers, load, newest_whole, parsed, save
 from ..runtime.peer_copies import PeerCopies
@@ -35,7 +38,20 @@ COPIES = "TORCHGSPMD_COPIES"  # the variable with the folder of copies in memory
 # A store of the agent would still have the addresses of the processes of the start before.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
-_RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
+_RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
+
+
+def _method_name(depth: int = 2) -> str:
+    return sys._getframe(depth).f_code.co_name
+
+
+_QUICK_NAMES = Patch(
+    dynamic_rendezvous,
+    "get_method_name",
+    lambda _: _method_name,
+    "a name for a log reads the sources of all frames, a second where many modules are imported: "
+    "hosts that live are late with their signs of life, and are taken for lost",
+)
 
 
 @dataclass(frozen=True)
@@ -222,7 +238,8 @@ def elastic(
     before = {key: os.environ.get(key) for key in changed}
     os.environ.update(changed)
     try:
-        found = elastic_launch(config, worker.run)()
+        with apply([_QUICK_NAMES]):
+            found = elastic_launch(config, worker.run)()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         raise RankError(
