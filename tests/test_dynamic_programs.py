@@ -29,7 +29,7 @@ from torchgspmd.capture import Captured, trace
 from torchgspmd.capture.assumed_sizes import AssumingShapeEnv
 from torchgspmd.compiler.api import compile_plan
 from torchgspmd.compiler.plan import Plan
-from torchgspmd.layout.annotate import mark_sharding_op
+from torchgspmd.layout.mark import mark_sharding_op
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3)]
 FIRST, LAST = map(int, os.environ.get("TORCHGSPMD_FUNCTIONS", "0:250").split(":"))

@@ -16,8 +16,7 @@ ROOT = Path(torchgspmd.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 LAYERS = (  # a file imports only from the lines below its own
     ("__main__", "__init__", "nn"),
-    ("integrations",),
-    ("tools",),
+    ("integrations", "tools"),
     ("model_api",),
     ("runtime",),
     ("xla_backend", "compiler"),

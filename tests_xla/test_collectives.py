@@ -28,7 +28,7 @@ from programs import (
 from vit.model import LAYOUTS as VIT_LAYOUTS
 
 import torchgspmd as gspmd
-from torchgspmd.layout.annotate import raw_mark
+from torchgspmd.layout.mark import raw_mark
 
 GOLDEN = Path(__file__).with_name("collectives.txt")
 FIRST = (torch.float32, 1)

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .comm.collective import Collective
     from .comm.hardware import Hardware
     from .compiler.api import Plan, plan
-    from .layout.annotate import annotate, mark_sharding
+    from .layout.annotate import annotate
+    from .layout.mark import mark_sharding
     from .nn import collectives, manual, moe, pipeline, stack, train_step
     from .rules.custom import rule
     from .runtime.batch_sampler import BatchSampler as BatchSampler
@@ -70,7 +71,8 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     "Collective": "comm.collective",
     "Hardware": "comm.hardware",
     **dict.fromkeys(["Plan", "plan"], "compiler.api"),
-    **dict.fromkeys(["annotate", "mark_sharding"], "layout.annotate"),
+    "annotate": "layout.annotate",
+    "mark_sharding": "layout.mark",
     "rule": "rules.custom",
     "full_state_dict": "runtime.full_state",
     **dict.fromkeys(["parallelize", "shard_batch"], "runtime.parallelize"),

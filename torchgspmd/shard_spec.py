@@ -210,13 +210,8 @@ class ShardSpec(metaclass=Interned):
             >>> str(ShardSpec.parse("data _").with_dim(1, ("model",)))
             'data model'
         """
-        return ShardSpec(
-            self.dims[:dim] + (axes,) + self.dims[dim + 1 :],
-            self.open,
-            self.pending,
-            self.reduction,
-            self.windows,
-        )
+        dims = (*self.dims[:dim], axes, *self.dims[dim + 1 :])
+        return ShardSpec(dims, self.open, self.pending, self.reduction, self.windows)
 
     def window(self, dim: int) -> Window | None:
         """Return the rows of a dimension that a device holds in place of its shard.
@@ -248,13 +243,8 @@ class ShardSpec(metaclass=Interned):
             's _'
         """
         windows = self.windows or (None,) * self.rank
-        return ShardSpec(
-            self.dims,
-            self.open,
-            self.pending,
-            self.reduction,
-            (*windows[:dim], window, *windows[dim + 1 :]),
-        )
+        windows = (*windows[:dim], window, *windows[dim + 1 :])
+        return ShardSpec(self.dims, self.open, self.pending, self.reduction, windows)
 
     def map_axes(self, change: Callable[[Axes], Axes]) -> ShardSpec:
         """Return the same layout with other names for its axes.

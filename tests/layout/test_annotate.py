@@ -5,7 +5,7 @@ from helpers import message
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.layout.annotate import recorded_mark
+from torchgspmd.layout.mark import recorded_mark
 
 MESH = gspmd.Mesh(data=2, model=4)
 WHERE = "\n  where test_annotate.py:N"

@@ -21,7 +21,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line, user_line
-from ..layout.annotate import mark_sharding
+from ..layout.mark import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap

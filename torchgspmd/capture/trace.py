@@ -20,7 +20,7 @@ from torch.fx import traceback as fx_traceback
 from ..compat.private_apis import FakeTensorMode, make_fx
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..layout.annotate import recorded_mark
+from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
 from .argument_sizes import ArgumentSizes

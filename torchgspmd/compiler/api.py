@@ -36,9 +36,9 @@ from ..fx_passes.printer import program_text
 from ..fx_passes.program import Request, Shared
 from ..fx_passes.replication_report import data_axes
 from ..fx_passes.stages import SCHEDULED
-from ..layout.annotate import layout_of
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout, bound
+from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec

@@ -10,7 +10,7 @@ from torch import fx
 from ..capture import Captured
 from ..errors import ShardingError
 from ..fx_passes.replication_report import ReplicatedOp
-from ..layout.annotate import mark_sharding_op
+from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .plan import Plan

@@ -18,7 +18,7 @@ from ..comm.local_ops import take_part
 from ..compat.operators import aten
 from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError, user_line
-from ..layout.annotate import copy_mark
+from ..layout.mark import copy_mark
 from ..layout.mesh import Coordinates, Mesh
 from ..layout.open_sizes import OpenSize
 from ..shard_spec import ShardSpec

@@ -20,7 +20,7 @@ from ..capture import (
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.storage import storable
 from ..errors import ShardingError
-from ..layout.annotate import mark_sharding_op
+from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.open_sizes import is_whole
 from ..layout.prefix_specs import spread

@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from ..capture import ARGUMENT, PARAMETER, Captured, Input
-from ..layout.annotate import mark_sharding_op
+from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import sub_axis
 from ..shard_spec import ShardSpec

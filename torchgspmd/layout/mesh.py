@@ -7,29 +7,23 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from ..errors import ShardingError, did_you_mean, user_line
-from .sub_axes import check_size, common_splits, finer_axes, merge_axes, split_axes, sub_axis
+from .sub_axes import (
+    check_size,
+    common_splits,
+    finer_axes,
+    merge_axes,
+    split_axes,
+    sub_axis,
+    unnamed_axes,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Coordinates = dict[str, int]  # axis name -> index along it
-
-
-def _unnamed_axes(given: tuple[object, ...]) -> ShardingError:
-    """Return the error for sizes without names: Mesh(2, 4), or a mapping."""
-    first: Any = given[0]
-    named: dict[str, Any] = dict(zip(("data", "model", "seq"), given))
-    if isinstance(first, dict):
-        named = cast("dict[str, Any]", first)
-    axes = ", ".join(f"{name}={size}" for name, size in named.items())
-    return ShardingError(
-        f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
-        where=user_line(),
-        fix=f"Mesh({axes})",
-    )
 
 
 @dataclass(frozen=True, init=False)
@@ -56,7 +50,7 @@ class Mesh:
 
     def __init__(self, *unnamed: Any, **axes: int) -> None:
         if unnamed:
-            raise _unnamed_axes(unnamed)
+            raise unnamed_axes(unnamed)
         for name, size in axes.items():
             check_size(name, size)
             if not name.isidentifier() or name == "_":
@@ -64,10 +58,11 @@ class Mesh:
                     f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
                     where=user_line(),
                 )
-        object.__setattr__(self, "axes", tuple(axes.items()))
-        object.__setattr__(self, "_sizes", dict(axes))
-        object.__setattr__(self, "_wholes", dict(axes))
-        object.__setattr__(self, "_counts", {})
+        self._set(tuple(axes.items()), axes)
+
+    def _set(self, axes: tuple[tuple[str, int], ...], wholes: dict[str, int]) -> None:
+        fields = {"axes": axes, "_sizes": dict(axes), "_wholes": wholes, "_counts": {}}
+        self.__dict__.update(fields)  # frozen
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
@@ -309,12 +304,8 @@ class Mesh:
         """
         if not splits:
             return self
-        axes = split_axes(self.axes, splits)
         mesh = object.__new__(Mesh)
-        object.__setattr__(mesh, "axes", axes)
-        object.__setattr__(mesh, "_sizes", dict(axes))
-        object.__setattr__(mesh, "_wholes", self._wholes)
-        object.__setattr__(mesh, "_counts", {})
+        mesh._set(split_axes(self.axes, splits), self._wholes)
         return mesh
 
     def unsplit(self) -> Mesh:

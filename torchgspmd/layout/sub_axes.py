@@ -9,6 +9,7 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from typing import Any, cast
 
 from ..errors import ShardingError, user_line
 
@@ -97,3 +98,17 @@ def check_size(axis: str, size: object) -> None:
             f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
             where=user_line(),
         )
+
+
+def unnamed_axes(given: tuple[object, ...]) -> ShardingError:
+    """Return the error for sizes without names: Mesh(2, 4), or a mapping."""
+    first: Any = given[0]
+    named: dict[str, Any] = dict(zip(("data", "model", "seq"), given))
+    if isinstance(first, dict):
+        named = cast("dict[str, Any]", first)
+    axes = ", ".join(f"{name}={size}" for name, size in named.items())
+    return ShardingError(
+        f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
+        where=user_line(),
+        fix=f"Mesh({axes})",
+    )

@@ -20,7 +20,7 @@ from torch.autograd import Function
 
 from ..compat.private_apis import get_unwrapped, maybe_get_level, peek_interpreter_stack
 from ..errors import ShardingError, did_you_mean, user_line
-from ..layout.annotate import mark_sharding
+from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 

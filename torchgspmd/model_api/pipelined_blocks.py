@@ -33,8 +33,8 @@ from ..features.loops.recomputed_loops import recomputed
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, in_ticks
-from ..layout.annotate import mark_sharding
 from ..layout.device_mesh import mesh_of
+from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .pipeline_schedules import check_schedule

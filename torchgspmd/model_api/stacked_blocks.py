@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from ..capture.rewrites.recomputed_regions import in_block
 from ..errors import ShardingError, user_line
-from ..layout.annotate import Row, mark_sharding, raw_mark
+from ..layout.annotate import Row
+from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .row_arguments import SharedArguments
 

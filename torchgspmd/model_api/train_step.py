@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..errors import ShardingError, user_line
-from ..layout.annotate import follow_mark
+from ..layout.mark import follow_mark
 from .update_rules import rule_of
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from torch import fx
 
 from ..compat.operators import aten
-from ..layout.annotate import mark_sharding_op
+from ..layout.mark import mark_sharding_op
 from .ops.cumulative import suffix_sums
 from .rewrites import DECLINED, Declined, apply_first, rewrite
 

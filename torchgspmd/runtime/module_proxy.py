@@ -16,7 +16,7 @@ from ..capture import State, Varying, is_transforming
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
 from ..errors import ShardingError, did_you_mean, user_line
-from ..layout.annotate import mark_sharding, raw_mark, recorded_mark
+from ..layout.mark import mark_sharding, raw_mark, recorded_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .proxy_class import OWN, class_for, of_model

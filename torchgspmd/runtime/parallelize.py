@@ -14,9 +14,9 @@ from ..compiler.options import Options, documented
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError, user_line
-from ..layout.annotate import layout_of
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout, bound
+from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch

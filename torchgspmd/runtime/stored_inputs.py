@@ -21,7 +21,7 @@ from ..capture import ARGUMENT, MUTATION, OUTPUT, Captured, Source, tensor_sourc
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import storable, stored_shape, wrap_local
 from ..errors import user_line
-from ..layout.annotate import copy_mark
+from ..layout.mark import copy_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 

@@ -25,7 +25,7 @@ from ..xla_backend.sharding import device_order, layout_text, spec_of_text
 from ..xla_backend.state import place_tensor, program_text, sync
 
 
-def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
+def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
     """Compare XLA's layouts and collectives for a plan's program with the plan's.
 
     XLA gets the plan's layouts of inputs and results. The process needs as many XLA devices as the
@@ -37,7 +37,7 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
             chose ("all"), or nothing ("none").
 
     Returns:
-        The Comparison, which prints as two tables. Sizes are in bytes that one device sends.
+        The XlaComparison, which prints as two tables. Sizes are in bytes that one device sends.
 
     Raises:
         ShardingError: The pin is unknown, torch_xla is missing, or the mesh does not have all
@@ -56,7 +56,7 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> Comparison:
         >>> print(compare_with_xla(ours))  # doctest: +SKIP
     """
     Options.read("xla", {"pin": pin})
-    return Comparison(plan, pin)
+    return XlaComparison(plan, pin)
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class LayoutDifference:
     xla: ShardSpec | None
 
 
-class Comparison:
+class XlaComparison:
     """A plan beside XLA's partition of the same program.
 
     ours, xla: the collectives of one run. text: XLA's program.

@@ -23,7 +23,7 @@ from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_
 from ..errors import ShardingError
 from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
-from ..layout.annotate import mark_sharding_op
+from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..rules import unpartitioned_of
 from ..shard_spec import ShardSpec

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ..dtensor.module_tensors import named_tensors, slot_of
 from ..errors import ShardingError, user_line
-from ..layout.annotate import copy_mark
+from ..layout.mark import copy_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...layout.annotate import check_mark, mark_sharding, mark_sharding_op, without_layout
+from ...layout.mark import check_mark, mark_sharding, mark_sharding_op, without_layout
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.nd import einsum, summed_alone
 from ...rules.rewrites import DECLINED, Declined, apply_first, rewrite

@@ -19,7 +19,7 @@ from torch import nn
 
 from ...capture.state.bytecode_names import is_installed
 from ...comm.kinds import KINDS
-from ...layout.annotate import recorded_mark
+from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
 from .contents import content
 from .guard_text import module_names

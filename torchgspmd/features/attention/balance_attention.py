@@ -33,7 +33,7 @@ from ...fx_passes.ir import Op, Rules, runs, values
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes
 from ...fx_passes.propagate.layouts import Layouts
-from ...layout.annotate import mark_sharding_op
+from ...layout.mark import mark_sharding_op
 from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT

@@ -22,7 +22,7 @@ from ...rules.local_builder import LocalTensor
 from ...shard_spec import Axes
 from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
 from .sizes_in_a_run import LocalSizes, needs_number
-from .step_emitter import Localizer as StepLocalizer
+from .step_emitter import StepLocalizer
 
 
 class Localizer(StepLocalizer, Protocol):

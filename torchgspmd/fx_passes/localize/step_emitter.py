@@ -18,7 +18,7 @@ from ..ir import planned_shape
 from .sizes_in_a_run import RunSizes
 
 
-class Localizer(Protocol):
+class StepLocalizer(Protocol):
     """The builder of the whole program: localize._Localizer."""
 
     graph: fx.Graph
@@ -45,7 +45,7 @@ class Localizer(Protocol):
 class StepEmitter:
     """Builder of the local nodes of one step, the first argument of a kind's `localize`."""
 
-    def __init__(self, localizer: Localizer, node: fx.Node) -> None:
+    def __init__(self, localizer: StepLocalizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
         self.shape = tuple(node.meta["val"].shape)
 

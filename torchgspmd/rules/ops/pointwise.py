@@ -10,7 +10,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
-from ...layout.annotate import mark_sharding_op
+from ...layout.mark import mark_sharding_op
 from ..custom_ops.updates import adam
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule, rule_for

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from ...dtensor.storage import spec_of
 from ...errors import ShardingError, user_line
-from ...layout.annotate import recorded_mark
 from ...layout.device_mesh import mesh_of
+from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec, SpecLike
 
