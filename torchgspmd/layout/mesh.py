@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ShardingError, did_you_mean, user_line
 from .sub_axes import (
-    check_size,
+    check_named_size,
     common_splits,
     finer_axes,
     merge_axes,
@@ -52,12 +52,7 @@ class Mesh:
         if unnamed:
             raise unnamed_axes(unnamed)
         for name, size in axes.items():
-            check_size(name, size)
-            if not name.isidentifier() or name == "_":
-                raise ShardingError(
-                    f"'{name}' cannot name a mesh axis; use a Python identifier other than '_'",
-                    where=user_line(),
-                )
+            check_named_size(name, size)
         self._set(tuple(axes.items()), axes)
 
     def _set(self, axes: tuple[tuple[str, int], ...], wholes: dict[str, int]) -> None:

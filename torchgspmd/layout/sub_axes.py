@@ -91,11 +91,16 @@ def merge_axes(axes: Iterable[str], sizes: Mapping[str, int]) -> tuple[str, ...]
     return tuple(merged)
 
 
-def check_size(axis: str, size: object) -> None:
-    """Raise ShardingError for a size that no axis has."""
+def check_named_size(axis: str, size: object) -> None:
+    """Raise ShardingError for a size, or a name, that no axis of a mesh has."""
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ShardingError(
             f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
+            where=user_line(),
+        )
+    if not axis.isidentifier() or axis == "_":
+        raise ShardingError(
+            f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'",
             where=user_line(),
         )
 
