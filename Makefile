@@ -107,7 +107,7 @@ test-xla: venv-xla  ## those of XLA, and the core tests that depend on the versi
 	$(MAKE) -j 2 xla-backend xla-versions
 
 xla-backend:
-	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q -x tests_xla
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q -x --cases 2 tests_xla
 
 xla-versions:
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) -x --one-mesh --cases 1 --ignore tests/runtime/test_plan_cache.py \
@@ -164,9 +164,10 @@ test-mixtures:  ## 20 steps of mixtures of features, on processes and on one (.v
 # Sets of features: every pair, then 300 of three to six, which the day draws. Half an hour and twenty minutes on one core.
 DAY ?= $(shell date +%Y%m%d)
 SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
-nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs
+nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 and XLA too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	ELASTIC=all SOAK=180 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed/test_elastic.py tests/distributed/test_soak.py
+	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q tests_xla
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --all 2
 	cd tests && OMP_NUM_THREADS=1 $(SETS) --random 300 --seed $(DAY)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from guarding import add_cases_option, guard_by_cases, keep
 
 os.environ.setdefault("TORCHGSPMD_CHECK", "1")
 os.environ.setdefault("TORCHGSPMD_CACHE", "")  # a test plans what it tests
@@ -28,11 +29,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--one-mesh", action="store_true", help="run checks on processes on their last mesh only"
     )
-    parser.addoption(
-        "--cases",
-        type=int,
-        help="how many cases of a test function guard it (but see WHOLE and EXPLORING)",
-    )
+    add_cases_option(parser)
 
 
 # Files whose tests take minutes together; `make fast` leaves them out.
@@ -48,12 +45,6 @@ SLOW = {
     "transformers",
 }
 
-# Files of which --cases leaves out nothing: their cases are short, or are counted.
-WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes"}
-
-# Files that explore. Under --cases so many cases of each function guard; `make nightly` runs all.
-EXPLORING = {"sets": 14, "mixtures": 1, "op_db": 2, "dynamic_programs": 2, "unet3d": 1}
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
@@ -61,29 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.slow)
     if config.getoption("--one-mesh"):
         keep(config, items, [item for item in items if is_on_last_mesh(item)])
-    if count := config.getoption("--cases"):
-        functions: dict[tuple[Path, str], list[pytest.Item]] = {}
-        for item in items:
-            functions.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
-        kept = []
-        for (path, _), cases in functions.items():
-            name = path.stem.removeprefix("test_")
-            kept += cases if name in WHOLE else spread(cases, EXPLORING.get(name, count))
-        keep(config, items, kept)
-
-
-def keep(config: pytest.Config, items: list[pytest.Item], kept: list[pytest.Item]) -> None:
-    """Deselect all tests but some; all keep their order."""
-    ids = {item.nodeid for item in kept}
-    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in ids])
-    items[:] = [item for item in items if item.nodeid in ids]
-
-
-def spread(cases: list[pytest.Item], count: int) -> list[pytest.Item]:
-    """Return so many cases at equal distances, the first and the last among them."""
-    last = len(cases) - 1
-    places = {i * last // max(count - 1, 1) for i in range(min(count, len(cases)))}
-    return [cases[place] for place in sorted(places)]
+    guard_by_cases(config, items)
 
 
 def is_on_last_mesh(item: pytest.Item) -> bool:

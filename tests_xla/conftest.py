@@ -9,6 +9,7 @@ TESTS = HERE.parent / "tests"
 sys.path[:0] = map(str, (TESTS, TESTS / "distributed", HERE.parent / "examples", HERE))
 
 from environment import ENVIRONMENT  # noqa: E402
+from guarding import add_cases_option, guard_by_cases  # noqa: E402
 
 os.environ.update(ENVIRONMENT)
 
@@ -20,3 +21,11 @@ def pytest_configure(config):
     from torchgspmd.xla_backend.runtime import start
 
     start(Mesh(data=4, model=2))
+
+
+def pytest_addoption(parser):
+    add_cases_option(parser)
+
+
+def pytest_collection_modifyitems(config, items):
+    guard_by_cases(config, items)
