@@ -31,7 +31,7 @@ class _NumberType(type):
     symbolic: type
     convert: Callable[[Any], Any]
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         value = args[0].item() if len(args) == 1 and isinstance(args[0], Tensor) else None
         value = args[0] if value is None and args else value
         if isinstance(value, _NUMBERS) and len(args) == 1:

@@ -35,7 +35,7 @@ class CachedConstants:
             id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced)
         )
 
-    def record_result(self, args: tuple, kwargs: dict, result: Any) -> None:
+    def record_result(self, args: tuple, kwargs: dict, result: object) -> None:
         """Record the results of a call if all of its traced operands are constants."""
         if any(
             id(x) not in self.alive

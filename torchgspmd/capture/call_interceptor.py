@@ -225,7 +225,7 @@ class SourceTracker:
     entry: the file that calls the traced function. model: its modules have their paths in it.
     """
 
-    def __init__(self, entry: str, model: Any) -> None:
+    def __init__(self, entry: str, model: object) -> None:
         self.entry, self.backward = entry, False
         self.paths: dict[int, str] = {}
         if isinstance(model, nn.Module):
@@ -252,7 +252,7 @@ class SourceTracker:
             frame = frame.f_back
         return ""
 
-    def after(self, result: Any) -> None:
+    def after(self, result: object) -> None:
         """Store the place in the program in the autograd nodes of the results."""
         if self.backward:
             return
@@ -272,7 +272,7 @@ class SourceTracker:
         self._mark({"source": None, "module": "", "backward": True}, outputs)
 
     @contextmanager
-    def inner_backward(self, arguments: Any) -> Iterator[None]:
+    def inner_backward(self, arguments: object) -> Iterator[None]:
         """Mark the nodes of a backward that the program runs itself, among others as `inner`."""
         if self.backward:
             yield
@@ -312,7 +312,7 @@ def _is_of_the_program(x: Tensor) -> bool:
 def _set_meta(meta: dict[str, Any]) -> Callable:
     """Return a hook that sets the metadata of nodes before an autograd node runs."""
 
-    def hook(grads: Any) -> None:
+    def hook(grads: object) -> None:
         fx_traceback.get_current_meta()["custom"] = meta
 
     return hook

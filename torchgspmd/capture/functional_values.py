@@ -26,7 +26,7 @@ class SavedValue:
     Values saved by a selective checkpoint stay, though a later operation writes over the tensor.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = unwrap(value) if isinstance(value, FunctionalTensor) else value
 
     def get_val(self, allow_cache_entry_mutation: bool) -> Any:

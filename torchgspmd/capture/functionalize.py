@@ -127,7 +127,7 @@ class Functional(FunctionalTensorMode):
             rows = values.nonzero().unbind(1)
         return self._constants(rows)
 
-    def _constants(self, values: Any) -> Any:
+    def _constants(self, values: object) -> Any:
         with self:
             return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
@@ -159,7 +159,7 @@ class Functional(FunctionalTensorMode):
             f"the program changes {source} in place", partial(self.tables.state.add, source)
         )
 
-    def _source_of(self, value: Any) -> Source | None:
+    def _source_of(self, value: object) -> Source | None:
         """Return the source of a tensor that is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None

@@ -308,7 +308,7 @@ class _Residuals:
         numbers = tuple(op(x, y) for x, y in zip(*pairs))
         return self._number(op, (a, b), numbers)
 
-    def _number(self, op: Callable[..., Any], args: tuple, numbers: tuple[int, ...]) -> fx.Node:
+    def _number(self, op: Callable[..., object], args: tuple, numbers: tuple[int, ...]) -> fx.Node:
         """Add a number before all loops. numbers: its stand-ins."""
         with self.graph.inserting_before(next(iter(self.first_entry.values()))):
             node = self.graph.call_function(op, args)

@@ -98,7 +98,7 @@ class Prints:
         """Return the write that prints; its tensors are appended to the outputs."""
         return [Write(_SOURCE, replace_tensors(self.rows, outputs), EXTEND)] if self.rows else []
 
-    def has_values(self, value: Any) -> bool:
+    def has_values(self, value: object) -> bool:
         """Return whether only a run knows all of a value, or of a text."""
         if isinstance(value, str):
             return _STAND_IN.search(value) is not None
@@ -116,13 +116,13 @@ class Prints:
         self.lines.append(user_line())
         return f"<value {len(self.values) - 1} of a run>"
 
-    def text(self, value: Any) -> str:
+    def text(self, value: object) -> str:
         """Return a value as text; with stand-ins for numbers that only a run knows."""
         if isinstance(value, str) or not self.has_values(value):
             return str(value)
         return str(pytree.tree_map(lambda x: _Shown(self, x) if _is_value(x) else x, value))
 
-    def add(self, kind: str, option: Any, text: str) -> None:
+    def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
         if not self.is_outside():
             raise ShardingError(
@@ -147,14 +147,14 @@ class Prints:
 class _Shown:
     """A value in a container that is printed."""
 
-    def __init__(self, prints: Prints, value: Any) -> None:
+    def __init__(self, prints: Prints, value: object) -> None:
         self.text = prints.stand_in(value, None if isinstance(value, Tensor) else "")
 
     def __repr__(self) -> str:
         return self.text
 
 
-def _is_value(x: Any) -> bool:
+def _is_value(x: object) -> bool:
     """Return whether only a run knows this."""
     return isinstance(x, (FunctionalTensor, *_NUMBERS)) or (
         isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
@@ -197,7 +197,7 @@ def _log(before: Callable[..., None]) -> Callable[..., None]:
 
 
 def _format(before: Callable[..., str]) -> Callable[..., str]:
-    def format_(self: Any, spec: str) -> str:
+    def format_(self: object, spec: str) -> str:
         prints = _now.get()
         if prints is None or not spec and not isinstance(self, Tensor):
             return before(self, spec)

@@ -103,8 +103,8 @@ def _opening(before: Callable[..., Any]) -> Callable[..., Any]:
     return enter
 
 
-def _closing(before: Callable[..., Any]) -> Callable[..., Any]:
-    def leave(self: Any, *error: object) -> Any:
+def _closing(before: Callable[..., object]) -> Callable[..., Any]:
+    def leave(self: object, *error: object) -> Any:
         OPENED.pop()
         return before(self, *error)
 

@@ -38,7 +38,7 @@ class TracedProgram:
         fn: Callable | nn.Module,
         call: Callable,
         names: list[str],
-        leaves: tuple[Any, ...],
+        leaves: tuple[object, ...],
         slots: list[int],
         tree: pytree.TreeSpec,
         grad: bool,

@@ -223,7 +223,7 @@ class translate_errors:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: Any, error: Any, _: Any) -> None:
+    def __exit__(self, kind: object, error: Any, _: object) -> None:
         sized = isinstance(error, RuntimeError) and any(
             text in str(error)
             for text in (

@@ -34,9 +34,9 @@ def origin_of(node: fx.Node) -> dict[str, Any]:
 def add_node(
     graph: fx.Graph,
     op: str,
-    target: Any,
+    target: object,
     args: tuple,
-    kwargs: Mapping[str, Any],
+    kwargs: Mapping[str, object],
     name: str | None = None,
 ) -> fx.Node:
     """Add a node at the insert point of a graph, as `Graph.create_node` does."""
@@ -64,7 +64,7 @@ def drop_unused(graph: fx.Graph) -> None:
 
 
 def inline(
-    graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, Any]
+    graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, object]
 ) -> Any:
     """Copy a graph of calls to the insert point of another one. Return the arguments of its output.
 

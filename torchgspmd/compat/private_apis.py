@@ -303,7 +303,7 @@ class _Missing(type):
 
     api: PrivateApi
 
-    def __call__(cls, *_: Any, **__: Any) -> NoReturn:
+    def __call__(cls, *_: object, **__: object) -> NoReturn:
         raise error_without(cls.api)
 
     def __getattr__(cls, name: str) -> object:

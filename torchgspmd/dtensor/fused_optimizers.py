@@ -130,7 +130,7 @@ def _replicated(numbers: Sequence[Tensor], mesh: DeviceMesh) -> list[DTensor]:
     return [DTensor(each, specs[each.dtype], requires_grad=False) for each in numbers]
 
 
-def _lists(arguments: Sequence[Any]) -> list[Any]:
+def _lists(arguments: Sequence[object]) -> list[Any]:
     """Return the lists of tensors among arguments."""
     return [a for a in arguments if isinstance(a, (list, tuple)) and a and isinstance(a[0], Tensor)]
 
@@ -186,7 +186,7 @@ def _layouts_match(first: Any, other: Any) -> bool:
     )
 
 
-def _local_tensors(argument: Any) -> Any:
+def _local_tensors(argument: object) -> Any:
     if type(argument) is DTensor:
         return argument._local_tensor
     if isinstance(argument, (list, tuple)):

@@ -60,7 +60,7 @@ def gather_method(before: Callable) -> Callable:
     """Wrap DTensor.full_tensor: all ranks have to call it, if the tensor is ours and sharded."""
 
     @functools.wraps(before)
-    def method(self: DTensor, **options: Any) -> Tensor:
+    def method(self: DTensor, **options: object) -> Tensor:
         if not is_distributed(self):
             return before(self, **options)
         watcher = groups_of_ours(self).watcher
@@ -81,7 +81,7 @@ def with_fallback(before: Callable) -> Callable:
     """Wrap a dispatch function: our DTensors that it cannot shard are computed on as a whole."""
 
     @functools.wraps(before)
-    def dispatch(op: OpOverload, args: tuple, kwargs: dict, *others: Any) -> Any:
+    def dispatch(op: OpOverload, args: tuple, kwargs: dict, *others: object) -> Any:
         # Other namespaces communicate, and one rank may run them alone.
         if op.namespace != "aten" or not acts_on_ours(args, kwargs):
             return before(op, args, kwargs, *others)
@@ -112,13 +112,13 @@ class UsersFlag:
     DTensors in its cache, a plain tensor of the same shape may replace one of them.
     """
 
-    def __init__(self, before: Any) -> None:
+    def __init__(self, before: object) -> None:
         self.value = False
 
-    def __get__(self, dispatcher: Any, owner: type | None = None) -> bool:
+    def __get__(self, dispatcher: object, owner: type | None = None) -> bool:
         return self.value
 
-    def __set__(self, dispatcher: Any, value: bool) -> None:
+    def __set__(self, dispatcher: object, value: bool) -> None:
         self.value = value
 
 
@@ -138,7 +138,7 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
     """Compute an operation on whole tensors. one: any DTensor among its arguments."""
     wholes: dict[int, tuple[DTensor, Tensor]] = {}
 
-    def unwrap(value: Any) -> Any:
+    def unwrap(value: object) -> Any:
         if isinstance(value, DTensor):
             return wholes.setdefault(id(value), (value, full_tensor(value)))[1]
         return value
@@ -151,7 +151,7 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
         id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape
     }
 
-    def wrap(value: Any) -> Any:
+    def wrap(value: object) -> Any:
         if not isinstance(value, Tensor):
             return value
         replicated = [Replicate()] * one.device_mesh.ndim

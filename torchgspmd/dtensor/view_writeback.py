@@ -141,7 +141,7 @@ def reshape_method(method: Callable) -> Callable:
     """Return a view method that records the base of its result."""
 
     @functools.wraps(method)
-    def reshape(self: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+    def reshape(self: DTensor, *args: object, **kwargs: object) -> DTensor:
         if not _views_may_copy(self):
             return method(self, *args, **kwargs)
         try:
@@ -177,7 +177,7 @@ def mutation_method(method: Callable) -> Callable:
     """Return an in-place method that also changes the base of a view."""
 
     @functools.wraps(method)
-    def mutate(self: DTensor, *args: Any, **kwargs: Any) -> object:
+    def mutate(self: DTensor, *args: object, **kwargs: object) -> object:
         result = method(self, *args, **kwargs)
         _write_back(self)
         return result
@@ -246,7 +246,7 @@ def setitem_method(setitem: Callable) -> Callable:
     return assign
 
 
-def _replicate(value: Any) -> Any:
+def _replicate(value: object) -> Any:
     return (
         value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)
         if isinstance(value, DTensor)

@@ -42,7 +42,7 @@ def with_explained_wait(before: Callable) -> Callable:
     """Wrap the method that waits for a tensor of redistribute(async_op=True)."""
 
     @functools.wraps(before)
-    def trigger_wait(self: Any) -> Any:
+    def trigger_wait(self: object) -> Any:
         try:
             return before(self)
         except RuntimeError as error:

@@ -155,7 +155,7 @@ def _input_specs(
 def _result_specs(
     captured: Captured,
     inputs: list[ShardSpec | None],
-    out_specs: Any,
+    out_specs: object,
     mesh: Mesh,
     whole: bool,
 ) -> list[ShardSpec | None]:

@@ -192,7 +192,7 @@ def _op_name(target: Any) -> str:
     )
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     if isinstance(value, fx.Node):
         return f"%{value.name}"
     if isinstance(value, (list, tuple)):

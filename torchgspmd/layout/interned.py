@@ -11,7 +11,7 @@ class Interned(type):
     Instances are then compared and hashed by identity, which planning does millions of times.
     """
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
         instance: Any = None if kwargs else _INTERNED.get(args)
         if instance is None:
             instance = super().__call__(*args, **kwargs)

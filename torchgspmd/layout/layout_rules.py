@@ -139,7 +139,7 @@ class MeshLayout:
         rows += [("", f"no rule names axis '{a}'") for a in self.mesh.names if a not in named]
         return _table(rows)
 
-    def spec(self, names: Any) -> Any:
+    def spec(self, names: object) -> Any:
         """Return the spec of a tensor whose dimensions have these names.
 
         Args:

@@ -43,7 +43,7 @@ def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
 
 
 @mark_sharding_op.register_vmap
-def _(info: Any, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tensor, int]:
+def _(info: object, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Tensor, int]:
     """Mark under torch.vmap: the further dimension is propagation's."""
     words = ShardSpec.parse(spec)
     dims = (*words.dims[: in_dims[0]], (), *words.dims[in_dims[0] :])

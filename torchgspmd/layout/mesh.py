@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import ShardingError, did_you_mean, user_line
 from .sub_axes import (
@@ -48,7 +48,7 @@ class Mesh:
     _wholes: dict[str, int] = field(repr=False, compare=False)  # sizes before any split()
     _counts: dict[tuple[str, ...], int] = field(repr=False, compare=False)  # memo of count()
 
-    def __init__(self, *unnamed: Any, **axes: int) -> None:
+    def __init__(self, *unnamed: object, **axes: int) -> None:
         if unnamed:
             raise unnamed_axes(unnamed)
         for name, size in axes.items():

@@ -73,11 +73,13 @@ class _OverPositions(Function):
     """An operation over the batch dimension of one level."""
 
     @staticmethod
-    def forward(x: Tensor, index: Tensor, level: Level, run: Any, dims: tuple[int, ...]) -> Tensor:
+    def forward(
+        x: Tensor, index: Tensor, level: Level, run: object, dims: tuple[int, ...]
+    ) -> Tensor:
         raise AssertionError("the level of a collective is not entered")
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
         """Keep nothing: vmap differentiates its own operations."""
 
     @staticmethod
@@ -104,7 +106,7 @@ class _OverPositions(Function):
         return (level.marked(result), 0) if still_varies else (result, None)
 
 
-def _level(axis: str, what: Callable[..., Any]) -> Level:
+def _level(axis: str, what: Callable[..., object]) -> Level:
     levels = {level.axis: level for level in _LEVELS.get()}
     if axis not in levels:
         raise ShardingError(
@@ -117,7 +119,7 @@ def _level(axis: str, what: Callable[..., Any]) -> Level:
     return levels[axis]
 
 
-def _dim(x: Tensor, dim: int, what: Callable[..., Any]) -> int:
+def _dim(x: Tensor, dim: int, what: Callable[..., object]) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ShardingError(
             f"{what.__name__} has dimension {dim}, of a tensor of shape {list(x.shape)}",
@@ -126,7 +128,7 @@ def _dim(x: Tensor, dim: int, what: Callable[..., Any]) -> int:
     return dim % x.dim()
 
 
-def _divide(x: Tensor, dim: int, count: int, what: Callable[..., Any]) -> None:
+def _divide(x: Tensor, dim: int, count: int, what: Callable[..., object]) -> None:
     if x.shape[dim] % count:
         raise ShardingError(
             f"{what.__name__} divides dimension {dim} of shape {list(x.shape)} among {count} "

@@ -28,11 +28,11 @@ class _Recorder(dict):
         super().__init__()
         self.first: dict[Any, Any] = {}
 
-    def __setitem__(self, name: Any, value: Any) -> None:
+    def __setitem__(self, name: object, value: object) -> None:
         self.first.setdefault(name, value.clone() if isinstance(value, Tensor) else value)
         super().__setitem__(name, value)
 
-    def update(self, *args: Any, **values: Any) -> None:
+    def update(self, *args: object, **values: object) -> None:
         for name, value in dict(*args, **values).items():
             self[name] = value
 

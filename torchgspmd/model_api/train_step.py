@@ -96,7 +96,7 @@ class TrainStep(nn.Module):
             return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
         return outputs.detach()
 
-    def _outputs(self, model: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+    def _outputs(self, model: Callable[..., object], args: tuple, kwargs: dict) -> Any:
         return model(*args, **kwargs) if self.loss is None else self.loss(model, *args, **kwargs)
 
     def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -198,7 +198,7 @@ class _Calling(nn.Module):
         return self.function()
 
 
-def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., Any]) -> Any:
+def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., object]) -> Any:
     """Return the result of a function of the model; the model computes with copies in a dtype.
 
     Copies are those of floating parameters and arguments. The backward is in `run`: recomputed
@@ -209,7 +209,7 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., Any]) -> 
         is_floating = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if is_floating else value
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return model(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
     copies = {f"model.{name}": cast(p) for name, p in model.named_parameters()}

@@ -123,7 +123,7 @@ class _Recorder(TorchDispatchMode):
         return tensor
 
     def __torch_dispatch__(
-        self, op: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
+        self, op: OpOverload, types: object, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         """Run an operation on fake tensors, and record its node."""
         kwargs = kwargs or {}

@@ -64,10 +64,10 @@ class LocalBuilder(Protocol):
         """Return `length` rows of a value, from `start` on, contiguous."""
         ...
 
-    def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
+    def masked(self, value: object, dim: int, factor: str, fill: float) -> Any:
         """Return a value with `fill` in the padding of a dimension."""
 
-    def shape(self, value: Any) -> tuple[int, ...]:
+    def shape(self, value: object) -> tuple[int, ...]:
         """Return the local shape of a value."""
         ...
 
@@ -75,6 +75,6 @@ class LocalBuilder(Protocol):
         """Return a tensor of one number, by default of the result's dtype."""
         ...
 
-    def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, op: object, *args: object, **kwargs: object) -> fx.Node:
         """Return a new node that calls an operation."""
         ...

@@ -189,7 +189,7 @@ class Call:
     # The same call with other numbers in place of sizes and arguments that only a run knows.
     other: Call | None = None
 
-    def argument(self, index: int, name: str, default: Any = None) -> Any:
+    def argument(self, index: int, name: str, default: object = None) -> Any:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
     def dim(self, index: int, default: int | None = None) -> int:

@@ -34,7 +34,7 @@ def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) 
     rule_for(op)(bound)
 
 
-def rule_function(op: Any) -> RuleFunction | None:
+def rule_function(op: object) -> RuleFunction | None:
     """Return the function that computes the rule of an operation's calls, or None."""
     function = RULES.get(op)
     return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function

@@ -31,7 +31,7 @@ NORMS = {
 }
 
 
-def unpartitioned_of(op: Any, *, splitting: int = 0) -> Callable | None:
+def unpartitioned_of(op: object, *, splitting: int = 0) -> Callable | None:
     """Return a decomposition as decomposition_of does. XLA draws random numbers itself."""
     function = rewrite_of("xla", op)
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:

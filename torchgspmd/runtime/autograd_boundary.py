@@ -77,11 +77,11 @@ class _FirstOrderOnly(torch.autograd.Function):
     """Identity whose backward raises ShardingError."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: object, anchor: Tensor, *gradients: Tensor) -> tuple[Tensor, ...]:
         return tuple(g.detach() for g in gradients)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> NoReturn:
+    def backward(ctx: object, *_: object) -> NoReturn:
         raise ShardingError(
             "a gradient of a sharded module is differentiated again",
             where=user_line(),

@@ -126,7 +126,7 @@ class JointProgram(CompiledProgram):
         """Start the rank check, and the sum of x over the ranks with it."""
         return self.rank_check.begin(x)
 
-    def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
+    def run_backward(self, ctx: object, boxed: list, grads: tuple) -> Sequence[Any]:
         """Return the gradients that autograd needs, and let an audit read them."""
         results = super().run_backward(ctx, boxed, grads)
         if self.on_gradients is not None and (read := self.on_gradients()) is not None:

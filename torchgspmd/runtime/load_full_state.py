@@ -81,7 +81,7 @@ def _device_of(targets: Mapping[str, Tensor]) -> str:
     return meshes[0].device_type if meshes else "cpu"
 
 
-def without_tied(missing: Mapping[str, Any], targets: Mapping[str, Tensor]) -> dict[str, None]:
+def without_tied(missing: Mapping[str, object], targets: Mapping[str, Tensor]) -> dict[str, None]:
     """Leave out names of tensors that came by another name."""
     came = {id(t) for name, t in targets.items() if name not in missing}
     return {name: None for name in missing if id(targets[name]) not in came}
@@ -93,7 +93,7 @@ class _Load:
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups, self.is_first = groups, groups.rank == 0
 
-    def all(self, targets: dict[str, Tensor], source: Any, model: nn.Module) -> None:
+    def all(self, targets: dict[str, Tensor], source: object, model: nn.Module) -> None:
         """Load parameters, buffers and extra states."""
         pairs = iter(_pairs(source)) if self.is_first else iter(())
         extra: dict[str, Any] = {}
@@ -135,7 +135,7 @@ class _Load:
         self._raise(problem)
         return None if name is None else (name, value)
 
-    def _said(self, value: Any) -> Any:
+    def _said(self, value: object) -> Any:
         """Return the values that rank 0 passes, as JSON has them."""
         text = json.dumps(value) if self.is_first else None
         return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
@@ -215,7 +215,7 @@ def _described(given: Any) -> dict[str, Any]:
     return {"state": rows, "groups": plain, "sizes": sizes}
 
 
-def _is_json(value: Any) -> bool:
+def _is_json(value: object) -> bool:
     """Return whether JSON gives a value back as it is."""
     try:
         return json.loads(json.dumps(value)) == value

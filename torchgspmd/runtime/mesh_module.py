@@ -85,11 +85,11 @@ class MeshModule(ModuleProxy):
         model: nn.Module,
         mesh: Mesh,
         device_type: str,
-        in_specs: Any,
-        out_specs: Any,
+        in_specs: object,
+        out_specs: object,
         options: Options,
         hooks: bool = True,
-        **attributes: Any,
+        **attributes: object,
     ) -> None:
         self.__dict__.update(
             _mesh=mesh,

@@ -65,7 +65,7 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
         mark_sharding(parameter, mesh, updated)
 
 
-def leaf_key(leaf: Any) -> Any:
+def leaf_key(leaf: object) -> Any:
     """Return the key of an argument: all properties on which a compiled program depends."""
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
@@ -86,7 +86,7 @@ class ModuleProxy(nn.Module):
 
     _of: type[nn.Module] | None = None  # the class of the model
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: object, **kwargs: object) -> Any:
         if cls._of is not None:  # type(self)(...) in a method of the model: another of its kind
             return cls._of(*args, **kwargs)
         return object.__new__(class_for(cls, type(args[0])))
@@ -122,7 +122,7 @@ class ModuleProxy(nn.Module):
             _version=self._version_of.setdefault(kinds, len(self._version_of)),
         )
 
-    def _kind(self, name: str, value: Any) -> Any:
+    def _kind(self, name: str, value: object) -> Any:
         """Return the key of a parameter, buffer, submodule or None that programs depend on."""
         return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
@@ -144,7 +144,7 @@ class ModuleProxy(nn.Module):
         """Return the prefix of attribute names by the id of a submodule."""
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
-    def _program_for(self, key: Any, compile_program: Callable[[], Any]) -> Any:
+    def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
         """Return the program for calls of a key; compile one if no cached one's guards hold."""
         if is_transforming():
             raise ShardingError(
@@ -176,7 +176,7 @@ class ModuleProxy(nn.Module):
         programs.append(compile_program())
         return programs[-1]
 
-    def _varying(self, tree: Any, leaves: list, keys: list) -> Varying:
+    def _varying(self, tree: object, leaves: list, keys: list) -> Varying:
         """Return the varying floats among the leaves, and reduce their keys to the type."""
         varying = self._state.varying.setdefault(
             (tree, tuple(type(leaf) for leaf in leaves)), Varying()
@@ -191,7 +191,7 @@ class ModuleProxy(nn.Module):
     def __getattr__(self, name: str) -> Any:
         return of_model(self, name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in self.__dict__:
             object.__setattr__(self, name, value)
         else:
@@ -217,7 +217,7 @@ class ModuleProxy(nn.Module):
             "transformers' Trainer and accelerate, which put it there, torchgspmd.integrations",
         )
 
-    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules(*args, **kwargs):
             yield name, self if module is self._model else module
 
@@ -245,7 +245,7 @@ class ModuleProxy(nn.Module):
             "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`",
         )
 
-    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+    def compile(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise ShardingError; nn.Module.compile does not apply."""
         raise ShardingError(
             "a module on a mesh is compiled by its backend",

@@ -18,7 +18,7 @@ class _Delegate:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def __get__(self, proxy: Any, owner: type) -> Any:
+    def __get__(self, proxy: object, owner: type) -> Any:
         if proxy is None:
             return getattr(owner._of, self.name)
         own = proxy.__dict__
@@ -31,7 +31,7 @@ class _Delegate:
         delattr(proxy._model, self.name)
 
 
-def of_model(proxy: Any, name: str) -> Any:
+def of_model(proxy: object, name: str) -> Any:
     """Return an attribute of the model. A method that returns the model returns the proxy."""
     model = proxy.__dict__["_model"]
     attribute = getattr(model, name)
@@ -39,7 +39,7 @@ def of_model(proxy: Any, name: str) -> Any:
         return attribute
 
     @wraps(attribute.__func__)
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def method(self: object, *args: object, **kwargs: object) -> Any:
         result = attribute(*args, **kwargs)
         return self if result is model else result
 

@@ -45,7 +45,7 @@ class SubmoduleCall:
         self.wrapped: nn.Module | None = None
         self.__wrapped__ = own_forward or MethodType(type(module).forward, module)  # the signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         if is_capturing():
             return (
                 self.own_forward(*args, **kwargs)

@@ -31,7 +31,7 @@ class WholeWriter:
         self.module, self.name = module, name
         self.__wrapped__ = getattr(module, name)  # the signature
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         return write_whole(self.module, lambda: self.__wrapped__(*args, **kwargs))
 
     def __deepcopy__(self, memo: dict) -> WholeWriter:

@@ -53,8 +53,8 @@ class XlaModule(MeshModule):
         self,
         model: nn.Module,
         mesh: Mesh,
-        in_specs: Any,
-        out_specs: Any,
+        in_specs: object,
+        out_specs: object,
         options: Options,
     ) -> None:
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
@@ -227,7 +227,7 @@ class _ReportingGraph:
     def __init__(self, module: fx.GraphModule) -> None:
         self.module, self.new = module, True
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> Any:
         with torch.autocast("xla", enabled=False):
             if not self.new:
                 return self.module.forward(*inputs)

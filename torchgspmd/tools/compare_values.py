@@ -96,7 +96,7 @@ def _arguments(batch: object) -> tuple[tuple, dict]:
     return (batch if isinstance(batch, tuple) else (batch,)), {}
 
 
-def _copies(tree: Any) -> Any:
+def _copies(tree: object) -> Any:
     """Return arguments whose tensors a program may change."""
     return pytree.tree_map_only(
         Tensor, lambda t: t.detach().clone().requires_grad_(t.requires_grad), tree

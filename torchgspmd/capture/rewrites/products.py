@@ -97,7 +97,7 @@ def _reflected_matmul(input: Tensor, other: Tensor) -> object:
 def _matrix_product(dims: int) -> Callable:
     """Return the body of mm (2 dimensions) or bmm (3 dimensions)."""
 
-    def product(input: Tensor, mat2: Tensor, **options: Any) -> Any:
+    def product(input: Tensor, mat2: Tensor, **options: object) -> Any:
         return (
             DECLINED
             if options or input.dim() != dims or mat2.dim() != dims
@@ -199,9 +199,9 @@ def _cross_entropy(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | Declined:
@@ -224,9 +224,9 @@ def _nll_loss(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
-    size_average: Any = None,
+    size_average: object = None,
     ignore_index: int = -100,
-    reduce: Any = None,
+    reduce: object = None,
     reduction: str = "mean",
 ) -> Tensor | Declined:
     """Compute the loss of volumes [n, c, x, y, z, ...].

@@ -72,7 +72,7 @@ def _nodes_since(graph: fx.Graph, last: fx.Node | None) -> Iterator[fx.Node]:
 class _Saving(TorchDispatchMode):
     """Takes from a checkpoint the results that its policy saves."""
 
-    def __init__(self, graph: fx.Graph, policy: Callable[..., Any]) -> None:
+    def __init__(self, graph: fx.Graph, policy: Callable[..., object]) -> None:
         super().__init__()
         self.graph, self.policy = graph, policy
 

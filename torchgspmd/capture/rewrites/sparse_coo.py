@@ -78,7 +78,7 @@ if not is_missing(pytree):
     )
 
 
-def is_sparse(value: Any) -> bool:
+def is_sparse(value: object) -> bool:
     return isinstance(value, Tensor) and value.layout is torch.sparse_coo
 
 
@@ -127,7 +127,7 @@ def sparse_coo_tensor(
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
 
 
-def _decline(*_: Any, **__: Any) -> Declined:
+def _decline(*_: object, **__: object) -> Declined:
     return DECLINED
 
 
@@ -167,7 +167,7 @@ def _transpose(a: Tensor, dim0: int = 0, dim1: int = 1) -> Any:
 
 
 @rewrite("sparse", "to_dense")
-def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _to_dense(a: Tensor, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     return values.new_zeros(entries.shape).index_put(

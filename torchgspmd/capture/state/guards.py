@@ -82,7 +82,7 @@ class Copied:
 
     value: Any
 
-    def hold(self, now: Any) -> bool:
+    def hold(self, now: object) -> bool:
         """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
@@ -103,10 +103,10 @@ class HasAttributes:
     present: tuple[str, ...]
 
     @staticmethod
-    def of(holder: Any, names: Container[str]) -> HasAttributes:
+    def of(holder: object, names: Container[str]) -> HasAttributes:
         return HasAttributes(names, tuple(filter(names.__contains__, attributes_of(holder) or {})))
 
-    def hold(self, now: Any) -> bool:
+    def hold(self, now: object) -> bool:
         """Return whether the object has the same of them."""
         return HasAttributes.of(now, self.names).present == self.present
 
@@ -117,7 +117,7 @@ class HasKey:
 
     key: Any
 
-    def hold(self, now: Any) -> bool:
+    def hold(self, now: object) -> bool:
         """Return whether the value has the key."""
         return value_key(now) == self.key
 
@@ -221,7 +221,7 @@ def _name(guard: Guard, owners: Mapping[int, str]) -> str:
     return owners.get(id(guard.source.root), "") + guard.source.name
 
 
-def is_plain(value: Any) -> bool:
+def is_plain(value: object) -> bool:
     """Return whether the value is plain, or a short container of plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
@@ -230,7 +230,7 @@ def is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def is_watched(value: Any) -> bool:
+def is_watched(value: object) -> bool:
     """Return whether the value is a tensor or plain, or a short container of these."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
@@ -256,13 +256,13 @@ def snapshot(value: Any, depth: int = 0) -> object:
     return snapshot_components(value, depth)
 
 
-def snapshot_components(value: Any, depth: int = 0) -> Contents:
+def snapshot_components(value: object, depth: int = 0) -> Contents:
     """Return a snapshot of a list, tuple or table, or of the attributes of an object."""
     keys, items = _keys_and_items(value)
     return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
 
 
-def _keys_and_items(value: Any) -> tuple[tuple, Collection[object]]:
+def _keys_and_items(value: object) -> tuple[tuple, Collection[object]]:
     """Return keys and items of a table or an object; of a list or tuple no keys."""
     if isinstance(value, _SEQUENCES):
         return (), value
@@ -270,7 +270,7 @@ def _keys_and_items(value: Any) -> tuple[tuple, Collection[object]]:
     return tuple(table), table.values()
 
 
-def leaves_of(snapshot: Any) -> Iterator[object]:
+def leaves_of(snapshot: object) -> Iterator[object]:
     """Yield the values in a snapshot."""
     if isinstance(snapshot, Contents):
         for item in snapshot.items:
@@ -294,14 +294,14 @@ def _copy_values(value: Any) -> Copied | HasKey | None:
     return None
 
 
-def _is_constant(value: Any) -> bool:
+def _is_constant(value: object) -> bool:
     """Return whether the value is a tuple of plain values, which is immutable."""
     return type(value) is tuple and all(
         type(item) is not SymbolicNumber and isinstance(item, _PLAIN) for item in value
     )
 
 
-def _changed_leaves(source: Source, now: Any, value: Any) -> Iterator[tuple[Source, object]]:
+def _changed_leaves(source: Source, now: object, value: object) -> Iterator[tuple[Source, object]]:
     """Yield source and value of the numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)
@@ -321,7 +321,7 @@ def _changed_leaves(source: Source, now: Any, value: Any) -> Iterator[tuple[Sour
             yield source, now
 
 
-def matches(now: Any, value: Any) -> bool:
+def matches(now: object, value: object) -> bool:
     """Return whether the current value satisfies the guard."""
     if now is value or value is ANY:
         return True
@@ -344,7 +344,7 @@ def matches(now: Any, value: Any) -> bool:
     )
 
 
-def _describe(value: Any) -> str:
+def _describe(value: object) -> str:
     """Describe a value, the same in all processes that have it.
 
     The order of strings in a set differs between processes, so they are sorted.

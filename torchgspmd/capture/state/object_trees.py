@@ -51,7 +51,7 @@ if not is_missing(pytree):
 
 
 def opened(
-    tree: Any, origins: Mapping[int, Source] | None = None, around: tuple[int, ...] = ()
+    tree: object, origins: Mapping[int, Source] | None = None, around: tuple[int, ...] = ()
 ) -> Any:
     """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
@@ -75,7 +75,7 @@ def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]
     return Opened(type(leaf), inside) if holds else leaf
 
 
-def closed(tree: Any, arguments: Any = None) -> Any:
+def closed(tree: object, arguments: object = None) -> Any:
     """Return the tree with objects in place of Opened, and sparse tensors in place of Entries.
 
     Objects are new ones; those with an origin are the ones in `arguments`.
@@ -83,12 +83,12 @@ def closed(tree: Any, arguments: Any = None) -> Any:
     return pytree.tree_map(lambda leaf: _close_leaf(leaf, arguments), tree, is_leaf=is_opened)
 
 
-def is_opened(part: Any) -> bool:
+def is_opened(part: object) -> bool:
     """Return whether the value is Opened or Entries."""
     return isinstance(part, (Opened, Entries))
 
 
-def _close_leaf(leaf: Any, arguments: Any) -> object:
+def _close_leaf(leaf: object, arguments: object) -> object:
     if isinstance(leaf, Entries):
         return leaf.tensor()
     if not isinstance(leaf, Opened):
@@ -115,7 +115,7 @@ def _close_leaf(leaf: Any, arguments: Any) -> object:
     return result
 
 
-def is_object(leaf: Any) -> bool:
+def is_object(leaf: object) -> bool:
     """Return whether a leaf of a pytree may hold tensors.
 
     It is no tensor, class, function or module.

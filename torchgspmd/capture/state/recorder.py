@@ -56,13 +56,13 @@ _NO_OBJECTS = (
 class Recorder:
     """The sources that were read, each with its value and a snapshot at the first read."""
 
-    def __init__(self, holders: Iterable[Any]) -> None:
+    def __init__(self, holders: Iterable[object]) -> None:
         """Record reads of the attributes of these holders."""
         self.holders = {id(holder): holder for holder in holders}
         self.visited: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
         self.entries: dict[Source, tuple[Any, Any]] = {}
 
-    def read(self, holder: Any, name: str) -> None:
+    def read(self, holder: object, name: str) -> None:
         """Record an attribute before its first read."""
         # First: reading the value below would call this function again.
         self.visited.add((id(holder), name))
@@ -106,7 +106,7 @@ class Recorder:
         ):
             self.record(Source(owner, (Attribute(name),)))
 
-    def record_all(self, holder: Any, names: Container[str]) -> None:
+    def record_all(self, holder: object, names: Container[str]) -> None:
         """Record all attributes of these names, for an object whose reads cannot be seen."""
         present = HasAttributes.of(holder, names)
         for name in present.present:
@@ -140,7 +140,7 @@ class Recorder:
 
 @contextmanager
 def record_reads(
-    modules: Iterable[nn.Module], objects: Sequence[Any], functions: Iterable[FunctionType]
+    modules: Iterable[nn.Module], objects: Sequence[object], functions: Iterable[FunctionType]
 ) -> Iterator[Recorder]:
     """Record which attributes of the modules and objects are read.
 
@@ -150,7 +150,7 @@ def record_reads(
     visited = recorder.visited
 
     def recording(original: Callable[[Any, str], Any]) -> Callable[[object, str], object]:
-        def record(self: Any, name: str) -> Any:
+        def record(self: object, name: str) -> Any:
             if (id(self), name) not in visited:
                 recorder.read(self, name)
             return original(self, name)
@@ -232,7 +232,7 @@ class ReachedObjects:
                     self.functions[id(call)] = call
 
 
-def _is_object(value: Any) -> bool:
+def _is_object(value: object) -> bool:
     """Return whether a user may set attributes of the value.
 
     Of the standard library's classes this holds for namespaces only.
@@ -255,7 +255,7 @@ def _class_values(cls: type) -> Iterator[object]:
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
-def _values(holder: Any) -> Iterator[object]:
+def _values(holder: object) -> Iterator[object]:
     """Yield the attributes of an object, and those of its class."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))

@@ -49,7 +49,7 @@ class ArgumentKeys(NamedTuple):
         return ArgumentKeys(tuple(names), keys)
 
     @staticmethod
-    def of(names: Sequence[str], leaves: Iterable[Any]) -> ArgumentKeys:
+    def of(names: Sequence[str], leaves: Iterable[object]) -> ArgumentKeys:
         keys = tuple(None if isinstance(leaf, Tensor) else value_key(leaf) for leaf in leaves)
         return ArgumentKeys(tuple(names), keys)
 

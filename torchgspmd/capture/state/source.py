@@ -105,11 +105,11 @@ class Source:
         """Return the source of a component of the value."""
         return Source(self.root, (*self.steps, *steps))
 
-    def holder(self, arguments: Any = None) -> Any:
+    def holder(self, arguments: object = None) -> Any:
         """Return the container of the value."""
         return Source(self.root, self.steps[:-1]).read(arguments)
 
-    def read(self, arguments: Any = None) -> Any:
+    def read(self, arguments: object = None) -> Any:
         """Return the value, or ABSENT. arguments: (args, kwargs) of the call."""
         return reduce(component, self.steps, arguments if self.root is ARGUMENTS else self.root)
 
@@ -166,7 +166,7 @@ def step_name(step: Step) -> str:
     return str(step) if is_text else type(step).__name__
 
 
-def is_table(value: Any) -> bool:
+def is_table(value: object) -> bool:
     """Return whether the value is a list, or a dict that returns its stored values.
 
     False for a dict that computes values in __getitem__.
@@ -229,7 +229,7 @@ def _set_attribute(base: Any, holder: Any, name: str, value: Any) -> None:
         base.__setattr__(holder, name, value)
 
 
-def components(holder: Any) -> dict[Step, Any]:
+def components(holder: object) -> dict[Step, Any]:
     """Return the items and attributes of a collection or an object, by their steps."""
     items = (
         holder.items()
@@ -241,19 +241,19 @@ def components(holder: Any) -> dict[Step, Any]:
     return {**dict(items), **attributes(holder)}
 
 
-def attributes(holder: Any) -> dict[Step, Any]:
+def attributes(holder: object) -> dict[Step, Any]:
     """Return the attributes that an object has in its __dict__ and in slots, by their steps."""
     table = attributes_of(holder) or {}
     return {Attribute(name): value for name, value in table.items()} | slots(holder)
 
 
-def slots(holder: Any) -> dict[Step, Any]:
+def slots(holder: object) -> dict[Step, Any]:
     """Return the attributes that an object has in slots, by their steps."""
     steps = map(Attribute, slots_of(type(holder)))
     return {s: value for s in steps if (value := component(holder, s)) is not ABSENT}
 
 
-def attributes_of(holder: Any) -> dict | None:
+def attributes_of(holder: object) -> dict | None:
     """Return the __dict__ of an object, or None."""
     try:
         of_thread = isinstance(holder, threading.local)

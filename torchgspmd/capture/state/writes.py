@@ -71,18 +71,20 @@ class Write:
             yield from _output_sources(self.source, self.value)
 
 
-def apply_writes(writes: Sequence[Write], outputs: Sequence[Any], arguments: Any = None) -> None:
+def apply_writes(
+    writes: Sequence[Write], outputs: Sequence[object], arguments: object = None
+) -> None:
     """Repeat the writes of a program. arguments: (args, kwargs) of this call.
 
     All values are computed before any of them is written.
     """
 
-    def fill_leaf(leaf: Any) -> object:
+    def fill_leaf(leaf: object) -> object:
         if isinstance(leaf, FromOutput):
             return outputs[leaf.output]
         return leaf.now() if isinstance(leaf, Computed) else leaf
 
-    def fill(value: Any) -> Any:
+    def fill(value: object) -> Any:
         if isinstance(value, Source):
             return value.read(arguments)
         return closed(pytree.tree_map(fill_leaf, value), arguments)
@@ -113,7 +115,7 @@ def _set_items(container: Any, items: list, is_whole: bool) -> None:
 class WatchedArguments:
     """The containers in the arguments of a trace, and their components before it."""
 
-    def __init__(self, tree: Any) -> None:
+    def __init__(self, tree: object) -> None:
         self.before = [
             (source, container, components(container))
             for source, container in _containers(tree, Source(ARGUMENTS), set())
@@ -135,7 +137,7 @@ class WatchedArguments:
                 id(value): step for step, value in old.items() if not isinstance(value, _PLAIN)
             }
 
-            def resolve(value: Any, steps: dict = steps, source: Source = source) -> Any:
+            def resolve(value: object, steps: dict = steps, source: Source = source) -> Any:
                 if id(value) in steps:
                     return source.at(steps[id(value)])
                 return replace_tensors(specialize_tree(value), outputs, self.origins)
@@ -183,7 +185,7 @@ def tensor_sources(arguments: tuple[tuple, dict]) -> dict[int, Source]:
 
 
 def replace_tensors(
-    value: Any, outputs: list[Tensor], origins: Mapping[int, Source] | None = None
+    value: object, outputs: list[Tensor], origins: Mapping[int, Source] | None = None
 ) -> object:
     """Return the value with FromOutput in place of tensors, which are appended to the outputs."""
     return pytree.tree_map_only(
@@ -191,7 +193,7 @@ def replace_tensors(
     )
 
 
-def _output_sources(source: Source, value: Any) -> Iterator[tuple[Source, int]]:
+def _output_sources(source: Source, value: object) -> Iterator[tuple[Source, int]]:
     if isinstance(value, FromOutput):
         yield source, value.output
     elif isinstance(value, (dict, tuple, *LISTS)):
@@ -199,7 +201,7 @@ def _output_sources(source: Source, value: Any) -> Iterator[tuple[Source, int]]:
             yield from _output_sources(source.at(key), item)
 
 
-def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[Source, object]]:
+def _containers(value: object, source: Source, seen: set[int]) -> Iterator[tuple[Source, object]]:
     if not (isinstance(value, (dict, tuple, *LISTS)) or is_object(value)) or id(value) in seen:
         return
     seen.add(id(value))
@@ -209,7 +211,7 @@ def _containers(value: Any, source: Source, seen: set[int]) -> Iterator[tuple[So
 
 
 def _difference(
-    container: Any, old: dict[Step, Any], new: dict[Step, Any]
+    container: object, old: dict[Step, Any], new: dict[Step, Any]
 ) -> tuple[list | None, dict[Step, object]]:
     """Return (items, components) that turn old into new, ABSENT for components to remove.
 
@@ -226,7 +228,7 @@ def _difference(
     return [value for step, value in new.items() if not isinstance(step, Attribute)], attributes
 
 
-def _is_same(now: Any, old: Any) -> bool:
+def _is_same(now: object, old: object) -> bool:
     return now is old or type(now) is type(old) and isinstance(now, _PLAIN) and now == old
 
 

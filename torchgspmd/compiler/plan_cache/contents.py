@@ -34,7 +34,7 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
         Unshareable: It cannot be compared, such as a tensor.
     """
 
-    def of(item: Any) -> str:
+    def of(item: object) -> str:
         return content(item, modules, depth + 1)
 
     if isinstance(value, (*_PLAIN, *_OF_TORCH)) and not isinstance(value, Enum):

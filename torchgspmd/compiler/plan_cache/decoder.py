@@ -51,7 +51,7 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
 class Decoder:
     """Decodes the text of an Encoder, with its records. mesh: has the axes of layouts."""
 
-    def __init__(self, records: Any, mesh: Mesh) -> None:
+    def __init__(self, records: object, mesh: Mesh) -> None:
         self.mesh, self.fake_mode = mesh, FakeTensorMode()
         self.nodes: list[fx.Node] = []
         self._depth = 0  # of the value that is decoded
@@ -73,7 +73,7 @@ class Decoder:
         for row in typed(records, None, list, "a list of records", of=records):
             self.records.append(self._new_record(row))
 
-    def decode(self, value: Any) -> Any:
+    def decode(self, value: object) -> Any:
         """Return the value of JSON.
 
         Raises:
@@ -152,7 +152,7 @@ class Decoder:
         meta = torch.empty_strided(*sizes, dtype=dtype, device="meta")
         return FakeTensor(self.fake_mode, meta, torch.device(device))
 
-    def _treespec(self, tree: Any) -> object:
+    def _treespec(self, tree: object) -> object:
         return pytree.tree_flatten(self._tree(tree))[1]
 
     def _tree(self, tree: Any) -> object:
@@ -198,7 +198,7 @@ class Decoder:
         return whole in sizes and before * size > 0 and sizes[whole] % (before * size) == 0
 
 
-def natural(number: Any) -> int:
+def natural(number: object) -> int:
     """Return a number that is 0, 1, ..., and no larger than a size; raise ValueError for others."""
     if type(number) is not int or not 0 <= number <= _LARGEST_SIZE:
         raise ValueError(number)
@@ -221,7 +221,7 @@ def typed(value: Any, key: int | str | None, kind: type, expected: str, of: Any 
     return found
 
 
-def _type_name(hint: Any) -> str:
+def _type_name(hint: object) -> str:
     return hint.__name__ if type(hint) is type else str(hint)
 
 

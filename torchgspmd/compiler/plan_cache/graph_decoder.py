@@ -192,5 +192,5 @@ def identifier(row: list, key: int) -> str:
     return row[key]
 
 
-def _is_identifier(name: Any) -> bool:
+def _is_identifier(name: object) -> bool:
     return type(name) is str and _IDENTIFIER.fullmatch(name) is not None

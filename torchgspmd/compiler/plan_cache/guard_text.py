@@ -82,7 +82,7 @@ class GuardEncoder:
             self._content(value, has_attributes),
         ]
 
-    def _content(self, value: Any, has_attributes: bool) -> str:
+    def _content(self, value: object, has_attributes: bool) -> str:
         return content_of(value, has_attributes, self.names)
 
     def _source(self, source: Source, around: frozenset[int]) -> list[Any]:
@@ -93,7 +93,7 @@ class GuardEncoder:
             steps.append(f".{step.name}" if isinstance(step, Attribute) else [step])
         return [self._root(source.root, around), steps]
 
-    def _root(self, root: Any, around: frozenset[int]) -> list[Any]:
+    def _root(self, root: object, around: frozenset[int]) -> list[Any]:
         """Return the path by which another process finds the root."""
         if id(root) in self.names:
             return ["module", self.names[id(root)]]
@@ -211,7 +211,7 @@ def module_names(model: nn.Module) -> dict[int, str]:
     return {id(module): name for name, module in model.named_modules()}
 
 
-def content_of(value: Any, has_attributes: bool, names: dict[int, str]) -> str:
+def content_of(value: object, has_attributes: bool, names: dict[int, str]) -> str:
     """Return the content of a value, or of the attributes of an object."""
     if has_attributes:
         value = {str(k): v for k, v in zip(*_keys_and_items(snapshot_components(value)))}

@@ -145,7 +145,7 @@ class Encoder:
     def _encode_tree(self, tree: Any) -> object:
         """Return a structure: for each node its class, its context, and its children."""
 
-        def encode(value: Any) -> Any:
+        def encode(value: object) -> Any:
             if type(value) is int:  # a leaf
                 return None
             if (node := pytree.SUPPORTED_NODES.get(type(value))) is None:

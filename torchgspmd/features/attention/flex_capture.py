@@ -220,7 +220,7 @@ RETURNS = "returns_statistics"  # an option: whether the caller has the logsumex
 def with_returns(options_of: Callable) -> Callable:
     """Return `_apply_kernel_options` of torch, which also says whether statistics are returned."""
 
-    def options(*args: Any) -> dict[str, Any]:
+    def options(*args: object) -> dict[str, Any]:
         returns = bool(args[3]) or any(x is not None for x in args[5:])
         return {**options_of(*args), RETURNS: returns}
 

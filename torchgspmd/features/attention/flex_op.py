@@ -111,7 +111,7 @@ def _operator(node: ast.AST) -> object:
     return find(*names)
 
 
-def is_elementwise(op: Any) -> bool:
+def is_elementwise(op: object) -> bool:
     """Return whether an expression may have an operator."""
     if not isinstance(op, OpOverload) or op._schema.is_mutable:
         return False
@@ -209,7 +209,7 @@ flex_attention.register_fake(empty_results)
     "torchgspmd::flex_attention_backward", mutates_args=(), schema=backward_schema(_REST)
 )
 def flex_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
 ) -> Gradients:
     """Return the gradients of q, k and v."""
     return _tiles(q, k, v, *rest).backward(Upstream(grad, out, lse))

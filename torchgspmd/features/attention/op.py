@@ -125,7 +125,7 @@ def attention_in_blocks(*args: Any) -> Results:
     return computed(AttentionCall(*args))
 
 
-def attention_backward_in_blocks(*args: Any) -> Gradients:
+def attention_backward_in_blocks(*args: object) -> Gradients:
     """Compute `attention_backward` past PyTorch's registry of operators."""
     return gradients(*of_backward(*args))
 
@@ -135,7 +135,7 @@ def attention_backward_in_blocks(*args: Any) -> Gradients:
     mutates_args=(),
     schema=forward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
-def attention(*args: Any) -> Results:
+def attention(*args: object) -> Results:
     """Return softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
 
     A query that sees no key has a result of 0 and a logsumexp of -inf.
@@ -152,7 +152,7 @@ def attention(*args: Any) -> Results:
         "Tensor? seed=None, float dropout=0.0"
     ),
 )
-def attention_parts(*args: Any) -> Results:
+def attention_parts(*args: object) -> Results:
     """Return `attention` for each of `count` parts of the keys, in a new first dimension."""
     call, count = of_parts(*args)
     query, key, *rest = cast("Sequence[int]", call.region)
@@ -166,7 +166,7 @@ def attention_parts(*args: Any) -> Results:
 
 
 @attention_parts.register_fake
-def _(*args: Any) -> Results:
+def _(*args: object) -> Results:
     call, count = of_parts(*args)
     shape = [count, *call.q.shape[:-1]]
     out = call.q.new_empty([*shape, call.v.shape[-1]])
@@ -181,7 +181,7 @@ attention.register_fake(empty_results)
     mutates_args=(),
     schema=backward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
-def attention_backward(*args: Any) -> Gradients:
+def attention_backward(*args: object) -> Gradients:
     """Return the gradients of q, k and v."""
     q_grad, k_grad, v_grad = (g.contiguous() for g in attention_backward_in_blocks(*args))
     return q_grad, k_grad, v_grad

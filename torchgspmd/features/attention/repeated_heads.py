@@ -78,7 +78,7 @@ def _reshape(input: Tensor, *shape: Any) -> object:
 
 @rewrite("product", torch.repeat_interleave, Tensor.repeat_interleave)
 def _repeat_interleave(
-    input: Tensor, repeats: Any = None, dim: int | None = None, **options: Any
+    input: Tensor, repeats: object = None, dim: int | None = None, **options: object
 ) -> object:
     """Remember the input where each row is repeated equally often."""
     if not isinstance(repeats, int) or dim is None or options:

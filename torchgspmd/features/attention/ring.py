@@ -243,7 +243,7 @@ def _forward_steps(n: int, me: int, *args: Any) -> Steps:
     return (yield from _forward(_blocks(n, me, call, ring), call, ring))
 
 
-def _backward_steps(n: int, me: int, *args: Any) -> Steps:
+def _backward_steps(n: int, me: int, *args: object) -> Steps:
     ring = RingCall.of(args)
     call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
     return (yield from _backward(_blocks(n, me, call, ring), call, upstream, ring))
@@ -261,7 +261,7 @@ def ring_backward(*args: Any) -> Any:
     return _on_rank(_backward_steps(len(ranks), me, *inputs), inputs[2], name, ranks)
 
 
-def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: Any) -> list[Any]:
+def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: object) -> list[Any]:
     axes = RingCall.of(args).axes
     names = split_axes(axes)
     return _simulated(
@@ -285,11 +285,11 @@ def _of_device(argument: Any, rank: int) -> Any:
     return cast("list[Any]", argument)[rank] if isinstance(argument, list) else argument
 
 
-def _lower(runs: Callable[..., Any], build: CollectiveBuilder, *args: Any) -> fx.Node:
+def _lower(runs: Callable[..., object], build: CollectiveBuilder, *args: object) -> fx.Node:
     return build.call(runs, *args, *build.ring_position(RingCall.of(args).axes))
 
 
-def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: Any) -> int:
+def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: object) -> int:
     return 2 * math.prod(q[:-1]) * n * k[-2] * (q[-1] + v[-1])
 
 

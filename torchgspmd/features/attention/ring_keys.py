@@ -49,7 +49,7 @@ class Ring(NamedTuple):
     shards: int | None
     arguments: Arguments
 
-    def operands(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def operands(self, args: tuple[object, ...]) -> tuple[Any, ...]:
         """Return the tensors of a call, but for those of the options."""
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
@@ -58,7 +58,7 @@ def _plain(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
     return _of_call(AttentionCall(*args))
 
 
-def _plain_backward(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
+def _plain_backward(args: tuple[object, ...]) -> tuple[bool, float, RingOptions]:
     return _of_call(of_backward(*args)[0])
 
 

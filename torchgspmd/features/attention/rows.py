@@ -40,7 +40,7 @@ def _attention_on_xla(*args: Any) -> Results:
 
 
 @rewrite("xla", ours.attention_backward.default)
-def _attention_backward_on_xla(*args: Any) -> Gradients:
+def _attention_backward_on_xla(*args: object) -> Gradients:
     return gradients_by_products(*of_backward(*args))
 
 

@@ -60,7 +60,7 @@ def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
     return result
 
 
-def _mark_of(x: Any) -> tuple[int | None, object]:
+def _mark_of(x: object) -> tuple[int | None, object]:
     """Return the mark of a tensor; a symbolic number, which would be read, has none."""
     return getattr(x, _NAME, (None, None)) if isinstance(x, Tensor) else (None, None)
 
@@ -168,7 +168,7 @@ def _joined(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
 # --------------------------------------------------------------------- from scores to the weights
 
 
-def _is_number(x: Any) -> bool:
+def _is_number(x: object) -> bool:
     return type(x) in (int, float)
 
 

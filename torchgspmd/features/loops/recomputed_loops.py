@@ -41,7 +41,7 @@ class _Region:
         self.loops.append(loop)
         return loop
 
-    def __call__(self, *args: Any) -> Sequence[Tensor]:
+    def __call__(self, *args: object) -> Sequence[Tensor]:
         """Trace the function, for the first time or again."""
         with repeating(self.around, self.first):
             results = self.function(*args)

@@ -178,7 +178,7 @@ class StageCall(BodyCall):
         return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
     def __call__(
-        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
+        self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]
     ) -> list[Tensor]:
         """Run the pieces of this rank's device."""
         assert (transport := self.transport) is not None, "a rank has a transport"
@@ -211,7 +211,7 @@ class StageRun:
         device: int,
         carries: Sequence[Tensor],
         rows: Sequence[Tensor],
-        others: Sequence[Any],
+        others: Sequence[object],
     ) -> None:
         self.call, self.device, self.places = call, device, call.order.places
         self.pieces = [slot.piece for slot in call.order.schedule.rows[device]]
@@ -384,7 +384,7 @@ class _Simulation:
             self.done[device] += 1
 
 
-def _poison(like: Any) -> Any:
+def _poison(like: object) -> Any:
     """Return the value of a device without work: nobody may read it."""
     if isinstance(like, (tuple, list)):
         return type(like)(map(_poison, like))

@@ -117,8 +117,8 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
 
 def _transposed_as_plain(
     local: LocalBuilder,
-    x: Any,
-    w: Any,
+    x: object,
+    w: object,
     padding: Sequence[int],
     dilation: Sequence[int],
     groups: int,
@@ -146,7 +146,11 @@ def _transposed_as_plain(
 
 
 def _same_kernel(
-    local: LocalBuilder, x: Any, w: Any, global_options: Sequence[Any], options: Sequence[Any]
+    local: LocalBuilder,
+    x: object,
+    w: object,
+    global_options: Sequence[object],
+    options: Sequence[object],
 ) -> object:
     """Convolve by the kernel that PyTorch would take for the global shapes and `global_options`.
 
@@ -166,7 +170,9 @@ def _same_kernel(
     return local.call(aten.convolution.default, x, w, *options)
 
 
-def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[Any]) -> str:
+def _kernel(
+    like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[object]
+) -> str:
     """Return the name of PyTorch's kernel on a CPU; empty on other devices."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
@@ -176,7 +182,7 @@ def _kernel(like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Se
 
 
 @rewrite("decompose", aten.convolution.default)
-def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: object) -> Tensor:
     y = aten.convolution.default(x, w, None, *options)
     return y if bias is None else y + bias.view([-1] + [1] * (x.dim() - 2))
 

@@ -32,7 +32,7 @@ class WindowCut:
     front: int
     back: int
 
-    def apply(self, local: LocalBuilder, y: Any, dim: int) -> object:
+    def apply(self, local: LocalBuilder, y: object, dim: int) -> object:
         """Return the device's positions of y along a dimension."""
         if self.front or self.back:
             y = local.call(
@@ -150,7 +150,11 @@ def remaining_padding(local: LocalBuilder, windows: Sequence[PoolWindow]) -> lis
 
 
 def renumber(
-    local: LocalBuilder, index: Any, old: Sequence[int], new: Sequence[int], moves: Sequence[Any]
+    local: LocalBuilder,
+    index: object,
+    old: Sequence[int],
+    new: Sequence[int],
+    moves: Sequence[object],
 ) -> Any:
     """Convert flat indices into the last dimensions from sizes `old` to sizes `new`.
 

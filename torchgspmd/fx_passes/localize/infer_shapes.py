@@ -60,7 +60,7 @@ class _Examples:
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), self._argument)
         return self._call(node.target, args, kwargs)
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: object) -> Any:
         if isinstance(value, fx.Node):
             return self.of(value)
         return META if isinstance(value, torch.device) else value
@@ -80,7 +80,7 @@ def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return None
 
 
-def _key(value: Any) -> Any:
+def _key(value: object) -> Any:
     """Return a key that is equal for arguments that lead to equal results."""
     if isinstance(value, Tensor):
         return "tensor", tuple(value.shape), value.dtype

@@ -253,7 +253,7 @@ class _Localizer:
         return local
 
     def _mask(
-        self, local: fx.Node, dim: int, axes: Axes, size: Any, fill: float, node: fx.Node
+        self, local: fx.Node, dim: int, axes: Axes, size: object, fill: float, node: fx.Node
     ) -> fx.Node:
         """Overwrite the padding of a value, once for all its readers of one phase."""
         # The phase is in the key: a mask of the forward would be saved for the backward.

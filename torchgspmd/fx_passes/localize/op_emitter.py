@@ -178,13 +178,13 @@ class Emitter:
             self.localizer.mesh.count(self.assignment.get(factor, ())),
         )
 
-    def narrow(self, value: Any, dim: int, start: Any, length: int) -> Any:
+    def narrow(self, value: object, dim: int, start: object, length: int) -> Any:
         """Return a contiguous slice of `length` rows along `dim`."""
         return self.call(
             aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length)
         )
 
-    def masked(self, value: Any, dim: int, factor: str, fill: float) -> Any:
+    def masked(self, value: object, dim: int, factor: str, fill: float) -> Any:
         """Return the value with `fill` in the padding of `dim`, which is the factor's."""
         axes, size = self.assignment.get(factor, ()), self.sizes.get(factor, 1)
         if axes and isinstance(size, OpenSize):
@@ -193,7 +193,7 @@ class Emitter:
             return value
         return self.call(mask_padding, value, dim, self.index(factor), size, fill)
 
-    def scalar(self, value: Any, dtype: torch.dtype | None = None) -> fx.Node:
+    def scalar(self, value: object, dtype: torch.dtype | None = None) -> fx.Node:
         """Return a tensor of one number, by default of the result's dtype."""
         result = self.results[0]
         return self.call(

@@ -37,7 +37,7 @@ class StepLocalizer(Protocol):
         """Return the metadata of a local node, taken from the global one."""
         ...
 
-    def add_at_top(self, op: Any, a: fx.Node, b: Any) -> fx.Node:
+    def add_at_top(self, op: object, a: fx.Node, b: object) -> fx.Node:
         """Add arithmetic on coordinates right after the inputs."""
         ...
 
@@ -112,11 +112,11 @@ class StepEmitter:
             moved.meta = metas.pop() | {"step": None}
         return moved
 
-    def call(self, op: Callable[..., Any], *args: Any) -> fx.Node:
+    def call(self, op: Callable[..., object], *args: object) -> fx.Node:
         """Add a call to the local graph."""
         return self.localizer.graph.call_function(op, args)
 
-    def collective(self, *args: Any) -> fx.Node:
+    def collective(self, *args: object) -> fx.Node:
         """Add the step itself to the local graph."""
         return self.call(self.node.target, *args)
 

@@ -152,7 +152,7 @@ class CollectiveOfAnySize:
         self.__name__ = f"{kind}_of_any_size"
         self.programs: dict[tuple, fx.GraphModule] = {}  # by shape and arguments
 
-    def __call__(self, x: Tensor, *args: Any) -> Tensor:
+    def __call__(self, x: Tensor, *args: object) -> Tensor:
         """Return the result of the collective. args: those of its kind."""
         key = (tuple(x.shape), repr(args))
         if key not in self.programs:

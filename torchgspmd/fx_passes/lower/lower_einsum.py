@@ -158,7 +158,7 @@ class _Product:
             x = self.call(aten.reshape.default, x, list(matrix.shape))
         return self.call(aten.transpose.int, x, -2, -1) if matrix.swapped else x
 
-    def call(self, op: Any, *args: Any) -> fx.Node:
+    def call(self, op: object, *args: object) -> fx.Node:
         """Add a call with the source line and phase of the einsum."""
         result = add_node(self.graph, "call_function", op, args, {})
         result.meta.update({"source": None, "backward": False, **origin_of(self.node)})

@@ -109,7 +109,7 @@ def _bytes(count: Callable[..., int], args: Any, kwargs: Any) -> int:
     return count(*args, **dict(kwargs))
 
 
-def _on_meta(arguments: Any) -> Any:
+def _on_meta(arguments: object) -> Any:
     if isinstance(arguments, Strided):
         return arguments.meta()
     return tuple(map(_on_meta, arguments)) if isinstance(arguments, tuple) else arguments

@@ -74,7 +74,7 @@ einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
 
 
 @einsum.register_vmap
-def _(info: Any, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
+def _(info: object, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
     """Give the operands that have positions of torch.vmap one more letter, in front."""
     new = next(c for c in ascii_letters if c not in equation)
     a_letters, b_letters, out = split_equation(equation)

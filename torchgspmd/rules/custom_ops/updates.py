@@ -47,7 +47,7 @@ def adam(
 
 
 @adam.register_fake
-def _(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(p), torch.empty_like(m), torch.empty_like(v)
 
 

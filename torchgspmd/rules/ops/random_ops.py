@@ -154,7 +154,7 @@ def _randint_low(
     size: Sequence[int],
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    **_: Any,
+    **_: object,
 ) -> Tensor:
     unit = _draw(size, torch.float64, device)[0]
     return ((unit * (high - low)).floor() + low).to(dtype or torch.int64)

@@ -43,7 +43,7 @@ def reduction_rule(
 
 
 def _reductions(
-    kind: str | None, *ops: OpOverload, at: int | None = 1, default: Any = None
+    kind: str | None, *ops: OpOverload, at: int | None = 1, default: object = None
 ) -> None:
     """Register reductions. at: which argument is `dim`; None: they reduce all dimensions."""
     rule_for(*ops)(
@@ -165,7 +165,7 @@ def _var(x: Tensor, dim: list[int] | None = None, **options: Any) -> Tensor:
 
 
 @rewrite("decompose", aten.std.correction)
-def _std(x: Tensor, dim: list[int] | None = None, **options: Any) -> Tensor:
+def _std(x: Tensor, dim: list[int] | None = None, **options: object) -> Tensor:
     return _var(x, dim, **options).sqrt()
 
 
