@@ -48,11 +48,13 @@ class Simulator(fx.Interpreter):
     def call_function(self, target: Any, args: tuple, kwargs: dict) -> list:
         if target is start:
             name, operands, arguments = args
-            simulate = collective_kinds()[name].simulate
             numbers = _map(arguments, operator.itemgetter(0))  # the same on all devices
-            results = [simulate(self.mesh, x, *rest) for x, rest in zip(operands, numbers)]
+            results = [self.collective(name, x, rest) for x, rest in zip(operands, numbers)]
             return _PerDevice(zip(*results))
-        if isinstance(target, (CollectiveKind, FusedKind)):
+        if isinstance(target, CollectiveKind):
+            numbers = _map(args[1:], operator.itemgetter(0))
+            return _PerDevice(self.collective(target.name, args[0], numbers))
+        if isinstance(target, FusedKind):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
         if isinstance(target, LoopCall):
             return self.run_loop(target, args, self.node.meta.get("source"))
@@ -66,15 +68,24 @@ class Simulator(fx.Interpreter):
             if state is not None:
                 torch.set_rng_state(state)  # all devices draw the same numbers
             mine = operator.itemgetter(device)
-            results.append(target(*_map(args, mine), **_map(kwargs, mine)))
+            results.append(self.call(target, _map(args, mine), _map(kwargs, mine)))
         return _PerDevice(results)
+
+    def call(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """Return the result of an operation on one device."""
+        return target(*args, **kwargs)
+
+    def collective(self, name: str, x: list[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
+        """Return the results of a collective on all devices."""
+        return collective_kinds()[name].simulate(self.mesh, x, *arguments)
+
+    def inner(self, graph: fx.Graph) -> Simulator:
+        """Return what runs the body of a loop."""
+        return Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
         """Run a loop, each iteration on all devices."""
-        bodies = [
-            Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
-            for graph in call.graphs()
-        ]
+        bodies = [self.inner(graph) for graph in call.graphs()]
         devices = range(self.mesh.size)
         loops = [call.runs(*_map(args, operator.itemgetter(i))) for i in devices]
         values: list[list] | None = None
@@ -100,8 +111,7 @@ class Simulator(fx.Interpreter):
 
     def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
         """Run a body on all devices; return the results of each device."""
-        body = Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
-        values = body.run_devices(inputs)
+        values = self.inner(graph).run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]
 
     def output(self, target: object, args: tuple, kwargs: dict) -> Any:

@@ -66,6 +66,7 @@ _ROWS = (
     Key("draw", CAPTURED, CAPTURED, int, "number of what draws; the same if it is drawn again"),
     Key("loop", CAPTURED, PARTITIONED, str, "loops whose bodies draw it anew in each iteration"),
     Key("runs", CAPTURED, PARTITIONED, int, "how often it runs, if a loop's body has it"),
+    Key("value", LOCAL, RUNNABLE, str, "node of the partitioned graph with the same value"),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
     Key("pinned", ANNOTATED, PARTITIONED, tuple, "axes, and the factors that each may shard alone"),
     Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),

@@ -134,6 +134,7 @@ class _Localizer:
             "step": node.meta.get("step"),
             "dynamic": node.meta.get("dynamic", False),
             "unknown": self._other_local_shape(node),
+            "value": node.name,
         }
 
     def _other_local_shape(self, node: fx.Node) -> tuple[int, ...] | None:

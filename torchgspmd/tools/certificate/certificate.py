@@ -1,0 +1,253 @@
+"""Plan.verify: does each value of the planned programs denote the value that it claims?
+
+    captured program, one device      --values by name-->      partitioned program, one device
+    partitioned program, one device   --shards by layout-->    programs of all devices
+
+A node of the program of one device claims a value of the partitioned program (meta "value") in a
+layout (meta "spec"). The devices run in lockstep, on random numbers, with NaN in all padding, and
+each claim is compared element by element. Results claim their layouts, too: what is returned is
+proven by them, whatever the claims within say. docs/certificate.md has the method and its limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compiler.plan import Plan
+from ...errors import ShardingError
+from ...shard_spec import ShardSpec
+from .devices import Devices
+from .inputs import Numbers, wide_graph, widened
+from .layouts import compared, cut
+from .one_device import OneDevice, Values
+
+_TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
+_TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
+
+
+@dataclass(frozen=True)
+class Uncertified:
+    """A value that no trial could judge. name: as the plan prints it."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What `Plan.verify` has found: all claims that were judged hold.
+
+    Args:
+        certified: Names of values of the partitioned program that hold on all devices.
+        uncertified: Values that could not be judged, each with the reason.
+        trials: How many sets of random numbers were run.
+        results: Outputs, updated inputs and gradients that hold.
+
+    Example:
+        >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+        >>> specs = ("data model", "model _")
+        >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+        >>> print(result.verify())
+        certified 4 of 4 values and 1 result, in 2 trials
+    """
+
+    certified: frozenset[str]
+    uncertified: tuple[Uncertified, ...]
+    trials: int
+    results: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every value is certified."""
+        return not self.uncertified
+
+    def __str__(self) -> str:
+        total = len(self.certified) + len(self.uncertified)
+        plural = "" if self.results == 1 else "s"
+        lines = [
+            f"certified {len(self.certified)} of {total} values and {self.results} result{plural}, "
+            f"in {self.trials} trials"
+        ]
+        lines += [f"  not %{each.name}: {each.why}" for each in self.uncertified]
+        return "\n".join(lines)
+
+
+def certify(plan: Plan) -> Certificate:
+    """Return the certificate of a plan.
+
+    Raises:
+        ShardingError: A value is another one than that of one device.
+    """
+    claimed = {n.meta["value"]: n for n in _claims(plan.program_graph)}
+    if (work := _work(plan)) > _TOO_LARGE:
+        why = f"{work:.0e} elements on all devices are too many; verify a plan of smaller sizes"
+        return Certificate(frozenset(), tuple(Uncertified(name, why) for name in claimed), 0, 0)
+    judged = set[str]()
+    for seed, positive in _TRIALS:
+        trial = _Trial(plan, seed, positive)
+        trial.run()
+        judged |= trial.judged
+    left = tuple(
+        Uncertified(name, "it has no finite number in any trial")
+        for name in claimed
+        if name not in judged
+    )
+    return Certificate(frozenset(judged), left, len(_TRIALS), len(plan.out_specs))
+
+
+def _claims(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes that claim a value."""
+    for node in graph.nodes:
+        if "value" in node.meta and "spec" in node.meta:
+            yield node
+
+
+def _work(plan: Plan) -> float:
+    """Return the elements of all values, on all devices."""
+    vals = (n.meta.get("val") for n in plan.sharded.nodes)
+    return plan.mesh.size * float(sum(v.numel() for v in vals if isinstance(v, Tensor)))
+
+
+@dataclass
+class _Trial:
+    """One set of numbers, on one device and on all of them."""
+
+    plan: Plan
+    seed: int
+    positive: bool
+    judged: set[str] = field(default_factory=set)
+    seen: dict[str, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Compare all values; raise ShardingError for the first one that differs."""
+        plan = self.plan
+        self.inputs, self.truth, expected = self._one_device()
+        shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
+        program = fx.GraphModule(_wide_constants(plan), wide_graph(plan.program_graph))
+        sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
+        devices = Devices(program, plan.mesh, self._claim)
+        results = devices.run_devices(shards, plan.size_inputs(sizes))
+        for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
+            if spec is not None and isinstance(expected[i], Tensor):
+                self._compare(f"result {i}", None, list(values), spec, expected[i])
+
+    def _one_device(self) -> tuple[list[Tensor], Values, Sequence[Any]]:
+        """Return inputs, values by name of the partitioned program, and the true results."""
+        captured = self.plan.captured
+        graphs = [wide_graph(graph) for graph in (captured.graph, self.plan.sharded)]
+        most = 1 << 30
+        while True:
+            numbers = Numbers(captured, self.seed, self.positive, most)
+            inputs = [widened(t) for t in numbers.tensors()]
+            try:
+                return inputs, *self._truth(graphs, inputs)
+            except (IndexError, RuntimeError):
+                if most == 1:
+                    raise
+                most = 8 if most > 8 else most // 2
+
+    def _truth(
+        self, graphs: Sequence[fx.Graph], inputs: Sequence[Tensor]
+    ) -> tuple[Values, Sequence[Any]]:
+        """Return values of the partitioned program, compared with the captured one."""
+        constants = _wide_constants(self.plan)
+        partitioned = OneDevice(graphs[1], constants)
+        partitioned.run(inputs)
+        names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
+        given = {
+            node.name: partitioned.values[names[node.name]]
+            for node in graphs[0].nodes
+            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            and names.get(node.name) in partitioned.values
+        }
+        captured = OneDevice(graphs[0], constants, given)
+        results = captured.run(inputs)
+        for node in graphs[1].nodes:
+            truth = captured.values.get(node.meta.get("captured", ""), ())
+            for value, expected in zip(partitioned.values.get(node.name, ()), truth):
+                if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                    spec = ShardSpec.replicated(expected.dim())
+                    self._compare(node.name, node, [value], spec, expected)
+        return partitioned.values, results
+
+    def _claim(self, node: fx.Node, shards: list[Tensor]) -> None:
+        """Compare the shards of a node with the value that it claims."""
+        name = node.meta["value"]
+        turn = self.seen.get(node.name, 0)
+        self.seen[node.name] = turn + 1
+        values = self.truth.get(name, [])
+        if turn < len(values) and isinstance(values[turn], Tensor):
+            if self._compare(node.name, node, shards, node.meta["spec"], values[turn]):
+                self.judged.add(name)
+
+    def _compare(
+        self,
+        name: str,
+        node: fx.Node | None,
+        shards: list[Tensor],
+        spec: ShardSpec,
+        truth: Tensor,
+    ) -> bool:
+        """Compare shards with the truth; return whether that judges the value."""
+        tolerance = _tolerance(truth)
+        alone = len(shards) == 1 and not spec.sharding_axes
+        pairs = (
+            [(0, shards[0], truth)] if alone else compared(shards, spec, self.plan.mesh, truth)
+        )
+        for rank, mine, one in pairs:
+            if mine.shape != one.shape or not torch.allclose(
+                mine, one.to(mine.dtype), rtol=0, atol=tolerance, equal_nan=True
+            ):
+                raise self._fault(name, node, spec, rank, mine, one)
+        return not truth.is_floating_point() or bool(torch.isfinite(truth).any())
+
+    def _fault(
+        self,
+        name: str,
+        node: fx.Node | None,
+        spec: ShardSpec,
+        rank: int,
+        mine: Tensor,
+        one: Tensor,
+    ) -> ShardingError:
+        where = ", ".join(f"{a}={c}" for a, c in self.plan.mesh.coordinates(rank).items())
+        if mine.shape != one.shape:
+            found = f"the shape {list(mine.shape)}, one device has {list(one.shape)}"
+        else:
+            differing = ~torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=_tolerance(one), equal_nan=True)
+            at = tuple(differing.nonzero()[0].tolist())
+            found = f"{mine[at].item()} at {list(at)} of its shard, one device has {one[at].item()}"
+        return ShardingError(
+            f"'%{name}' is not the value of one device: device {where} has {found}",
+            where=None if node is None else node.meta.get("source"),
+            why=f"the plan says that it is {_value_text(node)} laid out as '{spec}'",
+            fix="report it, with the file that plan.save(path) writes; do not train with this plan",
+        )
+
+
+def _value_text(node: fx.Node | None) -> str:
+    return "a result" if node is None else f"%{node.meta.get('value', node.name)}"
+
+
+def _tolerance(truth: Tensor) -> float:
+    """Return the most that sums of 64 bits in another order differ by, generously."""
+    if not (truth.is_floating_point() or truth.is_complex()) or not truth.numel():
+        return 0.0
+    finite = truth[torch.isfinite(truth)].abs()
+    return 1e-8 * max(float(finite.max()), 1e-3) if finite.numel() else 0.0
+
+
+def _wide_constants(plan: Plan) -> torch.nn.Module:
+    """Return the constants of a program in wide dtypes."""
+    wide = torch.nn.Module()
+    graphs = plan.captured.graph, plan.sharded, plan.program_graph
+    for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):
+        path = str(node.target)
+        value = plan.captured.constants.get_buffer(path)
+        wide.register_buffer(path, widened(value))
+    return wide

@@ -1,0 +1,162 @@
+"""The programs of all devices, evaluated in lockstep, with a table of its own for collectives.
+
+    claims(name, node, shards)      is called with each value that says which value it is of the
+                                    partitioned graph (meta "value"), in which layout (meta "spec")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...comm.simulator import Simulator
+from ...layout.halo_window import Window
+from ...layout.mesh import Mesh
+from ...shard_spec import ShardSpec
+from .layouts import COMBINE, cut, gathered, poison
+from .one_device import drawn
+
+Claim = Callable[[fx.Node, list[Tensor]], None]
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    return tuple(text.split("+"))
+
+
+def _in_groups(
+    mesh: Mesh, axes: str, x: list[Tensor], run: Callable[[list[Tensor]], list[Tensor]]
+) -> list[Tensor]:
+    results = list(x)
+    for group in mesh.groups(_axes(axes)):
+        for rank, value in zip(group, run([x[r] for r in group])):
+            results[rank] = value
+    return results
+
+
+def _parts(x: Tensor, dim: int, count: int) -> list[Tensor]:
+    """Return equal parts of a dimension; the last ones are padded."""
+    rows = -(-x.shape[dim] // count)
+    missing = rows * count - x.shape[dim]
+    if missing:
+        shape = [*x.shape]
+        shape[dim] = missing
+        x = torch.cat([x, poison(shape, x)], dim)
+    return list(x.split(rows, dim))
+
+
+def _all_gather(mesh: Mesh, x: list[Tensor], dim: int, axes: str) -> list[Tensor]:
+    return _in_groups(mesh, axes, x, lambda shards: [torch.cat(shards, dim)] * len(shards))
+
+
+def _all_reduce(mesh: Mesh, x: list[Tensor], reduction: str, axes: str) -> list[Tensor]:
+    combine = COMBINE[reduction]
+    return _in_groups(mesh, axes, x, lambda terms: [reduce(combine, terms)] * len(terms))
+
+
+def _reduce_scatter(
+    mesh: Mesh, x: list[Tensor], reduction: str, dim: int, axes: str
+) -> list[Tensor]:
+    combine = COMBINE[reduction]
+    return _in_groups(
+        mesh, axes, x, lambda terms: _parts(reduce(combine, terms), dim, len(terms))
+    )
+
+
+def _all_to_all(mesh: Mesh, x: list[Tensor], gather: int, scatter: int, axes: str) -> list[Tensor]:
+    def run(shards: list[Tensor]) -> list[Tensor]:
+        parts = [_parts(shard, scatter, len(shards)) for shard in shards]
+        return [torch.cat([each[i] for each in parts], gather) for i in range(len(shards))]
+
+    return _in_groups(mesh, axes, x, run)
+
+
+def _exchange(
+    mesh: Mesh, x: list[Tensor], before: str, after: str, shape: Sequence[int]
+) -> list[Tensor]:
+    """Exchange boxes. Devices whose terms of a pending sum differ exchange apart."""
+    here, there = ShardSpec.parse(before), ShardSpec.parse(after)
+    results = list(x)
+    apart = mesh.groups(here.pending) if here.pending else ([rank] for rank in range(mesh.size))
+    terms = list(zip(*apart)) if here.pending else [range(mesh.size)]
+    for ranks in terms:
+        shards = cut(gathered(x, here.with_pending(()), mesh, shape, ranks), there, mesh, ranks)
+        for rank, shard in zip(ranks, shards):
+            results[rank] = shard
+    return results
+
+
+def _halo(
+    mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
+) -> list[Tensor]:
+    window = Window.parse(text)
+
+    def run(shards: list[Tensor]) -> list[Tensor]:
+        whole = torch.cat(shards, dim).narrow(dim, 0, size)
+        lay = ShardSpec.replicated(whole.dim()).with_window(dim, window)
+        return [_window(whole, lay, dim, i) for i in range(len(shards))]
+
+    return _in_groups(mesh, axes, x, run)
+
+
+def _window(whole: Tensor, spec: ShardSpec, dim: int, index: int) -> Tensor:
+    """Return the rows of the window of a device."""
+    window = spec.window(dim)
+    assert window is not None
+    shape = [*whole.shape]
+    shape[dim] = window.length
+    result = poison(shape, whole)
+    if window.fill is not None:
+        result.fill_(window.fill)
+    for k in range(window.length):
+        row = window.first(index) + k
+        if window.begin <= row < window.end:
+            source = row % window.wrap if window.wrap else row
+            result.select(dim, k).copy_(whole.select(dim, source))
+    return result
+
+
+COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "permute": _exchange,
+    "halo": _halo,
+    "halos": _exchange,
+}
+
+
+class Devices(Simulator):
+    """Evaluates the program of one device on all of them."""
+
+    def __init__(self, program: fx.GraphModule, mesh: Mesh, claims: Claim) -> None:
+        super().__init__(program, mesh)
+        self.claims = claims
+
+    def inner(self, graph: fx.Graph) -> Simulator:
+        """Return what runs a loop's body."""
+        return Devices(fx.GraphModule(torch.nn.Module(), graph), self.mesh, self.claims)
+
+    def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
+        """Run a piece of a pipeline's stage; devices without work have poison, and no claims."""
+        body = Devices(fx.GraphModule(torch.nn.Module(), graph), self.mesh, lambda *_: None)
+        values = body.run_devices(inputs)
+        return [[column[i] for column in values] for i in range(self.mesh.size)]
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if n.op != "output" and "value" in n.meta and "spec" in n.meta and result:
+            if all(isinstance(x, Tensor) for x in result):
+                self.claims(n, list(result))
+        return result
+
+    def collective(self, name: str, x: list[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
+        return COLLECTIVES[name](self.mesh, x, *arguments)
+
+    def call(self, target: Any, args: tuple, kwargs: dict) -> Any:
+        """Call an operation for one device."""
+        return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)

@@ -1,0 +1,161 @@
+"""Numbers for the inputs of a certificate's trials, and programs that compute in 64 bits.
+
+Indices are below the rows that their readers look up. A trial has positive numbers only, for what
+roots and logarithms are taken of, the others have both signs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...capture import PARAMETER, Captured
+from ...comm.loop_call import BodyCall, LoopCall, copy_of
+from ...features.pipelines.call import StageCall
+
+WIDE = {
+    torch.float32: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+# Operations that look rows up: by the last part of their name, (place of the indices, rows).
+_Rows = Callable[[tuple[Any, ...]], Iterator[tuple[Any, int]]]
+
+
+def _along_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
+    shape = args[0].meta["val"].shape
+    yield args[2], (shape[args[1]] if shape else 1)
+
+
+def _of_each_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
+    yield from zip(args[1], args[0].meta["val"].shape)
+
+
+READERS: dict[str, _Rows] = {
+    "embedding": lambda args: iter([(args[1], args[0].meta["val"].shape[0])]),
+    "embedding_dense_backward": lambda args: iter([(args[1], args[2])]),
+    "nll_loss_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[-1])]),
+    "nll_loss2d_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[1])]),
+    "index": _of_each_dim,
+    "index_put": _of_each_dim,
+    **dict.fromkeys(
+        ("gather", "index_select", "scatter", "scatter_add", "scatter_reduce", "index_add"),
+        _along_dim,
+    ),
+}
+
+
+def index_bounds(graph: fx.Graph) -> dict[fx.Node, int]:
+    """Return for integer inputs the rows that they index, where an operation says so."""
+    bounds: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        name = getattr(node.target, "__name__", "").split(".")[0]
+        for index, rows in READERS[name](node.args) if name in READERS else ():
+            for source in _sources(index) if isinstance(index, fx.Node) else ():
+                bounds[source] = min(rows, bounds.get(source, rows))
+    return bounds
+
+
+def _sources(index: fx.Node) -> Iterator[fx.Node]:
+    """Yield the inputs from which indices are computed."""
+    stack, seen = [index], set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen or not _is_integer(node.meta.get("val")):
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            yield node
+        stack += node.all_input_nodes
+
+
+def _is_integer(val: object) -> bool:
+    return isinstance(val, Tensor) and not (val.is_floating_point() or val.is_complex())
+
+
+class Numbers:
+    """Random inputs of one trial. positive: no number but of parameters is negative."""
+
+    def __init__(self, captured: Captured, seed: int, positive: bool, most: int) -> None:
+        self.captured, self.positive, self.most = captured, positive, most
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def tensors(self) -> list[Tensor]:
+        """Return a tensor for each input, in its own dtype."""
+        bounds = index_bounds(self.captured.graph)
+        nodes = self.captured.graph.find_nodes(op="placeholder")
+        return [
+            self._tensor(node.meta["val"], each.kind, bounds.get(node))
+            for node, each in zip(nodes, self.captured.inputs)
+        ]
+
+    def _tensor(self, like: Tensor, kind: str, bound: int | None) -> Tensor:
+        shape, dtype = tuple(int(n) for n in like.shape), like.dtype
+        if dtype == torch.bool:
+            return torch.rand(shape, generator=self.generator) < 0.7
+        if _is_integer(like):
+            most = max(1, min(self.most, 4 if bound is None else bound))
+            if dtype in (torch.uint16, torch.uint32, torch.uint64):
+                return torch.zeros(shape, dtype=dtype)
+            return torch.randint(0, most, shape, generator=self.generator).to(dtype)
+        x = torch.randn(shape, generator=self.generator, dtype=torch.float64)
+        if kind == PARAMETER:
+            x = x / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + x / 4
+        elif self.positive:
+            x = x.abs() / 2 + 0.1
+        return x.to(dtype)
+
+
+# ------------------------------------------------------------------------------------ in 64 bits
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return a tensor in the wide dtype of its own."""
+    return x.to(WIDE.get(x.dtype, x.dtype))
+
+
+def wide_graph(graph: fx.Graph) -> fx.Graph:
+    """Return a copy of a graph that names wide dtypes only, down to the bodies of its loops."""
+    copy = copy_of(graph)
+    for node in copy.nodes:
+        node.args, node.kwargs = _wide(node.args), _wide(dict(node.kwargs))
+        if isinstance(node.target, BodyCall):
+            node.target = _wide_call(node.target)
+        for key in ("val", "dtype"):
+            if key in node.meta:
+                node.meta[key] = _wide_value(node.meta[key])
+    return copy
+
+
+def _wide_value(value: Any) -> Any:
+    if isinstance(value, torch.dtype):
+        return WIDE.get(value, value)
+    return value
+
+
+def _wide(args: Any) -> Any:
+    """Return arguments with wide dtypes."""
+    if isinstance(args, torch.dtype):
+        return WIDE.get(args, args)
+    if isinstance(args, (tuple, list)):
+        return type(args)(_wide(a) for a in args)
+    if isinstance(args, dict):
+        return {key: _wide(a) for key, a in args.items()}
+    return args
+
+
+def _wide_call(call: BodyCall) -> BodyCall:
+    if isinstance(call, LoopCall):
+        empty = [(shape, WIDE.get(dtype, dtype)) for shape, dtype in call.empty]
+        return replace(call, graph=wide_graph(call.graph), empty=empty)
+    if isinstance(call, StageCall):
+        pieces = [replace(piece, graph=wide_graph(piece.graph)) for piece in call.pieces]
+        return replace(call, pieces=tuple(pieces))
+    return call

@@ -1,0 +1,127 @@
+"""Layouts as a certificate sees them: which elements of a global tensor each device holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from ...layout.mesh import Mesh
+from ...shard_spec import ShardSpec
+
+COMBINE = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum, "prod": torch.mul}
+Rows = tuple[list[int], list[int]]  # of the global tensor, and their places in the shard
+
+
+def rows_of(
+    shape: Sequence[int], spec: ShardSpec, mesh: Mesh, local: Sequence[int], rank: int
+) -> Iterator[Rows]:
+    """Yield the rows that a device holds of each dimension. local: the shape of its shard."""
+    at = mesh.coordinates(rank)
+    for d, (size, axes, rows) in enumerate(zip(shape, spec.dims, local)):
+        if (window := spec.window(d)) is not None:
+            index = int(mesh.index(axes, at)) if axes else 0
+            held = [window.first(index) + k for k in range(rows)]
+            inside = [k for k, row in enumerate(held) if window.begin <= row < window.end]
+            wrap = window.wrap or size
+            yield [held[k] % wrap for k in inside], inside
+        else:
+            first = int(mesh.index(axes, at)) * rows if axes else 0
+            count = max(min(rows, size - first), 0)
+            yield list(range(first, first + count)), list(range(count))
+
+
+def shard_shape(shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> list[int]:
+    """Return the shape of a shard: each dimension divided, rounded up, or the rows of its window."""
+    result = []
+    for d, (size, axes) in enumerate(zip(shape, spec.dims)):
+        window = spec.window(d)
+        result.append(window.length if window else -(-size // mesh.count(axes)))
+    return result
+
+
+def cut(
+    x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = None
+) -> list[Tensor]:
+    """Return the shards of a tensor; NaN, or zeros of integers, are where a shard has no rows."""
+    local, shards = shard_shape(x.shape, spec, mesh), []
+    for rank in range(mesh.size) if ranks is None else ranks:
+        shard = poison(local, x)
+        chosen, to = zip(*rows_of(x.shape, spec, mesh, local, rank)) if local else ((), ())
+        for d, w in enumerate(spec.windows or ()):
+            if w is not None and w.fill is not None:
+                outside = [k for k in range(local[d]) if k not in set(to[d])]
+                if outside:
+                    shard.index_fill_(d, torch.tensor(outside), _number(w.fill, x.dtype))
+        if local:
+            shard[_grid(to)] = x[_grid(chosen)]
+        else:
+            shard.copy_(x)
+        shards.append(shard)
+    return shards
+
+
+def poison(shape: Sequence[int], like: Tensor) -> Tensor:
+    """Return a tensor of NaN; of zeros, if the dtype has none."""
+    if like.is_floating_point() or like.is_complex():
+        return torch.full([*shape], math.nan, dtype=like.dtype)
+    return torch.zeros([*shape], dtype=like.dtype)
+
+
+def _number(fill: float, dtype: torch.dtype) -> float | int:
+    if dtype.is_floating_point or dtype.is_complex or not math.isinf(fill):
+        return fill
+    if dtype == torch.bool:
+        return fill > 0
+    return torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
+
+
+def _grid(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+    """Return indices that select these rows of each dimension."""
+    rank = len(rows)
+    return tuple(
+        torch.tensor(r, dtype=torch.long).view([-1 if e == d else 1 for e in range(rank)])
+        for d, r in enumerate(rows)
+    )
+
+
+def reduced(shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh) -> list[Tensor]:
+    """Return the shards with the pending reduction done."""
+    if not spec.pending:
+        return list(shards)
+    result, combine = list(shards), COMBINE[spec.reduction]
+    for group in mesh.groups(spec.pending):
+        total = reduce(combine, [shards[rank] for rank in group])
+        for rank in group:
+            result[rank] = total
+    return result
+
+
+def compared(
+    shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, truth: Tensor
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield (device, its rows of a value, the same rows of the truth)."""
+    for rank, shard in enumerate(reduced(shards, spec, mesh)):
+        if not truth.dim():
+            yield rank, shard, truth
+            continue
+        chosen, held = zip(*rows_of(truth.shape, spec, mesh, shard.shape, rank))
+        if all(chosen):
+            yield rank, shard[_grid(held)], truth[_grid(chosen)]
+
+
+def gathered(
+    shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, shape: Sequence[int], ranks: Iterable[int]
+) -> Tensor:
+    """Return the global tensor whose parts some devices hold."""
+    whole = poison(shape, shards[0])
+    for rank in ranks:
+        if not shape:
+            return shards[rank]
+        chosen, held = zip(*rows_of(shape, spec, mesh, shards[rank].shape, rank))
+        if all(chosen):
+            whole[_grid(chosen)] = shards[rank][_grid(held)]
+    return whole

@@ -1,0 +1,286 @@
+"""The truth of a certificate: a graph at global shapes, evaluated on one device.
+
+Both the captured graph and the partitioned one are such graphs. A step between layouts changes no
+value, so it is the identity here. The bodies of loops are marked in the flat graph (rules.custom_ops
+.loops); they run once for each row. Nothing of the passes behind the partition is used.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ...features.pipelines.op import SEND
+from ...rules.custom_ops.loops import (
+    CARRY,
+    ENTRIES,
+    EXITS,
+    NEXT,
+    ROW,
+    STACK,
+    Loop,
+    Nest,
+    nest_of,
+    nests,
+)
+
+Values = dict[str, list[Any]]
+"""By the name of a node: its values, in the order in which a loop's iterations compute them."""
+_NOTHING: Mapping[str, list[Any]] = {}
+
+
+class OneDevice:
+    """Evaluates a graph at global shapes.
+
+    values: all that was computed, by the names of nodes. given: values that are not computed.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, constants: nn.Module, given: Mapping[str, list[Any]] = _NOTHING
+    ) -> None:
+        self.graph, self.constants, self.values = graph, constants, Values()
+        self.given = {name: iter(values) for name, values in given.items()}
+        self.nest = nests(graph)
+        self.members: dict[Nest, list[fx.Node]] = {}
+        self.exits: dict[Nest, list[fx.Node]] = {}
+        for node, nest in self.nest.items():
+            self.members.setdefault(nest, []).append(node)
+            if node.target in EXITS:
+                self.exits.setdefault(nest_of(node.args[-1]), []).append(node)
+
+    def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
+        """Return the results. inputs: a global tensor for each placeholder."""
+        frame = _Frame((), None)
+        for node, value in zip(self.graph.find_nodes(op="placeholder"), inputs):
+            self._keep(node, value, frame)
+        for node in self.members[()]:
+            self._compute(node, frame)
+        returned = self.graph.output_node().args[0]
+        return fx.map_arg(returned, lambda n: frame.get(n, self.nest[n]))
+
+    def _keep(self, node: fx.Node, value: Any, frame: _Frame) -> None:
+        frame.values[node] = value
+        self.values.setdefault(node.name, []).append(value)
+
+    def _compute(self, wanted: fx.Node, frame: _Frame) -> None:
+        """Compute a node, and before it all that it needs and nobody has computed."""
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            home = frame.of(self.nest[node])
+            missing = [n for n in self._needs(node) if not frame.has(n, self.nest[n])]
+            if node in home.values or node.op == "output":
+                stack.pop()
+            elif missing:
+                stack += missing
+            elif node.target in EXITS:
+                self._run_loop(nest_of(node.args[-1]), home)
+            else:
+                self._keep(node, self._value(node, home), home)
+
+    def _needs(self, node: fx.Node) -> Iterator[fx.Node]:
+        """Yield the nodes that a node needs; an exit needs all that its loop takes from outside."""
+        if node.target not in EXITS:
+            yield from node.all_input_nodes
+            return
+        nest = nest_of(node.args[-1])
+        for inner, nodes in self.members.items():
+            if inner[: len(nest)] == nest:
+                for member in nodes:
+                    yield from (
+                        n for n in member.all_input_nodes if self.nest[n][: len(nest)] != nest
+                    )
+        for leaving in self.exits.get(nest, ()):
+            yield from (n for n in leaving.all_input_nodes if self.nest[n][: len(nest)] != nest)
+
+    def _value(self, node: fx.Node, frame: _Frame) -> Any:
+        if node.name in self.given:
+            return next(self.given[node.name])
+        args, kwargs = fx.map_arg(
+            (node.args, dict(node.kwargs)), lambda n: frame.get(n, self.nest[n])
+        )
+        if "step" in node.meta or "mark" in node.meta:
+            return args[0]
+        if node.op == "get_attr":
+            value: Any = self.constants
+            for name in str(node.target).split("."):
+                value = getattr(value, name)
+            return value
+        return drawn(node.target, node.name, args, kwargs)
+
+    # ---------------------------------------------------------------------------------------- loops
+
+    def _run_loop(self, nest: Nest, outer: _Frame) -> None:
+        run = _LoopRun(self, nest, outer)
+        sends = [n for n in self.members[nest] if n.target is SEND]
+        for row in run.rows():
+            frame = run.enter(row)
+            run.compute(frame)
+            if sends:
+                _deliver(run, frame, sends)
+            run.leave(frame, row)
+        for node in self.exits[nest]:
+            self._keep(node, run.result(node), outer)
+
+
+class _Frame:
+    """The values of one level: those of the whole graph, or of one iteration of a loop."""
+
+    def __init__(self, nest: Nest, outer: _Frame | None) -> None:
+        self.nest, self.outer = nest, outer
+        self.values: dict[fx.Node, Any] = {}
+
+    def of(self, nest: Nest) -> _Frame:
+        """Return the frame of a level around this one."""
+        frame = self
+        while len(frame.nest) > len(nest):
+            assert frame.outer is not None
+            frame = frame.outer
+        assert frame.nest == nest, "a value of a loop is used outside of it"
+        return frame
+
+    def has(self, node: fx.Node, nest: Nest) -> bool:
+        return node in self.of(nest).values
+
+    def get(self, node: fx.Node, nest: Nest) -> Any:
+        return self.of(nest).values[node]
+
+
+class _LoopRun:
+    """One run of a loop: its carries, and what its exits have collected."""
+
+    def __init__(self, device: OneDevice, nest: Nest, outer: _Frame) -> None:
+        self.device, self.nest, self.outer = device, nest, outer
+        self.loop: Loop = nest[-1]
+        self.body = device.members[nest]
+        self.exits = device.exits[nest]
+        self.entries = [n for n in self.body if n.target in ENTRIES]
+        self.ends = {n.args[2]: n for n in self.exits if n.target is NEXT}
+        self.carried = {n: self._outside(n.args[0]) for n in self.entries if n.target is CARRY}
+        self.collected: dict[fx.Node, list[tuple[int, Tensor]]] = {n: [] for n in self.exits}
+
+    def _outside(self, node: fx.Node) -> Any:
+        return self.outer.get(node, self.device.nest[node])
+
+    def rows(self) -> Iterator[int]:
+        """Yield the rows, in the order of the iterations, while the loop goes on."""
+        loop, row = self.loop, 0
+        while loop.ends == "*" and self._goes_on():
+            yield row
+            row += 1
+        if loop.ends == "?" and self._goes_on():
+            yield 0
+        if not loop.ends:
+            order = range(loop.length)
+            yield from order[::-1] if loop.reverse else order
+
+    def _goes_on(self) -> bool:
+        return bool(next(iter(self.carried.values())))
+
+    def enter(self, row: int) -> _Frame:
+        """Return the frame of an iteration, with the values that enter it."""
+        frame = _Frame(self.nest, self.outer)
+        for node in self.entries:
+            if node.target is CARRY:
+                value = self.carried[node]
+            else:
+                whole = self._outside(node.args[0])
+                value = whole[row] if node.target is ROW else whole
+            self.device._keep(node, value, frame)
+        return frame
+
+    def compute(self, frame: _Frame) -> None:
+        for node in self.body:
+            self.device._compute(node, frame)
+        for node in self.exits:
+            for value in node.args[:2]:
+                if isinstance(value, fx.Node):
+                    self.device._compute(value, frame)
+
+    def value(self, node: fx.Node, frame: _Frame) -> Any:
+        return frame.get(node, self.device.nest[node])
+
+    def leave(self, frame: _Frame, row: int) -> None:
+        """Take what leaves an iteration."""
+        for node in self.exits:
+            self.collected[node].append((row, self.value(node.args[0], frame)))
+        for carry in self.carried:
+            self.carried[carry] = self.value(self.ends[carry].args[1], frame)
+
+    def result(self, node: fx.Node) -> Any:
+        """Return the value of an exit after the last iteration."""
+        values = self.collected[node]
+        if node.target is NEXT:
+            return values[-1][1] if values else self._outside(node.args[2].args[0])
+        if not values:
+            return torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+        in_order = [x for _, x in sorted(values, key=lambda each: each[0])]
+        if node.target is STACK:
+            return torch.stack(in_order)
+        return sum(in_order[1:], in_order[0])
+
+
+def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
+    """Compute an iteration until each stage has what the stage before it sends, forth and back.
+
+    The stages of one microbatch follow each other, which a flat body does not say: the carries of
+    a microbatch are what its own sends deliver, and zeros where no stage comes before.
+    """
+    groups: dict[tuple[Any, ...], dict[int, tuple[fx.Node, fx.Node]]] = {}
+    for send in sends:
+        shift, (round_, which), axis, schedule = send.args[1:]
+        carry = next(end.args[2] for end in send.users if end.target is NEXT)
+        groups.setdefault((shift, which, axis, schedule), {})[round_] = send, carry
+    stages = max(len(rounds) for rounds in groups.values()) * max(
+        frame.get(send, run.nest).shape[0] for send in sends
+    )
+    start = {name: len(values) for name, values in run.device.values.items()}
+    for _ in range(2 * stages + 1):
+        arrived = {
+            carry: value
+            for (shift, *_), rounds in groups.items()
+            for carry, value in _arrivals(run, frame, shift, rounds)
+        }
+        same = all(_equal(frame.values[c], v) for c, v in arrived.items())
+        if same:
+            break
+        for node in run.body:
+            if node.target not in ENTRIES:
+                frame.values.pop(node, None)
+        for name, values in run.device.values.items():
+            del values[start.get(name, 0) :]
+        frame.values |= arrived
+        run.compute(frame)
+
+
+def _arrivals(
+    run: _LoopRun, frame: _Frame, shift: int, rounds: Mapping[int, tuple[fx.Node, fx.Node]]
+) -> Iterator[tuple[fx.Node, Tensor]]:
+    """Yield each carry with what arrives in it: for a stage, what the one `shift` before sends."""
+    sent = torch.cat([run.value(rounds[r][0].args[0], frame) for r in sorted(rounds)])
+    first = torch.cat([run.carried[rounds[r][1]] for r in sorted(rounds)])
+    arrived = first.clone()
+    if shift > 0:
+        arrived[shift:] = sent[:-shift]
+    else:
+        arrived[:shift] = sent[-shift:]
+    devices = len(sent) // len(rounds)
+    for place, round_ in enumerate(sorted(rounds)):
+        yield rounds[round_][1], arrived[place * devices : (place + 1) * devices]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
+
+
+def drawn(target: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
+    """Call an operation. One that draws by torch's generator draws the numbers of a name."""
+    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+        return target(*args, **kwargs)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(zlib.crc32(name.encode()))
+        return target(*args, **kwargs)
