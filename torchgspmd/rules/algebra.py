@@ -63,10 +63,10 @@ def constant_of(node: fx.Node) -> Any:
 def replacement_call(
     node: fx.Node, target: Any, args: tuple, kwargs: dict | None = None
 ) -> fx.Node:
-    """Return a new call with the node's meta, inserted before it."""
+    """Return a new call with the node's meta, inserted before it; it may be another value."""
     with node.graph.inserting_before(node):
         replacement = node.graph.call_function(target, args, kwargs)
-    replacement.meta = dict(node.meta)
+    replacement.meta = {key: v for key, v in node.meta.items() if key != "captured"}
     return replacement
 
 

@@ -72,6 +72,8 @@ class _Expander:
             if any(n.meta.get("dynamic") for n in (node, *node.all_input_nodes)):
                 continue  # what has the same value for the sizes that stand there
             if (same := simplified(node)) is not DECLINED:
+                if "captured" in node.meta:
+                    same.meta.setdefault("captured", node.meta["captured"])
                 # An output that is a result of its own stays one.
                 node.replace_all_uses_with(
                     same, lambda user, same=same: user.op != "output" or same.op == "call_function"

@@ -138,6 +138,9 @@ def _reduce_before_division(reductions: list[fx.Node], keys: Keys) -> None:
         ):
             node.replace_all_uses_with(divided)
             divided.replace_input_with(terms, node)
+            # The quotient is whole now, and the sum of the terms is no value of the plan.
+            divided.meta |= {k: node.meta[k] for k in ("spec", "value") if k in node.meta}
+            node.meta.pop("value", None)
             node.args = (terms, *node.args[1:])
             divided.prepend(node)
             node.meta.pop("captured", None)  # it has the sum of the terms now

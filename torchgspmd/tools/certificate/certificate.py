@@ -11,7 +11,8 @@ proven by them, whatever the claims within say. docs/certificate.md has the meth
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +25,7 @@ from ...shard_spec import ShardSpec
 from .devices import Devices
 from .inputs import Numbers, wide_graph, widened
 from .layouts import compared, cut
-from .one_device import OneDevice, Values
+from .one_device import OneDevice, Values, draws
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
@@ -159,28 +160,23 @@ class _Trial:
         partitioned = OneDevice(graphs[1], constants)
         partitioned.run(inputs)
         names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
-        given = {
-            node.name: partitioned.values[names[node.name]]
-            for node in graphs[0].nodes
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
-            and names.get(node.name) in partitioned.values
-        }
-        captured = OneDevice(graphs[0], constants, given)
+        captured = OneDevice(graphs[0], constants, _drawn(graphs[0], names, partitioned.values))
         results = captured.run(inputs)
         for node in graphs[1].nodes:
-            truth = captured.values.get(node.meta.get("captured", ""), ())
-            for value, expected in zip(partitioned.values.get(node.name, ()), truth):
+            truth = captured.values.get(node.meta.get("captured", ""), {})
+            for rows, value in partitioned.values.get(node.name, {}).items():
+                expected = truth.get(rows)
                 if isinstance(value, Tensor) and isinstance(expected, Tensor):
                     spec = ShardSpec.replicated(expected.dim())
                     self._compare(node.name, node, [value], spec, expected)
         return partitioned.values, results
 
-    def _claim(self, node: fx.Node, shards: list[Tensor]) -> None:
+    def _claim(self, path: str, node: fx.Node, shards: list[Tensor]) -> None:
         """Compare the shards of a node with the value that it claims."""
         name = node.meta["value"]
-        turn = self.seen.get(node.name, 0)
-        self.seen[node.name] = turn + 1
-        values = self.truth.get(name, [])
+        turn = self.seen.get(path, 0)
+        self.seen[path] = turn + 1
+        values = [*self.truth.get(name, {}).values()]
         if turn < len(values) and isinstance(values[turn], Tensor):
             if self._compare(node.name, node, shards, node.meta["spec"], values[turn]):
                 self.judged.add(name)
@@ -228,6 +224,22 @@ class _Trial:
             why=f"the plan says that it is {_value_text(node)} laid out as '{spec}'",
             fix="report it, with the file that plan.save(path) writes; do not train with this plan",
         )
+
+
+def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Values:
+    """Return what the captured program draws: the numbers that the partitioned one has drawn.
+
+    names: of values in the partitioned graph. A draw that is drawn again has the same numbers.
+    """
+    found, again = Values(), dict[tuple[int, object], Any]()
+    for node in captured.nodes:
+        draw = node.args[0] if node.target is operator.getitem else node
+        if isinstance(draw, fx.Node) and draws(draw.target):
+            key = draw.meta.get("draw", -1), node.args[1] if draw is not node else None
+            mine = values.get(names.get(node.name, ""), again.get(key) if key[0] >= 0 else None)
+            if mine is not None:
+                found[node.name] = again.setdefault(key, mine)
+    return found
 
 
 def _value_text(node: fx.Node | None) -> str:

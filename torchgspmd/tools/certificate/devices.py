@@ -1,7 +1,6 @@
 """The programs of all devices, evaluated in lockstep, with a table of its own for collectives.
 
-    claims(name, node, shards)      is called with each value that says which value it is of the
-                                    partitioned graph (meta "value"), in which layout (meta "spec")
+A value that says which value it is of the partitioned graph (meta "value") is a claim.
 """
 
 from __future__ import annotations
@@ -20,7 +19,8 @@ from ...shard_spec import ShardSpec
 from .layouts import COMBINE, cut, gathered, poison
 from .one_device import drawn
 
-Claim = Callable[[fx.Node, list[Tensor]], None]
+Claim = Callable[[str, fx.Node, list[Tensor]], None]
+"""Takes the path of a node through the loops, the node, and its shards."""
 
 
 def _axes(text: str) -> tuple[str, ...]:
@@ -133,13 +133,16 @@ COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
 class Devices(Simulator):
     """Evaluates the program of one device on all of them."""
 
-    def __init__(self, program: fx.GraphModule, mesh: Mesh, claims: Claim) -> None:
+    def __init__(
+        self, program: fx.GraphModule, mesh: Mesh, claims: Claim, path: str = ""
+    ) -> None:
         super().__init__(program, mesh)
-        self.claims = claims
+        self.claims, self.path = claims, path
 
     def inner(self, graph: fx.Graph) -> Simulator:
         """Return what runs a loop's body."""
-        return Devices(fx.GraphModule(torch.nn.Module(), graph), self.mesh, self.claims)
+        program = fx.GraphModule(torch.nn.Module(), graph)
+        return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/")
 
     def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
         """Run a piece of a pipeline's stage; devices without work have poison, and no claims."""
@@ -151,7 +154,7 @@ class Devices(Simulator):
         result = super().run_node(n)
         if n.op != "output" and "value" in n.meta and "spec" in n.meta and result:
             if all(isinstance(x, Tensor) for x in result):
-                self.claims(n, list(result))
+                self.claims(f"{self.path}{n}", n, list(result))
         return result
 
     def collective(self, name: str, x: list[Tensor], arguments: Sequence[Any]) -> list[Tensor]:

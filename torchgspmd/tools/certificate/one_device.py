@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...compat.operators import aten
 from ...features.pipelines.op import SEND
+from ...features.pipelines.order import Order
 from ...rules.custom_ops.loops import (
     CARRY,
     ENTRIES,
@@ -28,9 +30,13 @@ from ...rules.custom_ops.loops import (
     nests,
 )
 
-Values = dict[str, list[Any]]
-"""By the name of a node: its values, in the order in which a loop's iterations compute them."""
-_NOTHING: Mapping[str, list[Any]] = {}
+Rows = tuple[int, ...]
+"""The rows of the loops around a value, outermost first."""
+Values = dict[str, dict[Rows, Any]]
+"""By the name of a node: its values by rows, in the order in which iterations compute them."""
+# A view needs strides of an eager program, which values of one device need not have.
+_OF_ANY_STRIDES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 
 
 class OneDevice:
@@ -40,10 +46,10 @@ class OneDevice:
     """
 
     def __init__(
-        self, graph: fx.Graph, constants: nn.Module, given: Mapping[str, list[Any]] = _NOTHING
+        self, graph: fx.Graph, constants: nn.Module, given: Mapping[str, Mapping[Rows, Any]] = _NOTHING
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
-        self.given = {name: iter(values) for name, values in given.items()}
+        self.given = given
         self.nest = nests(graph)
         self.members: dict[Nest, list[fx.Node]] = {}
         self.exits: dict[Nest, list[fx.Node]] = {}
@@ -54,7 +60,7 @@ class OneDevice:
 
     def run(self, inputs: Sequence[Tensor]) -> tuple[Any, ...]:
         """Return the results. inputs: a global tensor for each placeholder."""
-        frame = _Frame((), None)
+        frame = _Frame((), None, ())
         for node, value in zip(self.graph.find_nodes(op="placeholder"), inputs):
             self._keep(node, value, frame)
         for node in self.members[()]:
@@ -64,7 +70,7 @@ class OneDevice:
 
     def _keep(self, node: fx.Node, value: Any, frame: _Frame) -> None:
         frame.values[node] = value
-        self.values.setdefault(node.name, []).append(value)
+        self.values.setdefault(node.name, {})[frame.rows] = value
 
     def _compute(self, wanted: fx.Node, frame: _Frame) -> None:
         """Compute a node, and before it all that it needs and nobody has computed."""
@@ -98,8 +104,8 @@ class OneDevice:
             yield from (n for n in leaving.all_input_nodes if self.nest[n][: len(nest)] != nest)
 
     def _value(self, node: fx.Node, frame: _Frame) -> Any:
-        if node.name in self.given:
-            return next(self.given[node.name])
+        if frame.rows in self.given.get(node.name, ()):
+            return self.given[node.name][frame.rows]
         args, kwargs = fx.map_arg(
             (node.args, dict(node.kwargs)), lambda n: frame.get(n, self.nest[n])
         )
@@ -110,7 +116,8 @@ class OneDevice:
             for name in str(node.target).split("."):
                 value = getattr(value, name)
             return value
-        return drawn(node.target, node.name, args, kwargs)
+        target = _OF_ANY_STRIDES.get(node.target, node.target)
+        return drawn(target, node.name, args, kwargs)
 
     # ---------------------------------------------------------------------------------------- loops
 
@@ -130,8 +137,8 @@ class OneDevice:
 class _Frame:
     """The values of one level: those of the whole graph, or of one iteration of a loop."""
 
-    def __init__(self, nest: Nest, outer: _Frame | None) -> None:
-        self.nest, self.outer = nest, outer
+    def __init__(self, nest: Nest, outer: _Frame | None, rows: Rows) -> None:
+        self.nest, self.outer, self.rows = nest, outer, rows
         self.values: dict[fx.Node, Any] = {}
 
     def of(self, nest: Nest) -> _Frame:
@@ -161,6 +168,7 @@ class _LoopRun:
         self.entries = [n for n in self.body if n.target in ENTRIES]
         self.ends = {n.args[2]: n for n in self.exits if n.target is NEXT}
         self.carried = {n: self._outside(n.args[0]) for n in self.entries if n.target is CARRY}
+        self.first = dict(self.carried)
         self.collected: dict[fx.Node, list[tuple[int, Tensor]]] = {n: [] for n in self.exits}
 
     def _outside(self, node: fx.Node) -> Any:
@@ -183,7 +191,7 @@ class _LoopRun:
 
     def enter(self, row: int) -> _Frame:
         """Return the frame of an iteration, with the values that enter it."""
-        frame = _Frame(self.nest, self.outer)
+        frame = _Frame(self.nest, self.outer, (*self.outer.rows, row))
         for node in self.entries:
             if node.target is CARRY:
                 value = self.carried[node]
@@ -238,12 +246,11 @@ def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
     stages = max(len(rounds) for rounds in groups.values()) * max(
         frame.get(send, run.nest).shape[0] for send in sends
     )
-    start = {name: len(values) for name, values in run.device.values.items()}
     for _ in range(2 * stages + 1):
         arrived = {
             carry: value
-            for (shift, *_), rounds in groups.items()
-            for carry, value in _arrivals(run, frame, shift, rounds)
+            for (shift, _, _, order), rounds in groups.items()
+            for carry, value in _arrivals(run, frame, shift, Order.parse(order), rounds)
         }
         same = all(_equal(frame.values[c], v) for c, v in arrived.items())
         if same:
@@ -251,35 +258,43 @@ def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
         for node in run.body:
             if node.target not in ENTRIES:
                 frame.values.pop(node, None)
-        for name, values in run.device.values.items():
-            del values[start.get(name, 0) :]
-        frame.values |= arrived
+        for carry, value in arrived.items():
+            run.device._keep(carry, value, frame)
         run.compute(frame)
 
 
 def _arrivals(
-    run: _LoopRun, frame: _Frame, shift: int, rounds: Mapping[int, tuple[fx.Node, fx.Node]]
+    run: _LoopRun,
+    frame: _Frame,
+    shift: int,
+    order: Order,
+    rounds: Mapping[int, tuple[fx.Node, fx.Node]],
 ) -> Iterator[tuple[fx.Node, Tensor]]:
     """Yield each carry with what arrives in it: for a stage, what the one `shift` before sends."""
-    sent = torch.cat([run.value(rounds[r][0].args[0], frame) for r in sorted(rounds)])
-    first = torch.cat([run.carried[rounds[r][1]] for r in sorted(rounds)])
-    arrived = first.clone()
-    if shift > 0:
-        arrived[shift:] = sent[:-shift]
-    else:
-        arrived[:shift] = sent[-shift:]
-    devices = len(sent) // len(rounds)
-    for place, round_ in enumerate(sorted(rounds)):
-        yield rounds[round_][1], arrived[place * devices : (place + 1) * devices]
+    places = order.places
+    sent = {r: run.value(send.args[0], frame) for r, (send, _) in rounds.items()}
+    for sender_round, (_, carry) in rounds.items():
+        round_ = (sender_round + shift) % places.rounds
+        arrived = run.first[carry].clone()
+        for device in range(places.devices):
+            sender = places.stage(device, round_) - shift
+            if 0 <= sender < places.stages and places.round(sender) in sent:
+                arrived[device] = sent[places.round(sender)][places.device(sender)]
+        yield carry, arrived
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
 
 
+def draws(target: object) -> bool:
+    """Return whether an operation draws by torch's generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def drawn(target: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """Call an operation. One that draws by torch's generator draws the numbers of a name."""
-    if torch.Tag.nondeterministic_seeded not in getattr(target, "tags", ()):
+    if not draws(target):
         return target(*args, **kwargs)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(zlib.crc32(name.encode()))
