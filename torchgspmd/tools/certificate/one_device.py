@@ -27,7 +27,6 @@ from ...rules.custom_ops.loops import (
     Loop,
     Nest,
     nest_of,
-    nests,
 )
 
 Rows = tuple[int, ...]
@@ -50,7 +49,7 @@ class OneDevice:
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
         self.given = given
-        self.nest = nests(graph)
+        self.nest = _nests(graph)
         self.members: dict[Nest, list[fx.Node]] = {}
         self.exits: dict[Nest, list[fx.Node]] = {}
         for node, nest in self.nest.items():
@@ -132,6 +131,21 @@ class OneDevice:
             run.leave(frame, row)
         for node in self.exits[nest]:
             self._keep(node, run.result(node), outer)
+
+
+def _nests(graph: fx.Graph) -> dict[fx.Node, Nest]:
+    """Return the loops around each node; what a loop draws anew in each iteration is in it."""
+    result: dict[fx.Node, Nest] = {}
+    for node in graph.nodes:
+        if node.target in ENTRIES:
+            result[node] = nest_of(node.args[-1])
+        elif node.target in EXITS:
+            result[node] = nest_of(node.args[-1])[:-1]
+        else:
+            around = [result[x] for x in node.all_input_nodes]
+            drawn_in = node.meta.get("loop", "") if draws(node.target) else ""
+            result[node] = max((*around, nest_of(drawn_in) if drawn_in else ()), key=len)
+    return result
 
 
 class _Frame:
