@@ -247,6 +247,8 @@ class _Reordering:
     def _exchange(self, place: TokenDim, reordered: set[Any]) -> None:
         """Exchange the tokens of a value for the operations that have another order than it."""
         here, value = self._producer(place) in reordered, place.value
+        if here:
+            value.meta.pop("captured", None)  # it has other rows than that of the program
         users = [
             op.node
             for op, i in self.users[value]

@@ -138,6 +138,7 @@ class Devices(Simulator):
     ) -> None:
         super().__init__(program, mesh)
         self.claims, self.path = claims, path
+        self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Simulator:
         """Return what runs a loop's body."""
@@ -152,7 +153,9 @@ class Devices(Simulator):
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
-        if n.op != "output" and "value" in n.meta and "spec" in n.meta and result:
+        # The inputs of a body come from outside, or from the iteration before.
+        is_input = n.op == "placeholder" and self.path
+        if n.op != "output" and not is_input and {"value", "spec"} <= n.meta.keys() and result:
             if all(isinstance(x, Tensor) for x in result):
                 self.claims(f"{self.path}{n}", n, list(result))
         return result
