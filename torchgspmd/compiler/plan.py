@@ -89,7 +89,8 @@ class Plan(PlanFiles):
     """
 
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
-    estimate, explain, trace, diff, html, report, _page, _repr_html_ = (View() for _ in range(8))
+    estimate, explain, trace, diff, html, report = (View() for _ in range(6))
+    verify, _page, _repr_html_ = (View() for _ in range(3))
     # A plan that was read plans nothing.
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 

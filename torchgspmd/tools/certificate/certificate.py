@@ -100,7 +100,7 @@ def certify(plan: Plan) -> Certificate:
             judged |= trial.judged
             results = len(plan.out_specs)
             break
-    reason = why if not judged else "it has no finite number in any trial"
+    reason = why if not judged else "no number of it is finite, or it is drawn in another order"
     left = tuple(Uncertified(name, reason) for name in names if name not in judged)
     return Certificate(frozenset(judged), left, len(_TRIALS) if judged else 0, results)
 
@@ -132,6 +132,7 @@ class _Trial:
         self.plan, self.seed, self.positive, self.wide = plan, seed, positive, wide
         self.judged = set[str]()
         self.seen: dict[str, int] = {}
+        self.unmatched = set[str]()  # values that depend on numbers drawn in another order
         self.native = _native(plan.sharded)
         graphs = plan.captured.graph, plan.sharded
         self.graphs = [wide_graph(graph) for graph in graphs] if wide else graphs
@@ -179,12 +180,16 @@ class _Trial:
         """Return values of the partitioned program, compared with the captured one."""
         graphs, constants = self.graphs, self.constants
         partitioned = OneDevice(graphs[1], constants)
-        partitioned.run(inputs)
+        own = partitioned.run(inputs)
         names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
-        captured = OneDevice(graphs[0], constants, _drawn(graphs[0], names, partitioned.values))
+        given = _drawn(graphs[0], names, partitioned.values)
+        captured, unmatched = OneDevice(graphs[0], constants, given), _unmatched(graphs[0], given)
         results = captured.run(inputs)
         for node in graphs[1].nodes:
             if node.name in self.native or _is_blank(node):
+                continue
+            if node.meta.get("captured") in unmatched:
+                self.unmatched.add(node.name)
                 continue
             truth = captured.values.get(node.meta.get("captured", ""), {})
             for rows, value in partitioned.values.get(node.name, {}).items():
@@ -192,7 +197,12 @@ class _Trial:
                 if isinstance(value, Tensor) and isinstance(expected, Tensor):
                     spec = ShardSpec.replicated(expected.dim())
                     self._compare(node.name, node, [value], spec, expected)
-        return partitioned.values, results
+        returned = graphs[0].output_node().args[0]
+        mixed = [
+            mine if isinstance(n, fx.Node) and n.name in unmatched else one
+            for n, mine, one in zip(returned, own, results)
+        ]
+        return partitioned.values, mixed
 
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor]) -> None:
         """Compare the shards of a node with the value that it claims."""
@@ -203,7 +213,8 @@ class _Trial:
         if name in self.native or _is_blank(node):
             return
         if turn < len(values) and isinstance(values[turn], Tensor):
-            if self._compare(node.name, node, shards, node.meta["spec"], values[turn]):
+            is_judged = self._compare(node.name, node, shards, node.meta["spec"], values[turn])
+            if is_judged and name not in self.unmatched:
                 self.judged.add(name)
 
     def _compare(
@@ -273,6 +284,39 @@ def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Valu
             if mine is not None:
                 found[node.name] = again.setdefault(key, mine)
     return found
+
+
+def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
+    """Return values of the captured program that no other program need have.
+
+    They depend on draws without a counterpart, or are what a gradient alone reads.
+    """
+    found, inner = set[fx.Node](), set[str]()
+    for node in captured.nodes:
+        if node.name not in given and (
+            draws(node.target) and not _gives_parts(node, given) or found & set(node.all_input_nodes)
+        ):
+            found.add(node)
+        if _is_place_of_maximum(node):
+            inner.add(node.name)
+    return {node.name for node in found} | inner
+
+
+def _is_place_of_maximum(node: fx.Node) -> bool:
+    """Return whether a node has the places of a pool's maxima, for its gradient alone.
+
+    A pool that runs dimension by dimension counts them within its last one.
+    """
+    if node.target is not operator.getitem or node.args[1] != 1:
+        return False
+    names = [getattr(n.target, "__name__", "") for n in (node.args[0], *node.users)]
+    return "pool" in names[0] and all("backward" in name for name in names[1:])
+
+
+def _gives_parts(node: fx.Node, given: Values) -> bool:
+    """Return whether a draw is given part by part."""
+    parts = [u for u in node.users if u.target is operator.getitem]
+    return bool(parts) and all(part.name in given for part in parts)
 
 
 def _value_text(node: fx.Node | None) -> str:

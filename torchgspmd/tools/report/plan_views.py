@@ -10,6 +10,7 @@ from pathlib import Path
 from ...comm.hardware import Hardware
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import limits_text
+from ..certificate import Certificate, certify
 from .diff import PlanDiff, layout_changes
 from .estimate import COMPUTE, Estimate, estimate
 from .explanation import explain
@@ -44,6 +45,28 @@ class PlanViews(Plan):
             True
         """
         return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+
+    def verify(self) -> Certificate:
+        """Check each value of the planned programs against the program of one device.
+
+        The programs of all devices run in this process, in lockstep, on random numbers of 64 bits
+        with NaN in all padding. Each value that says which value of the plan it is, and in which
+        layout, is compared with it. docs/certificate.md has the method and what it leaves out.
+
+        Returns:
+            The Certificate; print it. It lists the values that could not be judged.
+
+        Raises:
+            ShardingError: A value differs: a fault of torchgspmd. It names the value and its line.
+
+        Example:
+            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
+            >>> specs = ("data model", "model _")
+            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> print(result.verify())
+            certified 4 of 4 values and 1 result, in 2 trials
+        """
+        return certify(self)
 
     def explain(self, name: str, costs: bool = False, hardware: str | Hardware = "h100") -> str:
         """Explain a line of the printed plan.
