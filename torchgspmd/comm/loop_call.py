@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
@@ -21,8 +21,11 @@ from .local_ops import add_rows, copy_rows
 from .profiled_code import ProfiledCode
 
 T = TypeVar("T")
-RunBody = Callable[[fx.Graph, Sequence[list]], list[list]]
-"""Runs a graph on all devices: inputs are lists over the devices, results are those of each."""
+RunBody = Callable[[fx.Graph, Sequence[list], Mapping[int, int]], list[list]]
+"""Runs a graph on all devices: inputs are lists over the devices, results are those of each.
+
+The mapping has the devices with work of their own, and the iteration that each is at.
+"""
 
 
 def as_code(graph: fx.Graph) -> Callable[..., object]:

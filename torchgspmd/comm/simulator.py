@@ -7,7 +7,7 @@ Collectives are computed on these lists by `simulate` of their kinds.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -109,7 +109,9 @@ class Simulator(fx.Interpreter):
                 )
             values = bodies[which].run_devices([list(column) for column in zip(*inputs)])
 
-    def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
+    def run_body(
+        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, int]
+    ) -> list[list]:
         """Run a body on all devices; return the results of each device."""
         values = self.inner(graph).run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]

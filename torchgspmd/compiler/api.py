@@ -235,6 +235,8 @@ def compile_plan(
     if options.strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
+    if options.verify and not (certificate := result.verify()).complete:
+        warnings.warn(f"verify: {certificate}", stacklevel=2)
     return result
 
 

@@ -27,6 +27,7 @@ class _Planned(Precision, total=False):
     strict: bool
     rng: Rng
     regather: Regather
+    verify: bool
     skip_passes: Iterable[str]
     costs: Mapping[str, float] | None
     hardware: Hardware | str | None

@@ -75,6 +75,12 @@ class Options:
         'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as the keys '
         "of a long context.",
     )
+    verify: bool = _option(
+        False,
+        "plan parallelize",
+        "Check each value of a new plan against the program of one device, as Plan.verify does; "
+        "it takes about as long as planning, and memory for the values of all devices.",
+    )
     skip_passes: Iterable[str] = _option(
         (),
         "plan parallelize",

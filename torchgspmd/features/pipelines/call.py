@@ -371,7 +371,8 @@ class _Simulation:
                 ]
                 for i in range(len(body.inputs))
             ]
-            results = self.run_body(body.graph, columns)
+            at = {d: pieces[d].microbatch for d in active}
+            results = self.run_body(body.graph, columns, at)
             for device in active:
                 self.runs[device].take(pieces[device], body, results[device])
         for device, piece in pieces.items():

@@ -19,10 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...comm.loop_call import loop_calls
+from ...compat.operators import aten
 from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...shard_spec import ShardSpec
-from .devices import Devices
+from .devices import At, DeviceError, Devices
 from .inputs import Numbers, wide_graph, widened
 from .layouts import compared, cut
 from .one_device import OneDevice, Values, draws
@@ -100,6 +102,8 @@ def certify(plan: Plan) -> Certificate:
             judged |= trial.judged
             results = len(plan.out_specs)
             break
+    if judged:
+        _check_dtypes(plan)
     reason = why if not judged else "no number of it is finite, or it is drawn in another order"
     left = tuple(Uncertified(name, reason) for name in names if name not in judged)
     return Certificate(frozenset(judged), left, len(_TRIALS) if judged else 0, results)
@@ -149,17 +153,16 @@ class _Trial:
         devices = Devices(program, plan.mesh, self._claim)
         try:
             results = devices.run_devices(shards, plan.size_inputs(sizes))
-        except ShardingError:
-            raise
-        except Exception as error:
+        except DeviceError as error:
             if self.wide:  # an operation that takes no 64 bits
                 raise _NoNumbers(str(error)) from error
-            raise _failed(devices.node, error) from error
+            raise _failed(error.node, error) from error
         returned = plan.sharded.output_node().args[0]
         for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
             is_native = isinstance(returned[i], fx.Node) and returned[i].name in self.native
             if spec is not None and isinstance(self.expected[i], Tensor) and not is_native:
-                self._compare(f"result {i}", None, list(values), spec, self.expected[i])
+                node = plan.program_graph.output_node().args[0][i]
+                self._compare(node.name, None, list(values), spec, self.expected[i], i)
 
     def _one_device(self) -> tuple[list[Tensor], Values, Sequence[Any]]:
         """Return inputs, values by name of the partitioned program, and the true results."""
@@ -172,9 +175,19 @@ class _Trial:
             except ShardingError:
                 raise
             except Exception as error:
-                if most == 1:
+                if not self.wide and self._captured_runs(inputs):
+                    raise _no_program(error) from error
+                if most == 1 or self.wide and self._captured_runs(inputs):
                     raise _NoNumbers(str(error).partition("\n")[0]) from error
                 most = 8 if most > 8 else most // 2
+
+    def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
+        """Return whether one device computes the captured program of these numbers."""
+        try:
+            OneDevice(self.graphs[0], self.constants).run(inputs)
+        except Exception:
+            return False
+        return True
 
     def _truth(self, inputs: Sequence[Tensor]) -> tuple[Values, Sequence[Any]]:
         """Return values of the partitioned program, compared with the captured one."""
@@ -204,16 +217,23 @@ class _Trial:
         ]
         return partitioned.values, mixed
 
-    def _claim(self, path: str, node: fx.Node, shards: list[Tensor]) -> None:
+    def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
         """Compare the shards of a node with the value that it claims."""
-        name = node.meta["value"]
+        name, spec = node.meta["value"], node.meta["spec"]
         turn = self.seen.get(path, 0)
         self.seen[path] = turn + 1
-        values = [*self.truth.get(name, {}).values()]
+        values, by_rows = [*self.truth.get(name, {}).values()], self.truth.get(name, {})
         if name in self.native or _is_blank(node):
             return
-        if turn < len(values) and isinstance(values[turn], Tensor):
-            is_judged = self._compare(node.name, node, shards, node.meta["spec"], values[turn])
+        if at:  # stages are at microbatches of their own; a sum over them is none yet
+            of_ranks = {r: by_rows.get((m,)) for r, m in at.items()} if not spec.pending else {}
+        else:
+            value = values[turn] if turn < len(values) else None
+            of_ranks = dict.fromkeys(range(len(shards)), value)
+        truths = {rank: value for rank, value in of_ranks.items() if isinstance(value, Tensor)}
+        for value in {id(v): v for v in truths.values()}.values():
+            ranks = [rank for rank, other in truths.items() if other is value]
+            is_judged = self._compare(node.name, node, shards, spec, value, ranks=ranks)
             if is_judged and name not in self.unmatched:
                 self.judged.add(name)
 
@@ -224,18 +244,24 @@ class _Trial:
         shards: list[Tensor],
         spec: ShardSpec,
         truth: Tensor,
+        result: int | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> bool:
-        """Compare shards with the truth; return whether that judges the value."""
+        """Compare shards with the truth; return whether that judges the value.
+
+        node: that has the claim, or None for result number `result`.
+        """
         tolerance = self._tolerance(truth)
         alone = len(shards) == 1 and not spec.sharding_axes
-        pairs = (
-            [(0, shards[0], truth)] if alone else compared(shards, spec, self.plan.mesh, truth)
-        )
+        pairs = [(0, shards[0], truth)] if alone else compared(shards, spec, self.plan.mesh, truth)
         for rank, mine, one in pairs:
+            if ranks is not None and rank not in ranks:
+                continue
             if mine.shape != one.shape or not torch.allclose(
                 mine, one.to(mine.dtype), rtol=0, atol=tolerance, equal_nan=True
             ):
-                raise self._fault(name, node, spec, rank, mine, one)
+                claim = f"is result {result}" if node is None else f"is %{_value_of(node)}"
+                raise self._fault(name, node, f"{claim}, laid out as '{spec}'", rank, mine, one)
         return not truth.is_floating_point() or bool(torch.isfinite(truth).any())
 
     def _tolerance(self, truth: Tensor) -> float:
@@ -250,7 +276,7 @@ class _Trial:
         self,
         name: str,
         node: fx.Node | None,
-        spec: ShardSpec,
+        claim: str,
         rank: int,
         mine: Tensor,
         one: Tensor,
@@ -259,13 +285,15 @@ class _Trial:
         if mine.shape != one.shape:
             found = f"the shape {list(mine.shape)}, one device has {list(one.shape)}"
         else:
-            differing = ~torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=self._tolerance(one), equal_nan=True)
+            differing = ~torch.isclose(
+                mine, one.to(mine.dtype), rtol=0, atol=self._tolerance(one), equal_nan=True
+            )
             at = tuple(differing.nonzero()[0].tolist())
             found = f"{mine[at].item()} at {list(at)} of its shard, one device has {one[at].item()}"
         return ShardingError(
             f"'%{name}' is not the value of one device: device {where} has {found}",
             where=None if node is None else node.meta.get("source"),
-            why=f"the plan says that it is {_value_text(node)} laid out as '{spec}'",
+            why=f"the plan says that it {claim}",
             fix=_REPORT,
         )
 
@@ -294,7 +322,9 @@ def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
     found, inner = set[fx.Node](), set[str]()
     for node in captured.nodes:
         if node.name not in given and (
-            draws(node.target) and not _gives_parts(node, given) or found & set(node.all_input_nodes)
+            draws(node.target)
+            and not _gives_parts(node, given)
+            or found & set(node.all_input_nodes)
         ):
             found.add(node)
         if _is_place_of_maximum(node):
@@ -319,8 +349,75 @@ def _gives_parts(node: fx.Node, given: Values) -> bool:
     return bool(parts) and all(part.name in given for part in parts)
 
 
-def _value_text(node: fx.Node | None) -> str:
-    return "a result" if node is None else f"%{node.meta.get('value', node.name)}"
+def _value_of(node: fx.Node) -> str:
+    """Return the value that a node claims to be, by its name in the plan or in the program."""
+    return str(node.meta.get("value", node.meta.get("captured", node.name)))
+
+
+def _check_dtypes(plan: Plan) -> None:
+    """Raise ShardingError for a value of another dtype than the plan's: trials have wide ones."""
+    allowed = {
+        node.name: {node.meta["val"].dtype, node.meta.get("computed", node.meta["val"].dtype)}
+        for node in plan.sharded.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+
+    def claim(path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
+        known = allowed.get(node.meta["value"], {shards[0].dtype})
+        if shards[0].dtype not in known:
+            raise _other_dtype(node, shards[0].dtype, known)
+
+    inputs = Numbers(plan.captured, 1, positive=True, most=1).tensors()
+    shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
+    program = fx.GraphModule(_constants(plan, wide=False), plan.program_graph)
+    devices = Devices(program, plan.mesh, claim)
+    sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
+    try:
+        devices.run_devices(shards, plan.size_inputs(sizes))
+    except DeviceError as error:
+        raise _failed(error.node, error) from error
+    for graph in _programs(plan.program_graph):
+        for node in graph.nodes:
+            _check_rounding(node)
+
+
+def _programs(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """Yield a program, and those of the bodies of its loops."""
+    yield graph
+    for _, call in loop_calls(graph):
+        for body in call.bodies:
+            yield from _programs(body.graph)
+
+
+def _check_rounding(node: fx.Node) -> None:
+    """Raise ShardingError if a value is rounded to a narrow dtype and back, which no value says."""
+    back, cast = node, aten._to_copy.default
+    narrow = back.args[0] if back.target is cast else None
+    if not isinstance(narrow, fx.Node) or narrow.target is not cast or "value" in narrow.meta:
+        return
+    wide, small = back.kwargs.get("dtype"), narrow.kwargs.get("dtype")
+    if wide is None or small is None or not (wide.is_floating_point and small.is_floating_point):
+        return
+    if torch.finfo(small).eps > torch.finfo(wide).eps:
+        raise _other_dtype(narrow, small, {wide})
+
+
+def _other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> ShardingError:
+    names = " or ".join(sorted(map(str, known)))
+    return ShardingError(
+        f"'%{node}' is {dtype}, its value is {names}",
+        where=node.meta.get("source"),
+        why=f"the plan says that it is %{_value_of(node)}",
+        fix=_REPORT,
+    )
+
+
+def _no_program(error: Exception) -> ShardingError:
+    return ShardingError(
+        f"the partitioned program fails on one device: {str(error).partition(chr(10))[0]}",
+        why="the captured one does not",
+        fix=_REPORT,
+    )
 
 
 def _failed(node: fx.Node, error: Exception) -> ShardingError:

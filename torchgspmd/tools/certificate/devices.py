@@ -5,22 +5,28 @@ A value that says which value it is of the partitioned graph (meta "value") is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import reduce
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...comm.simulator import Simulator
+from ...errors import ShardingError
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .layouts import COMBINE, cut, gathered, poison
 from .one_device import drawn
 
-Claim = Callable[[str, fx.Node, list[Tensor]], None]
-"""Takes the path of a node through the loops, the node, and its shards."""
+At = Mapping[int, int]  # devices with work of their own -> their microbatches
+Claim = Callable[[str, fx.Node, list[Tensor], At], None]
+"""Takes the path of a node through the loops, the node, its shards, and who is where.
+
+All devices compute the same iteration where that mapping is empty.
+"""
 
 
 def _axes(text: str) -> tuple[str, ...]:
@@ -61,9 +67,7 @@ def _reduce_scatter(
     mesh: Mesh, x: list[Tensor], reduction: str, dim: int, axes: str
 ) -> list[Tensor]:
     combine = COMBINE[reduction]
-    return _in_groups(
-        mesh, axes, x, lambda terms: _parts(reduce(combine, terms), dim, len(terms))
-    )
+    return _in_groups(mesh, axes, x, lambda terms: _parts(reduce(combine, terms), dim, len(terms)))
 
 
 def _all_to_all(mesh: Mesh, x: list[Tensor], gather: int, scatter: int, axes: str) -> list[Tensor]:
@@ -89,9 +93,7 @@ def _exchange(
     return results
 
 
-def _halo(
-    mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
-) -> list[Tensor]:
+def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int) -> list[Tensor]:
     window = Window.parse(text)
 
     def run(shards: list[Tensor]) -> list[Tensor]:
@@ -130,34 +132,53 @@ COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
 }
 
 
+class DeviceError(Exception):
+    """A node fails on some device, in the innermost loop that has it."""
+
+    def __init__(self, node: fx.Node, error: Exception) -> None:
+        super().__init__(str(error).partition("\n")[0])
+        self.node = node
+
+
 class Devices(Simulator):
     """Evaluates the program of one device on all of them."""
 
     def __init__(
-        self, program: fx.GraphModule, mesh: Mesh, claims: Claim, path: str = ""
+        self,
+        program: fx.GraphModule,
+        mesh: Mesh,
+        claims: Claim,
+        path: str = "",
+        at: At = MappingProxyType({}),
     ) -> None:
         super().__init__(program, mesh)
-        self.claims, self.path = claims, path
+        self.claims, self.path, self.at = claims, path, at
         self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Simulator:
         """Return what runs a loop's body."""
         program = fx.GraphModule(torch.nn.Module(), graph)
-        return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/")
+        return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", self.at)
 
-    def run_body(self, graph: fx.Graph, inputs: Sequence[list]) -> list[list]:
-        """Run a piece of a pipeline's stage; devices without work have poison, and no claims."""
-        body = Devices(fx.GraphModule(torch.nn.Module(), graph), self.mesh, lambda *_: None)
+    def run_body(self, graph: fx.Graph, inputs: Sequence[list], at: At) -> list[list]:
+        """Run a piece of a pipeline's stage; devices without work have poison."""
+        program = fx.GraphModule(torch.nn.Module(), graph)
+        body = Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", at)
         values = body.run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]
 
     def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
+        try:
+            result = super().run_node(n)
+        except (ShardingError, DeviceError):
+            raise
+        except Exception as error:
+            raise DeviceError(n, error) from error
         # The inputs of a body come from outside, or from the iteration before.
         is_input = n.op == "placeholder" and self.path
         if n.op != "output" and not is_input and {"value", "spec"} <= n.meta.keys() and result:
             if all(isinstance(x, Tensor) for x in result):
-                self.claims(f"{self.path}{n}", n, list(result))
+                self.claims(f"{self.path}{n}", n, list(result), self.at)
         return result
 
     def collective(self, name: str, x: list[Tensor], arguments: Sequence[Any]) -> list[Tensor]:

@@ -35,7 +35,7 @@ def rows_of(
 
 
 def shard_shape(shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> list[int]:
-    """Return the shape of a shard: each dimension divided, rounded up, or the rows of its window."""
+    """Return the shape of a shard: rows divided and rounded up, or those of a window."""
     result = []
     for d, (size, axes) in enumerate(zip(shape, spec.dims)):
         window = spec.window(d)
@@ -43,9 +43,7 @@ def shard_shape(shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> list[int]:
     return result
 
 
-def cut(
-    x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = None
-) -> list[Tensor]:
+def cut(x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = None) -> list[Tensor]:
     """Return the shards of a tensor; NaN, or zeros of integers, are where a shard has no rows."""
     local, shards = shard_shape(x.shape, spec, mesh), []
     for rank in range(mesh.size) if ranks is None else ranks:
@@ -114,7 +112,11 @@ def compared(
 
 
 def gathered(
-    shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, shape: Sequence[int], ranks: Iterable[int]
+    shards: Sequence[Tensor],
+    spec: ShardSpec,
+    mesh: Mesh,
+    shape: Sequence[int],
+    ranks: Iterable[int],
 ) -> Tensor:
     """Return the global tensor whose parts some devices hold."""
     whole = poison(shape, shards[0])

@@ -1,8 +1,8 @@
 """The truth of a certificate: a graph at global shapes, evaluated on one device.
 
 Both the captured graph and the partitioned one are such graphs. A step between layouts changes no
-value, so it is the identity here. The bodies of loops are marked in the flat graph (rules.custom_ops
-.loops); they run once for each row. Nothing of the passes behind the partition is used.
+value, so it is the identity here. The bodies of loops are marked in the flat graph, as
+rules/custom_ops/loops.py says; they run once for each row. Nothing of later passes is used.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ Rows = tuple[int, ...]
 Values = dict[str, dict[Rows, Any]]
 """By the name of a node: its values by rows, in the order in which iterations compute them."""
 # A view needs strides of an eager program, which values of one device need not have.
-_OF_ANY_STRIDES = {aten.view.default: aten.reshape.default, aten._unsafe_view.default: aten.reshape.default}
+_OF_ANY_STRIDES = {
+    aten.view.default: aten.reshape.default,
+    aten._unsafe_view.default: aten.reshape.default,
+}
 _NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 
 
@@ -45,7 +48,10 @@ class OneDevice:
     """
 
     def __init__(
-        self, graph: fx.Graph, constants: nn.Module, given: Mapping[str, Mapping[Rows, Any]] = _NOTHING
+        self,
+        graph: fx.Graph,
+        constants: nn.Module,
+        given: Mapping[str, Mapping[Rows, Any]] = _NOTHING,
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
         self.given = given
