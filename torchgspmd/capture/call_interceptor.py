@@ -100,9 +100,11 @@ class CallInterceptor(TorchFunctionMode):
         replacements = [*rewrites_of("value", func), *rewrites_of("product", func)]
         if not replacements or kwargs.get("out") is not None:
             return DECLINED
-        # torch.func does not take most custom operations
-        if is_transforming() and not (is_vectorizing() and rewrite_of("vmap", func)):
-            return DECLINED
+        if (
+            is_transforming()
+        ):  # torch.func takes few custom operations, and asks no tensor for a number
+            known = [*rewrites_of("vmap", func)] if is_vectorizing() else []
+            replacements = [each for each in replacements if each in known]
         for replacement in replacements:
             if kwargs and not _accepts(replacement, args, kwargs):
                 continue

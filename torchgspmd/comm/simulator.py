@@ -49,11 +49,12 @@ class Simulator(fx.Interpreter):
         if target is start:
             name, operands, arguments = args
             numbers = _map(arguments, operator.itemgetter(0))  # the same on all devices
-            results = [self.collective(name, x, rest) for x, rest in zip(operands, numbers)]
+            kind = collective_kinds()[name]
+            results = [self.collective(kind, x, rest) for x, rest in zip(operands, numbers)]
             return _PerDevice(zip(*results))
         if isinstance(target, CollectiveKind):
             numbers = _map(args[1:], operator.itemgetter(0))
-            return _PerDevice(self.collective(target.name, args[0], numbers))
+            return _PerDevice(self.collective(target, args[0], numbers))
         if isinstance(target, FusedKind):
             return _PerDevice(target.simulate(self.mesh, *args, **kwargs))
         if isinstance(target, LoopCall):
@@ -75,9 +76,11 @@ class Simulator(fx.Interpreter):
         """Return the result of an operation on one device."""
         return target(*args, **kwargs)
 
-    def collective(self, name: str, x: list[Tensor], arguments: Sequence[Any]) -> list[Tensor]:
+    def collective(
+        self, kind: CollectiveKind, x: list[Tensor], arguments: Sequence[Any]
+    ) -> list[Tensor]:
         """Return the results of a collective on all devices."""
-        return collective_kinds()[name].simulate(self.mesh, x, *arguments)
+        return kind.simulate(self.mesh, x, *arguments)
 
     def inner(self, graph: fx.Graph) -> Simulator:
         """Return what runs the body of a loop."""

@@ -87,7 +87,9 @@ def certify(plan: Plan) -> Certificate:
     Raises:
         ShardingError: A value is another one than that of one device.
     """
-    names = list(dict.fromkeys(n.meta["value"] for n in _claims(plan.program_graph)))
+    without = _without_content(plan)
+    claimed = dict.fromkeys(n.meta["value"] for n in _claims(plan.program_graph))
+    names = [name for name in claimed if name not in without]
     judged, why, results = set[str](), "", 0
     if (work := _work(plan)) > _TOO_LARGE:
         why = f"{work:.0e} elements on all devices are too many; verify a plan of smaller sizes"
@@ -317,7 +319,7 @@ def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Valu
 def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
     """Return values of the captured program that no other program need have.
 
-    They depend on draws without a counterpart, or are what a gradient alone reads.
+    They depend on draws without a counterpart, have no content, or a gradient alone reads them.
     """
     found, inner = set[fx.Node](), set[str]()
     for node in captured.nodes:
@@ -327,7 +329,7 @@ def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
             or found & set(node.all_input_nodes)
         ):
             found.add(node)
-        if _is_place_of_maximum(node):
+        if _is_place_of_maximum(node) or _is_blank(node):
             inner.add(node.name)
     return {node.name for node in found} | inner
 
@@ -439,6 +441,12 @@ def _native(graph: fx.Graph) -> set[str]:
         if given.get("native") is True or found & set(node.all_input_nodes):
             found.add(node)
     return {node.name for node in found}
+
+
+def _without_content(plan: Plan) -> set[str]:
+    """Return values of the partitioned graph that are memory without content."""
+    blank = {node.name for node in plan.captured.graph.nodes if _is_blank(node)}
+    return {n.name for n in plan.sharded.nodes if _is_blank(n) or n.meta.get("captured") in blank}
 
 
 def _is_blank(node: fx.Node) -> bool:
