@@ -83,7 +83,7 @@ class Simulator(fx.Interpreter):
         return kind.simulate(self.mesh, x, *arguments)
 
     def inner(self, graph: fx.Graph) -> Simulator:
-        """Return what runs the body of a loop."""
+        """Return the simulator of a loop's body."""
         return Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:

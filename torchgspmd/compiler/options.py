@@ -78,8 +78,8 @@ class Options:
     verify: bool = _option(
         False,
         "plan parallelize",
-        "Check each value of a new plan against the program of one device, as Plan.verify does; "
-        "it takes about as long as planning, and memory for the values of all devices.",
+        "Check each value of a new plan against the program of one device, as Plan.verify does. "
+        "It takes about as long as planning, and memory for the values of all devices.",
     )
     skip_passes: Iterable[str] = _option(
         (),

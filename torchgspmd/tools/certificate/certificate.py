@@ -5,8 +5,8 @@
 
 A node of the program of one device claims a value of the partitioned program (meta "value") in a
 layout (meta "spec"). The devices run in lockstep, on random numbers, with NaN in all padding, and
-each claim is compared element by element. Results claim their layouts, too: what is returned is
-proven by them, whatever the claims within say. docs/certificate.md has the method and its limits.
+each claim is compared element by element. Results claim their layouts, too, so
+that they are judged whatever the claims within say. docs/certificate.md has the method and its limits.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Uncertified:
 
 @dataclass(frozen=True)
 class Certificate:
-    """What `Plan.verify` has found: all claims that were judged hold.
+    """The result of `Plan.verify`: all claims that were judged hold.
 
     Args:
         certified: Names of values of the partitioned program that hold on all devices.
@@ -301,7 +301,7 @@ class _Trial:
 
 
 def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Values:
-    """Return what the captured program draws: the numbers that the partitioned one has drawn.
+    """Return the draws of the captured program: the numbers that the partitioned one has drawn.
 
     names: of values in the partitioned graph. A draw that is drawn again has the same numbers.
     """

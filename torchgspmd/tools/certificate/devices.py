@@ -157,7 +157,7 @@ class Devices(Simulator):
         self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Simulator:
-        """Return what runs a loop's body."""
+        """Return the evaluator of a loop's body."""
         program = fx.GraphModule(torch.nn.Module(), graph)
         return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", self.at)
 

@@ -255,8 +255,8 @@ class _LoopRun:
 def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
     """Compute an iteration until each stage has what the stage before it sends, forth and back.
 
-    The stages of one microbatch follow each other, which a flat body does not say: the carries of
-    a microbatch are what its own sends deliver, and zeros where no stage comes before.
+    A flat body does not say that the stages of one microbatch follow each other. The carries of a
+    microbatch have the values that its own sends deliver, and zeros where no stage comes before.
     """
     groups: dict[tuple[Any, ...], dict[int, tuple[fx.Node, fx.Node]]] = {}
     for send in sends:
