@@ -5,8 +5,8 @@
 
 A node of the program of one device claims a value of the partitioned program (meta "value") in a
 layout (meta "spec"). The devices run in lockstep, on random numbers, with NaN in all padding, and
-each claim is compared element by element. Results claim their layouts, too, so
-that they are judged whatever the claims within say. docs/certificate.md has the method and its limits.
+each claim is compared element by element. Results claim their layouts, too: they are judged
+whatever the claims within say. docs/certificate.md has the method and its limits.
 """
 
 from __future__ import annotations
