@@ -33,7 +33,8 @@ def test_plans_are_saved_reported_and_compared(file, tmp_path, capsys):
     plan = ["plan", str(file), "width=16", "--mesh"]
     assert run([*plan, "data=2,model=2", "--print", "--save", one]) == 0
     assert "%_0_weight  : f32[16@model, 8]" in capsys.readouterr().out
-    assert run([*plan, "data=4", "--save", two]) == 0
+    assert run([*plan, "data=4", "--save", two, "--verify"]) == 0
+    assert "values and 5 results, in 2 trials" in capsys.readouterr().out
     assert run(["report", one, "--explain", "_0_weight", "--html", page]) == 0
     assert "marked at" in capsys.readouterr().out and "<html" in Path(page).read_text()
     assert run(["diff", one, two, "--hardware", "a100"]) == 0

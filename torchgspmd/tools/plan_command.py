@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
     add_options(parser, "plan")
     add("--forward", action="store_true", help="without the backward")
+    add("--verify", action="store_true", help="check each value against one device")
     add("--print", action="store_true", help="print the partitioned graph too")
     add("--explain", metavar="NAME", help="tell why a value has its layout")
     add("--html", type=Path, metavar="FILE", help="write a page that shows the plan")
@@ -75,6 +76,7 @@ def run(args: argparse.Namespace) -> str:
             *([str(result)] if args.print else []),
             *([result.explain(args.explain, costs=True)] if args.explain else []),
             str(result.report(args.hardware)),
+            *([str(result.verify())] if args.verify else []),
             *([str(Plan.load(args.diff).diff(result, args.hardware))] if args.diff else []),
         ]
     )

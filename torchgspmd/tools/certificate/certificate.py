@@ -25,12 +25,13 @@ from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...shard_spec import ShardSpec
 from .devices import At, DeviceError, Devices
-from .inputs import Numbers, wide_graph, widened
+from .inputs import Numbers, Rewritten, widened
 from .layouts import compared, cut
 from .one_device import OneDevice, Values, draws
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _REPORT = "report it, with the file that plan.save(path) writes; do not train with this plan"
+_SHOWN = 6  # names of one reason that a text has
 _TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
 
 
@@ -77,7 +78,10 @@ class Certificate:
             f"certified {len(self.certified)} of {total} values and {self.results} result{plural}, "
             f"in {self.trials} trials"
         ]
-        lines += [f"  not %{each.name}: {each.why}" for each in self.uncertified]
+        for why in dict.fromkeys(each.why for each in self.uncertified):
+            names = [f"%{each.name}" for each in self.uncertified if each.why == why]
+            more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+            lines.append(f"  not {', '.join(names[:_SHOWN])}{more}: {why}")
         return "\n".join(lines)
 
 
@@ -141,7 +145,8 @@ class _Trial:
         self.unmatched = set[str]()  # values that depend on numbers drawn in another order
         self.native = _native(plan.sharded)
         graphs = plan.captured.graph, plan.sharded
-        self.graphs = [wide_graph(graph) for graph in graphs] if wide else graphs
+        self.copied = Rewritten(wide)
+        self.graphs = [self.copied.graph(graph) for graph in graphs]
         self.constants = _constants(plan, wide)
         self.inputs, self.truth, self.expected = self._one_device()
 
@@ -149,8 +154,7 @@ class _Trial:
         """Compare all values; raise ShardingError for the first one that differs."""
         plan = self.plan
         shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
-        graph = wide_graph(plan.program_graph) if self.wide else plan.program_graph
-        program = fx.GraphModule(self.constants, graph)
+        program = fx.GraphModule(self.constants, self.copied.graph(plan.program_graph))
         sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
         devices = Devices(program, plan.mesh, self._claim)
         try:
@@ -371,7 +375,8 @@ def _check_dtypes(plan: Plan) -> None:
 
     inputs = Numbers(plan.captured, 1, positive=True, most=1).tensors()
     shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
-    program = fx.GraphModule(_constants(plan, wide=False), plan.program_graph)
+    graph = Rewritten(wide=False).graph(plan.program_graph)
+    program = fx.GraphModule(_constants(plan, wide=False), graph)
     devices = Devices(program, plan.mesh, claim)
     sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
     try:
@@ -459,6 +464,6 @@ def _constants(plan: Plan, wide: bool) -> torch.nn.Module:
     constants = torch.nn.Module()
     graphs = plan.captured.graph, plan.sharded, plan.program_graph
     for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):
-        value = plan.captured.constants.get_buffer(str(node.target))
+        value = plan.captured.constants.get_buffer(str(node.target)).cpu()
         constants.register_buffer(str(node.target), widened(value) if wide else value)
     return constants

@@ -113,7 +113,7 @@ class Numbers:
         return x.to(dtype)
 
 
-# ------------------------------------------------------------------------------------ in 64 bits
+# ------------------------------------------------------------------------------------ on the CPU
 
 
 def widened(x: Tensor) -> Tensor:
@@ -121,41 +121,40 @@ def widened(x: Tensor) -> Tensor:
     return x.to(WIDE.get(x.dtype, x.dtype))
 
 
-def wide_graph(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph that names wide dtypes only, down to the bodies of its loops."""
-    copy = copy_of(graph)
-    for node in copy.nodes:
-        node.args, node.kwargs = _wide(node.args), _wide(dict(node.kwargs))
-        if isinstance(node.target, BodyCall):
-            node.target = _wide_call(node.target)
-        for key in ("val", "dtype"):
-            if key in node.meta:
-                node.meta[key] = _wide_value(node.meta[key])
-    return copy
+class Rewritten:
+    """Copies graphs for the CPU. wide: whether they name wide dtypes only."""
 
+    def __init__(self, wide: bool) -> None:
+        self.wide = wide
 
-def _wide_value(value: Any) -> Any:
-    if isinstance(value, torch.dtype):
-        return WIDE.get(value, value)
-    return value
+    def graph(self, graph: fx.Graph) -> fx.Graph:
+        """Return a copy of a graph, down to the bodies of its loops."""
+        copy = copy_of(graph)
+        for node in copy.nodes:
+            node.args, node.kwargs = self.value(node.args), self.value(dict(node.kwargs))
+            if isinstance(node.target, BodyCall):
+                node.target = self._call(node.target)
+            if "dtype" in node.meta:
+                node.meta["dtype"] = self.value(node.meta["dtype"])
+        return copy
 
+    def value(self, args: Any) -> Any:
+        """Return arguments with the dtypes and the device."""
+        if isinstance(args, torch.dtype) and self.wide:
+            return WIDE.get(args, args)
+        if isinstance(args, torch.device):
+            return torch.device("cpu")
+        if isinstance(args, (tuple, list)):
+            return type(args)(self.value(a) for a in args)
+        if isinstance(args, dict):
+            return {key: self.value(a) for key, a in args.items()}
+        return args
 
-def _wide(args: Any) -> Any:
-    """Return arguments with wide dtypes."""
-    if isinstance(args, torch.dtype):
-        return WIDE.get(args, args)
-    if isinstance(args, (tuple, list)):
-        return type(args)(_wide(a) for a in args)
-    if isinstance(args, dict):
-        return {key: _wide(a) for key, a in args.items()}
-    return args
-
-
-def _wide_call(call: BodyCall) -> BodyCall:
-    if isinstance(call, LoopCall):
-        empty = [(shape, WIDE.get(dtype, dtype)) for shape, dtype in call.empty]
-        return replace(call, graph=wide_graph(call.graph), empty=empty)
-    if isinstance(call, StageCall):
-        pieces = [replace(piece, graph=wide_graph(piece.graph)) for piece in call.pieces]
-        return replace(call, pieces=tuple(pieces))
-    return call
+    def _call(self, call: BodyCall) -> BodyCall:
+        if isinstance(call, LoopCall):
+            empty = [(shape, self.value(dtype)) for shape, dtype in call.empty]
+            return replace(call, graph=self.graph(call.graph), empty=empty)
+        if isinstance(call, StageCall):
+            pieces = [replace(piece, graph=self.graph(piece.graph)) for piece in call.pieces]
+            return replace(call, pieces=tuple(pieces))
+        return call
