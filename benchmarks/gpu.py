@@ -298,7 +298,7 @@ def one_step(size: Size, layout: str, variant: str, work: float, rounds: int, ro
         mesh = gspmd.Mesh(**{axis: RANKS})
         model = gspmd.annotate(made(size), LAYOUTS[layout].on(mesh))
         specs = ("data _", "data _") if axis == "data" else ("_ _", "_ _")
-        backend = variant.split()[1]
+        backend = "inductor" if variant.endswith("inductor") else "torch"
         begin = time.perf_counter()
         model = gspmd.parallelize(model, mesh, in_specs=specs, backend=backend, check="never")
         batch = batch_of(size, whole)
