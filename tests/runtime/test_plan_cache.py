@@ -315,6 +315,7 @@ def test_options_of_parallelize_are_in_the_key(planned):
         "skip_passes": ("bucket",),
         "costs": {"tie_break": 0.5},
         "strict": True,
+        "verify": True,
         "hardware": "h100",
     }
     neither = {"model", "mesh", "backend", "pin", "shard_updates"}
