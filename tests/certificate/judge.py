@@ -24,12 +24,12 @@ from .faults import Injected, faulty, graphs_of, inject
 MODELS = (  # sets of features, each one program
     *("data", "tensor", "sequence", "zero3", "zero1", "context", "ring", "dropless", "capacity"),
     *("circular", "gpipe", "1f1b", "interleaved", "zero_bubble", "vee", "stack", "recompute"),
-    *("checkpoint", "accumulate", "tied", "step", "any_batch", "any_length", "uneven", "dropout"),
+    *("checkpoint", "accumulate", "tied", "step", "any_batch", "uneven", "dropout"),
     *("attention_dropout", "flex", "gqa", "adapters", "batch_norm", "manual", "custom", "spatial"),
 )
 LEVELS = {"partition": PARTITIONED, "localize": LOCAL}
 INPUTS = 5
-CAUGHT, MISSED, HARMLESS, UNPLANNED = "caught", "missed", "harmless", "unplanned"
+CAUGHT, MISSED, HARMLESS, CRASHED = "caught", "missed", "harmless", "crashed"
 
 
 @dataclass(frozen=True)

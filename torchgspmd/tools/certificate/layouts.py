@@ -101,14 +101,26 @@ def reduced(shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh) -> list[Tenso
 def compared(
     shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, truth: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (device, its rows of a value, the same rows of the truth)."""
+    """Yield (device, its rows of a value, the same rows of the truth).
+
+    Shards that do not cover the value are compared whole: their shape differs from its own.
+    """
     for rank, shard in enumerate(reduced(shards, spec, mesh)):
-        if not truth.dim():
+        if not truth.dim() or not _covers(shard.shape, truth.shape, spec, mesh):
             yield rank, shard, truth
             continue
         chosen, held = zip(*rows_of(truth.shape, spec, mesh, shard.shape, rank))
         if all(chosen):
             yield rank, shard[_grid(held)], truth[_grid(chosen)]
+
+
+def _covers(local: Sequence[int], shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> bool:
+    """Return whether shards of a shape have all rows of a value, each as many as it has to."""
+    windows = spec.windows or (None,) * len(shape)
+    return len(local) == len(shape) and all(
+        rows == window.length if window else rows * mesh.count(axes) >= size
+        for rows, size, axes, window in zip(local, shape, spec.dims, windows)
+    )
 
 
 def gathered(
