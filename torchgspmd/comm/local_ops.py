@@ -104,8 +104,8 @@ def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Ten
 
 def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:
     """Return a fill value as a number of the dtype; integers get their extreme for infinity."""
+    if dtype == torch.bool:  # torch.where of bools and a number of int is int
+        return fill > 0
     if dtype.is_floating_point or dtype.is_complex or not math.isinf(fill):
         return fill if dtype.is_floating_point or dtype.is_complex else int(fill)
-    if dtype == torch.bool:
-        return fill > 0
     return torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min

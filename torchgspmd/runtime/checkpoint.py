@@ -1,8 +1,7 @@
 """save and load: a training run in a folder, by torch.distributed.checkpoint.
 
     folder/.metadata, *.distcp    tensors: of the model, of the optimizer, of other states
-    folder/gspmd.json             the step, the other states without their tensors, and sizes
-                                  and checksums of the files beside it
+    folder/gspmd.json             the step, states without tensors, sizes and checksums of files
 
 A folder becomes a checkpoint by one rename, so a process that dies while it writes leaves the
 checkpoint before. Any mesh, and any number of processes, reads it.

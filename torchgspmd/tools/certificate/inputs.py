@@ -7,7 +7,7 @@ roots and logarithms are taken of, the others have both signs.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ...capture import PARAMETER, Captured
 from ...comm.loop_call import BodyCall, LoopCall, copy_of
 from ...features.pipelines.call import StageCall
+from ...rules.looked_up_rows import rows_read
 
 WIDE = {
     torch.float32: torch.float64,
@@ -25,39 +26,12 @@ WIDE = {
     torch.complex64: torch.complex128,
 }
 
-# Operations that look rows up: by the last part of their name, (place of the indices, rows).
-_Rows = Callable[[tuple[Any, ...]], Iterator[tuple[Any, int]]]
-
-
-def _along_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
-    shape = args[0].meta["val"].shape
-    yield args[2], (shape[args[1]] if shape else 1)
-
-
-def _of_each_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
-    yield from zip(args[1], args[0].meta["val"].shape)
-
-
-READERS: dict[str, _Rows] = {
-    "embedding": lambda args: iter([(args[1], args[0].meta["val"].shape[0])]),
-    "embedding_dense_backward": lambda args: iter([(args[1], args[2])]),
-    "nll_loss_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[-1])]),
-    "nll_loss2d_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[1])]),
-    "index": _of_each_dim,
-    "index_put": _of_each_dim,
-    **dict.fromkeys(
-        ("gather", "index_select", "scatter", "scatter_add", "scatter_reduce", "index_add"),
-        _along_dim,
-    ),
-}
-
 
 def index_bounds(graph: fx.Graph) -> dict[fx.Node, int]:
     """Return for integer inputs the rows that they index, where an operation says so."""
     bounds: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        name = getattr(node.target, "__name__", "").split(".")[0]
-        for index, rows in READERS[name](node.args) if name in READERS else ():
+        for index, rows in rows_read(node):
             for source in _sources(index) if isinstance(index, fx.Node) else ():
                 bounds[source] = min(rows, bounds.get(source, rows))
     return bounds

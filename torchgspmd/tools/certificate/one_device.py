@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...compat.operators import aten
 from ...features.pipelines.op import SEND
 from ...features.pipelines.order import Order
+from ...rules import RENAMED
 from ...rules.custom_ops.loops import (
     CARRY,
     ENTRIES,
@@ -33,11 +33,6 @@ Rows = tuple[int, ...]
 """The rows of the loops around a value, outermost first."""
 Values = dict[str, dict[Rows, Any]]
 """By the name of a node: its values by rows, in the order in which iterations compute them."""
-# A view needs strides of an eager program, which values of one device need not have.
-_OF_ANY_STRIDES = {
-    aten.view.default: aten.reshape.default,
-    aten._unsafe_view.default: aten.reshape.default,
-}
 _NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 
 
@@ -55,6 +50,7 @@ class OneDevice:
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
         self.given = given
+        self.node = next(iter(graph.nodes))  # that is computed
         self.nest = _nests(graph)
         self.members: dict[Nest, list[fx.Node]] = {}
         self.exits: dict[Nest, list[fx.Node]] = {}
@@ -121,8 +117,8 @@ class OneDevice:
             for name in str(node.target).split("."):
                 value = getattr(value, name)
             return value
-        target = _OF_ANY_STRIDES.get(node.target, node.target)
-        return drawn(target, node.name, args, kwargs)
+        self.node = node
+        return drawn(RENAMED.get(node.target, node.target), node.name, args, kwargs)
 
     # ---------------------------------------------------------------------------------------- loops
 

@@ -1,0 +1,68 @@
+"""Whether the values of a program have the dtypes of the plan: trials compute in 64 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, fx
+
+from ...comm.loop_call import loop_calls
+from ...compat.operators import aten
+from ...compiler.plan import Plan
+from .devices import At, DeviceError, Devices
+from .inputs import Rewritten
+from .layouts import cut
+from .trial import constants_of
+from .wrong_values import fails_on_devices, other_dtype
+
+
+def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
+    """Raise ShardingError for a value of another dtype than the plan's.
+
+    inputs: those of a trial, in the dtypes of the plan.
+    """
+    allowed = {
+        node.name: {node.meta["val"].dtype, node.meta.get("computed", node.meta["val"].dtype)}
+        for node in plan.sharded.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+
+    def claim(path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
+        known = allowed.get(node.meta["value"], {shards[0].dtype})
+        if shards[0].dtype not in known:
+            raise other_dtype(node, shards[0].dtype, known)
+
+    shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
+    graph = Rewritten(wide=False).graph(plan.program_graph)
+    program = fx.GraphModule(constants_of(plan, wide=False), graph)
+    devices = Devices(program, plan.mesh, claim)
+    sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
+    try:
+        devices.run_devices(shards, plan.size_inputs(sizes))
+    except DeviceError as error:
+        raise fails_on_devices(error.node, error) from error
+    for graph in programs_of(plan.program_graph):
+        for node in graph.nodes:
+            _check_rounding(node)
+
+
+def programs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """Yield a program, and those of the bodies of its loops."""
+    yield graph
+    for _, call in loop_calls(graph):
+        for body in call.bodies:
+            yield from programs_of(body.graph)
+
+
+def _check_rounding(node: fx.Node) -> None:
+    """Raise ShardingError if a value is rounded to a narrow dtype and back, which no value says."""
+    back, cast = node, aten._to_copy.default
+    narrow = back.args[0] if back.target is cast else None
+    if not isinstance(narrow, fx.Node) or narrow.target is not cast or "value" in narrow.meta:
+        return
+    wide, small = back.kwargs.get("dtype"), narrow.kwargs.get("dtype")
+    if wide is None or small is None or not (wide.is_floating_point and small.is_floating_point):
+        return
+    if torch.finfo(small).eps > torch.finfo(wide).eps:
+        raise other_dtype(narrow, small, {wide})

@@ -1,0 +1,277 @@
+"""One trial of a certificate: a set of random numbers, on one device and on all of them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compiler.plan import Plan
+from ...errors import ShardingError
+from ...features.windows.pooling import BACKWARD, FORWARD
+from ...fx_passes.ir import runs
+from ...shard_spec import ShardSpec
+from .devices import At, DeviceError, Devices
+from .inputs import Numbers, Rewritten, widened
+from .layouts import compared, cut
+from .one_device import OneDevice, Values, draws
+from .wrong_values import fails_on_devices, fails_on_one_device, other_value, value_of
+
+_COARSE = 1e-2  # a value that is compared with fewer digits is not judged
+
+
+class NoNumbers(Exception):
+    """The program of one device takes no random numbers: they are no matrix that has a root."""
+
+
+class Trial:
+    """One set of numbers, on one device and on all of them.
+
+    wide: whether floating numbers have 64 bits, so that no order of a sum matters.
+    """
+
+    def __init__(self, plan: Plan, seed: int, positive: bool, wide: bool) -> None:
+        self.plan, self.seed, self.positive, self.wide = plan, seed, positive, wide
+        self.judged = set[str]()
+        self.seen: dict[str, int] = {}
+        self.unmatched = set[str]()  # values that depend on numbers drawn in another order
+        self.results = 0  # that were judged
+        self.roundings = elements(plan)
+        self.native = _native(plan.sharded)
+        graphs = plan.captured.graph, plan.sharded
+        self.copied = Rewritten(wide)
+        self.graphs = [self.copied.graph(graph) for graph in graphs]
+        self.constants = constants_of(plan, wide)
+        self.inputs, self.truth, self.expected = self._one_device()
+
+    def run(self) -> None:
+        """Compare all values; raise ShardingError for the first one that differs."""
+        plan = self.plan
+        shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
+        program = fx.GraphModule(self.constants, self.copied.graph(plan.program_graph))
+        sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
+        devices = Devices(program, plan.mesh, self._claim)
+        try:
+            results = devices.run_devices(shards, plan.size_inputs(sizes))
+        except DeviceError as error:
+            if self.wide:  # an operation that takes no 64 bits
+                raise NoNumbers(str(error)) from error
+            raise fails_on_devices(error.node, error) from error
+        returned = plan.sharded.output_node().args[0]
+        for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
+            if spec is not None and returned[i].name not in self.native:
+                node = plan.program_graph.output_node().args[0][i]
+                judged = self._compare(node.name, None, list(values), spec, self.expected[i], i)
+                self.results += judged and returned[i].name not in self.unmatched
+
+    def _one_device(self) -> tuple[list[Tensor], Values, Sequence[Any]]:
+        """Return inputs, values by name of the partitioned program, and the true results."""
+        most = 1 << 30
+        while True:
+            numbers = Numbers(self.plan.captured, self.seed, self.positive, most)
+            self.plain = numbers.tensors()  # in the dtypes of the plan
+            inputs = [widened(t) if self.wide else t for t in self.plain]
+            try:
+                return inputs, *self._truth(inputs)
+            except ShardingError:
+                raise
+            except Exception as error:
+                if not self.wide and self._captured_runs(inputs):
+                    raise fails_on_one_device(self.partitioned.node, error) from error
+                if most == 1 or self.wide and self._captured_runs(inputs):
+                    raise NoNumbers(str(error).partition("\n")[0]) from error
+                most = 8 if most > 8 else most // 2
+
+    def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
+        """Return whether one device computes the captured program of these numbers."""
+        try:
+            OneDevice(self.graphs[0], self.constants).run(inputs)
+        except Exception:
+            return False
+        return True
+
+    def _truth(self, inputs: Sequence[Tensor]) -> tuple[Values, Sequence[Any]]:
+        """Return values of the partitioned program, compared with the captured one."""
+        graphs, constants = self.graphs, self.constants
+        self.partitioned = partitioned = OneDevice(graphs[1], constants)
+        own = partitioned.run(inputs)
+        names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
+        given = _drawn(graphs[0], names, partitioned.values)
+        captured, unmatched = OneDevice(graphs[0], constants, given), _unmatched(graphs[0], given)
+        results = captured.run(inputs)
+        for node in graphs[1].nodes:
+            if node.name in self.native or is_blank(node):
+                continue
+            if node.meta.get("captured") in unmatched:
+                self.unmatched.add(node.name)
+                continue
+            truth = captured.values.get(node.meta.get("captured", ""), {})
+            for rows, value in partitioned.values.get(node.name, {}).items():
+                expected = truth.get(rows)
+                if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                    spec = ShardSpec.replicated(expected.dim())
+                    self._compare(node.name, node, [value], spec, expected)
+        returned = graphs[0].output_node().args[0]
+        mixed = [
+            mine if isinstance(n, fx.Node) and n.name in unmatched else one
+            for n, mine, one in zip(returned, own, results)
+        ]
+        return partitioned.values, mixed
+
+    def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
+        """Compare the shards of a node with the value that it claims."""
+        name, spec = node.meta["value"], node.meta["spec"]
+        turn = self.seen.get(path, 0)
+        self.seen[path] = turn + 1
+        values, by_rows = [*self.truth.get(name, {}).values()], self.truth.get(name, {})
+        if name in self.native or is_blank(node):
+            return
+        if at:  # stages are at microbatches of their own; a sum over them is none yet
+            of_ranks = {r: by_rows.get((m,)) for r, m in at.items()} if not spec.pending else {}
+        else:
+            value = values[turn] if turn < len(values) else None
+            of_ranks = dict.fromkeys(range(len(shards)), value)
+        truths = {rank: value for rank, value in of_ranks.items() if isinstance(value, Tensor)}
+        for value in {id(v): v for v in truths.values()}.values():
+            ranks = [rank for rank, other in truths.items() if other is value]
+            is_judged = self._compare(node.name, node, shards, spec, value, ranks=ranks)
+            if is_judged and name not in self.unmatched:
+                self.judged.add(name)
+
+    def _compare(
+        self,
+        name: str,
+        node: fx.Node | None,
+        shards: list[Tensor],
+        spec: ShardSpec,
+        truth: Tensor,
+        result: int | None = None,
+        ranks: Sequence[int] | None = None,
+    ) -> bool:
+        """Compare shards with the truth; return whether that judges the value.
+
+        node: that has the claim, or None for result number `result`.
+        """
+        alone = len(shards) == 1 and not spec.sharding_axes
+        pairs = [(0, shards[0], truth)] if alone else compared(shards, spec, self.plan.mesh, truth)
+        for rank, mine, one in pairs:
+            if ranks is not None and rank not in ranks:
+                continue
+            if mine.shape != one.shape or not self._close(mine, one).all():
+                claim = f"is result {result}" if node is None else f"is %{value_of(node)}"
+                found = self._difference(rank, mine, one)
+                raise other_value(name, node, f"{claim}, laid out as '{spec}'", found)
+        if not truth.is_floating_point():
+            return True
+        is_exact = self.roundings * torch.finfo(truth.dtype).eps < _COARSE
+        return is_exact and bool(torch.isfinite(truth).any())
+
+    def _close(self, mine: Tensor, one: Tensor) -> Tensor:
+        """Return where two values are equal, but for the order of sums.
+
+        No number of a program is the result of more roundings than all its values have elements.
+        """
+        if not (one.is_floating_point() or one.is_complex()) or not one.numel():
+            return mine == one
+        finite = one[torch.isfinite(one)].abs()
+        scale = max(float(finite.max()), 1.0) if finite.numel() else 1.0
+        most = self.roundings * torch.finfo(one.dtype).eps * scale
+        return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
+
+    def _difference(self, rank: int, mine: Tensor, one: Tensor) -> str:
+        """Return where a device differs, with both numbers."""
+        where = ", ".join(f"{a}={c}" for a, c in self.plan.mesh.coordinates(rank).items())
+        if mine.shape != one.shape:
+            return (
+                f"device {where} has the shape {list(mine.shape)}, one device has {list(one.shape)}"
+            )
+        at = tuple((~self._close(mine, one)).nonzero()[0].tolist())
+        numbers = f"{mine[at].item()} at {list(at)} of its shard, one device has {one[at].item()}"
+        return f"device {where} has {numbers}"
+
+
+def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Values:
+    """Return the draws of the captured program: the numbers that the partitioned one has drawn.
+
+    names: of values in the partitioned graph. A draw that is drawn again has the same numbers.
+    """
+    found, again = Values(), dict[tuple[int, object], Any]()
+    for node in captured.nodes:
+        draw = node.args[0] if node.target is operator.getitem else node
+        if isinstance(draw, fx.Node) and draws(draw.target):
+            key = draw.meta.get("draw", -1), node.args[1] if draw is not node else None
+            mine = values.get(names.get(node.name, ""), again.get(key) if key[0] >= 0 else None)
+            if mine is not None:
+                found[node.name] = again.setdefault(key, mine)
+    return found
+
+
+def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
+    """Return values of the captured program that no other program need have.
+
+    They depend on draws without a counterpart, have no content, or a gradient alone reads them.
+    """
+    found, inner = set[fx.Node](), set[str]()
+    for node in captured.nodes:
+        if node.name not in given and (
+            draws(node.target)
+            and not _gives_parts(node, given)
+            or found & set(node.all_input_nodes)
+        ):
+            found.add(node)
+        if _is_place_of_maximum(node) or is_blank(node):
+            inner.add(node.name)
+    return {node.name for node in found} | inner
+
+
+def _is_place_of_maximum(node: fx.Node) -> bool:
+    """Return whether a node has the places of a pool's maxima, for its gradient alone.
+
+    A pool that runs dimension by dimension counts them within its last one.
+    """
+    is_part = node.target is operator.getitem and node.args[1] == 1
+    return (
+        is_part and node.args[0].target in FORWARD and all(u.target in BACKWARD for u in node.users)
+    )
+
+
+def _gives_parts(node: fx.Node, given: Values) -> bool:
+    """Return whether a draw is given part by part."""
+    parts = [u for u in node.users if u.target is operator.getitem]
+    return bool(parts) and all(part.name in given for part in parts)
+
+
+def _native(graph: fx.Graph) -> set[str]:
+    """Return the values that depend on numbers which each device draws by itself."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        names = [a.name for a in schema.arguments] if schema is not None else []
+        given = {**dict(zip(names, node.args)), **node.kwargs}
+        if given.get("native") is True or found & set(node.all_input_nodes):
+            found.add(node)
+    return {node.name for node in found}
+
+
+def elements(plan: Plan) -> int:
+    """Return the elements of all values on one device."""
+    values = ((n.meta.get("val"), runs(n)) for n in plan.sharded.nodes)
+    return sum(v.numel() * times for v, times in values if isinstance(v, Tensor))
+
+
+def is_blank(node: fx.Node) -> bool:
+    """Return whether a node is memory without content."""
+    return "empty" in getattr(node.target, "__name__", "")
+
+
+def constants_of(plan: Plan, wide: bool) -> torch.nn.Module:
+    """Return the constants of a plan's graphs."""
+    constants = torch.nn.Module()
+    graphs = plan.captured.graph, plan.sharded, plan.program_graph
+    for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):
+        value = plan.captured.constants.get_buffer(str(node.target)).cpu()
+        constants.register_buffer(str(node.target), widened(value) if wide else value)
+    return constants

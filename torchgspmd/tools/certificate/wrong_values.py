@@ -1,0 +1,56 @@
+"""The errors of a certificate: each is a fault of torchgspmd, and names a value."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from ...errors import ShardingError
+
+_REPORT = "report it, with the file that plan.save(path) writes; do not train with this plan"
+
+
+def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> ShardingError:
+    """Return the error of a value that differs. claim: of the plan. found: the numbers."""
+    return ShardingError(
+        f"'%{name}' is not the value of one device: {found}",
+        where=None if node is None else node.meta.get("source"),
+        why=f"the plan says that it {claim}",
+        fix=_REPORT,
+    )
+
+
+def other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> ShardingError:
+    """Return the error of a value of another dtype."""
+    names = " or ".join(sorted(map(str, known)))
+    return ShardingError(
+        f"'%{node}' is {dtype}, its value is {names}",
+        where=node.meta.get("source"),
+        why=f"the plan says that it is %{value_of(node)}",
+        fix=_REPORT,
+    )
+
+
+def fails_on_devices(node: fx.Node, error: Exception) -> ShardingError:
+    """Return the error of a node that fails on the devices."""
+    return ShardingError(
+        f"'%{node}' fails on the devices: {str(error).partition(chr(10))[0]}",
+        where=node.meta.get("source"),
+        why="one device computes it",
+        fix=_REPORT,
+    )
+
+
+def fails_on_one_device(node: fx.Node, error: Exception) -> ShardingError:
+    """Return the error of a node of the partitioned graph that one device cannot compute."""
+    return ShardingError(
+        f"'%{node}' fails on one device: {str(error).partition(chr(10))[0]}",
+        where=node.meta.get("source"),
+        why="one device computes the captured program",
+        fix=_REPORT,
+    )
+
+
+def value_of(node: fx.Node) -> str:
+    """Return the value that a node claims to be, by its name in the plan or in the program."""
+    return str(node.meta.get("value", node.meta.get("captured", node.name)))
