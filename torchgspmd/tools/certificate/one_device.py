@@ -36,7 +36,7 @@ Values = dict[str, dict[Rows, Any]]
 _NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 
 
-class OneDevice:
+class OneDeviceRun:
     """Evaluates a graph at global shapes.
 
     values: all that was computed, by the names of nodes. given: values that are not computed.
@@ -176,7 +176,7 @@ class _Frame:
 class _LoopRun:
     """One run of a loop: its carries, and what its exits have collected."""
 
-    def __init__(self, device: OneDevice, nest: Nest, outer: _Frame) -> None:
+    def __init__(self, device: OneDeviceRun, nest: Nest, outer: _Frame) -> None:
         self.device, self.nest, self.outer = device, nest, outer
         self.loop: Loop = nest[-1]
         self.body = device.members[nest]

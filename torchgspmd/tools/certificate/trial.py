@@ -17,7 +17,7 @@ from ...shard_spec import ShardSpec
 from .devices import At, DeviceError, Devices
 from .inputs import Numbers, Rewritten, widened
 from .layouts import compared, cut
-from .one_device import OneDevice, Values, draws
+from .one_device import OneDeviceRun, Values, draws
 from .wrong_values import fails_on_devices, fails_on_one_device, other_value, value_of
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
@@ -88,7 +88,7 @@ class Trial:
     def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
         """Return whether one device computes the captured program of these numbers."""
         try:
-            OneDevice(self.graphs[0], self.constants).run(inputs)
+            OneDeviceRun(self.graphs[0], self.constants).run(inputs)
         except Exception:
             return False
         return True
@@ -96,11 +96,14 @@ class Trial:
     def _truth(self, inputs: Sequence[Tensor]) -> tuple[Values, Sequence[Any]]:
         """Return values of the partitioned program, compared with the captured one."""
         graphs, constants = self.graphs, self.constants
-        self.partitioned = partitioned = OneDevice(graphs[1], constants)
+        self.partitioned = partitioned = OneDeviceRun(graphs[1], constants)
         own = partitioned.run(inputs)
         names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
         given = _drawn(graphs[0], names, partitioned.values)
-        captured, unmatched = OneDevice(graphs[0], constants, given), _unmatched(graphs[0], given)
+        captured, unmatched = (
+            OneDeviceRun(graphs[0], constants, given),
+            _unmatched(graphs[0], given),
+        )
         results = captured.run(inputs)
         for node in graphs[1].nodes:
             if node.name in self.native or is_blank(node):
