@@ -17,7 +17,7 @@ from torchgspmd.fx_passes.pass_types import Pass
 from torchgspmd.fx_passes.pipeline import with_pass
 from torchgspmd.fx_passes.program import Program
 from torchgspmd.fx_passes.stages import LOCAL, PARTITIONED
-from torchgspmd.tools.certificate.inputs import Numbers
+from torchgspmd.tools.certificate.inputs import RandomInputs
 
 from .faults import Injected, faulty, graphs_of, inject
 
@@ -56,7 +56,7 @@ class Judge:
         self.results = [self._run(self.plan, inputs) for inputs in self.inputs]
 
     def _numbers(self, seed: int) -> Iterator[Tensor]:
-        yield from Numbers(self.plan.captured, seed, positive=bool(seed % 2), most=8).tensors()
+        yield from RandomInputs(self.plan.captured, seed, positive=bool(seed % 2), most=8).tensors()
 
     def _run(self, plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
         shards = [split_global(t, s, plan.mesh) for t, s in zip(inputs, plan.input_layouts)]

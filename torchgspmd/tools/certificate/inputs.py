@@ -1,4 +1,4 @@
-"""Numbers for the inputs of a certificate's trials, and programs that compute in 64 bits.
+"""RandomInputs for the inputs of a certificate's trials, and programs that compute in 64 bits.
 
 Indices are below the rows that their readers look up. A trial has positive numbers only, for what
 roots and logarithms are taken of, the others have both signs.
@@ -54,7 +54,7 @@ def _is_integer(val: object) -> bool:
     return isinstance(val, Tensor) and not (val.is_floating_point() or val.is_complex())
 
 
-class Numbers:
+class RandomInputs:
     """Random inputs of one trial. positive: no number but of parameters is negative."""
 
     def __init__(self, captured: Captured, seed: int, positive: bool, most: int) -> None:

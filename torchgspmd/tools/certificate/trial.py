@@ -15,7 +15,7 @@ from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import runs
 from ...shard_spec import ShardSpec
 from .devices import At, DeviceError, Devices
-from .inputs import Numbers, Rewritten, widened
+from .inputs import RandomInputs, Rewritten, widened
 from .layouts import compared, cut
 from .one_device import OneDeviceRun, Values, draws
 from .wrong_values import fails_on_devices, fails_on_one_device, other_value, value_of
@@ -71,7 +71,7 @@ class Trial:
         """Return inputs, values by name of the partitioned program, and the true results."""
         most = 1 << 30
         while True:
-            numbers = Numbers(self.plan.captured, self.seed, self.positive, most)
+            numbers = RandomInputs(self.plan.captured, self.seed, self.positive, most)
             self.plain = numbers.tensors()  # in the dtypes of the plan
             inputs = [widened(t) if self.wide else t for t in self.plain]
             try:
