@@ -457,4 +457,5 @@ def batch(setup: Setup, seed: int = 0, **sizes: int) -> tuple[Tensor, Tensor]:
     known = {**setup.sizes, **sizes}
     draw = torch.Generator().manual_seed(seed)
     shape = known["batch"], known["length"]
-    return tuple(torch.randint(known["words"], shape, generator=draw) for _ in range(2))
+    drawn = (torch.randint(known["words"], shape, generator=draw, device="cpu") for _ in range(2))
+    return tuple(tokens.to(torch.get_default_device()) for tokens in drawn)  # a card's, if it is
