@@ -99,6 +99,16 @@ def test_other_harm(mesh):
 
 
 @distributed("data=2")
+def test_compare_knows_the_layout_of_a_model(mesh):
+    """Marks that name dimensions."""
+    model, x = net(), torch.ones(4, 8)
+    gspmd.mark_sharding(model[0].weight, "hidden _")
+    reference = copy.deepcopy(model)
+    layout = gspmd.Layout({"hidden": "data"}).on(mesh)
+    assert gspmd.compare(gspmd.parallelize(model, layout), reference, x)
+
+
+@distributed("data=2")
 def test_compare_leaves_a_model_as_it_was(mesh):
     reference = nn.Sequential(nn.Linear(8, 13), nn.BatchNorm1d(13), nn.Linear(13, 1))
     model = copy.deepcopy(reference)

@@ -30,6 +30,7 @@ from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, whole_of
 from ..errors import ShardingError, user_line
+from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.sharded_module import ShardedModule
@@ -217,7 +218,8 @@ class _OnRanks:
     def __init__(self, module: ShardedModule, args: tuple, kwargs: dict) -> None:
         self.module, self.groups, self.mesh = module, module._groups, module._mesh
         call = module._call(args, kwargs)
-        plan = module._plan_here(call, lambda: None)
+        with bound(module._layout):
+            plan = module._plan_here(call, lambda: None)
         tensors = module._tensors(call, plan.captured)
         self.captured = plan.captured
         self.program = JointProgram(plan, self.groups, module._model, tensors, "torch", 0)

@@ -11,7 +11,7 @@ from ...comm.loop_call import loop_calls
 from ...compat.operators import aten
 from ...compiler.plan import Plan
 from .devices import At, DeviceError, Devices
-from .inputs import Rewritten
+from .inputs import Rewritten, device_of
 from .layouts import cut
 from .trial import constants_of
 from .wrong_values import fails_on_devices, other_dtype
@@ -34,7 +34,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
             raise other_dtype(node, shards[0].dtype, known)
 
     shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
-    graph = Rewritten(wide=False).graph(plan.program_graph)
+    graph = Rewritten(False, device_of(plan.captured)).graph(plan.program_graph)
     program = fx.GraphModule(constants_of(plan, wide=False), graph)
     devices = Devices(program, plan.mesh, claim)
     sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])

@@ -87,7 +87,7 @@ class RandomInputs:
         return x.to(dtype)
 
 
-# ------------------------------------------------------------------------------------ on the CPU
+# ---------------------------------------------------------------------------- as a trial computes
 
 
 def widened(x: Tensor) -> Tensor:
@@ -95,11 +95,20 @@ def widened(x: Tensor) -> Tensor:
     return x.to(WIDE.get(x.dtype, x.dtype))
 
 
-class Rewritten:
-    """Copies graphs for the CPU. wide: whether they name wide dtypes only."""
+def device_of(captured: Captured) -> torch.device:
+    """Return the device on which trials compute: that of a program, if this machine has one.
 
-    def __init__(self, wide: bool) -> None:
-        self.wide = wide
+    A program of a card has operations that no other device knows.
+    """
+    kinds = {node.meta["val"].device.type for node in captured.graph.find_nodes(op="placeholder")}
+    return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
+
+
+class Rewritten:
+    """Copies graphs for one device. wide: whether they name wide dtypes only."""
+
+    def __init__(self, wide: bool, device: torch.device) -> None:
+        self.wide, self.device = wide, device
 
     def graph(self, graph: fx.Graph) -> fx.Graph:
         """Return a copy of a graph, down to the bodies of its loops."""
@@ -117,7 +126,7 @@ class Rewritten:
         if isinstance(args, torch.dtype) and self.wide:
             return WIDE.get(args, args)
         if isinstance(args, torch.device):
-            return torch.device("cpu")
+            return self.device
         if isinstance(args, (tuple, list)):
             return type(args)(self.value(a) for a in args)
         if isinstance(args, dict):

@@ -53,7 +53,8 @@ def cut(x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = No
             if w is not None and w.fill is not None:
                 outside = [k for k in range(local[d]) if k not in set(to[d])]
                 if outside:
-                    shard.index_fill_(d, torch.tensor(outside), _number(w.fill, x.dtype))
+                    rows = torch.tensor(outside, device=x.device)
+                    shard.index_fill_(d, rows, _number(w.fill, x.dtype))
         if local:
             shard[_grid(to)] = x[_grid(chosen)]
         else:
@@ -65,8 +66,8 @@ def cut(x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = No
 def poison(shape: Sequence[int], like: Tensor) -> Tensor:
     """Return a tensor of NaN; of zeros, if the dtype has none."""
     if like.is_floating_point() or like.is_complex():
-        return torch.full([*shape], math.nan, dtype=like.dtype)
-    return torch.zeros([*shape], dtype=like.dtype)
+        return torch.full([*shape], math.nan, dtype=like.dtype, device=like.device)
+    return torch.zeros([*shape], dtype=like.dtype, device=like.device)
 
 
 def _number(fill: float, dtype: torch.dtype) -> float | int:

@@ -241,7 +241,9 @@ class _LoopRun:
         if node.target is NEXT:
             return values[-1][1] if values else self._outside(node.args[2].args[0])
         if not values:
-            return torch.zeros(node.meta["val"].shape, dtype=node.meta["val"].dtype)
+            like = node.meta["val"]
+            device = self._outside(self.entries[0].args[0]).device
+            return torch.zeros(like.shape, dtype=like.dtype, device=device)
         in_order = [x for _, x in sorted(values, key=lambda each: each[0])]
         if node.target is STACK:
             return torch.stack(in_order)
@@ -312,6 +314,7 @@ def drawn(target: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
     """Call an operation. One that draws by torch's generator draws the numbers of a name."""
     if not draws(target):
         return target(*args, **kwargs)
-    with torch.random.fork_rng(devices=[]):
+    cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    with torch.random.fork_rng(devices=cards):
         torch.manual_seed(zlib.crc32(name.encode()))
         return target(*args, **kwargs)

@@ -15,7 +15,7 @@ from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import runs
 from ...shard_spec import ShardSpec
 from .devices import At, DeviceError, Devices
-from .inputs import RandomInputs, Rewritten, widened
+from .inputs import RandomInputs, Rewritten, device_of, widened
 from .layouts import compared, cut
 from .one_device import OneDeviceRun, Values, draws
 from .wrong_values import fails_on_devices, fails_on_one_device, other_value, value_of
@@ -42,7 +42,8 @@ class Trial:
         self.roundings = elements(plan)
         self.native = _native(plan.sharded)
         graphs = plan.captured.graph, plan.sharded
-        self.copied = Rewritten(wide)
+        self.device = device_of(plan.captured)
+        self.copied = Rewritten(wide, self.device)
         self.graphs = [self.copied.graph(graph) for graph in graphs]
         self.constants = constants_of(plan, wide)
         self.inputs, self.truth, self.expected = self._one_device()
@@ -72,7 +73,7 @@ class Trial:
         most = 1 << 30
         while True:
             numbers = RandomInputs(self.plan.captured, self.seed, self.positive, most)
-            self.plain = numbers.tensors()  # in the dtypes of the plan
+            self.plain = [t.to(self.device) for t in numbers.tensors()]  # in the dtypes of the plan
             inputs = [widened(t) if self.wide else t for t in self.plain]
             try:
                 return inputs, *self._truth(inputs)
@@ -272,9 +273,9 @@ def is_blank(node: fx.Node) -> bool:
 
 def constants_of(plan: Plan, wide: bool) -> torch.nn.Module:
     """Return the constants of a plan's graphs."""
-    constants = torch.nn.Module()
+    constants, device = torch.nn.Module(), device_of(plan.captured)
     graphs = plan.captured.graph, plan.sharded, plan.program_graph
     for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):
-        value = plan.captured.constants.get_buffer(str(node.target)).cpu()
+        value = plan.captured.constants.get_buffer(str(node.target)).to(device)
         constants.register_buffer(str(node.target), widened(value) if wide else value)
     return constants
