@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .runtime.parallelize import parallelize, shard_batch
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
     from .tools.compare_values import compare as compare
+    from .tools.debug import debug as debug
     from .tools.elastic import elastic as elastic
     from .tools.launch import launch as launch
     from .tools.step_log import StepLog as StepLog
@@ -86,6 +87,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     ),
     "StepLog": "tools.step_log",
     "compare": "tools.compare_values",
+    "debug": "tools.debug",
     "elastic": "tools.elastic",
     "launch": "tools.launch",
 }

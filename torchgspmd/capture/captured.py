@@ -14,6 +14,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
 from .argument_sizes import ArgumentSizes
+from .breakpoints import Breakpoint
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.run_guards import ArgumentKeys, Change, RunGuards
@@ -84,6 +85,7 @@ class Captured:
     # sizes of arguments that may be others in each run
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
     run_guards: RunGuards | None = None  # on what else a run of a plan depends
+    breakpoints: tuple[Breakpoint, ...] = ()  # of forward; a plan of a file has none
 
     def result(self, outputs: Sequence[object], arguments: tuple[tuple, dict]) -> Any:
         """Return the result of the function, and repeat its writes.

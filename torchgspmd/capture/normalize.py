@@ -19,6 +19,7 @@ from ..compat.fx_nodes import copy_node, drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
+from .breakpoints import name_values
 from .captured import TANGENT, UNKNOWN, Input
 from .draws import draws, number_draws
 from .loop_form import loop_form
@@ -72,7 +73,8 @@ def normalize(
             _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     number_draws(graph)
-    _merge_equal_views(graph)
+    merged = _merge_equal_views(graph)
+    name_values({node: merged.get(new[node], new[node]) for node in new})
     recompute_regions(graph)
     loop_form(graph)
     drop_unused(graph)
@@ -150,12 +152,13 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         target.meta["dynamic"] = True
 
 
-def _merge_equal_views(graph: fx.Graph) -> None:
-    """Merge equal views of one value, and equal results of one operation.
+def _merge_equal_views(graph: fx.Graph) -> dict[Any, fx.Node]:
+    """Merge equal views of one value, and equal results of one operation; return by what.
 
     A view of a weight that a loop takes in every step is then resharded once.
     """
     first: dict[Any, fx.Node] = {}
+    merged: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not (node.target is operator.getitem or _is_view(node.target)) or node.meta.get(
             "dynamic"
@@ -165,6 +168,8 @@ def _merge_equal_views(graph: fx.Graph) -> None:
         if same is not node:
             node.replace_all_uses_with(same)
             graph.erase_node(node)
+            merged[node] = same
+    return merged
 
 
 def _is_view(target: object) -> bool:

@@ -268,6 +268,7 @@ def _trace_once(
         functions=tuple(tables.called),
         dynamic=dynamic.with_units(units),
         run_guards=_run_guards(fn, names, leaves, tables, state_inputs),
+        breakpoints=program.breakpoints,
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
 

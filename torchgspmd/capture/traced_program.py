@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .autograd_reach import connected_components, reachable_inputs
+from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
@@ -68,6 +69,7 @@ class TracedProgram:
         self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
+        self.breakpoints: tuple[Breakpoint, ...] = ()
         self.replaced: dict[int, int] = {}  # by output: the argument in whose place it is put
         self.writes: list[Write] = []
         self.observed: list[Write] = []
@@ -215,8 +217,9 @@ class TracedProgram:
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
         watched = WatchedArguments((args, kwargs))
         try:
-            with (prints := Prints()).recorded():
+            with (prints := Prints()).recorded(), (stops := Breakpoints()).recorded():
                 called = self.call(*args, **kwargs)
+            self.breakpoints = tuple(stops.found)
             result = opened(to_computed(called), watched.origins)
             self.result_leaves, self.results = pytree.tree_flatten(result)
             self.result_slots = [

@@ -11,6 +11,7 @@ mesh data=2 model=4
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def _fold_names(text: str) -> str:
 
 def _local_row(node: fx.Node) -> _Row:
     if node.op == "output":
-        return "", "", f"return {', '.join(map(_text, node.args[0]))}"
+        return "", "", f"return {_text(node.args[0])[1:-1]}"
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     return (
         f"%{node.name}",
@@ -156,7 +157,7 @@ def _local_row(node: fx.Node) -> _Row:
 
 def _row(node: fx.Node) -> _Row | None:
     if node.op == "output":
-        return "", "", f"return {', '.join(map(_text, node.args[0]))}"
+        return "", "", f"return {_text(node.args[0])[1:-1]}"
     val = node.meta.get("val")
     name = f"%{node.name}"
     if isinstance(val, (int, float)):
@@ -172,17 +173,18 @@ def _row(node: fx.Node) -> _Row | None:
     return name, type_text(val.dtype, val.shape, node.meta.get("spec"), other), call_text(node)
 
 
-def call_text(node: fx.Node) -> str:
-    """Return the call of a node as text: mul(%x, 2)."""
+def call_text(node: fx.Node, names: Mapping[fx.Node, str] | None = None) -> str:
+    """Return the call of a node as text: mul(%x, 2). names: others than the operands' own."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
         return "constant"
     computed = f" in {dtype_name(node.meta['computed'])}" if "computed" in node.meta else ""
     if node.target is operator.getitem:
-        return f"{_text(node.args[0])}[{node.args[1]}]{computed}"
+        return f"{_text(node.args[0], names)}[{node.args[1]}]{computed}"
     options = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
-    arguments = [*map(_text, node.args), *(f"{k}={_text(v)}" for k, v in options.items())]
+    arguments = [_text(value, names) for value in node.args]
+    arguments += [f"{k}={_text(v, names)}" for k, v in options.items()]
     return f"{_op_name(node.target)}({', '.join(arguments)}){computed}"
 
 
@@ -192,9 +194,9 @@ def _op_name(target: Any) -> str:
     )
 
 
-def _text(value: object) -> str:
+def _text(value: object, names: Mapping[fx.Node, str] | None = None) -> str:
     if isinstance(value, fx.Node):
-        return f"%{value.name}"
+        return f"%{names[value] if names else value.name}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(_text(each, names) for each in value)}]"
     return dtype_name(value) if isinstance(value, torch.dtype) else str(value)

@@ -35,7 +35,7 @@ LARGEST = 1 << 14  # elements of a constant in a text
 # Names by which a function reads what no guard compares.
 _UNSEEN = {"environ", "getenv", "get_rank", "get_local_rank", "get_node_local_rank", "urandom"}
 _UNSEEN_MODULES = {"random", "time", "secrets", "uuid", "datetime"}
-_BY_HAND = {"graph", "constants", "tensors", "reads", "functions", "run_guards"}
+_BY_HAND = {"graph", "constants", "tensors", "reads", "functions", "run_guards", "breakpoints"}
 NEEDED = ("inputs", "outputs", "has_backward", "opened")  # to look at a plan
 FIELDS = sorted({f.name for f in dataclasses.fields(Captured)} - _BY_HAND)
 # What is asked of a program; the rest of a request is the program, or the same for all plans.
