@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel words
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -160,6 +160,10 @@ test-mixtures:  ## 20 steps of mixtures of features, on processes and on one (.v
 	$(MAKE) venv VENV=.venv-transformers
 	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers,examples]" "torch==$(TORCH)"
 	TORCHGSPMD_MIXTURES=all OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q -n 0 $(wildcard tests/composition/test_mixtures*.py)
+
+# All pairs of features on four processes of gloo that stay alive: two hours on two cores.
+test-pairs:  ## all pairs of features on processes, by plain PyTorch
+	cd tests && TORCHGSPMD_CACHE= OMP_NUM_THREADS=1 $(SETS) --processes --all 2
 
 # Sets of features: every pair, then 300 of three to six, which the day draws. Half an hour and twenty minutes on one core.
 DAY ?= $(shell date +%Y%m%d)

@@ -5,17 +5,22 @@ a+b+c           one set: right, refused, wrong, crash or other bytes than in sen
 --all N         all sets of N features; with --log FILE a line of JSON each, and goes on there
 --random N      N sets of three to six features, from --seed
 --sent          write the rows that sent_bytes.json lacks; --sent all: all of them
+--processes     judge on four processes, on a mesh of four devices, without bytes
+--shuffle       in another order: a part of the sets is a sample
 --list          the features
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
+import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from .features import FEATURES, limits_of, parse, random_sets, sets
@@ -34,6 +39,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path)
     parser.add_argument("--sent", nargs="?", const="new", choices=("new", "all"))
+    parser.add_argument("--processes", action="store_true")
+    parser.add_argument("--shuffle", action="store_true")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--with", dest="only", default="", help="only sets with one of a+b")
     args = parser.parse_args()
@@ -48,6 +55,9 @@ def main() -> None:
     chosen += random_sets(args.random, args.seed) if args.random else []
     if args.only:
         chosen = [names for names in chosen if {*names} & {*parse(args.only)}]
+    if args.shuffle:
+        random.Random(0).shuffle(chosen)
+    judged = judge_of_processes() if args.processes else judge
     done = set()
     if args.log and args.log.exists():
         done = {json.loads(line)["names"] for line in args.log.read_text().splitlines()}
@@ -56,7 +66,7 @@ def main() -> None:
         if "+".join(names) in done:
             continue
         start = time.process_time()
-        verdict = judge(names)
+        verdict = judged(names)
         kind = kind_of(verdict)
         counts[kind] += 1
         if args.log:
@@ -68,7 +78,7 @@ def main() -> None:
             print(verdict, flush=True)
         if kind == OTHER_BYTES:
             print(f"  {verdict.sent:.0f} bytes, {SENT['+'.join(names)]} in sent_bytes.json")
-        elif kind in FAILURES and len(names) > 1:
+        elif kind in FAILURES and len(names) > 1 and not args.processes:
             print(
                 f"  smallest: python -m composition {'+'.join(shrink(verdict).names)}", flush=True
             )
@@ -76,12 +86,19 @@ def main() -> None:
     sys.exit(any(kind in FAILURES for kind in counts))
 
 
+def judge_of_processes() -> Callable[[tuple[str, ...]], Verdict]:
+    """Return the judge of sets on four processes."""
+    sys.path.append(str(Path(__file__).parents[1] / "distributed"))
+    return importlib.import_module("composition.on_processes").judge
+
+
 def kind_of(verdict: Verdict) -> str:
     """Return the verdict in a word, with that of limits and bytes."""
     name = "+".join(verdict.names)
     if verdict.kind == REFUSED and any(w in verdict.text for w in limits_of(verdict.names)):
         return "a row of docs/limits.md"
-    return OTHER_BYTES if verdict.sent != SENT.get(name, verdict.sent) else verdict.kind
+    is_known = verdict.sent is None or verdict.sent == SENT.get(name, verdict.sent)
+    return verdict.kind if is_known else OTHER_BYTES
 
 
 main()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import traceback
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,7 +34,7 @@ class Verdict:
     names: tuple[str, ...]
     kind: str
     text: str = ""  # why it is not right
-    sent: float = 0.0  # bytes of a device
+    sent: float | None = None  # bytes of a device, if they were counted
 
     def __str__(self) -> str:
         lines = [f"{'+'.join(self.names)}: {self.kind}", *self.text.splitlines()]
@@ -82,16 +83,19 @@ def planned(setup: Setup) -> tuple[Plan, nn.Module]:
 def compiled(setup: Setup) -> tuple[Plan, nn.Module]:
     """Return the plan of a setup's program, and the module that it is of."""
     model, mesh = build(setup), setup.on_mesh()
-    names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
-    dims = {dim: name for name, dim in setup.dynamic.items()}
-    options = {**setup.options, "grad": not setup.step}
-    if setup.step:  # has it itself
-        options.pop("param_dtype", None)
-    if dims:
-        options["dynamic"] = dict.fromkeys(names, dims)
-    rows = setup.spec("batch length")
+    rows, options = setup.spec("batch length"), {**options_of(setup), "grad": not setup.step}
     plan = gspmd.plan(model, *batch(setup), mesh=mesh, in_specs=(rows, rows), **options)
     return plan, model
+
+
+def options_of(setup: Setup) -> dict[str, Any]:
+    """Return the options of plan and of parallelize."""
+    names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
+    dims = {dim: name for name, dim in setup.dynamic.items()}
+    options = dict(setup.options)
+    if setup.step:  # has it itself
+        options.pop("param_dtype", None)
+    return options | ({"dynamic": dict.fromkeys(names, dims)} if dims else {})
 
 
 def difference(setup: Setup, plan: Plan, model: nn.Module) -> str:

@@ -57,6 +57,21 @@ class OpenSize(int):
         return hash((OpenSize, int(self), self.leading))
 
 
+class LocalRows(int):
+    """The rows that a device has of a size of the run, as a number that says of which.
+
+    Two sizes may have one number: 8 n, and the shard of 16 n on two devices. axes: of the shard.
+    """
+
+    size: OpenSize
+    axes: Axes
+
+    def __new__(cls, rows: int, size: OpenSize, axes: Axes) -> LocalRows:
+        new = super().__new__(cls, rows)
+        new.size, new.axes = size, axes
+        return new
+
+
 def factors_of(size: int, other: int) -> tuple[int, ...]:
     """Return the sizes of arguments, with repetitions, that a size is a product of.
 

@@ -76,6 +76,26 @@ def test_one_program_has_all_sizes(text):
     assert len(plan._small_sizes.plans) == (0 if setup.step else 1)
 
 
+def test_shards_of_twice_as_many_rows_are_not_taken_for_all_rows():
+    """Of 2 n rows on two devices each has 2 ceil(n / 2): by its numbers that is n."""
+
+    def f(x, rows, values):  # [n, 4], [n, 2], [n, 2, 4]
+        return x.index_put((rows.flatten(),), values.flatten(0, 1), accumulate=True)
+
+    def inputs(n):
+        return torch.randn(n, 4), torch.randint(n, (n, 2)), torch.randn(n, 2, 4)
+
+    options = {
+        "mesh": Mesh(data=2),
+        "in_specs": ("_ _", "data _", "data _ _"),
+        "dynamic": {name: {0: "n"} for name in ("x", "rows", "values")},
+    }
+    plan = gspmd.plan(f, *inputs(6), **options)
+    for n in (6, 5, 2):
+        args = inputs(n)
+        assert_same(plan.simulate(*args, _poison=True), f(*args), n)
+
+
 PROGRAM = """\
 one device
   %coordinate_data    :              = input

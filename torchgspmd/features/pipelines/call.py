@@ -28,7 +28,7 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import Loop
 from .list_scheduler import curve
 from .order import Order
-from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, StageBody, StageLink, Transport
+from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink, Transport
 from .schedule import Piece
 from .transport import StageTransport
 
@@ -42,8 +42,8 @@ class StageCall(BodyCall):
 
     carries, rows, others: names of its arguments in the bodies. stacks, totals: names of results
     that are stacked, and of those that are added up. kept_bytes: bytes that a stage keeps of a
-    microbatch between its pieces. sizes: (value of the loss, dim, carry, its dim of the same size),
-    where only a run knows it. transport: of the rank that runs it.
+    microbatch between its pieces. sizes: those of values of the loss that only a run knows.
+    transport: of the rank that runs it.
     """
 
     loop: Loop
@@ -57,7 +57,7 @@ class StageCall(BodyCall):
     stacks: tuple[str, ...]
     totals: tuple[str, ...]
     kept_bytes: int = 0
-    sizes: tuple[tuple[str, int, str, int], ...] = ()
+    sizes: tuple[LossSize, ...] = ()
     transport: Transport | None = None
     sends = True
 
@@ -115,7 +115,7 @@ class StageCall(BodyCall):
         links = [[*map(x.__dict__.get, _LINK), value(x.message)] for x in self.links]
         names = [self.carries, self.rows, self.others, self.stacks, self.totals]
         order = str(self.order)
-        ends = names, self.kept_bytes, [*map(list, self.sizes)]
+        ends = names, self.kept_bytes, [[*vars(size).values()] for size in self.sizes]
         return [TAG, str(self.loop), self.axis, order, pieces, links, *ends]
 
     @classmethod
@@ -144,12 +144,15 @@ class StageCall(BodyCall):
             stacks=stacks,
             totals=totals,
             kept_bytes=read.natural(kept_bytes),
-            sizes=tuple((a, read.natural(d), b, read.natural(e)) for a, d, b, e in sizes),
+            sizes=tuple(
+                LossSize(value, read.natural(d), read.natural(n), read.natural(m), tuple(factors))
+                for value, d, n, m, factors in sizes
+            ),
         )
 
     @property
     def checked(self) -> Sequence[Any]:
-        return (self, *self.pieces, *self.links)
+        return (self, *self.pieces, *self.links, *self.sizes)
 
     def body(self, kind: str, round_: int) -> StageBody | None:
         """Return the body of a kind in a round, if there is work of it."""
@@ -276,9 +279,9 @@ class StageRun:
             assert loss is not None and name in loss.outputs, name
             meta = loss.graph.output_node().args[0][loss.outputs.index(name)].meta  # pyright: ignore
             shape = [*meta["shape"]]
-            for value, dim, carry, like in self.call.sizes:
-                if value == name:
-                    shape[dim] = self.blank[carry].shape[like]
+            for size in self.call.sizes:
+                if size.value == name:
+                    shape[size.dim] = size.rows(self.others)
             self.blank[name] = self.first.new_zeros(shape, dtype=meta["dtype"])
         return self.blank[name]
 

@@ -14,6 +14,8 @@ the program of one device exists, the body is cut into pieces (outline_stages.py
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,11 @@ def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str
 
 
 @torch.library.custom_op("torchgspmd::stage_head", mutates_args=())
-def stage_head(x: Tensor) -> Tensor:
-    """Return x. Values computed from it, and from no gradient, are work of the last stage alone."""
+def stage_head(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return x. Values computed from it, and from no gradient, are work of the last stage alone.
+
+    sizes: those of the arguments that only a run knows, in the program of one device.
+    """
     return x.clone()
 
 
@@ -40,7 +45,7 @@ def _(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tens
 
 
 @stage_head.register_fake
-def _(x: Tensor) -> Tensor:
+def _(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 

@@ -28,10 +28,12 @@ from ...fx_passes.localize.sizes_in_a_run import needs_number
 from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
+from ...layout.open_sizes import product_of
 from ..loops.split_loops import drop_unused_results, split_loop
 from .call import BACKWARD, FORWARD, LOSS, WEIGHTS, StageBody, StageCall, StageLink
 from .op import HEAD, SEND
 from .order import Order, order_within
+from .parts import LossSize
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 
@@ -172,19 +174,23 @@ class _Cut:
             sizes=tuple(self._sizes_of_loss()),
         )
 
-    def _sizes_of_loss(self) -> Iterator[tuple[str, int, str, int]]:
-        """Yield which carries have the sizes of values of the loss that only a run knows.
+    def _sizes_of_loss(self) -> Iterator[LossSize]:
+        """Yield the sizes of values of the loss that only a run knows.
 
         Stages without the loss have zeros in the place of these values.
         """
-        known = {
-            size: (carry.name, dim) for carry in self.carries for dim, size in _unknown_dims(carry)
-        }
+        sizes = [n for n in self.others if "size" in n.meta]
+        names = {n.meta["size"][0]: n.name for n in sizes}
         for node in self._outputs(4 * (self.rounds - 1) + 1):
-            for dim, size in _unknown_dims(node):
-                if size not in known:
+            for dim, (rows, other) in _unknown_dims(node):
+                devices = self.mesh.count(node.meta["spec"].dims[dim])
+                size = product_of(
+                    rows * devices, other * devices, dict(n.meta["size"] for n in sizes)
+                )
+                if size is None or not size.factors:  # it depends on values
                     raise needs_number(node.name, node.meta.get("source"))
-                yield (node.name, dim, *known[size])
+                factors = tuple(names[which] for which in size.factors)
+                yield LossSize(node.name, dim, size.times, devices, factors)
 
     def _link(self, i: int) -> StageLink:
         """Return the link by which the stages of a round send."""

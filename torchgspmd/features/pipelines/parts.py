@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
@@ -55,6 +56,25 @@ class StageLink:
     def step(self) -> int:
         """How many stages behind the sender it arrives."""
         return 1 if self.kind == "F" else -1
+
+
+@dataclass(frozen=True)
+class LossSize:
+    """A size of a value of the loss that only a run knows: k ceil(n / devices) m, of a shard.
+
+    times: k. factors: names of the sizes n and m among the others of the pipeline.
+    """
+
+    value: str
+    dim: int
+    times: int
+    devices: int
+    factors: tuple[str, ...]
+
+    def rows(self, others: Mapping[str, Any]) -> int:
+        """Return the number in a run."""
+        first, *rest = (others[name] for name in self.factors)
+        return self.times * -(-first // self.devices) * math.prod(rest)
 
 
 class Transport(Protocol):

@@ -13,7 +13,7 @@ reduces over it. Nowhere else does it matter.
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ from ...compat.operators import aten
 from ...layout.mesh import Mesh, sub_axis
 from ...layout.open_sizes import OpenSize
 from ...rules import FactorRule, Shapes
-from ...rules.custom_ops.loops import LOOP_MARKS
-from ...shard_spec import Axes
-from ..ir import is_number, is_operation, operands_of, planned_shape, tensors_of
+from ...rules.custom_ops.loops import LOOP_MARKS, SIZED_MARKS
+from ...shard_spec import Axes, ShardSpec
+from ..ir import is_number, is_operation, operands_of, other_shapes, planned_shape, tensors_of
 from ..partition.verify_partition import check_open_sizes
 from .infer_shapes import infer_shapes
 from .op_emitter import emit
-from .sizes_in_a_run import LocalSizes, RunSizes, needs_number
+from .sizes_in_a_run import LocalSizes, RunSizes, local_shape, needs_number
 from .step_emitter import StepEmitter
 
 _NO_SIZES: Mapping[str, int] = {}
@@ -86,6 +86,8 @@ class _Localizer:
                 )
             elif node.target in LOOP_MARKS:
                 local = copy_node(self.graph, node, self.new.__getitem__)
+                if node.target in SIZED_MARKS and (sizes := self.sizes.all()):
+                    local.args = (*local.args, sizes)
             elif "step" in node.meta:
                 local = node.target.localize(
                     StepEmitter(self, node), self.new[node.args[0]], *node.args[1:]
@@ -99,10 +101,10 @@ class _Localizer:
             if isinstance(local, fx.Node) and "mark" not in node.meta:
                 local.meta = self.local_meta(node)
                 if "spec" in node.meta:
-                    self.shapes[local] = node.meta["spec"].local_shape(
-                        node.meta["val"].shape, self.mesh
-                    )
-                    local.meta |= {"shape": self.shapes[local], "spec": node.meta["spec"]}
+                    spec = node.meta["spec"]
+                    (self.shapes[local],) = self._local_shapes(node, [spec])
+                    shape = tuple(map(int, self.shapes[local]))
+                    local.meta |= {"shape": shape, "spec": spec}
             # The operation computes in another dtype (reduce_dtype) than its users expect.
             if "computed" in node.meta:
                 self.new[node] = self._cast(local, node)
@@ -225,15 +227,16 @@ class _Localizer:
 
     def _shapes(self, node: fx.Node) -> Shapes:
         return Shapes(
-            tuple(
-                v.meta["spec"].local_shape(v.meta["val"].shape, self.mesh)
-                for v in operands_of(node)
-            ),
-            tuple(
-                s.local_shape(t.shape, self.mesh)
-                for s, t in zip(node.meta["result_specs"], tensors_of(node))
-            ),
+            tuple(self._local_shapes(v, [v.meta["spec"]])[0] for v in operands_of(node)),
+            self._local_shapes(node, node.meta["result_specs"]),
         )
+
+    def _local_shapes(
+        self, node: fx.Node, specs: Sequence[ShardSpec]
+    ) -> tuple[tuple[int, ...], ...]:
+        """Return the local shapes of a node's tensors in these layouts."""
+        each = zip(tensors_of(node), other_shapes(node), specs)
+        return tuple(local_shape(*tensor, self.mesh) for tensor in each)
 
     def _mask_operand(
         self, node: fx.Node, value: fx.Node, operand: int, rule: FactorRule

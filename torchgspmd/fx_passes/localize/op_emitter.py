@@ -21,7 +21,7 @@ from ...rules import FactorRule, rule_of
 from ...rules.local_builder import LocalTensor
 from ...shard_spec import Axes
 from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
-from .sizes_in_a_run import LocalSizes, needs_number
+from .sizes_in_a_run import LocalSizes, local_shape, needs_number
 from .step_emitter import StepLocalizer
 
 
@@ -77,7 +77,7 @@ def _merge(one: Sequence[fx.Node], two: Sequence[fx.Node], sizes: LocalSizes) ->
                 return a
             if isinstance(a, int) and isinstance(b, int):
                 with node.graph.inserting_before(node):
-                    if (size := sizes.node_of(int(a), node.graph, True)) is not None:
+                    if (size := sizes.node_of(a, node.graph, True)) is not None:
                         return size
             raise needs_number(sizes.node.name, sizes.node.meta.get("source"))
 
@@ -100,11 +100,13 @@ class Emitter:
         self.assignment: Mapping[str, Axes] = node.meta["assignment"]
         self.results: Sequence[LocalTensor] = [
             LocalTensor(
-                spec.local_shape(t.shape, localizer.mesh),
+                local_shape(t, other, spec, localizer.mesh),
                 node.meta.get("computed", t.dtype),
                 t.device,
             )
-            for t, spec in zip(tensors_of(node), node.meta["result_specs"])
+            for t, other, spec in zip(
+                tensors_of(node), other_shapes(node), node.meta["result_specs"]
+            )
         ]
 
     def size(self, factor: str) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ...errors import ShardingError
 from ...layout.mesh import Mesh
-from ...layout.open_sizes import OpenSize, factors_of, product_of
+from ...layout.open_sizes import LocalRows, OpenSize, factors_of, product_of, with_open_sizes
 from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, operands_of, other_shapes, tensors_of
 
@@ -57,6 +57,10 @@ class RunSizes:
         """Add the inputs from which a size is computed to the program."""
         for which in factors_of(size, other):
             self._input(which)
+
+    def all(self) -> list[fx.Node]:
+        """Return the inputs of all sizes of arguments."""
+        return [self._input(which) for which in self.stand_ins]
 
     def whole(self, size: int, other: int) -> fx.Node | None:
         """Return a size of two stand-ins; None if it is no product of arguments' sizes."""
@@ -126,12 +130,15 @@ class LocalSizes:
         self.numbers = {n.meta["val"]: new[n] for n in node.all_input_nodes if is_number(n)}
         self.whole: dict[int, tuple[fx.Node, int] | None] = {}  # where to read such a size
         self.shards: dict[int, tuple[fx.Node, int]] = {}  # where to read the rows of a shard
+        self.exact: dict[tuple[int, Axes], tuple[fx.Node, int]] = {}  # the same, by size and axes
         self.computed: dict[int, tuple[OpenSize, Axes]] = {}  # rows that no operand has
         self.divided: dict[int, OpenSize] = {}  # all rows of what is sharded
         for operand in operands_of(node):
             for d, size, axes in _open_dims(operand, [operand.meta["spec"]]):
                 if axes:
-                    self.shards[int(size) // mesh.count(axes)] = new[operand], d
+                    place = new[operand], d
+                    self.shards[int(size) // mesh.count(axes)] = place
+                    self.exact[int(size), axes] = place
                     self.divided[int(size)] = size
                 else:
                     self.whole[int(size)] = new[operand], d
@@ -147,6 +154,23 @@ class LocalSizes:
 
         divided: whether it may be all rows of a sharded dimension.
         """
+        if isinstance(number, LocalRows):
+            node = self._node_of_rows(number.size, number.axes, graph)
+        else:
+            node = self._node_of_rows(number, (), graph) if isinstance(number, OpenSize) else None
+        return self._node_of_number(int(number), graph, divided) if node is None else node
+
+    def _node_of_rows(self, size: OpenSize, axes: Axes, graph: fx.Graph) -> fx.Node | None:
+        """Return the node of the rows of a shard; None if no operand has them, nor a product."""
+        if not axes and int(size) in self.numbers:
+            return self.numbers[int(size)]
+        place = self.exact.get((int(size), axes)) if axes else self.whole.get(int(size))
+        if place is not None:
+            return graph.call_function(aten.sym_size.int, place)
+        return self.run.shard(int(size), size.other, axes)
+
+    def _node_of_number(self, number: int, graph: fx.Graph, divided: bool) -> fx.Node | None:
+        """Return the node of a number that does not say of which size it is."""
         of_shard = number in self.shards or number in self.computed
         of_all = number in self.whole or number in self.numbers
         of_all |= divided and number in self.divided
@@ -173,7 +197,7 @@ class LocalSizes:
             if isinstance(value, (tuple, list)):
                 known = isinstance(old, (tuple, list)) and len(old) == len(value)
                 return [replaced(v, old[i] if known else None) for i, v in enumerate(value)]
-            if type(value) is not int:
+            if not isinstance(value, int) or isinstance(value, bool):
                 return value
             if (node := self.node_of(value, graph)) is not None:
                 return node
@@ -196,6 +220,21 @@ def needs_number(name: str, source: str | None) -> ShardingError:
         why="no argument of it has this size, and devices have one program for all sizes",
         fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False); "
         "a size that depends on values: pad it to a known one",
+    )
+
+
+def local_shape(
+    tensor: Tensor, other: Sequence[int], spec: ShardSpec, mesh: Mesh
+) -> tuple[int, ...]:
+    """Return the shape of a shard, with LocalRows for each size that only a run knows.
+
+    other: the shape with the other numbers in the places of these sizes.
+    """
+    local = spec.local_shape(tensor.shape, mesh)
+    sizes = with_open_sizes(_shape(tensor), other)
+    return tuple(
+        LocalRows(rows, size, axes) if isinstance(size, OpenSize) else rows
+        for rows, size, axes in zip(local, sizes, spec.dims)
     )
 
 

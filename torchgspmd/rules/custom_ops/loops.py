@@ -147,6 +147,8 @@ APART: dict[Any, int] = {}
 # all of these carries have one layout. Features add theirs.
 DELIVERED: dict[Any, Callable[[torch.fx.Node], tuple]] = {}
 LOOP_MARKS = {*ENTRIES, *EXITS}  # the program of one device has them as they are; features add
+# Marks that carry all sizes of the run into the body, as a last argument. Features add theirs.
+SIZED_MARKS: set[Any] = set()
 torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
 
