@@ -45,15 +45,20 @@ import pytest
 TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "300"))  # seconds for a check on all ranks
 GRACE = 5.0  # seconds that ranks have to answer after another one has failed
 START = 300.0  # seconds for the start of a process
+GROUP = os.environ.get("RANKS_GROUP", "gloo")  # or "late", see late_group.py
 MESSAGE = 1 << 16  # bytes of a question to a template, at most
 
 
 def distributed(
-    *meshes: str, timeout: float = TIMEOUT, warning_filter: str = "default", alone: bool = False
+    *meshes: str,
+    timeout: float = TIMEOUT,
+    warning_filter: str = "default",
+    alone: bool = False,
+    group: str = GROUP,
 ):
     """Make a function of a mesh, and of other fixtures, a test that runs on every rank.
 
-    alone: on processes of its own, in which no other check has left anything.
+    alone: on processes of its own, in which no other check has left anything. group: the backend.
     """
 
     def decorate(check: Callable[..., None]) -> Callable[..., None]:
@@ -61,7 +66,7 @@ def distributed(
         def item(mesh: str, **arguments: Any) -> None:
             file = inspect.unwrap(check).__code__.co_filename
             call = (file, check.__module__, check.__name__, mesh, arguments)
-            ranks = Ranks(size_of(mesh)) if alone else ranks_of(size_of(mesh))
+            ranks = (Ranks if alone else ranks_of)(size_of(mesh), group)
             failure = ranks.run((*call, warning_filter), timeout)
             if alone:
                 ranks.close()
@@ -143,11 +148,12 @@ _TEMPLATES: dict[int, Template] = {}
 
 
 class Ranks:
-    """The processes of one size."""
+    """The processes of one size, in groups of one backend."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, group: str = GROUP) -> None:
         from torch.distributed import TCPStore
 
+        self.key = size, group
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.folder = tempfile.TemporaryDirectory()
         self.logs = [Path(self.folder.name, f"rank{rank}") for rank in range(size)]
@@ -164,6 +170,7 @@ class Ranks:
 
     def _start(self, rank: int, size: int) -> None:
         environment = dict(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+        environment["RANKS_GROUP"] = self.key[1]
         process, connection = _TEMPLATES[rank].fork(environment, self.store.port, self.logs[rank])
         self.processes.append(process)
         self.connections.append(connection)
@@ -220,20 +227,21 @@ class Ranks:
             process.wait()
             connection.close()
         self.folder.cleanup()
-        if _RANKS.get(len(self.logs)) is self:
-            del _RANKS[len(self.logs)]
+        if _RANKS.get(self.key) is self:
+            del _RANKS[self.key]
 
 
-_RANKS: dict[int, Ranks] = {}
+_RANKS: dict[tuple[int, str], Ranks] = {}
 
 
-def ranks_of(size: int) -> Ranks:
+def ranks_of(size: int, group: str = GROUP) -> Ranks:
     """Return the processes of this session."""
-    if size in _RANKS and any(process.poll() is not None for process in _RANKS[size].processes):
-        _RANKS[size].close()
-    if size not in _RANKS:
-        _RANKS[size] = Ranks(size)
-    return _RANKS[size]
+    key = size, group
+    if key in _RANKS and any(process.poll() is not None for process in _RANKS[key].processes):
+        _RANKS[key].close()
+    if key not in _RANKS:
+        _RANKS[key] = Ranks(*key)
+    return _RANKS[key]
 
 
 @atexit.register
@@ -297,7 +305,10 @@ def serve(descriptor: int, port: int) -> None:
     connection = Connection(descriptor)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    group = os.environ["RANKS_GROUP"]
+    if group == "late":
+        importlib.import_module("late_group")  # registers it
+    dist.init_process_group(group, store=store, rank=rank, world_size=size)
     connection.send("")
     with contextlib.suppress(EOFError):
         while True:
