@@ -42,9 +42,11 @@ from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
 from .plan_summary import (
     Memory,
+    collectives_text,
     gathered_results,
     limits_text,
     pipelines_text,
+    propagated_weights,
     weights_against_marks,
 )
 from .small_sizes import SmallSizes
@@ -229,18 +231,11 @@ class Plan(PlanFiles):
             sent by a device in all: 192 B
             memory of a device: parameters 0 B, inputs 144 B, peak 400 B
         """
-        groups: dict[tuple[str, str], list[Collective]] = {}
-        for c in self.collectives:
-            groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
-        lines = [
-            f"{kind:14} over {axes:12} {sum(c.count for c in group):4} x, "
-            f"{size_text(sum(c.sent_bytes for c in group))} sent by a device"
-            for (kind, axes), group in sorted(groups.items())
-        ] or ["no communication"]
         return "\n".join(
             [
-                *lines,
+                *collectives_text(self.collectives),
                 *weights_against_marks(self.replicated_ops),
+                *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
                 *pipelines_text(self.program_graph),

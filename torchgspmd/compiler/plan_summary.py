@@ -7,13 +7,18 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from ..capture import BUFFER, PARAMETER
+from ..capture.captured import Input
+from ..comm.collective import Collective
 from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
+from ..fx_passes.program import Request
 from ..fx_passes.replication_report import ReplicatedOp
 from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO
+from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
 
@@ -33,6 +38,18 @@ class Memory:
         )
 
 
+def collectives_text(collectives: Sequence[Collective]) -> list[str]:
+    """Return a line of a summary for each kind of collective and its axes."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
+    return [
+        f"{kind:14} over {axes:12} {sum(c.count for c in group):4} x, "
+        f"{size_text(sum(c.sent_bytes for c in group))} sent by a device"
+        for (kind, axes), group in sorted(groups.items())
+    ] or ["no communication"]
+
+
 def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
     """Return the lines of a summary for weights that are gathered against their marks."""
     weights = [each for each in replicated if each.weight is not None]
@@ -42,6 +59,22 @@ def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
     ]
     more = len(weights) - _MOST_WEIGHTS
     return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
+
+
+def propagated_weights(
+    inputs: Sequence[Input], layouts: Sequence[ShardSpec], request: Request | None
+) -> list[str]:
+    """Return the line of a summary for weights that parallelize would store otherwise."""
+    if request is None or request.on_processes:
+        return []
+    names = [
+        each.name
+        for each, layout in zip(inputs, layouts)
+        if each.kind in (PARAMETER, BUFFER) and each.mark is None and layout.sharding_axes
+    ]
+    more = len(names) - _MOST_WEIGHTS
+    listed = ", ".join(names[:_MOST_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
+    return [f"sharded without a mark; parallelize replicates: {listed}"] if names else []
 
 
 def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:
