@@ -387,6 +387,9 @@ _after(
 _after(aten.linalg_householder_product.default, lambda: torch.geqrf(definite(5, 3, 3)()))
 _after(aten.ormqr.default, lambda: torch.geqrf(definite(5, 3, 3)()), real(5, 3, 2))
 sample(aten._fft_r2c.default, real(4, 6, 5), [1], 0, True)
+sample(aten._fft_r2c.default, real(4, 6, 5), [1], 0, False)
+sample(aten.view.dtype, real(4, 6, 5), torch.int32)
+sample(aten.view.dtype, real(4, 6, 5), torch.int16)
 sample(aten._fft_c2c.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [0, 2], 0, True)
 sample(aten._fft_c2r.default, lambda: torch.randn(4, 6, 5, dtype=torch.complex64), [1], 2, 10)
 

@@ -152,7 +152,7 @@ def test_each_file_of_a_pass_is_a_row() -> None:
     rows = {each.name for each in pipeline.passes()}
     assert headers - rows <= {"convert_boundary"}  # two rows
     elsewhere = {"partition", "regather_weights", "merge_axes", "draw_natively"}
-    elsewhere |= {"hierarchical_sums", "attention_kernels"}
+    elsewhere |= {"hierarchical_sums", "attention_kernels", "split_vectors"}
     assert rows - headers == elsewhere | {"convert_inputs", "convert_outputs"}
 
 

@@ -79,6 +79,7 @@ from .program_passes import (
     split_fused,
     split_joint,
     split_products,
+    split_vectors,
     splits_products,
 )
 from .runnable_plan import RunnablePlan
@@ -121,12 +122,14 @@ _REGATHER = {
     "never": ("regather_weights",),
 }
 
+_TRIED = ("split_products", "split_groups", "split_vectors")
+
 PIPELINE: tuple[Step, ...] = (
-    # Layouts and collectives. A product whose result is cut may be computed piece by piece, and
-    # groups of rows where their matrices are.
+    # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
+    # of rows where their matrices are, and a sort or a transform of a vector by exchanges.
     Alternatives(
-        order=lambda p: (None, "split_products", "split_groups"),
-        enough=lambda p: not p.changed & {"split_products", "split_groups"},
+        order=lambda p: (None, *_TRIED),
+        enough=lambda p: not p.changed & {*_TRIED},
         cost=sent_bytes,
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
@@ -142,6 +145,7 @@ PIPELINE: tuple[Step, ...] = (
                 because="split_fused would decompose the blocked products of these groups",
             ),
             Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass("split_vectors", split_vectors, ANNOTATED, ANNOTATED, again=("propagate",)),
             Pass(
                 "balance_attention",
                 balance_attention,

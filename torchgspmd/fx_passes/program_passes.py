@@ -33,6 +33,12 @@ def split_fused(program: Program) -> fx.Graph | None:
     return program.request.expand(program.graph, splitting) if splitting else None
 
 
+def split_vectors(program: Program) -> fx.Graph | None:
+    """Decompose operations on vectors that send less in parts, or more, as the partition shows."""
+    splitting = fused.ops_to_split(program.graph, program.layouts, program.rules, tried=True)
+    return program.request.expand(program.graph, splitting) if splitting else None
+
+
 def split_products(program: Program) -> fx.Graph | None:
     """Compute products whose result is cut piece by piece."""
     changed = products.split_products(program.graph, program.layouts, program.rules)

@@ -11,7 +11,7 @@ from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, f
 from .ops.pointwise import quotient
 from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
-from .rewrites import DECLINED, Declined, rewrite
+from .rewrites import DECLINED, Declined, SplitRequest, rewrite
 from .rule_in_a_run import rule_in_a_run
 from .xla_decompositions import unpartitioned_of
 
@@ -36,6 +36,7 @@ __all__ = [
     "FactorRule",
     "LocalForm",
     "Shapes",
+    "SplitRequest",
     "decomposition_of",
     "describe",
     "factors",

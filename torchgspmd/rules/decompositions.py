@@ -28,7 +28,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from .registry import rule_function
-from .rewrites import DECLINED, Declined, rewrite_of
+from .rewrites import DECLINED, Declined, SplitRequest, rewrite_of
 
 RENAMED = {
     aten.view.default: aten.reshape.default,  # local shards need not be contiguous
@@ -41,18 +41,19 @@ def _core() -> dict[Any, Callable]:
     return dict(core_aten_decompositions())
 
 
-def decomposition_of(op: object, *, splitting: int = 0) -> Callable | None:
+def decomposition_of(op: object, *, splitting: SplitRequest | None = None) -> Callable | None:
     """Return a function that computes an operation by others; None if it is not decomposed.
 
-    splitting: over how many devices the rule's replicated factors are sharded (1: unknown, 0: not).
+    splitting: how the rule's replicated factors are sharded, None if they are not.
     """
     if function := rewrite_of("decompose", op):
         return function
     if not isinstance(op, OpOverload) or rule_function(op) and not splitting:
         return None
     if splitting and (function := rewrite_of("split", op)):
-        takes_shards = "shards" in inspect.signature(function).parameters
-        return partial(function, shards=int(splitting)) if takes_shards else function
+        known = {"shards": splitting.shards, "cuts": splitting}
+        taken = known.keys() & inspect.signature(function).parameters
+        return partial(function, **{name: known[name] for name in taken}) if taken else function
     if op in _core():
         return _core()[op]
     if op in decomposition_table:

@@ -55,13 +55,16 @@ class Split:
 
     hands: the result that has another format then (max-pool indices). takes: the operand that must
     have that format. merges: the only factor that is split; results for its shards are merged.
-    blocks: the factor whose shards the rewrite computes one by one.
+    blocks: the factor whose shards the rewrite computes one by one. tried: the rewrite may send
+    more than a gather, so the program without it is partitioned too; it is not for operations that
+    have another dimension for these axes.
     """
 
     hands: int | None = None
     takes: int | None = None
     merges: str | None = None
     blocks: str | None = None
+    tried: bool = False
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@
     contract    the operator einsum         computes a product of two operands during a trace
     decompose   an operator                 computes it by others; applied to all calls
     split       an operator with a rule     the same, where shards of a replicated factor, or of one
-                                            with a halo, are asked for; `shards` is their number
+                                            with a halo, are asked for; `shards` is their number,
+                                            `cuts` the SplitRequest
     xla         an operator                 the same for XLA's partitioner, before the two above
     simplify    an operator                 node -> another node with the same value
 
@@ -23,7 +24,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..compat.operators import AbsentOperator
 from ..compat.private_apis import OpOverload
@@ -41,6 +42,18 @@ class Declined(Enum):
 
 
 DECLINED = Declined.DECLINED
+
+
+class SplitRequest(NamedTuple):
+    """How an operation is sharded that is to be split.
+
+    shards: the number of shards of a dimension that it needs whole; 1: unknown. operands, results:
+    into how many shards each dimension is cut; None: a result that nobody uses.
+    """
+
+    shards: int = 1
+    operands: tuple[tuple[int, ...], ...] = ()
+    results: tuple[tuple[int, ...] | None, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from ..compat.private_apis import OpOverload
 from .custom_ops.updates import adam_formula
 from .decompositions import decomposition_of
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
-from .rewrites import DECLINED, Declined, rewrite, rewrite_of
+from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
 
@@ -31,12 +31,13 @@ NORMS = {
 }
 
 
-def unpartitioned_of(op: object, *, splitting: int = 0) -> Callable | None:
+def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Callable | None:
     """Return a decomposition as decomposition_of does. XLA draws random numbers itself."""
     function = rewrite_of("xla", op)
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return function
-    return function or decomposition_of(op, splitting=splitting or int(op in NORMS))
+    in_any_case = SplitRequest() if op in NORMS else None
+    return function or decomposition_of(op, splitting=splitting or in_any_case)
 
 
 @rewrite("xla", ours.adam.default)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
 from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
-from ..rules import unpartitioned_of
+from ..rules import SplitRequest, unpartitioned_of
 from ..shard_spec import ShardSpec
 from .convolutions import operand_specs
 from .sharding import annotate, check, expressible
@@ -42,7 +43,7 @@ _WITHOUT_GRADIENT = {"xla::dynamo_mark_sharding"}  # the backward is empty
 
 
 def unpartitioned(
-    graph: fx.Graph, splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset()
+    graph: fx.Graph, splitting: Mapping[fx.Node, SplitRequest] = MappingProxyType({})
 ) -> fx.Graph:
     """Return the graph with decompositions that suit XLA's partitioner.
 
@@ -50,7 +51,9 @@ def unpartitioned(
     """
     graph = decompose_ops(graph, splitting, lookup=unpartitioned_of)
     missing = {
-        node: 1 for node in graph.nodes if is_operation(node) and not _has_kernel(node.target)
+        node: SplitRequest()
+        for node in graph.nodes
+        if is_operation(node) and not _has_kernel(node.target)
     }
     return decompose_ops(graph, missing, lookup=unpartitioned_of) if missing else graph
 

@@ -13,7 +13,8 @@ from .split_groups import keep_blocks
 def split_groups(program: Program) -> fx.Graph | None:
     """Compute groups of rows where the matrices of the groups are, as those of experts."""
     splitting = block_ops_to_split(program.graph, program.layouts, program.rules)
-    chosen = group_choices(program.graph, program.layouts, program.rules, splitting)
+    shards = {node: request.shards for node, request in splitting.items()}
+    chosen = group_choices(program.graph, program.layouts, program.rules, shards)
     if not chosen and not splitting:
         return None
     return keep_blocks(program.request.expand(program.graph, splitting), program.rules)

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, drop_unused
 from ...compat.private_apis import _pytree as pytree
-from ...rules import DECLINED, RENAMED, decomposition_of, simplified, trace
+from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
 from ...rules.custom_ops.random import DRAW_SEED
 from ..ir import is_number, signature
 from .draw_seeds import DrawSeeds
@@ -28,25 +29,25 @@ Traced = dict[tuple, fx.Graph | None]
 
 def decompose_ops(
     graph: fx.Graph,
-    splitting: Mapping[fx.Node, int] | frozenset[fx.Node] = frozenset(),
+    splitting: Mapping[fx.Node, SplitRequest] = MappingProxyType({}),
     lookup: Callable[..., Callable | None] = decomposition_of,
     traced: Traced | None = None,
 ) -> fx.Graph:
     """Return a copy of the graph with operations decomposed.
 
-    splitting: nodes with a rule to decompose all the same. A mapping says over how many devices the
-    dimension is sharded that they need whole.
+    splitting: nodes with a rule to decompose all the same, and how they are sharded.
     lookup: finds a decomposition, as decomposition_of does.
     traced: cache of decompositions, for like graphs.
     """
-    devices = splitting if isinstance(splitting, Mapping) else dict.fromkeys(splitting, 1)
-    return _Expander(devices, lookup, {} if traced is None else traced).run(graph)
+    return _Expander(splitting, lookup, {} if traced is None else traced).run(graph)
 
 
 class _Expander:
     """Copies a graph to a new one, and decomposes operations on the way."""
 
-    def __init__(self, splitting: Mapping[fx.Node, int], lookup: Callable, traced: Traced) -> None:
+    def __init__(
+        self, splitting: Mapping[fx.Node, SplitRequest], lookup: Callable, traced: Traced
+    ) -> None:
         self.splitting, self.lookup, self.traced = splitting, lookup, traced
         self.graph = fx.Graph()
         self.seeds = DrawSeeds(self.graph)
@@ -62,7 +63,7 @@ class _Expander:
             ):
                 new[node] = new[node.args[0]][node.args[1]]
             elif node.op == "call_function":
-                new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node, 0))
+                new[node] = self.emit(node, new, node.meta, splitting=self.splitting.get(node))
             else:
                 new[node] = copy_node(self.graph, node, new.__getitem__)
                 new[node].meta = dict(node.meta)
@@ -86,7 +87,7 @@ class _Expander:
         node: fx.Node,
         new: dict[fx.Node, Any],
         meta: dict,
-        splitting: int = 0,
+        splitting: SplitRequest | None = None,
         within: tuple = (),
         of: fx.Node | None = None,
     ) -> Any:
@@ -124,7 +125,9 @@ class _Expander:
                 values[step] = self.emit(step, values, inner_meta, within=inside, of=of or node)
         raise AssertionError("a graph without output")
 
-    def trace(self, node: fx.Node, function: Callable, splitting: int) -> fx.Graph | None:
+    def trace(
+        self, node: fx.Node, function: Callable, splitting: SplitRequest | None
+    ) -> fx.Graph | None:
         """Return the graph of a decomposition, cached by signature.
 
         None if it cannot be traced, or if it contains tensors of its own.

@@ -1,7 +1,7 @@
 """Choose the fused operations to decompose: those sharded along a dimension they need whole.
 
 before   %y = softmax(%x, -1)        x, y: data model
-after    {%y: 2}                     for decompose_ops: two shards of the last dimension
+after    {%y: two shards ..}         for decompose_ops: of the last dimension
 needs    a propagated graph, rules
 """
 
@@ -13,16 +13,31 @@ from collections.abc import Collection, Mapping, Sequence
 from torch import fx
 
 from ...layout.halo_window import sent_rows
+from ...rules import SplitRequest
 from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
 from ..ir import Op, Rules
 from ..propagate.layouts import Layouts
 
 
-def block_ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
-    """Return the operations to compute block by block, with the number of blocks."""
-    shards = {op.node: _block_shards(op, layouts) for op in rules.ops(graph)}
-    return {node: count for node, count in shards.items() if count > 1}
+def block_ops_to_split(
+    graph: fx.Graph, layouts: Layouts, rules: Rules
+) -> dict[fx.Node, SplitRequest]:
+    """Return the operations to compute block by block."""
+    shards = {op: _block_shards(op, layouts) for op in rules.ops(graph)}
+    return {op.node: _request(op, count, layouts) for op, count in shards.items() if count > 1}
+
+
+def _request(op: Op, shards: int, layouts: Layouts) -> SplitRequest:
+    """Return how an operation is sharded that is split over so many devices."""
+    counts = {
+        value: tuple(map(layouts.mesh.count, layouts.spec[value].dims)) for value, _ in _tensors(op)
+    }
+    return SplitRequest(
+        shards,
+        tuple(counts[value] for value in op.operands),
+        tuple(value and counts[value] for value in op.results),
+    )
 
 
 def _block_shards(op: Op, layouts: Layouts) -> int:
@@ -39,19 +54,35 @@ def _block_shards(op: Op, layouts: Layouts) -> int:
     )
 
 
-def ops_to_split(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[fx.Node, int]:
-    """Return the operations to decompose, with the number of shards of the dimension."""
+def ops_to_split(
+    graph: fx.Graph, layouts: Layouts, rules: Rules, tried: bool = False
+) -> dict[fx.Node, SplitRequest]:
+    """Return the operations to decompose, and how they are sharded. tried: as in Split."""
     ops = {op.node: op for op in rules.ops(graph)}
     split = {
         node: _shards_of(op, layouts)
         for node, op in ops.items()
         if op.rule.split is not None and op.rule.split.blocks is None
+        if op.rule.split.tried == tried
     }
-    split = {node: shards for node, shards in split.items() if shards > 1}
+    split = {
+        node: shards
+        for node, shards in split.items()
+        if shards > 1 and not (tried and _has_free_dim(ops[node], shards, layouts))
+    }
     while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
         for node in unsplittable:
             del split[node]
-    return split
+    return {node: _request(ops[node], shards, layouts) for node, shards in split.items()}
+
+
+def _has_free_dim(op: Op, shards: int, layouts: Layouts) -> bool:
+    """Return whether a factor that may be sharded has room for so many shards more."""
+    value, dims = _tensors(op)[0]
+    return any(
+        op.rule.replicated.isdisjoint(factors) and size >= layouts.mesh.count(axes) * shards
+        for factors, size, axes in zip(dims, value.meta["val"].shape, layouts.spec[value].dims)
+    )
 
 
 def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split_ops: Collection[fx.Node]) -> bool:

@@ -5,6 +5,7 @@ from . import (  # noqa: F401
     contraction,
     cumulative,
     factory,
+    fourier,
     index_put,
     linalg,
     lookup,
@@ -14,7 +15,8 @@ from . import (  # noqa: F401
     reduction,
     scatter,
     slicing,
-    sort_topk,
+    sort,
+    topk,
     uneven_reshape,
     view,
 )

@@ -1,7 +1,7 @@
-"""Linear algebra on batches of matrices, and Fourier transforms.
+"""Linear algebra on batches of matrices.
 
-The dimensions of a matrix or a transform must be whole, those of a batch may be sharded. An
-all_to_all moves a layout from one to the other.
+The dimensions of a matrix must be whole, those of a batch may be sharded. An all_to_all moves a
+layout from one to the other.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
 from ..rewrites import rewrite
 from .pointwise import broadcast_dims
-from .view import keep_rule
 
 
 def batched_rule(call: Call, trailing: list[int]) -> FactorRule:
@@ -94,8 +93,3 @@ def _solve(call: Call) -> FactorRule:
 def _svd(call: Call) -> FactorRule:
     with_vectors = call.argument(2, "compute_uv", True)
     return batched_rule(call, [2, 2, 1, 2] if with_vectors else [2, 1, 1, 1])
-
-
-@rule_for(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
-def _fourier(call: Call) -> FactorRule:
-    return keep_rule(call, list(call.args[1]), linear=[[0]])

@@ -198,6 +198,13 @@ def keep_rule(call: Call, dims: Iterable[int], **keywords: object) -> FactorRule
     )
 
 
+@rule_for(aten.view.dtype)
+def _bits(call: Call) -> FactorRule:
+    """Return a rule in which the last dimension is whole if elements get another size."""
+    same = call.tensors[0].itemsize == call.results[0].itemsize
+    return keep_rule(call, [] if same else [-1])
+
+
 @rewrite("decompose", aten.cat.default)
 def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Declined:
     """Drop the empty tensors of one dimension, which PyTorch accepts beside any tensors."""

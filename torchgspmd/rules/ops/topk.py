@@ -1,4 +1,4 @@
-"""sort, topk, max and argmax.
+"""topk, max, argmax and searchsorted.
 
 Along a sharded dimension, max reduces the extreme value, then its position. For topk, each device
 selects the k largest of its block. They are gathered, and the k largest of them are the result.
@@ -18,11 +18,6 @@ from ..rewrites import DECLINED, Declined, rewrite
 from .cumulative import block_starts, count_blocks, cut
 from .reduction import reduction_rule
 from .view import keep_rule
-
-
-@rule_for(aten.sort.default, aten.sort.stable)
-def _sort(call: Call) -> FactorRule:
-    return keep_rule(call, [call.argument(1, "dim", -1)])
 
 
 @rule_for(aten.searchsorted.Tensor, aten.bucketize.Tensor)
