@@ -315,7 +315,7 @@ class ShardSpec(metaclass=Interned):
             -(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims)
         )
         return (
-            tuple(w.length if w else n for w, n in zip(self.windows, rows))
+            tuple(w.held(n) if w else n for w, n in zip(self.windows, rows))
             if self.windows
             else rows
         )

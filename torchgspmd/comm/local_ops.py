@@ -37,9 +37,13 @@ def cut_shard(x: Tensor, dim: int, index: int, size: int) -> Tensor:
     return x.narrow(dim, 0, min(max(size - index * rows, 0), rows)).contiguous()
 
 
-def take_window(x: Tensor, dim: int, index: int, text: str) -> Tensor:
-    """Return the rows of a device's window of a replicated dimension."""
-    window, size = Window.parse(text), x.shape[dim]
+def take_window(x: Tensor, dim: int, index: int, text: str, shard_rows: int = 0) -> Tensor:
+    """Return the rows of a device's window of a replicated dimension.
+
+    shard_rows: those of a shard, if only a run knows them.
+    """
+    size = x.shape[dim]
+    window = Window.parse(text).in_run(shard_rows, size)
     pieces = [
         (place, x.narrow(dim, row, rows)) for _, row, place, rows in window.pieces(index, size, 1)
     ]

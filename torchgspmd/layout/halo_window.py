@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
+
+from .open_sizes import OpenSize
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Reach:
     every: int = 1
     fill: float | None = None
     wrap: bool = False
+
+    @property
+    def fits_any_size(self) -> bool:
+        """Whether its window is a shard and a number of rows beside it, of whatever size."""
+        is_dense = self.stride == self.every == 1 and not self.wrap
+        return is_dense and self.low <= 0 <= self.high
 
     def inverse(self, fill: float | None = None) -> Reach:
         """Return the reach from a row to the positions that read it."""
@@ -57,6 +65,7 @@ class Reach:
 
     def bind(self, positions: int, size: int, count: int) -> Window:
         """Return the window of `size` rows that `count` shards of the positions read."""
+        is_open, positions, size = isinstance(positions, OpenSize), int(positions), int(size)
         block = -(-positions // count)
         low, high = self._rows(0, block)
         step = self.stride * block
@@ -77,6 +86,7 @@ class Reach:
             end=max(begin, end),
             fill=self.fill,
             wrap=size if self.wrap else 0,
+            open=is_open,
         )
 
     def through(self, window: Window, size: int) -> Window | None:
@@ -89,6 +99,7 @@ class Reach:
             or self.low != self.high
             or abs(self.stride) != 1
             or window.wrap
+            or window.open
             or self.stride < 0
             and window.every != 1
         ):
@@ -130,7 +141,8 @@ class Window:
     """The rows that device i holds: `length` of them, from (step * i + start) // every on.
 
     Rows in begin:end have content. The others hold `fill`, or anything if that is None. wrap: row r
-    means row r % wrap; 0 if rows do not wrap.
+    means row r % wrap; 0 if rows do not wrap. open: a run knows the size, and these numbers are of
+    its stand-in; the window is a shard and some rows beside it.
     """
 
     step: int
@@ -141,6 +153,18 @@ class Window:
     end: int
     fill: float | None = None
     wrap: int = 0
+    open: bool = False
+
+    def held(self, rows: int) -> int:
+        """Return how many rows a device holds whose shard has so many."""
+        return rows + self.length - self.step if self.open else self.length
+
+    def in_run(self, rows: int, size: int) -> Window:
+        """Return the window in a run, whose shards have so many rows of a size."""
+        if not self.open:
+            return self
+        numbers = {"step": rows, "length": self.held(rows), "end": size}
+        return replace(self, **numbers, open=False)
 
     def first(self, index: Any) -> Any:
         """Return the first row of device `index`, a number or a value of the program."""
@@ -154,12 +178,23 @@ class Window:
             and not self.wrap
             and self.step == rows * self.every
             and 0 <= self.start < self.every
-            and (self.fill is None or rows * count == size and self.begin <= 0 and self.end >= size)
+            and (
+                self.fill is None
+                or rows * count == size
+                and not self.open
+                and self.begin <= 0
+                and self.end >= size
+            )
         )
 
-    def pieces(self, index: int, size: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """Yield a device's rows: (owner, first in its shard, first in the window, how many)."""
-        rows, first = -(-size // count), self.first(index)
+    def pieces(
+        self, index: int, size: int, count: int, rows: int = 0
+    ) -> Iterator[tuple[int, int, int, int]]:
+        """Yield a device's rows: (owner, first in its shard, first in the window, how many).
+
+        rows: those of a shard, if these are whole groups.
+        """
+        rows, first = rows or -(-size // count), self.first(index)
         row, end = max(first, self.begin), min(first + self.length, self.end)
         while row < end:
             source = row % self.wrap if self.wrap else row
@@ -174,7 +209,8 @@ class Window:
         start = f"({start})/{self.every}" if self.every > 1 else start
         fill = "" if self.fill is None else f" else {_shortest(self.fill)}"
         wrap = f" wrap {self.wrap}" if self.wrap else ""
-        return f"{start}:+{self.length} in {self.begin}:{self.end}{fill}{wrap}"
+        of_run = " open" if self.open else ""
+        return f"{start}:+{self.length} in {self.begin}:{self.end}{fill}{wrap}{of_run}"
 
     @classmethod
     def parse(cls, text: str) -> Window:
@@ -182,7 +218,7 @@ class Window:
         match = _WINDOW.fullmatch(text)
         if match is None:
             raise ValueError(f"'{text}' is not a window")
-        step, start, every, length, begin, end, fill, wrap = match.groups()
+        step, start, every, length, begin, end, fill, wrap, of_run = match.groups()
         step = {"": 1, "-": -1}[step] if step in ("", "-") else int(step)
         return cls(
             step=step,
@@ -193,6 +229,7 @@ class Window:
             end=int(end),
             fill=None if fill is None else float(fill),
             wrap=int(wrap or 0),
+            open=bool(of_run),
         )
 
     @property
@@ -203,7 +240,7 @@ class Window:
 
 _WINDOW = re.compile(
     r"\(?(-?\d*)i([+-]\d+)?\)?(?:/(\d+))?:\+(\d+) in (-?\d+):(-?\d+)"
-    r"(?: else (\S+))?(?: wrap (\d+))?"
+    r"(?: else (\S+))?(?: wrap (\d+))?( open)?"
 )
 
 
@@ -218,10 +255,13 @@ def _times(factor: int, name: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def sent_rows(window: Window, size: int, count: int) -> int:
-    """Return the most rows a device sends when `count` shards of `size` rows become windows."""
+def sent_rows(window: Window, size: int, count: int, rows: int = 0) -> int:
+    """Return the most rows a device sends when `count` shards of `size` rows become windows.
+
+    rows: as of Window.pieces.
+    """
     sent = [0] * count
     for index in range(count):
-        for owner, _, _, rows in window.pieces(index, size, count):
-            sent[owner] += rows * (owner != index)
+        for owner, _, _, length in window.pieces(index, size, count, rows):
+            sent[owner] += length * (owner != index)
     return max(sent)

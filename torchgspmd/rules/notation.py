@@ -47,6 +47,9 @@ class LocalForm:
     # Whether `emit` computes by positions along `when`, or along which of these. It then masks
     # padding there itself, and propagation shards such a factor last.
     positional: bool | Names = True
+    # Whether `emit` has no number of the rows of a window: of a size that only a run knows, halos
+    # are exchanged.
+    any_size: bool = False
 
 
 @dataclass(frozen=True)

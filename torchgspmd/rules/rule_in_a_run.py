@@ -43,10 +43,23 @@ def rule_in_a_run(
     argument = {f for f, n in sizes.items() if isinstance(n, OpenSize) and not is_whole(n)}
     if any(size != other_size and not names for size, other_size, names in dims):
         argument.clear()  # A size may equal another one in a run, and would have no shards.
-    whole = {f for f, n in sizes.items() if is_whole(n)} | beside - argument | one.windowed
+    windowed = one.windowed - _with_halos_of_any_size(call, one, two)
+    whole = {f for f, n in sizes.items() if is_whole(n)} | beside - argument | windowed
     if _numbers(call) != _numbers(other):
         whole |= {*one.local.when}
     return replace(one, replicated=one.replicated | whole, sizes=sizes, split=None)
+
+
+def _with_halos_of_any_size(call: Call, one: FactorRule, two: FactorRule) -> set[str]:
+    """Return the factors whose windows are a shard and rows beside it, in every run."""
+    if not one.local.any_size or one.halo != two.halo:
+        return set()
+    fits, others = set(one.windowed), set[str]()
+    for (operand, d), reach in one.halo.items():
+        (factor,) = one.operands[operand][d]
+        if not reach.fits_any_size or call.tensors[operand].shape[d] != one.sizes[factor]:
+            others.add(factor)
+    return fits - others
 
 
 def _size(one: int, two: int) -> int:

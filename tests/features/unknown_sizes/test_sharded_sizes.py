@@ -161,23 +161,46 @@ def test_a_size_that_is_divided_evenly_has_shards_of_whole_parts(devices):
 
 
 class Convolved(nn.Module):
+    """Halos of two rows, of four, and of none; the gradient of an input is a transposed one."""
+
     def __init__(self):
         super().__init__()
-        self.conv = nn.Conv1d(3, 4, 3, padding=1)
+        self.wide = nn.Conv1d(3, 4, 5, padding=2)
+        self.dilated = nn.Conv1d(4, 4, 3, padding=4, dilation=4)
+        self.back = nn.ConvTranspose1d(4, 3, 3, padding=1)
+        self.alone = nn.Conv1d(3, 2, 1)
 
     def forward(self, x):
-        return self.conv(x).square()
+        return self.alone(self.back(self.dilated(self.wide(x).square()))).square().mean()
 
 
-def test_rows_of_halos_are_gathered():
-    """A convolution needs the rows beside a shard, which depend on the number."""
-    model = Convolved()
+def test_rows_of_halos_are_exchanged():
+    """Of 2 rows on 3 devices, a halo of two rows comes from two neighbors."""
+    model = Convolved().double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    options = {"mesh": Mesh(s=3), "in_specs": "_ _ s", "grad": True}
+    plan = gspmd.plan(model, x, dynamic={"x": {2}}, **options)
+    assert {c.kind for c in plan.collectives} == {"permute", "all_reduce"}
+    for length in (8, 7, 4, 2):
+        x = torch.randn(2, 3, length, dtype=torch.float64)
+        loss, gradients = plan.simulate(x, _poison=True)
+        expected = model(x)
+        assert_same(loss, expected.detach())
+        for name, gradient in zip(
+            gradients, torch.autograd.grad(expected, [*model.parameters()]), strict=True
+        ):
+            assert_same(gradients[name], gradient, (length, name))
+
+
+def test_rows_of_halos_of_pools_are_gathered():
+    """The gradient of a pool needs the number of rows that a device has with its halo."""
+    pool = nn.AvgPool1d(3, stride=1, padding=1)
     x = torch.randn(2, 3, 8)
-    plan = gspmd.plan(model, x, mesh=Mesh(s=3), in_specs="_ _ s", dynamic={"x": {2}})
-    assert "all_gather" in {c.kind for c in plan.collectives}
+    plan = gspmd.plan(pool, x, mesh=Mesh(s=3), in_specs="_ _ s", dynamic={"input": {2}})
+    assert {c.kind for c in plan.collectives} == {"all_gather"}
     for length in (8, 7, 4):
         x = torch.randn(2, 3, length)
-        assert_same(plan.simulate(x, _poison=True), model(x).detach())
+        assert_same(plan.simulate(x, _poison=True), pool(x))
 
 
 MEANS = {

@@ -20,7 +20,7 @@ from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering
 from ..local_ops import as_dtype, join_pieces
 from .all_to_all import ALL_TO_ALL
-from .kind import CollectiveKind, Step, in_groups
+from .kind import CollectiveKind, LocalSteps, Step, in_groups
 
 _Rows = tuple[int, int]  # (first row, number of rows)
 
@@ -29,20 +29,26 @@ def halo_step(mesh: Mesh, spec: ShardSpec, dim: int, size: int, row: int) -> Ste
     """Return the step to `spec`, which has a window of a dimension. row: bytes of a row."""
     axes, window = spec.dims[dim], spec.window(dim)
     assert window is not None
-    payload = float(sent_rows(window, size, mesh.count(axes)) * row)
-    return halo.step(mesh, (dim, "+".join(axes), str(window), size), spec, axes, payload)
+    payload = float(sent_rows(window, int(size), mesh.count(axes)) * row)
+    return halo.step(mesh, (dim, "+".join(axes), str(window), int(size)), spec, axes, payload)
+
+
+def _localize(build: LocalSteps, x: fx.Node, dim: int, axes: str, text: str, size: int) -> fx.Node:
+    rows = build.sizes(x)[dim] if Window.parse(text).open else size
+    return build.collective(x, dim, axes, text, rows)
 
 
 def _simulate(
     mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
 ) -> list[Tensor]:
-    window = Window.parse(text)
+    shard_rows = x[0].shape[dim]
+    window = Window.parse(text).in_run(shard_rows, size)
 
     def run(shards: list[Tensor]) -> list[Tensor]:
         def window_of(index: int) -> Tensor:
             pieces = [
                 (place, shards[owner].narrow(dim, row, rows))
-                for owner, row, place, rows in window.pieces(index, size, len(shards))
+                for owner, row, place, rows in window.pieces(index, size, len(shards), shard_rows)
             ]
             return join_pieces(
                 pieces, window, dim, shards[0], math.nan if shards[0].is_floating_point() else 0
@@ -57,14 +63,13 @@ def _lower(
     build: CollectiveBuilder, x: Any, shape: list[int], dim: int, axes: str, text: str, size: int
 ) -> Lowering:
     """Lower to an all_to_all that sends only to devices whose window reaches into this shard."""
-    window, (name, positions) = Window.parse(text), build.groups.group(split_axes(axes))
+    window = Window.parse(text).in_run(shape[dim], size)
+    name, positions = build.groups.group(split_axes(axes))
     n, me = len(positions), build.mesh.index(split_axes(axes), build.groups.coordinates)
+    of_all = [list(window.pieces(index, size, n, shape[dim])) for index in range(n)]
     peers = sorted(range(n), key=positions.__getitem__)
-    required = list(window.pieces(me, size, n))
-    sends = [
-        [(row, rows) for owner, row, _, rows in window.pieces(j, size, n) if owner == me != j]
-        for j in peers
-    ]
+    required = of_all[me]
+    sends = [[(row, rows) for owner, row, _, rows in of_all[j] if owner == me != j] for j in peers]
     receives = [
         [(place, rows) for owner, _, place, rows in required if owner == j != me] for j in peers
     ]
@@ -73,7 +78,7 @@ def _lower(
         for owner, row, place, rows in required
         if owner == me
     ]
-    if sent_rows(window, size, n):
+    if sent_rows(window, size, n, shape[dim]):
         pieces += yield from _exchange_rows(
             build, x, shape, dim=dim, name=name, sends=sends, receives=receives
         )
@@ -156,6 +161,7 @@ halo = CollectiveKind(
     suffix="h",
     payload="what the busiest device sends",
     sent=lambda payload, n: payload,
+    localize=_localize,
     simulate=_simulate,
     lower=_lower,
     wire=(ALL_TO_ALL,),

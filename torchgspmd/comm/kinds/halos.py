@@ -28,12 +28,13 @@ def halos_step(
 ) -> Step | None:
     """Return the exchange that leads to windows.
 
-    None over parts of an axis, over more devices than are counted one by one, and if rows outside
-    of two dimensions hold different fills.
+    None of sizes that only a run knows, over parts of an axis, over more devices than are counted
+    one by one, and if rows outside of two dimensions hold different fills.
     """
     moving = {a for axes, w in zip(after.dims, after.windows) if w is not None for a in axes}
     few = moving <= set(mesh.names) and mesh.count(moving) <= MAX_COUNTED_DEVICES
-    if not few or len(_fills(after)) > 1:
+    is_open = any(w is not None and w.open for w in after.windows)
+    if is_open or not few or len(_fills(after)) > 1:
         return None
     axes, windows = _windows(mesh, shape, before, after)
     sent = [0] * len(windows)

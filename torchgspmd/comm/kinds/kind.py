@@ -79,6 +79,10 @@ class LocalSteps(Protocol):
         """Return the number of devices along `axes`."""
         ...
 
+    def shard_rows(self, dim: int) -> fx.Node:
+        """Return the rows of a shard behind the step, of a size that only a run knows."""
+        ...
+
     def padded(self, x: fx.Node, dim: int) -> fx.Node:
         """Return a value that is padded so that shards of a dimension have whole groups of rows.
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from ...layout.halo_window import Window
 from ...shard_spec import Axes, ShardSpec
 from ..local_ops import only_first, take_part, take_window
 from .kind import LocalStepKind, LocalSteps, ReshardProblem, Step
@@ -73,7 +74,8 @@ term = LocalStepKind(
 
 
 def _localize_window(build: LocalSteps, x: fx.Node, dim: int, axes: str, window: str) -> fx.Node:
-    return build.call(take_window, x, dim, build.index(axes), window)
+    rows = (build.shard_rows(dim),) if Window.parse(window).open else ()
+    return build.call(take_window, x, dim, build.index(axes), window, *rows)
 
 
 window = LocalStepKind(

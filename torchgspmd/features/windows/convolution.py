@@ -82,7 +82,7 @@ def _convolution(call: Call) -> FactorRule | Declined:
             (0, i + 2): reach.inverse(0.0) if transposed else reach
             for i, reach in enumerate(reaches)
         },
-        local=LocalForm(_emit, when="n g c k", positional=False),
+        local=LocalForm(_emit, when="n g c k", positional=False, any_size=True),
     )
 
 
@@ -97,17 +97,16 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         [_along_dim(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
     )
     spans = [d * (n - 1) for d, n in zip(dilation, local.shape(w)[2:])]
-    cuts = {}
-    for i in spatial:
-        if local.sharded(f"h{i}"):
-            if transposed:
-                cuts[i] = cut(local, 0, i + 2, stride[i], padding[i], spans[i])
-            padding[i] = cuts[i].spare if transposed else 0
-            rest[i] = 0
+    sharded, cuts = [i for i in spatial if local.sharded(f"h{i}")], {}
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
-    if cuts and set(stride) == {1} and not any(rest):
-        margins = [0 if i in cuts else spans[i] - padding[i] for i in spatial]
+    rest = [0 if i in sharded else n for i, n in enumerate(rest)]
+    if sharded and transposed and set(stride) == {1} and not any(rest):
+        margins = [0 if i in sharded else spans[i] - padding[i] for i in spatial]
         return _transposed_as_plain(local, x, w, margins, dilation, groups)
+    for i in sharded:
+        if transposed:
+            cuts[i] = cut(local, 0, i + 2, stride[i], padding[i], spans[i])
+        padding[i] = cuts[i].spare if transposed else 0
     options = (None, stride, padding, dilation, transposed, rest, groups)
     y = _same_kernel(local, x, w, args[2:], options)
     for i, own in cuts.items():
@@ -209,7 +208,7 @@ def _weight_gradient(call: Call) -> FactorRule | Declined:
         linear=[[0], [1]],
         contraction=True,
         row_access={(many, i + 2): reach for i, reach in enumerate(reaches)},
-        local=LocalForm(_emit_weight_gradient, arguments=_local_backward_groups),
+        local=LocalForm(_emit_weight_gradient, arguments=_local_backward_groups, any_size=True),
     )
 
 

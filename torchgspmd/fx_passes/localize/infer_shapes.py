@@ -20,17 +20,25 @@ def infer_shapes(graph: fx.Graph) -> None:
     examples = _Examples()
     for node in graph.nodes:
         if _lacks_shape(node) and isinstance(value := examples.of(node), Tensor):
-            node.meta |= {"shape": tuple(value.shape), "dtype": value.dtype}
+            node.meta |= {"shape": tuple(value.shape), "dtype": value.dtype, "unknown": None}
 
 
 def _lacks_shape(node: fx.Node) -> bool:
     """Return whether a node may be a tensor without a shape; a call of several results is none."""
     if node.op != "call_function" or node.meta.get("shape") is not None:
         return False
-    return not node.meta.get("dynamic") and not all(
+    if node.meta.get("dynamic") and not all(map(_has_known_shape, node.all_input_nodes)):
+        return False
+    return not all(
         user.target is operator.getitem and user.meta.get("shape") is not None
         for user in node.users
     )
+
+
+def _has_known_shape(node: fx.Node) -> bool:
+    """Return whether a node is a tensor whose shape is the same in every run."""
+    shape = node.meta.get("shape")
+    return shape is not None and (node.meta.get("unknown") or shape) == shape
 
 
 class _Examples:

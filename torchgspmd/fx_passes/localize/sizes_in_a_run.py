@@ -134,11 +134,13 @@ class LocalSizes:
         self.computed: dict[int, tuple[OpenSize, Axes]] = {}  # rows that no operand has
         self.divided: dict[int, OpenSize] = {}  # all rows of what is sharded
         for operand in operands_of(node):
-            for d, size, axes in _open_dims(operand, [operand.meta["spec"]]):
+            spec = operand.meta["spec"]
+            for d, size, axes in _open_dims(operand, [spec]):
                 if axes:
-                    place = new[operand], d
-                    self.shards[int(size) // mesh.count(axes)] = place
-                    self.exact[int(size), axes] = place
+                    place, rows = (new[operand], d), int(size) // mesh.count(axes)
+                    window = spec.window(d)
+                    self.shards[window.held(rows) if window else rows] = place
+                    self.exact |= {} if window else {(int(size), axes): place}
                     self.divided[int(size)] = size
                 else:
                     self.whole[int(size)] = new[operand], d
@@ -228,13 +230,14 @@ def local_shape(
 ) -> tuple[int, ...]:
     """Return the shape of a shard, with LocalRows for each size that only a run knows.
 
-    other: the shape with the other numbers in the places of these sizes.
+    other: the shape with the other numbers in the places of these sizes. Rows with a halo are a
+    plain number.
     """
     local = spec.local_shape(tensor.shape, mesh)
     sizes = with_open_sizes(_shape(tensor), other)
     return tuple(
-        LocalRows(rows, size, axes) if isinstance(size, OpenSize) else rows
-        for rows, size, axes in zip(local, sizes, spec.dims)
+        LocalRows(rows, size, axes) if isinstance(size, OpenSize) and not spec.window(d) else rows
+        for d, (rows, size, axes) in enumerate(zip(local, sizes, spec.dims))
     )
 
 

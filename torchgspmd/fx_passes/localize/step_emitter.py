@@ -69,14 +69,18 @@ class StepEmitter:
         """Pad a dimension so that its shards behind the step have whole groups of rows."""
         if dim not in self._groups():
             return x
-        size, axes = planned_shape(self.node)[dim], self.node.meta["spec"].dims[dim]
-        assert isinstance(size, OpenSize), "groups are of sizes of a run"
-        localizer = self.localizer
-        rows = localizer.rows(size, axes, self.node)
-        total = localizer.add_at_top(operator.mul, rows, localizer.mesh.count(axes))
+        axes, localizer = self.node.meta["spec"].dims[dim], self.localizer
+        count = localizer.mesh.count(axes)
+        total = localizer.add_at_top(operator.mul, self.shard_rows(dim), count)
         padded = self.call(pad_rows, x, dim, total)
         padded.meta = dict(x.meta)
         return padded
+
+    def shard_rows(self, dim: int) -> fx.Node:
+        """Return the rows of a shard behind the step, of a size that only a run knows."""
+        size, axes = planned_shape(self.node)[dim], self.node.meta["spec"].dims[dim]
+        assert isinstance(size, OpenSize), "a run knows the rows"
+        return self.localizer.rows(size, axes, self.node)
 
     def _groups(self) -> dict[int, Any]:
         """Return the dimensions whose shards have groups of rows, with the rows of a group."""

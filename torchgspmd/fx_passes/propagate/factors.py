@@ -149,6 +149,8 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
                 mesh.count(axes),
             )
             window = need.window(d)
+            if window is not None and window.open:
+                return None
             if axes and reach is not None:
                 window = (
                     reach.through(window, size) if window else reach.bind(shape[d], size, count)
