@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import Tensor, fx, nn
 
 from ...capture import BUFFER, MUTATION, PARAMETER, Captured, capture
 from ...comm.hardware import Hardware
@@ -17,8 +18,9 @@ from ...compat.private_apis import _pytree as pytree
 from ...compiler.api import compile_plan
 from ...compiler.options import Options
 from ...errors import ShardingError
+from ...fx_passes.ir import tensors_of
 from ...fx_passes.program import Shared
-from ...fx_passes.schedule.arithmetic import graph_flops
+from ...fx_passes.schedule.arithmetic import flops, graph_flops
 from ...layout.layout_rules import Layout, Unmarked, bound
 from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
@@ -27,6 +29,7 @@ from ..report.report import Report
 from .layers import Layers, Recomputed
 from .proposal import DATA, Group, Marks, Savings, groups_of
 from .recompute import Way, choose, has_solver
+from .script import Source
 
 ONE_DEVICE = Mesh(data=1, model=1)
 ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
@@ -102,6 +105,7 @@ class Judge:
     groups: tuple[Group, ...] = field(init=False)
     flops: float = field(init=False)  # of a step of the model, on all devices
     layer_flops: float = field(init=False)  # of a layer
+    dtype: torch.dtype = field(init=False)  # the smallest of the products
     first: int = 1
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
@@ -119,6 +123,7 @@ class Judge:
         self.recomputable = self.layers.without(buffers)
         self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
+        self.dtype = _smallest_dtype(programs[-1].graph)
         self.layer_flops = counts[-1] - counts[0]
         self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
 
@@ -128,6 +133,11 @@ class Judge:
         rows = {len(arg) if isinstance(arg, Tensor) and arg.dim() else 0 for arg in self.args}
         keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
         return rows.pop() if len(rows) == 1 and not keywords else 0
+
+    def source(self) -> Source:
+        """Return code that makes the model and a batch."""
+        program = self.programs((), self.rows)[-1]
+        return Source.of(self.model, self.args, self.kwargs, program)
 
     def arguments(self, rows: int) -> list[Tensor]:
         """Return the tensors of a call with so many rows."""
@@ -355,3 +365,10 @@ class Judge:
             shape = tuple(tensor.shape)
             numbers[shape] = (*numbers.get(shape, ()), i)
         return numbers
+
+
+def _smallest_dtype(graph: fx.Graph) -> torch.dtype:
+    """Return the dtype of the smallest elements that products have; their rate is the highest."""
+    products = [node for node in graph.nodes if flops(node, ONE_DEVICE)]
+    dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
+    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -13,9 +13,12 @@ import torch
 from ...capture import PARAMETER, Captured
 from ...comm.hardware import Hardware
 from ...compiler.options import Regather
+from ...errors import ShardingError, user_line
+from ...fx_passes.printer import dtype_name
 from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
+from .script import Source
 
 DATA, MODEL = "data", "model"
 
@@ -180,7 +183,8 @@ class Proposal:
         memory: Bytes of a device: the peak of a step and the states of Adam.
         sent_bytes: Bytes that a device sends in a step.
         mfu: Model FLOPs utilization.
-        bound: Seconds that no layout can be below: the products, divided evenly, and nothing else.
+        bound: Seconds that no layout can be below: the products at the rate of their dtype, divided
+            evenly, and nothing else.
         layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
         savings: The ways to save memory: weights that are gathered again for the backward, layers
             that it computes again, microbatches.
@@ -190,6 +194,8 @@ class Proposal:
         recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
             below, on this mesh with these marks in this memory, if HiGHS is there.
         limit: Bytes of a device that may be used. A proposal that needs more says so.
+        dtype: The dtype of the products, whose rate `bound` and `mfu` take.
+        source: Code that makes the model and a batch, for `script`.
         counts: Work of the whole search: plans judged, and the sums of their counts.
 
     Example:
@@ -216,22 +222,36 @@ class Proposal:
     largest_batch: int | None = None
     recompute_bound: float | None = None
     limit: float = math.inf
+    dtype: torch.dtype = torch.float32
+    source: Source | None = field(default=None, compare=False, repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def code(self) -> str:
         """Return the code that applies the proposal to `model`, and steps, if they need some."""
+        count = self.savings.microbatches
+        return self._wrapping() + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
+
+    @property
+    def script(self) -> str:
+        """Return a whole script for torchrun: process group, model, marks, loop."""
+        if self.source is None:
+            raise ShardingError(
+                "this proposal is not of suggest", where=user_line(), fix="proposal.code"
+            )
+        return self.source.script(self._wrapping(), self.mesh.size, self.savings.microbatches)
+
+    def _wrapping(self) -> str:
+        """Return the code from the mesh to parallelize."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
         specs = repr(self.in_specs).replace("'", '"')
-        count = self.savings.microbatches
         options = "".join(f", {name}={text}" for name, text in self._options())
         return (
             f"mesh = gspmd.Mesh({axes})\n"
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
             + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
             + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{options})"
-            + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
         )
 
     def _options(self) -> Iterator[tuple[str, str]]:
@@ -256,6 +276,17 @@ class Proposal:
         return (
             f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
             f"memory {memory}, {size_text(self.sent_bytes)} sent by a device, "
-            f"{self.seconds / self.bound:.2f} of the bound (products alone, divided evenly)"
-            f"{planned}{largest}{least}\n{self.code}"
+            f"{self.seconds / self.bound:.2f} of the bound{planned}{largest}{least}\n"
+            f"{self._terms()}\n{self.code if self.source is None else self.script}"
+        )
+
+    def _terms(self) -> str:
+        """Return the definition of the bound, and the precision of the times."""
+        rate = self.hardware.rate(self.dtype.itemsize)
+        sums = self.precision.get("reduce_dtype")
+        reduced = f", gradients summed in {dtype_name(sums)}" if sums else ""
+        return (
+            f"bound {time_text(self.bound)}: the products of a step alone, in "
+            f"{dtype_name(self.dtype)} at {self.hardware.efficiency:.0%} of {rate / 1e12:.4g} "
+            f"TFLOP/s, divided evenly over {self.mesh.size} devices{reduced}"
         )

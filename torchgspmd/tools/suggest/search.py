@@ -55,7 +55,7 @@ def suggest(
     kwargs: dict[str, object] | None = None,
     **options: Unpack[Precision],
 ) -> list[Proposal]:
-    """Search a mesh and marks for a model, and return the best as code to paste.
+    """Search a mesh and marks for a model, and return the best as scripts for torchrun.
 
     Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
     dimension of every argument is taken for the batch. Where memory asks for it, layers are
@@ -88,13 +88,12 @@ def suggest(
     end = time.monotonic() + seconds
     chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    speed = Hardware.of(hardware)
-    limit = speed.memory if memory is None else size_of(memory)
-    judge = Judge(model, args, kwargs or {}, speed, chosen)
+    judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
+    limit = judge.hardware.memory if memory is None else size_of(memory)
     search = _Search(judge, limit, end - RECHECK * seconds, end)
     search.run(list(_meshes(devices)))
-    counts = dict(search.judge.counts)
-    return [replace(each, counts=counts) for each in search.best()]
+    counts = dict(judge.counts)
+    return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
 
 
 def size_of(memory: str | float) -> float:
@@ -361,8 +360,9 @@ class _Search:
             seconds=numbers.seconds,
             memory=numbers.memory,
             sent_bytes=numbers.sent_bytes,
-            mfu=flops / (numbers.seconds * speed.peak),
-            bound=flops / (speed.efficiency * speed.peak),
+            mfu=flops / (numbers.seconds * speed.rate(judge.dtype.itemsize)),
+            bound=speed.product_seconds(flops, judge.dtype.itemsize),
+            dtype=judge.dtype,
             layers=(judge.first + 1, judge.layers.length) if judge.layers.alike else None,
             savings=savings,
             precision=judge.options.precision(),

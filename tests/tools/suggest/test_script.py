@@ -1,0 +1,149 @@
+"""The script of a proposal runs on processes as it stands, and trains as one device does."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd.capture import capture
+from torchgspmd.tools.suggest.judge import ONE_DEVICE
+from torchgspmd.tools.suggest.script import Names, Source
+
+ROOT = Path(__file__).resolve().parents[3]
+NET = """
+from dataclasses import dataclass
+import torch.nn.functional as F
+from torch import nn
+
+
+@dataclass
+class Config:
+    words: int = 16
+    width: int = 8
+
+
+class Net(nn.Module):
+    def __init__(self, config, depth=1, dropout=True):
+        super().__init__()
+        self.config, self.depth = config, depth
+        self.table = nn.Embedding(config.words, config.width)
+        self.layers = nn.ModuleList(nn.Linear(config.width, config.width) for _ in range(depth))
+        self.head = nn.Linear(config.width, config.words)
+
+    def forward(self, tokens, scale=1.0):
+        h = self.table(tokens)
+        for layer in self.layers:
+            h = h + layer(h).relu()
+        return F.cross_entropy(self.head(h).flatten(0, 1), tokens.flatten()) * scale
+"""
+RUN = """
+import runpy
+from dataclasses import replace
+import torch, torchgspmd as gspmd
+import net
+
+
+def run(file):
+    return runpy.run_path(file)["loss"].item()
+
+
+if __name__ == "__main__":
+    from torchgspmd.tools.suggest.proposal import Savings
+
+    model, tokens = net.Net(net.Config(width=12), depth=2), torch.arange(16).view(4, 4)
+    found = gspmd.suggest(
+        model, tokens, devices=2, seconds=2, kwargs={"scale": 2.0}, reduce_dtype=torch.float32
+    )
+    best = replace(found[0], marks={"table.weight": "_ model", "head.weight": "model _"},
+                   mesh=gspmd.Mesh(data=1, model=2))
+    scripts = [best.script]
+    plain = gspmd.suggest(model, tokens, devices=2, seconds=2)[0]
+    scripts.append(replace(plain, savings=Savings(microbatches=2)).script)
+    for script, scale in zip(scripts, (2.0, 1.0)):
+        with open("train.py", "w") as file:
+            file.write(script)
+        losses = gspmd.launch(run, 2, "train.py", backend=None)
+        torch.manual_seed(0)
+        plain = net.Net(net.Config(width=12), depth=2)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+        for _ in range(10):
+            batch = torch.randint(16, (4, 4))
+            for rows in batch.chunk(2 if scale == 1.0 else 1):
+                loss = plain(rows, scale=scale)
+                (loss / (2 if scale == 1.0 else 1)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(torch.tensor(losses), loss.detach().expand(2))
+    print(scripts[0])
+"""
+
+
+def test_scripts_run_and_train_as_one_device_does(tmp_path):
+    (tmp_path / "net.py").write_text(NET)
+    (tmp_path / "run.py").write_text(RUN)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    run = [sys.executable, "run.py"]
+    done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "from net import Config\nfrom net import Net\n" in done.stdout
+    model = "Net(config=Config(words=16, width=12), depth=2).to(device)"
+    assert f"model = {model}\n" in done.stdout
+    assert "loss = model(*batch, **options)\n" in done.stdout
+
+
+@dataclass
+class Sizes:
+    width: int = 4
+
+
+class Unknown(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 3)
+
+    def forward(self, x):
+        return {"y": self.up(x), "n": x.sum(1)}
+
+
+def test_code_of_models():
+    layers = nn.Linear(4, 8, bias=False), nn.GELU("tanh"), nn.Dropout(0.2), nn.LayerNorm(8)
+    assert Names().code(nn.Sequential(*layers)) == (
+        "nn.Sequential(nn.Linear(in_features=4, out_features=8, bias=False), "
+        "nn.GELU(approximate='tanh'), nn.Dropout(p=0.2), nn.LayerNorm(normalized_shape=(8,)))"
+    )
+    names = Names()
+    assert names.code([Sizes(5), {"a": (None,)}]) == "[Sizes(width=5), {'a': (None,)}]"
+    assert [line.split()[-1] for line in names.lines] == ["Sizes"]
+    with pytest.raises(ValueError, match="no code makes a object"):
+        Names().code(object())
+
+
+def test_a_model_without_code_says_so():
+    model, x = Unknown(4), torch.zeros(2, 4)
+    source = Source.of(model, (x,), {}, capture(model, (x,), {}, ONE_DEVICE))
+    assert "Unknown takes width" in source.missing
+    script = source.script("", 2, 1)
+    assert "# Write how your model is made (ValueError: Unknown takes width).\n" in script
+    assert "model = Unknown(...).to(device)\n" in script
+    assert "loss = sum(x.float().square().mean() for x in tree_leaves(model(*batch)))" in script
+    assert "from torch.utils._pytree import tree_leaves\n" in script
+
+
+def test_the_bound_is_defined_at_the_precision_used():
+    model, x = nn.Linear(64, 64), torch.empty(4096, 64)
+    texts = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        found = gspmd.suggest(model, x, devices=2, seconds=1, param_dtype=dtype)[0]
+        rate = gspmd.Hardware.of("h100").rate(dtype.itemsize)
+        operations = 2 * 2 * 4096 * 64 * 64 / 2  # forward, and the gradient of the weight
+        assert found.bound == pytest.approx(operations / (0.7 * rate))
+        texts[dtype] = str(found)
+    assert "of 67 TFLOP/s, divided evenly over 2 devices" in texts[torch.float32]
+    assert "\nbound " in texts[torch.bfloat16] and " of the bound" in texts[torch.bfloat16]
+    assert "in bf16 at 70% of 989 TFLOP/s" in texts[torch.bfloat16]

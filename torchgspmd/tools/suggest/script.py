@@ -1,0 +1,232 @@
+"""A whole training script of a proposal, for torchrun.
+
+    torchrun --nproc-per-node=8 train.py
+
+The script makes the model as it was made here: by its class, with arguments that its attributes
+have. The batch is random, of the shapes that were given; a loader takes its place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...capture import OUTPUT, Captured
+
+SCRIPT = '''\
+"""Run it: torchrun --nproc-per-node={devices} train.py"""
+import os
+{imports}
+import torch
+import torch.distributed as dist
+import torchgspmd as gspmd
+
+device = "cuda" if torch.cuda.is_available() else "cpu"
+if device == "cuda":
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group()
+torch.manual_seed(0)  # the same weights and batches on every rank
+model = {model}.to(device)
+{proposal}
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def load():
+    """Return a global batch, the same on every rank: put your loader here."""
+    return {batch}
+
+
+for step in range(10):
+    batch = load()
+{step}
+    optimizer.step()
+    optimizer.zero_grad()
+    if dist.get_rank() == 0:
+        print(f"step {{step}}: loss {{loss.item():.4f}}", flush=True)
+dist.destroy_process_group()
+'''
+WHOLE = """\
+    loss = LOSS
+    loss.backward()"""
+DIVIDED = """\
+    for rows in zip(*(each.chunk(COUNT) for each in batch)):
+        loss = LOSS
+        (loss / COUNT).backward()"""
+
+
+@dataclass
+class Names:
+    """The imports of the code that has been written."""
+
+    lines: dict[str, None] = field(default_factory=dict)
+
+    def of(self, kind: type) -> str:
+        """Return the name of a class, and import it."""
+        module, name = kind.__module__, kind.__qualname__
+        if module == "builtins":
+            return name
+        if getattr(nn, name, None) is kind:
+            self.lines["from torch import nn"] = None
+            return f"nn.{name}"
+        file = getattr(sys.modules.get(module), "__file__", None)
+        if module == "__main__" or module not in sys.modules:  # a script: it has to be imported
+            file = file or inspect.getsourcefile(kind) or "model.py"
+            module = Path(file).stem
+        self.lines[f"from {module} import {name.partition('.')[0]}"] = None
+        return name
+
+    def code(self, value: Any) -> str:
+        """Return code that makes a value.
+
+        Raises:
+            ValueError: No code is known.
+        """
+        if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
+            return repr(value)
+        if isinstance(value, Tensor):
+            return _random(value)
+        if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+            parts = ", ".join(map(self.code, value))
+            comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+            return f"[{parts}]" if isinstance(value, list) else f"({parts}{comma})"
+        if isinstance(value, dict) and type(value) in (dict, OrderedDict):
+            return "{" + ", ".join(f"{k!r}: {self.code(v)}" for k, v in value.items()) + "}"
+        if not isinstance(value, type) and is_dataclass(value):
+            given = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+            return self._call(type(value), [], given)
+        if isinstance(value, nn.Module):
+            return self._module(value)
+        raise ValueError(f"no code makes a {type(value).__name__}")
+
+    def _call(self, kind: type, args: Sequence[str], kwargs: Mapping[str, Any]) -> str:
+        parts = [*args, *(f"{name}={self.code(value)}" for name, value in kwargs.items())]
+        return f"{self.of(kind)}({', '.join(parts)})"
+
+    def _module(self, module: nn.Module) -> str:
+        """Return a call of the class of a module, with the attributes that its parameters name."""
+        children = list(module.children())
+        if type(module) in (nn.Sequential, nn.ModuleList):
+            listed = [self.code(child) for child in children]
+            as_list = [f"[{', '.join(listed)}]"]
+            return self._call(
+                type(module), listed if type(module) is nn.Sequential else as_list, {}
+            )
+        given, missing = dict[str, Any](), object()
+        for name, parameter in inspect.signature(type(module)).parameters.items():
+            if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                continue
+            value, default = getattr(module, name, missing), parameter.default
+            if isinstance(default, bool) and value is not missing and not isinstance(value, bool):
+                value = value is not None  # nn.Linear(bias=True) has a parameter of that name
+            if value is missing or isinstance(value, Tensor):
+                if default is parameter.empty:
+                    raise ValueError(f"{type(module).__name__} takes {name}")
+            elif default is parameter.empty or value is not default and value != default:
+                given[name] = value
+        return self._call(type(module), [], given)
+
+
+def _random(value: Tensor) -> str:
+    """Return code that makes a tensor like this one, of random values."""
+    shape, dtype = tuple(value.shape), value.dtype
+    if dtype.is_floating_point or dtype.is_complex:
+        return f"torch.randn({shape}, dtype={dtype}, device=device)"
+    if dtype == torch.bool:
+        return f"torch.ones({shape}, dtype={dtype}, device=device)"
+    most = 2 if value.is_meta or not value.numel() else max(int(value.max()) + 1, 2)
+    return f"torch.randint({most}, {shape}, dtype={dtype}, device=device)"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Code that makes a model and calls it.
+
+    step: the loss of `CALL`. arguments: of each call. missing: why no code makes the model.
+    """
+
+    imports: tuple[str, ...]
+    model: str
+    batch: str
+    step: str
+    missing: str = ""
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
+    ) -> Source:
+        """Return the code of a model, of its arguments and of the loss of its result."""
+        names, missing = Names(), ""
+        try:
+            made = names.code(model)
+            missing = "" if _is_like(made, model) else "its class makes another model"
+        except Exception as error:  # whatever a constructor raises
+            made, missing = "", f"{type(error).__name__}: {error}".partition("\n")[0]
+        if missing:
+            name = names.of(type(model))
+            made = f"{name}(...)"
+        batch, call = Names().code(tuple(args)), "model(*ROWS"
+        if kwargs:
+            call += ", **options"
+            batch = f"{batch}, {Names().code(dict(kwargs))}"
+        loss = _loss(f"{call})", captured)
+        if "tree_leaves" in loss:
+            names.lines["from torch.utils._pytree import tree_leaves"] = None
+        return cls(tuple(names.lines), made, batch, loss, missing)
+
+    def script(self, proposal: str, devices: int, microbatches: int) -> str:
+        """Return the script. proposal: the code from mesh to parallelize."""
+        step = DIVIDED.replace("COUNT", str(microbatches)) if microbatches > 1 else WHOLE
+        rows = "rows" if microbatches > 1 else "batch"
+        step = step.replace("LOSS", self.step.replace("ROWS", rows), 1)
+        text = SCRIPT.format(
+            devices=devices,
+            imports="\n".join(self.imports),
+            model=self.model,
+            proposal=proposal,
+            batch=self.batch,
+            step=step,
+        )
+        if "**options" in self.step:
+            text = text.replace("    batch = load()", "    batch, options = load()")
+        if self.missing:
+            text = text.replace(
+                "model = ", f"# Write how your model is made ({self.missing}).\nmodel = ", 1
+            )
+        return text
+
+
+def _is_like(code: str, model: nn.Module) -> bool:
+    """Return whether code makes a model with the same parameters and buffers."""
+    classes: dict[str, type] = {type(m).__name__: type(m) for m in model.modules()}
+    values = [value for module in model.modules() for value in vars(module).values()]
+    classes |= {type(value).__name__: type(value) for value in values}
+    with torch.device("meta"):
+        made = eval(code, {"torch": torch, "nn": nn, **classes})
+    state = [
+        {name: (t.shape, t.dtype) for name, t in (*m.named_parameters(), *m.named_buffers())}
+        for m in (made, model)
+    ]
+    return state[0] == state[1]
+
+
+def _loss(call: str, captured: Captured) -> str:
+    """Return the loss of a call: the result if it is a scalar, else a mean of squares."""
+    returned: Any = captured.graph.output_node().args[0]
+    values = [
+        node.meta["val"]
+        for node, out in zip(returned, captured.outputs)
+        if out.kind == OUTPUT and node is not None
+    ]
+    if captured.results.num_leaves == 1 and len(values) >= 1:
+        if not values[0].dim():
+            return call
+        return f"{call}.float().square().mean()  # your loss"
+    return f"sum(x.float().square().mean() for x in tree_leaves({call}))  # your loss"
