@@ -62,6 +62,7 @@ def test_equal_programs_are_equal():
     found = gspmd.compare(plan, reference, batch)
     assert found and found.first is None and not found.skipped, found
     assert str(found) == f"all {found.compared} values of the program are equal"
+    assert gspmd.compare(plan, reference, *batch) == found
     assert {"%" + n.name for n in plan.captured.graph.nodes} > {"%einsum", "%einsum_1"}
     for build, marks, x, specs in (
         (Attention, {}, torch.randn(6, 5, 12), "model data _"),

@@ -40,8 +40,7 @@ from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_o
 def compare(
     model: nn.Module | Plan,
     reference: nn.Module,
-    batch: object,
-    *,
+    *batch: object,
     tolerance: float | None = None,
 ) -> Comparison:
     """Run a model on its mesh and on one device, and find the first value that differs.
@@ -53,7 +52,7 @@ def compare(
     Args:
         model: The module of parallelize, or a Plan, which runs as `Plan.simulate` does.
         reference: The model for one device, with the same weights.
-        batch: The argument, a tuple of arguments, or a mapping of arguments by name.
+        *batch: The arguments; or one tuple of them, or one mapping of arguments by name.
         tolerance: How much a value may differ, relative to the largest on one device. None: the
             square root of the dtype's epsilon.
 
@@ -69,7 +68,7 @@ def compare(
         >>> print(gspmd.compare(planned, model, torch.ones(2, 4)))
         all 9 values of the program are equal
     """
-    args, kwargs = _arguments(batch)
+    args, kwargs = _arguments(*batch)
     if not isinstance(model, (Plan, ShardedModule)):
         raise ShardingError(
             f"compare gets a {type(model).__name__}",
@@ -91,10 +90,11 @@ def compare(
     return conclusion(check, on_mesh.rows(row_of(check)))
 
 
-def _arguments(batch: object) -> tuple[tuple, dict]:
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (batch if isinstance(batch, tuple) else (batch,)), {}
+def _arguments(*batch: object) -> tuple[tuple, dict]:
+    only = batch[0] if len(batch) == 1 else batch
+    if isinstance(only, Mapping):
+        return (), dict(only)
+    return (only if isinstance(only, tuple) else (only,)), {}
 
 
 def _copies(tree: object) -> Any:
