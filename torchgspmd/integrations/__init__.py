@@ -25,6 +25,7 @@ VERSIONS = {  # on which `make test-integrations` passes
     "lightning": "2.6",
     "trl": "1.16",
     "peft": "0.21",
+    "torchtitan": "0.2",
 }
 Meshes = Mesh | DeviceMesh | MeshLayout
 
