@@ -49,9 +49,11 @@ def judge(names: tuple[str, ...]) -> Verdict:
         if isinstance(failure, KeyboardInterrupt):
             raise
         text = str(failure)
-        kinds = {"_Differs": WRONG, ShardingError.__name__: REFUSED}
-        kind = next((kinds[word] for word in kinds if f"{word}: " in text), CRASH)
-        return Verdict(names, kind, text)
+        kinds = {_Differs.__name__: WRONG, ShardingError.__name__: REFUSED}
+        for error, kind in kinds.items():
+            if f"{error}: " in text:
+                return Verdict(names, kind, text.split(f"{error}: ", 1)[1].partition("\n---")[0])
+        return Verdict(names, CRASH, text)
     return Verdict(names, RIGHT)
 
 
@@ -80,39 +82,45 @@ def on_four(setup: Setup) -> Setup:
 
 
 def difference(setup: Setup) -> str:
-    """Return where two runs differ from the truth, or nothing; rank 0 alone knows."""
+    """Return where two runs differ from the truth, or nothing; rank 0 says it to the others."""
     model, alone = build(setup), build(setup.plain())
     rows, options = setup.spec("batch length"), options_of(setup)
     module = gspmd.parallelize(model, setup.on_mesh(), in_specs=(rows, rows), **options)
     simulated = compiled(setup) if setup.random and dist.get_rank() == 0 else None
     for seed in range(2):
         tokens = batch(setup, seed, **(other_sizes(setup) if seed else {}))
-        found = run(setup, module, tokens)
+        found, wrong = run(setup, module, model, tokens), [""]
         if dist.get_rank() == 0:
             expected = simulation(setup, *simulated, tokens) if simulated else None
             expected = expected or results(setup, alone, alone(*tokens))
             if found.keys() != expected.keys():
-                return f"there are not both of {sorted(found.keys() ^ expected.keys())}"
-            if wrong := first_difference(setup, found, expected, seed):
-                return f"run {seed}: {wrong}"
+                wrong[0] = f"there are not both of {sorted(found.keys() ^ expected.keys())}"
+            else:
+                wrong[0] = first_difference(setup, found, expected, seed)
+        dist.broadcast_object_list(wrong)
+        if wrong[0]:
+            return f"run {seed}: {wrong[0]}"
     weights = {
         n: whole(x) for n, x in (module.model if setup.step else module).state_dict().items()
     }
     return checkpoint_difference(setup, weights) if setup.evaluate or setup.decode else ""
 
 
-def run(setup: Setup, module: nn.Module, tokens: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+def run(
+    setup: Setup, module: nn.Module, model: nn.Module, tokens: tuple[Tensor, Tensor]
+) -> dict[str, Tensor]:
     """Return the loss of a run, gradients if there is no step, and the state after it."""
+    inner = model.model if setup.step else model
     torch.manual_seed(5)
     loss = module(*tokens)
     found = {"loss": whole(loss)}
     if not setup.step:
         loss.backward()
         gradients = {n: whole(p.grad) for n, p in module.named_parameters() if p.requires_grad}
-        found |= by_block(module, gradients)
+        found |= by_block(inner, gradients)
         module.zero_grad()
-    state = module.state_dict()
-    return found | {f"state {name}": whole(value) for name, value in state.items()}
+    state = by_block(inner, {name: whole(x) for name, x in module.state_dict().items()})
+    return found | {f"state {name}": value for name, value in state.items()}
 
 
 def simulation(
