@@ -478,6 +478,24 @@ sample(aten.index_select.default, real(7, 2), 0, ints(7, 3))
 
 sample(aten.searchsorted.Tensor, lambda: torch.linspace(-1, 1, 5), real(4, 7))
 sample(aten.searchsorted.Tensor, lambda: torch.randn(4, 5).sort(-1)[0], real(4, 7), right=True)
+sample(
+    aten.searchsorted.Tensor,
+    lambda: torch.tensor([-1, 0, 3, 2**63 - 1]),
+    lambda: torch.tensor([-2, 0, 3, 2**63 - 1]),
+    right=True,
+)
+sample(
+    aten.searchsorted.Tensor,
+    lambda: torch.linspace(-1, 1, 5),
+    lambda: torch.tensor([torch.inf, -torch.inf, torch.nan, 0.5]),
+    right=True,
+)
+sample(
+    aten.searchsorted.Tensor,
+    lambda: torch.tensor([0.4, -1.0, 0.2]),
+    real(7),
+    sorter=lambda: torch.tensor([1, 2, 0]),
+)
 sample(aten.bucketize.Tensor, real(4, 7), lambda: torch.linspace(-1, 1, 5))
 sample(aten.fake_quantize_per_tensor_affine_cachemask.default, real(4, 7), 0.1, 0, -8, 7)
 sample(
@@ -643,7 +661,8 @@ sample(aten.flip.default, real(4, 5, 7), [0, 2])
 sample(aten.roll.default, real(4, 5, 7), [2], [1])
 sample(aten.roll.default, real(4, 5), [3])
 sample(aten.roll.default, real(7, 5), [-2, 1], [0, -1])
-sample(torch.ops.torchgspmd.suffix_sums.default, real(4, 5, 7), 1)
+for _scan in ("cumsum", "cumprod", "logcumsumexp"):
+    sample(torch.ops.torchgspmd.suffix_scan.default, real(4, 5, 7), 1, _scan)
 sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)
 sample(aten.sort.default, real(4, 5), 1, True)
 sample(aten.sort.stable, real(4, 5), stable=True, dim=0)

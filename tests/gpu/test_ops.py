@@ -21,7 +21,7 @@ from torchgspmd.features.windows.resampling import band
 from torchgspmd.rules.custom_ops.nd import ctc_losses, einsum
 from torchgspmd.rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS, dropout_mask, uniform
 from torchgspmd.rules.custom_ops.updates import adam_, rate
-from torchgspmd.rules.ops.cumulative import suffix_sums
+from torchgspmd.rules.ops.cumulative import suffix_scan
 
 ours = torch.ops.torchgspmd
 DRAWS = (ours.uniform.default, ours.keep_mask.default)  # their seeds are numbers of the CPU
@@ -180,8 +180,8 @@ def test_einsum(dtype: torch.dtype, device: torch.device) -> None:
     assert_near(case, device, dtype)
 
 
-def test_suffix_sums(device: torch.device) -> None:
-    assert_near(lambda at: [suffix_sums(at.rand(5, 33), 1)], device, torch.float32)
+def test_suffix_scan(device: torch.device) -> None:
+    assert_near(lambda at: [suffix_scan(at.rand(5, 33), 1, "cumsum")], device, torch.float32)
 
 
 @pytest.mark.parametrize("decoupled", (True, False))

@@ -133,16 +133,24 @@ def test_what_a_loop_takes_of_a_weight_is_gathered_once():
 
 
 @pytest.mark.parametrize("size", [12, 13])
-def test_the_gradient_of_cumsum_sends_sums_of_blocks(size):
+@pytest.mark.parametrize(
+    "scan",
+    [
+        lambda x: x.cumsum(1),
+        lambda x: x.logcumsumexp(1),
+        lambda x: x.flip(1).cumsum(1).flip(1),
+    ],
+)
+def test_the_gradient_of_a_scan_sends_results_of_blocks(scan, size):
     def step(x, dy):
-        return torch.autograd.grad(x.cumsum(1), x, dy)
+        return torch.autograd.grad(scan(x), x, dy)
 
     x, dy = torch.randn(2, size, requires_grad=True), torch.randn(2, size)
     plan = gspmd.plan(
         step, x, dy, mesh=gspmd.Mesh(s=4), in_specs=("_ s", "_ s"), out_specs=("_ s",)
     )
     assert_same(plan.simulate(x, dy, _poison=True), step(x, dy))
-    assert size % 4 or plan.sent_bytes <= 2 * 4 * 4  # of each of two rows no more than four numbers
+    assert size % 4 or plan.sent_bytes <= 3 * 2 * 4 * 4  # four numbers a row, in three scans
 
 
 def collected(x, weight, mesh, first, how):

@@ -1,7 +1,7 @@
 """Calls whose result the graph has already, so that they need no communication.
 
 add(%x, full([4, 8], 0))        %x
-flip(cumsum(flip(%x, 0), 0), 0) suffix_sums(%x, 0)
+flip(cumsum(flip(%x, 0), 0), 0) suffix_scan(%x, 0, cumsum)
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import fx
 
 from ..compat.operators import aten
 from ..layout.mark import mark_sharding_op
-from .ops.cumulative import suffix_sums
+from .ops.cumulative import FROM_BEHIND, suffix_scan
 from .rewrites import DECLINED, Declined, apply_first, rewrite
 
 MARK = mark_sharding_op._opoverload
@@ -84,22 +84,25 @@ def _sum_with_zeros(node: fx.Node) -> fx.Node | Declined:
 
 
 @rewrite("simplify", aten.flip.default)
-def _flipped_cumsum(node: fx.Node) -> fx.Node | Declined:
-    """Simplify flip(cumsum(flip(x))), the gradient of cumsum: suffix sums need no flip."""
+def _flipped_scan(node: fx.Node) -> fx.Node | Declined:
+    """Simplify flip(cumsum(flip(x))), the gradient of cumsum: a scan from behind needs no flip."""
     scan, rank = node.args[0], node.meta["val"].dim()
+    names = {op: name for name, op in FROM_BEHIND.items()}
+    from_behind = scan.target is suffix_scan._opoverload
     if (
-        scan.target is not aten.cumsum.default
+        not (from_behind or scan.target in names)
         or scan.kwargs
         or scan.args[0].target is not aten.flip.default
     ):
         return DECLINED
-    dims = {
-        d % rank for group in (node.args[1], scan.args[1:], scan.args[0].args[1]) for d in group
-    }
+    groups = (node.args[1], scan.args[1:2], scan.args[0].args[1])
+    dims = {d % rank for group in groups for d in group}
     x, val = scan.args[0].args[0], node.meta["val"]
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return DECLINED
-    return replacement_call(node, suffix_sums._opoverload, (x, *dims))
+    if from_behind:
+        return replacement_call(node, FROM_BEHIND[scan.args[2]], (x, *dims))
+    return replacement_call(node, suffix_scan._opoverload, (x, *dims, names[scan.target]))
 
 
 @rewrite("simplify", aten.clone.default)

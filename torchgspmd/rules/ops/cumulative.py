@@ -15,19 +15,28 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
+from ...compat.private_apis import OpOverload
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
 
+# scan -> how two of its results are joined, and the result of no rows
+_JOINS: dict[OpOverload, tuple[Callable, float]] = {
+    aten.cumsum.default: (torch.add, 0),
+    aten.cumprod.default: (torch.mul, 1),
+    aten.logcumsumexp.default: (torch.logaddexp, -math.inf),
+}
+FROM_BEHIND = {op._opname: op for op in _JOINS}
 
-@torch.library.custom_op("torchgspmd::suffix_sums", mutates_args=())
-def suffix_sums(x: Tensor, dim: int) -> Tensor:
-    """Return flip(cumsum(flip(x))): sums of every row and all later ones, for cumsum's gradient."""
-    return x.flip(dim).cumsum(dim).flip(dim)
+
+@torch.library.custom_op("torchgspmd::suffix_scan", mutates_args=())
+def suffix_scan(x: Tensor, dim: int, scan: str) -> Tensor:
+    """Return flip(scan(flip(x))): of every row and all later ones, for gradients of scans."""
+    return FROM_BEHIND[scan](x.flip(dim), dim).flip(dim)
 
 
-@suffix_sums.register_fake
-def _(x: Tensor, dim: int) -> Tensor:
+@suffix_scan.register_fake
+def _(x: Tensor, dim: int, scan: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -69,32 +78,28 @@ def _split_scan(scan: Callable) -> Callable:
     return split
 
 
-def _exclusive_scan(totals: Tensor, scan: Callable, dim: int, start: float) -> Tensor:
-    """Return the scan of all totals before each block, as [..., blocks, 1, ...]."""
-    before = scan(totals.narrow(dim, 0, totals.shape[dim] - 1), dim)
-    return aten.constant_pad_nd(
-        before, [0, 0] * (totals.dim() - 1 - dim) + [1, 0], start
-    ).unsqueeze(dim + 1)
+def _blockwise(scan: Callable, join: Callable, start: float, behind: bool = False) -> Callable:
+    """Return a decomposition into scans of blocks, joined with the totals before them.
 
-
-def _blockwise(scan: Callable, join: Callable, start: float) -> Callable:
-    """Return a decomposition into scans of blocks, joined with the totals before them."""
+    behind: the scan is one of every row and all later ones.
+    """
 
     def split(x: Tensor, dim: int, shape: torch.Size) -> Tensor:
         inner = scan(x, dim + 1)
-        totals = inner.select(dim + 1, x.shape[dim + 1] - 1)
-        return join(inner, _exclusive_scan(totals, scan, dim, start)).reshape(shape)
+        totals = inner.select(dim + 1, 0 if behind else x.shape[dim + 1] - 1)
+        others = scan(totals.narrow(dim, int(behind), x.shape[dim] - 1), dim)
+        pads = [0, 0] * (len(shape) - 1 - dim) + [int(not behind), int(behind)]
+        return join(inner, aten.constant_pad_nd(others, pads, start).unsqueeze(dim + 1)).reshape(
+            shape
+        )
 
     return _split_scan(split)
 
 
-@_split_scan
-def _blockwise_suffix_sums(x: Tensor, dim: int, shape: torch.Size) -> Tensor:
-    """Compute suffix sums by blocks."""
-    inner = suffix_sums(x, dim + 1)
-    later = suffix_sums(inner.select(dim + 1, 0).narrow(dim, 1, x.shape[dim] - 1), dim)
-    later = aten.constant_pad_nd(later, [0, 0] * (len(shape) - 1 - dim) + [0, 1], 0)
-    return (inner + later.unsqueeze(dim + 1)).reshape(shape)
+def _blockwise_suffix_scan(x: Tensor, dim: int, scan: str, *, shards: int = 1) -> Tensor | Declined:
+    """Compute a scan from behind by blocks."""
+    split = _blockwise(partial(suffix_scan, scan=scan), *_JOINS[FROM_BEHIND[scan]], behind=True)
+    return split(x, dim, shards=shards)
 
 
 def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Callable:
@@ -126,10 +131,8 @@ def _extreme(dtype: torch.dtype, sign: int) -> float | int:
 
 
 _SCANS = {
-    suffix_sums._opoverload: _blockwise_suffix_sums,
-    aten.cumsum.default: _blockwise(torch.cumsum, torch.add, 0),
-    aten.cumprod.default: _blockwise(torch.cumprod, torch.mul, 1),
-    aten.logcumsumexp.default: _blockwise(torch.logcumsumexp, torch.logaddexp, -math.inf),
+    suffix_scan._opoverload: _blockwise_suffix_scan,
+    **{op: _blockwise(op, *_JOINS[op]) for op in _JOINS},
     aten.cummax.default: _blockwise_extreme(torch.cummax, torch.ge, partial(_extreme, sign=-1)),
     aten.cummin.default: _blockwise_extreme(torch.cummin, torch.le, partial(_extreme, sign=1)),
 }
@@ -145,5 +148,5 @@ def _scan(call: Call) -> FactorRule:
         [names] * len(call.results),
         replicated=names[dim : dim + 1],
         split=Split(),
-        linear=[[0]] if call.target in (aten.cumsum.default, suffix_sums._opoverload) else (),
+        linear=[[0]] if call.target is aten.cumsum.default or "cumsum" in call.args else (),
     )

@@ -6,13 +6,16 @@ selects the k largest of its block. They are gathered, and the k largest of them
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..notation import Call, FactorRule, Split, factors
+from ..local_builder import LocalBuilder
+from ..notation import Call, FactorRule, LocalForm, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
 from .cumulative import block_starts, count_blocks, cut
@@ -22,19 +25,32 @@ from .view import keep_rule
 
 @rule_for(aten.searchsorted.Tensor, aten.bucketize.Tensor)
 def _search(call: Call) -> FactorRule:
-    """Return a rule in which the borders are whole, and the values may be sharded."""
+    """Return a rule in which values and borders may be sharded.
+
+    The place of a value is the sum of its places among the borders of each device: as many are
+    below it. Padding is above all borders. Borders that are not in order (`sorter`) are whole.
+    """
     values_first = call.target is aten.bucketize.Tensor
     values, borders = call.tensors[:2] if values_first else call.tensors[1::-1]
     names = factors("d", values.dim())
     row = [*names[:-1], "w"] if borders.dim() > 1 else ["w"]
     free = names if borders.dim() == 1 else [*names[:-1], "v"]
     operands = [free, row] if values_first else [row, free]
-    return call.rule(
-        operands + [row] * (len(call.tensors) - 2),
-        [free],
-        dict(zip(free, values.shape)),
-        replicated="w",
-    )
+    sizes, count = dict(zip(free, values.shape)), borders.shape[-1]
+    if len(call.tensors) > 2:
+        return call.rule([*operands, row], [free], sizes, replicated="w")
+    real = borders.is_floating_point()
+    highest = math.inf if real else torch.iinfo(borders.dtype).max
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        tensors = list(args)
+        tensors[values_first] = local.masked(args[values_first], borders.dim() - 1, "w", highest)
+        places = local.call(call.target, *tensors, **kwargs)
+        # An infinite value may be above padding, too.
+        places = local.call(aten.clamp_max.default, places, count - local.start("w"))
+        return local.call(aten.clamp_min.default, places, 0)
+
+    return call.rule(operands, [free], sizes, reduce={"w": "sum"}, local=LocalForm(emit, when="w"))
 
 
 @rule_for(aten.topk.default)
