@@ -5,11 +5,12 @@ from unittest.mock import patch
 import torch
 from ranks import distributed
 from tied_model import close
-from torch import fx, nn
+from torch import nn
 from torch._higher_order_ops import scan, while_loop
 from torch.nn import functional as F
 
 import torchgspmd as gspmd
+from torchgspmd.runtime.compile_graph import CompiledPiece
 
 LAYERS, WIDTH = 3, 6
 
@@ -99,15 +100,13 @@ def test_branches_and_loops_that_values_end(mesh):
 
 @distributed("data=2")
 def test_inductor_compiles_the_body_of_a_loop(mesh):
-    compiled, compile_one = [], torch.compile
+    compiled = []
 
-    def record(function, **options):
-        if isinstance(function, fx.GraphModule):
-            compiled.extend(str(node.target) for node in function.graph.nodes)
-            options["backend"] = "aot_eager"  # as Inductor, without its C++
-        return compile_one(function, **options)
+    def record(piece, inputs):
+        compiled.extend(str(node.target) for node in piece.program.graph.nodes)
+        return lambda boxed: piece.program(*boxed)  # as Inductor, without its C++
 
-    with patch.object(torch, "compile", record):
+    with patch.object(CompiledPiece, "_compile", record):
         check_layers(mesh, "inductor")
     for op in ("aten.gelu.default", "aten.gelu_backward.default"):
         assert 0 < compiled.count(op) <= 3, "in the first, the last and all other iterations"

@@ -34,6 +34,7 @@ ELSEWHERE = {
     "hierarchical_sums",
     "regather_weights",
     "functional_reductions",
+    "separate_sums",
 }
 
 

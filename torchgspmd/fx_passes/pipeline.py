@@ -51,6 +51,7 @@ from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
 from .lower.reduce_in_bucket import reduce_in_bucket
 from .lower.reuse_buffers import changed_inputs, reuse_memory
+from .lower.separate_sums import separate_sums
 from .lower.torch_bindings import torch_bindings
 from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
@@ -381,6 +382,14 @@ PIPELINE: tuple[Step, ...] = (
         "functional_reductions",
         _of(functional_reductions),
         LOWERED,
+        RUNNABLE,
+        when=_is_inductor,
+        in_loops=True,
+    ),
+    Pass(
+        "separate_sums",
+        _of(separate_sums),
+        RUNNABLE,
         RUNNABLE,
         when=_is_inductor,
         in_loops=True,

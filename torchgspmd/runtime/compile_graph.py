@@ -1,49 +1,130 @@
 """Compile a graph of one device: as Python code, or by Inductor.
 
 Inductor compiles the parts between loops, and the body of a loop by itself. The loop stays a loop,
-so the compiled code does not grow with its iterations.
+so the compiled code does not grow with its iterations. Where a part communicates, Inductor keeps
+the order of the plan: what stands between a start and its wait hides the message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from operator import getitem
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.graph import CodeGen
 from torch.fx.passes.split_module import split_module
 
+from ..comm.kinds import WIRE_OPS
 from ..comm.loop_call import BodyCall, loop_calls
 from ..comm.profiled_code import ProfiledCode
+from ..compat import private_apis
+from ..compat.private_apis import OpOverload, has
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
+
+# Options of Inductor for programs that communicate: its passes for locality and memory move a wait
+# to right behind its start.
+IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
+
+_BOXED = "torch._dynamo.utils.GmWrapper"
 
 
 def compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool = False) -> Any:
     """Return a function that runs the graph. boxed: it takes a list of inputs and empties it."""
     if backend == "inductor":
         compiled = _by_inductor(owner, graph)
-        return (lambda inputs: compiled(*inputs)) if boxed else compiled
+        return compiled if boxed else lambda *inputs: compiled([*inputs])
     codegen = BoxedCodeGen() if boxed else CodeGen()
     graph.set_codegen(codegen)
     return ProfiledCode(fx.GraphModule(owner, graph).forward, codegen)
 
 
-def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[..., object]:
+def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[[list], Any]:
     """Return a function that runs the graph: compiled pieces, and loops between them."""
     loops = [call for _, call in loop_calls(graph)]
     if not loops:
-        return torch.compile(fx.GraphModule(owner, graph))
+        return CompiledPiece(fx.GraphModule(owner, graph)).run
     for body in (body for call in loops for body in call.bodies):
-        body.compile = lambda inner: _by_inductor(nn.Module(), inner)
+        body.compile = lambda inner: compile_graph(nn.Module(), inner, "inductor")
     whole = fx.GraphModule(owner, graph)
     pieces = _pieces(graph)
     split = split_module(whole, whole, pieces.__getitem__)
     for name, piece in list(split.named_children()):
         if isinstance(piece, fx.GraphModule) and not any(loop_calls(piece.graph)):
-            setattr(split, name, torch.compile(piece))
+            setattr(split, name, CompiledPiece(piece))
+    split.graph.set_codegen(BoxedCodeGen())
+    split.recompile()
     return split.forward
+
+
+class CompiledPiece(nn.Module):
+    """A program that Inductor compiles when it is first called with inputs of some strides."""
+
+    def __init__(self, program: fx.GraphModule) -> None:
+        super().__init__()
+        self.program, self.compiled = program, dict[tuple, Callable[[list], Any]]()
+        sends = any(node.target in WIRE_OPS for node in program.graph.nodes)
+        self.options: dict[str, Any] = IN_ORDER if sends else {}
+        self.is_traceable = _is_traceable(program.graph)
+
+    def forward(self, *inputs: Any) -> Any:
+        return self.run([*inputs])
+
+    def run(self, inputs: list) -> Any:
+        """Run it. The list is emptied, so that each input is freed after its last use."""
+        key = _layout(inputs)
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(inputs)
+        return self.compiled[key](inputs)
+
+    def _compile(self, inputs: Sequence[Any]) -> Callable[[list], Any]:
+        if self.is_traceable and all(isinstance(x, Tensor) for x in inputs) and has(_BOXED):
+            # Imported here: Inductor takes seconds.
+            wrapped = private_apis.GmWrapper(_with_tuple(self.program), lambda flat: flat)
+            compiled = private_apis.compile_fx(wrapped, [*inputs], config_patches=self.options)
+            if _returns_tuple(self.program):
+                return compiled
+            return lambda boxed: compiled(boxed)[0]
+        # Dynamo turns numbers into symbols, and calls between compiled parts what it cannot trace.
+        traced = torch.compile(self.program, options=self.options)
+        return lambda boxed: traced(*boxed)
+
+
+def _returns_tuple(program: fx.GraphModule) -> bool:
+    return isinstance(program.graph.output_node().args[0], (tuple, list))
+
+
+def _with_tuple(program: fx.GraphModule) -> fx.GraphModule:
+    """Return the program with a tuple of results, as split_module does not make for one."""
+    if _returns_tuple(program):
+        return program
+    graph = copy.deepcopy(program.graph)
+    output = graph.output_node()
+    output.args = ((output.args[0],),)
+    return fx.GraphModule(program, graph)
+
+
+def _layout(inputs: Sequence[Any]) -> tuple:
+    """Return for which inputs compiled code is right: () for a piece that takes numbers."""
+    if not all(isinstance(x, Tensor) for x in inputs):
+        return ()
+    return tuple((x.shape, x.stride()) for x in inputs)
+
+
+def _is_traceable(graph: fx.Graph) -> bool:
+    """Return whether a trace on fake tensors sees all that a run does.
+
+    Objects have a state, and sizes that only a run knows have none before it.
+    """
+    plain = OpOverload, FunctionType, BuiltinFunctionType, type(torch.ops.aten.add)
+    return all(
+        isinstance(node.target, plain) and not node.meta.get("unknown")
+        for node in graph.nodes
+        if node.op == "call_function"
+    )
 
 
 def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:

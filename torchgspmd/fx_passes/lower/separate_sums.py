@@ -1,0 +1,46 @@
+"""Keep a product at its place, in front of a sum that Inductor would merge it with.
+
+before   %p = mm(%a, %b);  %w = wait_tensor(%r);  %s = add(%p, %y)
+after    %p = mm(%a, %b);  %w = wait_tensor(%r);  %n = neg(%p);  %s = sub(%y, %n)
+needs    the program of one rank
+ensures  no sum has an operand that was computed on the other side of a start or wait
+
+Inductor makes addmm of a product and a sum, at the place of the sum. Then a product that hides a
+message no longer does. `y - (-p)` has the bits of `y + p`, and no pattern of Inductor's takes it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+
+from torch import fx
+
+from ...comm.kinds import WIRE_OPS
+from ...compat.operators import aten, c10d
+
+
+def separate_sums(graph: fx.Graph) -> fx.Graph:
+    """Rewrite the graph in place and return it."""
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    messages = [order[n] for n in order if n.target in WIRE_OPS or n.target is _WAIT]
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        operands = node.args
+        if node.kwargs or not all(isinstance(x, fx.Node) for x in operands):
+            continue
+        own = [x for x in operands if len(x.users) == 1 and x.op == "call_function"]
+        far = [x for x in own if bisect(messages, order[x]) < bisect(messages, order[node])]
+        if far and node.meta["dtype"].is_floating_point:
+            _subtract_negated(graph, node, far[0])
+    return graph
+
+
+def _subtract_negated(graph: fx.Graph, node: fx.Node, term: fx.Node) -> None:
+    """Write the sum `node` as a difference from the negated term."""
+    other = next((x for x in node.args if x is not term), term)
+    with graph.inserting_before(node):
+        negated = graph.call_function(aten.neg.default, (term,))
+    negated.meta = dict(term.meta)
+    node.target, node.args = aten.sub.Tensor, (other, negated)
+
+
+_WAIT = c10d.wait_tensor.default
