@@ -1,10 +1,8 @@
 """PIPELINE: the way of a program from capture to a rank, to be read from top to bottom.
 
 A pass takes a program from the stage that it needs to the stage that it ensures. stages.py has the
-invariants, and pass_runner.py runs the rows.
-
-If a pass with `again` changes a program, those passes run once more. Alternatives run with one of
-their passes and without it, and the cheaper program is taken.
+invariants, and pass_runner.py runs the rows. If a pass with `again` changes a program, those passes
+run once more. Alternatives run with one of their passes and without it, and the cheaper is taken.
 
 A row names the feature that it belongs to. `after` and `before` say which rows it has to follow and
 to precede, and `because` says why; `order_faults` of pass_types.py checks them.
@@ -386,14 +384,7 @@ PIPELINE: tuple[Step, ...] = (
         when=_is_inductor,
         in_loops=True,
     ),
-    Pass(
-        "separate_sums",
-        _of(separate_sums),
-        RUNNABLE,
-        RUNNABLE,
-        when=_is_inductor,
-        in_loops=True,
-    ),
+    Pass("separate_sums", _of(separate_sums), RUNNABLE, RUNNABLE, when=_is_inductor, in_loops=True),
     Pass(
         "reduce_in_bucket",
         _of(reduce_in_bucket),
