@@ -1,15 +1,18 @@
 """Programs in groups whose collectives end as late as they may (late_group.py): no wait is missing.
 
 `make nightly` runs all tests on processes in such groups. Here are layouts, rings, experts,
-pipelines between stages and a training step, on two processes.
+pipelines between stages and a training step, on two processes. Programs are those for CUDA, whose
+messages go beside computation, while values are on the CPU (TORCHGSPMD_ASSUME_CUDA=1).
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import test_moe
@@ -21,6 +24,7 @@ from ranks import distributed
 from torch import fx, nn
 
 import torchgspmd as gspmd
+from torchgspmd.comm import process_groups
 from torchgspmd.comm.kinds import WIRE_OPS
 from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.pipeline import Pass, with_pass
@@ -34,6 +38,7 @@ from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
 AXES = {"sp": "model", "dp": "data", "tp": "model", "cp": "seq", "fsdp": "data"}
 SIZE = Config(11, context=8, layers=1, heads=2, width=8)
 late = {"group": "late"}
+for_cuda = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="1")
 
 
 def losses(model: nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -50,6 +55,7 @@ def losses(model: nn.Module, batch: list[torch.Tensor]) -> list[torch.Tensor]:
 
 @distributed("all=2", **late)
 @pytest.mark.parametrize("layout", AXES)
+@for_cuda
 def test_layouts(mesh, layout):
     torch.manual_seed(0)
     plain, batch = GPT(SIZE), [torch.randint(11, (4, 8)) for _ in range(2)]
@@ -58,25 +64,37 @@ def test_layouts(mesh, layout):
     gspmd.annotate(model, LAYOUTS[layout].on(mesh))
     model = gspmd.parallelize(model, mesh, in_specs=(gspmd.UNCONSTRAINED,) * 2)
     torch.testing.assert_close(losses(model, batch), losses(plain, batch))
+    programs = [half for p in model._all_programs() for half in (p.forward, p.backward_graph)]
+    graphs = [getattr(half, "__self__", half) for half in programs]
+    called = {n.target for g in graphs for n in getattr(g, "graph", g).nodes}
+    assert model._groups.checks is not None, "ranks are compared on the CPU"
+    if layout in ("sp", "fsdp"):
+        assert {c10d.all_gather_into_tensor.default, c10d.reduce_scatter_tensor.default} <= called
 
 
 @distributed("model=2", **late)
+@for_cuda
 def test_rings_of_products(mesh):
     test_rings.test_rings.check(mesh, backend="torch")
 
 
 @distributed("expert=2", **late)
+@for_cuda
 def test_experts(mesh):
     test_moe.test_experts_compute_what_one_device_does.check(mesh)
 
 
 @distributed("stage=2", **late)
+@for_cuda
 def test_pipelines(mesh):
-    """1f1b, and zero bubble in two rounds."""
+    """1f1b, and zero bubble in two rounds; each direction has a group."""
     test_scheduled_pipelines.test_schedules.check(mesh)
+    groups = process_groups.groups_of(mesh, "cpu")
+    assert len(set(map(id, groups.directions.values()))) == len(groups.directions) > 2
 
 
 @distributed("data=2", **late)
+@for_cuda
 def test_a_train_step(mesh):
     """Each process updates its half of the weight and of what AdamW holds."""
     plain, model, x = Loss(), Loss(), torch.rand(8, 64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -26,8 +27,12 @@ class ProcessGroups:
     """
 
     def __init__(self, mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> None:
-        """Make those of a mesh of all processes, or of a part of them."""
-        self.mesh, self.device_type, self.world = mesh, device_type, dist.group.WORLD
+        """Make those of a mesh of all processes, or of a part of them.
+
+        device_type: where tensors are. With TORCHGSPMD_ASSUME_CUDA=1 programs are made as for CUDA.
+        """
+        self.mesh, self.world = mesh, dist.group.WORLD
+        self.is_assumed = assumes_cuda() and device_type == "cpu"
         names = mesh.names or ("device",)
         self.device_mesh: DeviceMesh = part or init_device_mesh(
             device_type, mesh.shape or (1,), mesh_dim_names=names
@@ -39,7 +44,8 @@ class ProcessGroups:
         self.directions: dict[tuple[str, Hashable], Any] = {}  # of stages, by axis and key
         # The processes of torch's fake backend are not there: nobody answers this rank.
         self.is_fake = dist.get_backend() == "fake"
-        self.is_gloo = backend_of(device_type) == "gloo"
+        self.is_gloo = not self.is_assumed and backend_of(device_type) == "gloo"
+        self.device_type = device_type = "cuda" if self.is_assumed else device_type
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available() and not self.is_fake
         self.timeout: timedelta | None = None  # None: that of the default group
@@ -147,6 +153,11 @@ class ProcessGroups:
         )
 
 
+def assumes_cuda() -> bool:
+    """Return whether programs are those for CUDA where tensors are on the CPU, for tests."""
+    return os.environ.get("TORCHGSPMD_ASSUME_CUDA") == "1"
+
+
 def backend_of(device_type: str) -> str:
     """Return the backend of the default process group for tensors of a device; "" without one."""
     group: Any = dist.group.WORLD
@@ -184,7 +195,7 @@ def _limit_of(group: Any) -> timedelta:
         return default_pg_timeout
 
 
-_GROUPS: dict[tuple[Mesh, str, tuple[int, ...]], ProcessGroups] = {}
+_GROUPS: dict[tuple[Mesh, str, tuple[int, ...], bool], ProcessGroups] = {}
 
 
 def groups_of(
@@ -202,7 +213,7 @@ def groups_of(
         check_world(mesh)
     check_backend(device_type)
     processes = () if part is None else tuple(part.mesh.flatten().tolist())
-    key = mesh, device_type, processes
+    key = mesh, device_type, processes, assumes_cuda()
     groups = _GROUPS.get(key)
     if groups is None or groups.world is not dist.group.WORLD:
         groups = _GROUPS[key] = ProcessGroups(mesh, device_type, part)
