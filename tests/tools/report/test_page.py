@@ -34,6 +34,9 @@ const column = n => all("tbody tr").map(row => row.children[n].textContent);
 setTimeout(() => {
   try {
     seen.title = document.title;
+    seen.legend = document.getElementById("detail").textContent;
+    document.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+    seen.next = document.querySelector("#tabs .on").textContent;
     tab("Communication"); seen.kinds = column(0);
     click("th", 3); seen.counts = column(3);
     type("#filter", "all_reduce backward"); seen.filtered = column(0); seen.phases = column(2);
@@ -127,6 +130,7 @@ def test_a_browser_shows_it(planned, tmp_path):
     seen = json.loads(html.unescape(found[1]))
     report = planned.report()
     assert seen["errors"] == [] and seen["title"] == "GPT"
+    assert "pending" in seen["legend"] and seen["next"] == "Communication"
     assert seen["kinds"] == [row.kind for row in report.collectives]
     assert list(map(int, seen["counts"])) == sorted(
         (r.count for r in report.collectives), reverse=True
