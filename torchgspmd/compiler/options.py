@@ -263,12 +263,19 @@ def rows_for(reader: Reader) -> list[Option]:
     return [row for row in OPTIONS if readers.intersection(row.readers)]
 
 
+_INSTEAD = {
+    "cudagraphs": "torch.cuda.graph around a step of backend 'torch', check='first' (docs/gpu.md); "
+    "plan.uncapturable() names what such a graph cannot compute"
+}
+
+
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ShardingError for a value outside of a closed set."""
     if value not in choices:
         raise ShardingError(
             f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}",
             where=user_line(),
+            fix=_INSTEAD.get(value),
         )
 
 

@@ -92,7 +92,7 @@ class Plan(PlanFiles):
 
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
     estimate, explain, trace, diff, html, report = (View() for _ in range(6))
-    verify, _page, _repr_html_ = (View() for _ in range(3))
+    verify, uncapturable, _page, _repr_html_ = (View() for _ in range(4))
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
     def __init__(

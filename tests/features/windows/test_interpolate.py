@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
-from torchgspmd.features.windows.resampling import Line, bands, weights
+from torchgspmd.features.windows.resampling import Line, band, bands, weights
 
 LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
 PLANES: dict[str, dict] = {
@@ -193,3 +194,28 @@ def test_bands_are_the_weights() -> None:
     for p, (row, end) in enumerate(zip(first.tolist(), last.tolist())):
         dense[p, row : end + 1] = band[p, : end + 1 - row]
     assert torch.equal(dense, weights(line, torch.float64)) and band.shape == (12, 2)
+
+
+class Copies(TorchDispatchMode):
+    """Counts copies to another device."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_weights_are_copied_to_a_device_once() -> None:
+    """A copy from the CPU makes the host wait for a GPU."""
+    of = ("upsample_linear1d", 0, 7, 13, False, None, False, 2, 9, 1, 6)
+    counts = []
+    for _ in range(2):
+        with Copies() as copies:
+            results = band._init_fn(*of, 2, torch.float32, torch.device("meta"))
+        counts.append(copies.count)
+    assert counts[0] and not counts[1]
+    kept = band(*of, 2, torch.float32, torch.device("cpu"))
+    kept[1].zero_()  # a program writes over what it has
+    again = band(*of, 2, torch.float32, torch.device("cpu"))
+    assert again[1].any() and [r.shape for r in results] == [r.shape for r in again]

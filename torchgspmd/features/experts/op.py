@@ -31,6 +31,8 @@ from ...compat.operators import aten
 from ...compat.private_apis import _grouped_mm
 from ...errors import ShardingError
 
+# Without a kernel the host reads where groups end, and calls a product for each.
+READS_ENDS = (torch.Tag.cudagraph_unsafe,)
 KERNEL_BYTES = 16  # PyTorch's kernel needs rows of a multiple of so many bytes
 
 
@@ -44,7 +46,7 @@ def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: 
     return torch.stack([function(*row, *options) for row in zip(*tensors, strict=True)])
 
 
-@torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=())
+@torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=(), tags=READS_ENDS)
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [t, n]: each row of x [t, k] times the matrix of its group, of w [e, k, n].
 
@@ -64,7 +66,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=())
+@torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=(), tags=READS_ENDS)
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return [e, k, n]: of each group the product of x [t, k], transposed, and y [t, n]."""
     if leading_dims(ends):
@@ -199,7 +201,7 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
-@torch.library.custom_op("torchgspmd::block_mm", mutates_args=())
+@torch.library.custom_op("torchgspmd::block_mm", mutates_args=(), tags=READS_ENDS)
 def block_mm(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
@@ -210,7 +212,7 @@ def block_mm(
     return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
 
-@torch.library.custom_op("torchgspmd::block_outer", mutates_args=())
+@torch.library.custom_op("torchgspmd::block_outer", mutates_args=(), tags=READS_ENDS)
 def block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:

@@ -105,12 +105,26 @@ def band(
     Positions: start:start+count; those past the end read an arbitrary row. Row numbers count from
     `first`, in rows first:first+length.
     """
-    begin, _, weight = bands(
-        Line(
-            op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
-        ),
-        kind,
+    line = Line(
+        op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
     )
+    kept = _part_on_device(line, start, count, first, length, width, kind, device)
+    return kept[0].clone(), kept[1].clone()  # programs write over what they have
+
+
+@lru_cache(maxsize=256)
+def _part_on_device(
+    line: Line,
+    start: int,
+    count: int,
+    first: int,
+    length: int,
+    width: int,
+    kind: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Return the results of `band`. A GPU gets them once: a copy makes the host wait for it."""
+    begin, _, weight = bands(line, kind)
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
     index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]
     index = index.clamp(0, length - 1)

@@ -86,7 +86,9 @@ def _(info: object, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[T
 # --------------------------------------------------------- connectionist temporal classification
 
 
-@torch.library.custom_op("torchgspmd::ctc_losses", mutates_args=())
+@torch.library.custom_op(
+    "torchgspmd::ctc_losses", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+)
 def ctc_losses(
     log_probs: Tensor,
     targets: Tensor,

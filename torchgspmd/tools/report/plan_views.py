@@ -14,6 +14,7 @@ from ..certificate import Certificate, certify
 from .diff import PlanDiff, layout_changes
 from .estimate import COMPUTE, Estimate, estimate
 from .explanation import explain
+from .graph_capture import Uncapturable, uncapturable
 from .page import page_data, page_text
 from .report import Report, report
 from .tried_marks import try_marks
@@ -67,6 +68,21 @@ class PlanViews(Plan):
             certified 4 of 4 values and 1 result, in 2 trials
         """
         return certify(self)
+
+    def uncapturable(self) -> tuple[Uncapturable, ...]:
+        """List what a CUDA graph cannot compute, where a whole step is captured.
+
+        docs/gpu.md has the capture. It needs check="first" or "never" of parallelize, too.
+
+        Returns:
+            For each such value its name, a reason, and the line of the model.
+
+        Example:
+            >>> result = plan(lambda x: x[x > 0].sum(), torch.ones(4), mesh=Mesh(data=2))
+            >>> result.uncapturable()[0].why
+            'its size is known only in a run'
+        """
+        return uncapturable(self.program_graph)
 
     def explain(self, name: str, costs: bool = False, hardware: str | Hardware = "h100") -> str:
         """Explain a line of the printed plan.
