@@ -9,6 +9,8 @@ The recomputation of a checkpointed region is part of the backward already (capt
 
 from __future__ import annotations
 
+from operator import getitem
+
 from torch import fx
 
 from ...compat.fx_nodes import copy_node, drop_unused
@@ -28,6 +30,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
         ):
             backward_nodes.add(node)
     _move_to_forward(outputs, backward_nodes)
+    _move_results(graph, backward_nodes)
     saved = _saved_values(graph, backward_nodes, grads)
     forward, backward = fx.Graph(), fx.Graph()
     in_forward: dict[fx.Node, fx.Node] = {}
@@ -66,6 +69,13 @@ def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
         stack.extend(
             n for n in node.all_input_nodes if n in backward_nodes and n.op == "call_function"
         )
+
+
+def _move_results(graph: fx.Graph, backward_nodes: set[fx.Node]) -> None:
+    """Remove the results of operations of the forward, which are saved one by one."""
+    for node in graph.nodes:
+        if node.target is getitem and node.args[0] not in backward_nodes:
+            backward_nodes.discard(node)
 
 
 def _saved_values(graph: fx.Graph, backward_nodes: set[fx.Node], grads: tuple) -> list[fx.Node]:
