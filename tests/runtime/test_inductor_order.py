@@ -1,6 +1,7 @@
 """Inductor keeps the plan's order of collectives and products, and frees what a backward has read.
 
-The code is generated, and not compiled: torch's fake process group stands for the other ranks.
+The code is generated, and not compiled: torch's fake process group stands for the other ranks. On
+a machine with a card it is Triton's.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torchgspmd.runtime.compile_graph import CompiledPiece
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 AXES = {"dp": "data", "tp": "model", "sp": "model", "cp": "seq", "fsdp": "data"}
 # The first and the last guard (--cases 2).
 CASES = ("sp", "dp", "tp", "cp", "ring", "experts", "fsdp")
@@ -64,7 +66,9 @@ class Orders:
         shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else None for x in results]
         with torch.no_grad(), pytest.raises(Stop):
             real(piece, inputs)([*inputs])
-        return lambda boxed: tuple(s and torch.zeros(s[0], dtype=s[1]) for s in shapes)
+        return lambda boxed: tuple(
+            s and torch.zeros(s[0], dtype=s[1], device=DEVICE) for s in shapes
+        )
 
     def save(self, code: str) -> None:
         self.written.append(calls_of(code[code.index("def call(") :]))
@@ -143,15 +147,15 @@ def program(case: str, monkeypatch: pytest.MonkeyPatch) -> tuple[nn.Module, tupl
     if case == "ring":
         monkeypatch.setattr(collective_matmul, "GAIN", float("inf"))
         marks = {"up.weight": "model _", "up.bias": "model", "down.weight": "_ model"}
-        model = gspmd.annotate(Sequence(mesh), mesh, marks)
+        model = gspmd.annotate(Sequence(mesh).to(DEVICE), mesh, marks)
         return gspmd.parallelize(model, mesh, backend="inductor"), (torch.randn(2, 12, 48),)
     if case == "experts":
-        model = gspmd.annotate(Experts(4, 16, 8).float(), mesh, {"*": "model _ _"})
+        model = gspmd.annotate(Experts(4, 16, 8).float().to(DEVICE), mesh, {"*": "model _ _"})
         specs = ("model _",) * 3
         wrapped = gspmd.parallelize(model, mesh, in_specs=specs, backend="inductor")
         x, chosen, weights = batch("uniform", 32, 16, 4)
         return wrapped, (x.detach().float(), chosen, weights.detach().float())
-    model = gspmd.annotate(GPT(SIZE), LAYOUTS[case].on(mesh))
+    model = gspmd.annotate(GPT(SIZE).to(DEVICE), LAYOUTS[case].on(mesh))
     specs = (gspmd.UNCONSTRAINED,) * 2
     wrapped = gspmd.parallelize(model, mesh, in_specs=specs, backend="inductor")
     return wrapped, tuple(torch.randint(96, (8, 32)) for _ in range(2))
@@ -163,7 +167,7 @@ def test_the_order_is_that_of_the_plan(
 ) -> None:
     torch.manual_seed(0)
     model, arguments = program(case, monkeypatch)
-    results = model(*arguments)
+    results = model(*(x.to(DEVICE) for x in arguments))
     results = results if isinstance(results, tuple) else (results,)
     results[0].sum().backward()
     assert len(orders.planned) == 2, "a forward and a backward"
@@ -174,7 +178,7 @@ def test_the_order_is_that_of_the_plan(
 @torch.library.custom_op("inductor_order::lives", mutates_args=())
 def lives(x: Tensor) -> Tensor:
     """Return whether the first input of the program is still in memory."""
-    return torch.tensor(float(_INPUTS[0]() is not None))
+    return x.new_tensor(float(_INPUTS[0]() is not None))
 
 
 lives.register_fake(lambda x: x.new_empty(()))
@@ -190,7 +194,7 @@ def test_a_backward_frees_what_it_has_read() -> None:
     graph.output((again, lives_on))
     run = compile_graph.compile_graph(nn.Module(), graph, "inductor", boxed=True)
     for scale in (1.0, 2.0):
-        boxed = [torch.full((4, 4), scale), torch.eye(4)]
+        boxed = [torch.full((4, 4), scale, device=DEVICE), torch.eye(4, device=DEVICE)]
         _INPUTS[:] = [weakref.ref(boxed[0])]
         result, alive = run(boxed)
         assert result.tolist() == torch.full((4, 4), scale).tolist()
