@@ -6,7 +6,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
-from torchgspmd.comm.profiled_code import ranges_of, with_ranges
+from torchgspmd.comm.profiled_code import common_ranges, ranges_of, with_ranges, within
 
 
 class Block(nn.Module):
@@ -63,6 +63,18 @@ def test_bodies_of_loops_have_their_module():
     found = names(program(stacked=True))
     assert "forward blocks blocks.block blocks.block.up" in found
     assert "backward blocks blocks.block blocks.block.down" in found
+
+
+def test_a_compiled_piece_has_the_ranges_of_all_its_operations():
+    """A body of a loop, as Inductor compiles it, is in its module; the rest is in its phase."""
+    graph = program(stacked=True)
+    bodies = [body.graph for _, call in loop_calls(graph) for body in call.bodies]
+    found = [" ".join(common_ranges(body)) for body in bodies]
+    assert found == ["forward blocks blocks.block", "backward"]  # which adds up gradients, too
+    assert common_ranges(graph) == []  # forward and backward
+    with torch.profiler.profile() as profile, within(["outer", "inner"]):
+        torch.ones(1)
+    assert [e.name for e in profile.events()][:2] == ["outer", "inner"]
 
 
 def test_ranges_are_nested_and_closed():

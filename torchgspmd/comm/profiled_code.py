@@ -9,7 +9,9 @@ Without a profiler a run costs one more question.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -35,7 +37,7 @@ class ProfiledCode:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
-        if _IS_MISSING or not _profiler_enabled():
+        if not is_profiling():
             return self.plain(*inputs)
         if self._with_ranges is None:
             graph = with_ranges(self.__self__.graph)
@@ -75,6 +77,29 @@ def with_ranges(graph: fx.Graph) -> fx.Graph:
             move_to([])
         new[node] = copy_node(result, node, new.__getitem__)
     return result
+
+
+def is_profiling() -> bool:
+    """Return whether a profiler looks."""
+    return not _IS_MISSING and _profiler_enabled()
+
+
+@contextmanager
+def within(ranges: Sequence[str]) -> Iterator[None]:
+    """Run the block in ranges, the outermost first, if a profiler looks."""
+    begun = [open_range(text) for text in ranges] if is_profiling() else []
+    try:
+        yield
+    finally:
+        for each in reversed(begun):
+            close_range(each)
+
+
+def common_ranges(graph: fx.Graph) -> list[str]:
+    """Return the ranges that all operations of a graph are in, the outermost first."""
+    nodes = [n for n in graph.nodes if n.op == "call_function" and "backward" in n.meta]
+    alike = zip(*map(ranges_of, nodes))
+    return [texts[0] for texts in takewhile(lambda texts: len({*texts}) == 1, alike)]
 
 
 def ranges_of(node: fx.Node) -> list[str]:

@@ -20,7 +20,7 @@ from torch.fx.passes.split_module import split_module
 
 from ..comm.kinds import WIRE_OPS
 from ..comm.loop_call import BodyCall, loop_calls
-from ..comm.profiled_code import ProfiledCode
+from ..comm.profiled_code import ProfiledCode, common_ranges, within
 from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
@@ -69,6 +69,7 @@ class CompiledPiece(nn.Module):
         sends = any(node.target in WIRE_OPS for node in program.graph.nodes)
         self.options: dict[str, Any] = IN_ORDER if sends else {}
         self.is_traceable = _is_traceable(program.graph)
+        self.ranges = common_ranges(program.graph)  # of a profile
 
     def forward(self, *inputs: Any) -> Any:
         return self.run([*inputs])
@@ -78,7 +79,8 @@ class CompiledPiece(nn.Module):
         key = _layout(inputs)
         if key not in self.compiled:
             self.compiled[key] = self._compile(inputs)
-        return self.compiled[key](inputs)
+        with within(self.ranges):
+            return self.compiled[key](inputs)
 
     def _compile(self, inputs: Sequence[Any]) -> Callable[[list], Any]:
         if self.is_traceable and all(isinstance(x, Tensor) for x in inputs) and has(_BOXED):
