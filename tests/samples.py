@@ -209,6 +209,15 @@ sample(ours.einsum.default, "k,k->", real(7), real(7))
 sample(ours.einsum.default, "a,b->ab", real(4), real(5))
 
 
+def float8(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape).to(torch.float8_e4m3fn)
+
+
+_SCALED = float8(4, 7), float8(7, 5)
+sample(ours.scaled_mm.default, *_SCALED, unit(1), unit(1), torch.float32, False)
+sample(ours.scaled_mm.default, *_SCALED, unit(4, 1), unit(1, 5), torch.float32, True)
+
+
 def ends(*numbers: int) -> Callable[[], Tensor]:
     return lambda: torch.tensor(numbers, dtype=torch.int32)
 

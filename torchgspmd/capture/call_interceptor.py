@@ -100,6 +100,8 @@ class CallInterceptor(TorchFunctionMode):
         replacements = [*rewrites_of("value", func), *rewrites_of("product", func)]
         if not replacements or kwargs.get("out") is not None:
             return DECLINED
+        if any(map(_is_wrapped, (*args, *kwargs.values()))):
+            return DECLINED
         if (
             is_transforming()
         ):  # torch.func takes few custom operations, and asks no tensor for a number
@@ -150,6 +152,14 @@ class CallInterceptor(TorchFunctionMode):
         if str(kwargs.get("device")) == "meta":  # inputs on meta have stand-ins on the CPU
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
+
+
+def _is_wrapped(value: object) -> bool:
+    """Return whether a value is a tensor of a library, around others.
+
+    It knows the operations of PyTorch, such as torchao's float8, and none of this package.
+    """
+    return hasattr(value, "__tensor_flatten__")
 
 
 def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:

@@ -26,6 +26,7 @@ VERSIONS = {  # on which `make test-integrations` passes
     "trl": "1.16",
     "peft": "0.21",
     "torchtitan": "0.2",
+    "torchao": "0.18",
 }
 Meshes = Mesh | DeviceMesh | MeshLayout
 

@@ -20,3 +20,9 @@ def einsum_flops(equation: str, a: Any, b: Any, *_: Any, **__: Any) -> int:
 
 
 register_flop_formula(_OURS.einsum)(einsum_flops)
+
+
+@register_flop_formula(_OURS.scaled_mm)
+def scaled_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the operations of a product of scaled matrices, from their shapes."""
+    return 2 * a[0] * a[1] * b[1]

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ..custom_ops.nd import einsum, split_equation, summed_alone
+from ..custom_ops.scaled_mm import scaled_mm
 from ..notation import Call, FactorRule
 from ..registry import rule, rule_for
-from ..rewrites import rewrite
+from ..rewrites import DECLINED, rewrite
 
 ours = torch.ops.torchgspmd
 
@@ -37,6 +38,39 @@ for _op, _equation in (
     (aten.dot, "k,k->"),
 ):
     rewrite("decompose", _op.default)(partial(einsum, _equation))
+
+
+@rule_for(ours.scaled_mm.default)
+def _scaled_mm(call: Call) -> FactorRule:
+    a, b, scale_a, scale_b = (tuple(t.shape) for t in call.tensors)
+    sizes = {"m": a[0], "k": a[1], "n": b[1]}
+    by_row = ["m", ""] if scale_a == (a[0], 1) else [""] * len(scale_a)
+    by_column = ["", "n"] if scale_b == (1, b[1]) else [""] * len(scale_b)
+    return call.rule(
+        [["m", "k"], ["k", "n"], by_row, by_column],
+        [["m", "n"]],
+        sizes,
+        reduce="k",
+        contraction=True,
+    )
+
+
+@rewrite("decompose", aten._scaled_mm.default)
+def _decompose_scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> object:
+    """A sum of shards in float8 would have too few bits."""
+    if scale_result is not None or out_dtype is None or out_dtype.itemsize == 1:
+        return DECLINED
+    product = scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+    return product if bias is None else product + bias
 
 
 @rewrite("decompose", aten.vdot.default)

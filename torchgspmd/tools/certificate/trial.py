@@ -39,7 +39,7 @@ class Trial:
         self.seen: dict[str, int] = {}
         self.unmatched = set[str]()  # values that depend on numbers drawn in another order
         self.results = 0  # that were judged
-        self.roundings = elements(plan)
+        self.roundings, self.coarsest = elements(plan), 0.0 if wide else _coarsest(plan)
         self.native = _native(plan.sharded)
         graphs = plan.captured.graph, plan.sharded
         self.device = device_of(plan.captured)
@@ -170,7 +170,7 @@ class Trial:
                 raise other_value(name, node, f"{claim}, laid out as '{spec}'", found)
         if not truth.is_floating_point():
             return True
-        is_exact = self.roundings * torch.finfo(truth.dtype).eps < _COARSE
+        is_exact = self._error(truth) < _COARSE
         return is_exact and bool(torch.isfinite(truth).any())
 
     def _close(self, mine: Tensor, one: Tensor) -> Tensor:
@@ -180,10 +180,16 @@ class Trial:
         """
         if not (one.is_floating_point() or one.is_complex()) or not one.numel():
             return mine == one
+        error = self._error(one)
+        if one.itemsize == 1:  # compared as numbers that torch can compare
+            mine, one = mine.float(), one.float()
         finite = one[torch.isfinite(one)].abs()
-        scale = max(float(finite.max()), 1.0) if finite.numel() else 1.0
-        most = self.roundings * torch.finfo(one.dtype).eps * scale
+        most = error * (max(float(finite.max()), 1.0) if finite.numel() else 1.0)
         return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
+
+    def _error(self, truth: Tensor) -> float:
+        """Return how far two ways to compute a value may be apart, of the largest number."""
+        return self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
 
     def _difference(self, rank: int, mine: Tensor, one: Tensor) -> str:
         """Return where a device differs, with both numbers."""
@@ -264,6 +270,13 @@ def elements(plan: Plan) -> int:
     """Return the elements of all values on one device."""
     values = ((n.meta.get("val"), runs(n)) for n in plan.sharded.nodes)
     return sum(v.numel() * times for v, times in values if isinstance(v, Tensor))
+
+
+def _coarsest(plan: Plan) -> float:
+    """Return the largest epsilon of the values of a plan."""
+    values = (node.meta.get("val") for node in plan.sharded.nodes)
+    dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
+    return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def is_blank(node: fx.Node) -> bool:

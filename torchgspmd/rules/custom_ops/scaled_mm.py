@@ -1,0 +1,49 @@
+"""A product of matrices in float8, which takes every size and every order in memory.
+
+`torch._scaled_mm` on a card takes rows of the left matrix and columns of the right one that lie
+together in memory, and sizes that 16 divides. A shard has neither for sure.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TILE = 16
+
+
+@torch.library.custom_op("torchgspmd::scaled_mm", mutates_args=())
+def scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Return (a * scale_a) @ (b * scale_b).
+
+    a [m, k], b [k, n]: float8. scale_a [m, 1], scale_b [1, n], or both of one number. fast: sums
+    may have fewer bits.
+    """
+    rows, columns = a.shape[0], b.shape[1]
+    by_column = _tiled(b.t())
+    if scale_a.numel() == scale_b.numel() == 1:
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    else:
+        scale_b = F.pad(scale_b, (0, by_column.shape[0] - columns))
+    left = _tiled(a, rows=False)
+    product = torch._scaled_mm(
+        left, by_column.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
+    )
+    return product[:rows, :columns].contiguous()
+
+
+def _tiled(x: Tensor, rows: bool = True) -> Tensor:
+    """Return a contiguous matrix with zeros behind it, up to sizes that the tile divides."""
+    missing = (0, -x.shape[1] % _TILE, 0, -x.shape[0] % _TILE if rows else 0)
+    bits = x.contiguous().view(torch.uint8)
+    return (F.pad(bits, missing) if any(missing) else bits).view(x.dtype)
+
+
+@scaled_mm.register_fake
+def _(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    return a.new_empty([a.shape[0], b.shape[1]], dtype=dtype)
