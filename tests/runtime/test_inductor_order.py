@@ -86,8 +86,9 @@ class Log(TorchDispatchMode):
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Inductor writes a product by one row or column as a sum.
-        is_thin = any(isinstance(x, Tensor) and x.dim() > 1 and 1 in x.shape[-2:] for x in args)
+        # For a CPU Inductor writes a product by one row or column as a sum.
+        thin = [isinstance(x, Tensor) and x.dim() > 1 and 1 in x.shape[-2:] for x in args]
+        is_thin = DEVICE == "cpu" and any(thin)
         self.calls += [c for c in calls_of(f"{func}(") if not (is_thin and c == "product")]
         return func(*args, **(kwargs or {}))
 

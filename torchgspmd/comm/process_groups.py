@@ -133,20 +133,19 @@ class ProcessGroups:
         return self._new_groups(axes).group_name
 
     def _new_groups(self, axes: tuple[str, ...]) -> Any:
-        """Create new groups over some axes, and return that of this rank."""
-        mine: Any = None
-        for ranks in self.mesh.groups(axes):
-            if len(self.processes) == dist.get_world_size():
-                group = dist.new_group(ranks, timeout=self.timeout)
-                mine = group if self.rank in ranks else mine
-            elif self.rank in ranks:  # processes of other parts do not take part
-                mine = self._new_group(ranks)
+        """Create the groups over some axes by one call, and return that of this rank."""
+        groups = [list(ranks) for ranks in self.mesh.groups(axes)]
+        if len(self.processes) == dist.get_world_size() and _can_split(self.world):
+            # A communicator that exists is split: all of its ranks take part.
+            mine = dist.split_group(split_ranks=groups, timeout=self.timeout)
+        else:
+            mine = self._new_group(next(ranks for ranks in groups if self.rank in ranks))
         assert mine is not None
         self.created.append(mine)
         return mine
 
     def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
-        """Return a group of processes of this part, which they alone create."""
+        """Return a group of processes of this mesh, which they alone create."""
         ranks = [self.processes[i] for i in positions]
         return dist.new_group(
             ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
@@ -185,6 +184,12 @@ def _set_timeout(group: object, timeout: timedelta) -> None:
     """Set the time limit of a group's waits."""
     set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
     (set_timeout or _set_pg_timeout)(timeout, group)
+
+
+def _can_split(world: Any) -> bool:
+    """Return whether groups can be split off the default group: NCCL, bound to a device."""
+    device = world.bound_device_id
+    return device is not None and world._get_backend(device).supports_splitting
 
 
 def _limit_of(group: Any) -> timedelta:
