@@ -110,7 +110,7 @@ class LateGroup(dist.ProcessGroup):
         super().__init__(gloo.rank(), gloo.size())
         self.gloo: Any = gloo
 
-    def begin(self, name: str, *args: Any) -> LateWork:
+    def begin(self, name: str, *args: Any, **options: Any) -> LateWork:
         """Begin a collective on copies."""
         results, operands = CALLS[name]
         copied: dict[int, tuple[Tensor, Tensor]] = {}
@@ -141,7 +141,7 @@ class LateGroup(dist.ProcessGroup):
         with torch.no_grad():
             for mine, _ in arriving:
                 mine.fill_(poison_of(mine.dtype))
-        return LateWork(name, getattr(self.gloo, name)(*sent), kept, arriving)
+        return LateWork(name, getattr(self.gloo, name)(*sent, **options), kept, arriving)
 
     # What torch asks a group, beside collectives.
 
@@ -173,7 +173,7 @@ class LateGroup(dist.ProcessGroup):
 
 
 def _method(name: str) -> Callable[..., LateWork]:
-    return lambda self, *args: self.begin(name, *args)
+    return lambda self, *args, **options: self.begin(name, *args, **options)
 
 
 for _name in CALLS:

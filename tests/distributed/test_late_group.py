@@ -175,6 +175,7 @@ def test_a_program_that_counts_on_time_fails(mesh, damage):
 def test_what_arrives_is_gloos(mesh):
     """All collectives of torch.distributed that the package calls."""
     rank, two = dist.get_rank(), torch.arange(2.0)
+    dist.barrier()
     work = dist.all_reduce(two, async_op=True)
     assert two.isnan().all()
     work.wait()
