@@ -165,8 +165,7 @@ def test_the_same_numbers(
             c10d.all_gather_into_tensor.default not in targets
             and c10d.reduce_scatter_tensor.default not in targets
         )
-        natively = dtype.is_complex and reduction == "sum" and "all_reduce" in op  # gloo adds them
-        assert sent <= KNOWN or natively
+        assert sent <= KNOWN
 
 
 @pytest.mark.parametrize(
@@ -175,7 +174,13 @@ def test_the_same_numbers(
 def test_other_devices_keep_their_collectives(dtype: torch.dtype, keeps: bool) -> None:
     for op in ("reduce_scatter_tensor", "all_reduce", "all_reduce_"):
         graph = gloo_all_to_all(program(op, dtype, 4), Ranks(4, 0, is_gloo=False))
-        assert bool(graph.find_nodes(op="call_function", target=getattr(c10d, op).default)) == keeps
+        found = graph.find_nodes(op="call_function", target=getattr(c10d, op).default)
+        assert bool(found) == keeps
+        for node in wire_dtypes(graph).find_nodes(
+            op="call_function", target=getattr(c10d, op).default
+        ):
+            real = node.args[0].target is aten.view_as_real.default
+            assert real == dtype.is_complex, "NCCL has no complex numbers"
 
 
 class TestGolden(TestCase):

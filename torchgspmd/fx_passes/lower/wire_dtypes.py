@@ -4,7 +4,7 @@ before   %r = all_to_all_single(%x, ...);  %w = wait_tensor(%r)                 
 after    %v = view(%x, float16);  %r = all_to_all_single(%v, ...)
          %y = wait_tensor(%r);  %w = view(%y, int16)
 needs    the program of one rank; meta["dtype"] on collectives
-ensures  only collectives that move data without arithmetic are changed, no reductions
+ensures  reductions keep their dtype, but for sums of complex numbers: they are sums of real ones
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ CARRIERS = {
 def wire_dtypes(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     for node in graph.nodes:
-        if node.target not in WIRE_OPS or WIRE_OPS[node.target].reduces:
+        if node.target not in WIRE_OPS:
             continue
-        dtype = node.meta["dtype"]
-        if dtype.is_complex:
+        dtype, reduces = node.meta["dtype"], WIRE_OPS[node.target].reduces
+        if dtype.is_complex and (not reduces or node.args[1] == "sum"):
             _convert(graph, node, (aten.view_as_real.default,), (aten.view_as_complex.default,))
-        elif dtype in CARRIERS:
+        elif dtype in CARRIERS and not reduces:
             _convert(graph, node, (aten.view.dtype, CARRIERS[dtype]), (aten.view.dtype, dtype))
     return graph
 
