@@ -19,7 +19,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench docs wheel words
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -125,9 +125,14 @@ test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says 
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --hide-operators 20 --hide-seed $(SEED) tests
 
-bench: venv  ## bytes, memory and calls of small plans and steps: which ratio moved by more than 10 %
+bench: venv  ## bytes, memory and calls of small plans and steps, beside peers and bounds: which ratio moved by more than 10 %
 	$(BIN)/python $(INSTALL) -e .
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/ratios.py
+
+CASES ?= ../shared/communication
+bounds: venv  ## bytes that a device sends beside a proven lower bound; CASES=... has the communication suite
+	$(BIN)/python $(INSTALL) -e .
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/bounds.py --cases $(CASES)
 
 wheel: venv  ## a wheel and an sdist in dist/, checked by twine
 	$(BIN)/python $(INSTALL) build twine

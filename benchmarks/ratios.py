@@ -12,6 +12,9 @@ all are the same on every machine, so a change of one is a change of the code or
     step      Python calls of a step (forward and backward, the third), over those of eager PyTorch;
               collectives run on torch's fake process group
 
+Beside them stand the ratios to the best peer and to a lower bound, where there is one (PEERS,
+BOUNDS). `benchmarks/bounds.py` has bounds of bytes.
+
 The baseline is that of torch 2.13, which `make venv` installs.
 """
 
@@ -43,6 +46,12 @@ MESHES = {
     "sp": "data=2,model=2",
     "2d": "data=2,model=2",
 }
+
+# In the units of the ratios, for the devices of MESHES. DDP reduces each gradient once; FSDP2
+# gathers each parameter for the forward and for the backward, and reduces its gradient.
+PEERS = {"sent dp": ("DDP", 2 * 3 / 4), "sent fsdp": ("FSDP2", 3 * 3 / 4)}
+# A plan needs the capture.
+BOUNDS = {f"planning {layout}": 1.0 for layout in MESHES}
 
 
 class Calls:
@@ -107,6 +116,15 @@ def ratios() -> Iterator[tuple[str, float]]:
         yield f"step {layout}", count_step(model) / eager
 
 
+def beside(name: str, ratio: float) -> str:
+    """Return a ratio over that of the best peer, and over the lower bound."""
+    peer, theirs = PEERS.get(name, ("", 0.0))
+    bound = BOUNDS.get(name)
+    of_peer = f"{ratio / theirs:5.2f} of {peer}" if peer else ""
+    of_bound = f"{ratio / bound:5.2f} of bound" if bound else ""
+    return f"  {of_peer:16} {of_bound}".rstrip()
+
+
 def moved(now: dict[str, float], before: dict[str, float]) -> list[str]:
     """Return the names of ratios that differ by more than the tolerance, or are in one table."""
     return [
@@ -130,7 +148,8 @@ def main() -> None:
     changed = moved(now, before)
     for name in sorted({*now, *before}):
         mark = "  moved" if name in changed else ""
-        print(f"{name:15} {before.get(name, 0):8.3f} -> {now.get(name, 0):8.3f}{mark}")
+        ratio = now.get(name, 0)
+        print(f"{name:15} {before.get(name, 0):8.3f} -> {ratio:8.3f}{beside(name, ratio)}{mark}")
     if options.accept:
         BASELINE.write_text(json.dumps(now, indent=1) + "\n")
         return
