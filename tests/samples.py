@@ -214,8 +214,8 @@ def float8(*shape: int) -> Callable[[], Tensor]:
 
 
 _SCALED = float8(4, 7), float8(7, 5)
-sample(ours.scaled_mm.default, *_SCALED, unit(1), unit(1), torch.float32, False)
-sample(ours.scaled_mm.default, *_SCALED, unit(4, 1), unit(1, 5), torch.float32, True)
+sample(ours.scaled_mm.default, *_SCALED, unit(1), unit(1), torch.bfloat16, False)
+sample(ours.scaled_mm.default, *_SCALED, unit(4, 1), unit(1, 5), torch.bfloat16, True)
 
 
 def ends(*numbers: int) -> Callable[[], Tensor]:

@@ -195,7 +195,7 @@ def _seen(b: Any, h: Any, q: Tensor, k: Tensor) -> Tensor:
 
 
 def _window(length: int) -> Any:
-    return create_block_mask(_seen, None, None, length, length, device="cpu")
+    return create_block_mask(_seen, None, None, length, length, device=torch.get_default_device())
 
 
 class Dense(nn.Module):

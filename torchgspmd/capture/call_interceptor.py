@@ -26,7 +26,7 @@ from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import products, sparse_coo, value_free  # noqa: F401 (register)
+from .rewrites import batch_norm, products, sparse_coo, value_free  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree

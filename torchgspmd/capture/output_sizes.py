@@ -36,8 +36,11 @@ def cotangents_of(captured: Captured, tensors: Sequence[Tensor]) -> list[Tensor]
                 fix="return a sum of it, or a loss",
             ) from error
     summed = captured.visible()
+    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     return [
-        (torch.ones if i.output in summed else torch.zeros)(shapes[i.output], dtype=i.dtype)
+        (torch.ones if i.output in summed else torch.zeros)(
+            shapes[i.output], dtype=i.dtype, device=device
+        )
         for i in inputs
     ]
 
