@@ -52,7 +52,7 @@ def compare(
     Args:
         model: The module of parallelize, or a Plan, which runs as `Plan.simulate` does.
         reference: The model for one device, with the same weights.
-        *batch: The arguments; or one tuple of them, or one mapping of arguments by name.
+        batch: The arguments; or one tuple of them, or one mapping of arguments by name.
         tolerance: How much a value may differ, relative to the largest on one device. None: the
             square root of the dtype's epsilon.
 
