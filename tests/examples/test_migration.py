@@ -1,0 +1,71 @@
+"""The diffs of docs/from_other_libraries.md: few lines, and the numbers of the loops before."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = (ROOT / "docs" / "from_other_libraries.md").read_text()
+DIFFS = dict(re.findall(r"^<!-- test: (\w+) -->\n```diff\n(.*?)^```", PAGE, re.M | re.S))
+MODEL = """
+import torch
+from torch import nn
+
+
+def create_model(name, num_classes):
+    layers = nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU()
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, num_classes))
+
+
+draw = torch.Generator().manual_seed(3)
+images = torch.randn(32, 3, 8, 8, generator=draw)
+
+
+def create_dataset(split):
+    return [(image, i % 5) for i, image in enumerate(images)]
+"""
+RUN = """
+import runpy, sys
+import torchgspmd as gspmd
+
+
+def run(file):
+    runpy.run_path(file)
+
+
+if __name__ == "__main__":
+    gspmd.launch(run, int(sys.argv[2]), sys.argv[1], backend=None)
+"""
+
+
+def version(diff: str, sign: str) -> str:
+    """Return the script before (-) or after (+) a diff."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] in f"{sign} \n")
+
+
+@pytest.mark.parametrize("name", ["images"])
+def test_the_loop_prints_the_same_on_two_processes(name, tmp_path):
+    diff = DIFFS[name]
+    assert sum(line.startswith("+") for line in diff.splitlines()) <= 12
+    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "run.py").write_text(RUN)
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
+    found = []
+    for sign, processes in (("-", "1"), ("+", "2")):
+        (tmp_path / "train.py").write_text(version(diff, sign))
+        command = [sys.executable, "run.py", "train.py", processes]
+        done = subprocess.run(
+            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stderr
+        lines = re.findall(r"^\[0\] ((?:step|iter|epoch) .*)", done.stdout, re.M)
+        words = [word.strip(":,") for line in lines for word in line.split()]
+        found.append([float(word) if "." in word else word for word in words])
+    before, after = found
+    assert len(before) == 3 * 6
+    for mine, theirs in zip(after, before, strict=True):
+        assert mine == (pytest.approx(theirs, abs=3e-5) if isinstance(theirs, float) else theirs)
