@@ -28,8 +28,8 @@ def halos_step(
 ) -> Step | None:
     """Return the exchange that leads to windows.
 
-    None of sizes that only a run knows, over parts of an axis, over more devices than are counted
-    one by one, and if rows outside of two dimensions hold different fills.
+    None of sizes that only a run knows, over parts of an axis, or over more devices than are
+    counted one by one. None also if rows outside of two dimensions hold different fills.
     """
     moving = {a for axes, w in zip(after.dims, after.windows) if w is not None for a in axes}
     few = moving <= set(mesh.names) and mesh.count(moving) <= MAX_COUNTED_DEVICES

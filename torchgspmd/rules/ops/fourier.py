@@ -84,8 +84,9 @@ def _as_matrix(
 ) -> Tensor | Declined:
     """Compute a transform of one dimension as one of a matrix, for shards of its rows.
 
-    With positions p n + q and frequencies r + m s of m rows p and n columns q, it is
-    sum_q e(q s / n) e(q r / (m n)) sum_p e(p r / m) x[p, q], where e(t) = exp(-2 pi i t).
+    Positions are p n + q of m rows p and n columns q; frequencies are r + m s. The transform is
+
+        sum_q e(q s / n) e(q r / (m n)) sum_p e(p r / m) x[p, q]      where e(t) = exp(-2 pi i t)
     """
     columns = x.shape[dim] // rows
     if x.shape[dim] % rows**2:

@@ -1,9 +1,9 @@
 """sort.
 
 The sorted dimension must be whole. If no other dimension can have its layout, it is sorted by
-columnsort (Leighton, Tight bounds on the complexity of parallel sorting, 1985): each of n devices
-sorts its block four times, and between these sorts elements move as in two transpositions of a
-matrix and two shifts by half a block. These move 2 (n-1)/n^2 + 1/n of the array, and a gather moves
+columnsort (Leighton, Tight bounds on the complexity of parallel sorting, 1985). Each of n devices
+sorts its block four times. Between these sorts elements move as in two transpositions of a matrix
+and two shifts by half a block. These move 2 (n-1)/n^2 + 1/n of the array, and a gather moves
 (n-1)/n. A bitonic exchange would move log2(n) (log2(n) + 1) / (2 n).
 """
 
