@@ -161,3 +161,55 @@ def test_an_error_of_one_rank_is_one_of_all(mesh, tmp_path):
         assert gspmd.load(tmp_path, module) == 1
     gspmd.save(tmp_path / "step-2", module, step=2)
     assert gspmd.load(tmp_path, module) == 2
+
+
+OPTIMIZERS = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),  # whose state is one, not zero, at first
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+}
+
+
+def losses_of(model, optimizer, begin, end, saves=None):
+    """Losses of steps. saves: called between the backward and the update of its step."""
+    losses = []
+    for step in range(begin, end):
+        loss = (model(torch.arange(12.0).view(4, 3) / 7) - step).square().mean()
+        loss.backward()
+        if saves is not None:
+            saves(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@distributed("data=2")
+def test_a_save_changes_no_optimizer(mesh, tmp_path):
+    """Before the first step, between backward and update, and after both."""
+    for name, make in OPTIMIZERS.items():
+        plain = nn.Linear(3, 2)
+        model, other = (
+            gspmd.parallelize(copy.deepcopy(plain), mesh, in_specs="data _") for _ in range(2)
+        )
+        optimizer = make(model.parameters())
+        expected = losses_of(plain, make(plain.parameters()), 0, 5)
+
+        def keep(step, run=(tmp_path / name, model, optimizer)):
+            folder, *saved = run
+            gspmd.save(folder / f"between-{step}", *saved, step=step)
+
+        gspmd.save(tmp_path / name / "first", model, optimizer)
+        found = losses_of(model, optimizer, 0, 2, keep)
+        gspmd.save(tmp_path / name / "second", model, optimizer, step=2)
+        found += losses_of(model, optimizer, 2, 5)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6, msg=name)
+        for folder in ("second", "between-0", "first", "between-1"):
+            own = make(other.parameters())
+            if folder == "between-1":  # into an optimizer whose parameters have gradients
+                other(torch.ones(4, 3)).sum().backward()
+            step = gspmd.load(tmp_path / name / folder, other, own)
+            own.zero_grad()
+            found = losses_of(other, own, step, 5)
+            torch.testing.assert_close(found, expected[step:], rtol=1e-5, atol=1e-6, msg=folder)

@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -25,16 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.optim import Optimizer
 
 from ..errors import ShardingError, user_line
 from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
 from .checkpoint_states import allocate_state, as_plain, as_state, is_plain_state
+from .optimizer_state import Optimizers, set_state, state_of
 
 FILE = "gspmd.json"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
-Optimizers = Optimizer | Sequence[Optimizer] | None
 
 
 def save(
@@ -100,9 +98,10 @@ def content_of(
     """Return the tensors of a checkpoint, and the step and states without their tensors."""
     tensors = dict[str, Tensor]()
     plain = {name: as_plain(each.state_dict(), name, tensors) for name, each in states.items()}
-    weights, state = _state(model, optimizer)
+    weights, state, fresh = state_of(model, optimizer)
+    state["state"] = {n: each for n, each in state.get("state", {}).items() if n not in fresh}
     content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
-    return {**content, "states": tensors}, {"step": step, "states": plain}
+    return {**content, "states": tensors}, {"step": step, "states": plain, "fresh": fresh}
 
 
 def write_said(folder: Path, said: dict[str, Any]) -> None:
@@ -263,31 +262,24 @@ def load(
             why=f"it was saved with {', '.join(map(repr, said['states'])) or 'no states'}",
             fix="the names that save got",
         )
-    weights, state = _state(model, optimizer)
+    weights, state, _ = state_of(model, optimizer)
+    fresh = said.get("fresh", [])
     tensors = dict[str, Tensor]()
     for each in said["states"].values():
         allocate_state(each, tensors)
     content: dict[str, Any] = {"model": weights, "rng": torch.get_rng_state(), "states": tensors}
     if optimizer is not None:
-        content["optimizer"] = state
+        saved = {n: each for n, each in state["state"].items() if n not in fresh}
+        content["optimizer"] = {**state, "state": saved}
     dcp.load(content, checkpoint_id=path)
-    _set_state(model, optimizer, weights, state)
+    if optimizer is not None:
+        read = content["optimizer"]
+        state = {**read, "state": {**state["state"], **read.get("state", {})}}
+    set_state(model, optimizer, weights, state, fresh)
     torch.set_rng_state(content["rng"])
     for name, each in (states or {}).items():
         each.load_state_dict(as_state(said["states"][name], tensors))
     return said["step"]
-
-
-def _state(model: nn.Module, optimizer: Optimizers) -> tuple[dict[str, Any], dict[str, Any]]:
-    found: Any = get_state_dict(model, [] if optimizer is None else optimizer)
-    return found
-
-
-def _set_state(
-    model: nn.Module, optimizer: Optimizers, weights: dict[str, Any], state: dict[str, Any]
-) -> None:
-    optimizers = [] if optimizer is None else optimizer
-    set_state_dict(model, optimizers, model_state_dict=weights, optim_state_dict=state)
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -351,7 +343,9 @@ def parsed(file: Path) -> dict[str, Any] | None:
     try:
         said = json.loads(file.read_text())
         is_right = said.pop("checksum") == _checksum(said)
-        is_right = is_right and {"step", "states"} <= set(said) <= {"step", "states", "files"}
+        optional, fresh = {"files", "fresh"}, said.get("fresh", [])
+        is_right = is_right and {"step", "states"} <= set(said) <= {"step", "states", *optional}
+        is_right = is_right and isinstance(fresh, list) and all(type(n) is str for n in fresh)
         is_right = is_right and type(said["step"]) is int and are_sums(said.get("files", {}))
         is_right = is_right and all(map(is_plain_state, said["states"].values()))
     except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
