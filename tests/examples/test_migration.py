@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "from_other_libraries.md").read_text()
 DIFFS = dict(re.findall(r"^<!-- test: (\w+) -->\n```diff\n(.*?)^```", PAGE, re.M | re.S))
-MODEL = """
+IMAGES = """
 import torch
 from torch import nn
 
@@ -28,6 +28,38 @@ images = torch.randn(32, 3, 8, 8, generator=draw)
 def create_dataset(split):
     return [(image, i % 5) for i, image in enumerate(images)]
 """
+WORDS = """
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+tokens = {split: torch.arange(400).mul(n).remainder(29) for split, n in (("train", 7), ("val", 5))}
+
+
+@dataclass
+class GPTConfig:
+    block_size: int
+    words: int = 29
+    width: int = 16
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.words = nn.Embedding(config.words, config.width)
+        self.places = nn.Embedding(config.block_size, config.width)
+        self.mix = nn.Linear(config.width, 3 * config.width)
+        self.head = nn.Linear(config.width, config.words)
+
+    def forward(self, x, y):
+        h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        q, k, v = self.mix(h).chunk(3, -1)
+        logits = self.head(h + F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
+"""
+MODELS = {"gpt": (WORDS, 2 * 5 + 8 * 4), "images": (IMAGES, 3 * 6)}  # and words that it prints
 RUN = """
 import runpy, sys
 import torchgspmd as gspmd
@@ -47,11 +79,11 @@ def version(diff: str, sign: str) -> str:
     return "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] in f"{sign} \n")
 
 
-@pytest.mark.parametrize("name", ["images"])
+@pytest.mark.parametrize("name", [*MODELS])
 def test_the_loop_prints_the_same_on_two_processes(name, tmp_path):
-    diff = DIFFS[name]
+    diff, (model, count) = DIFFS[name], MODELS[name]
     assert sum(line.startswith("+") for line in diff.splitlines()) <= 12
-    (tmp_path / "model.py").write_text(MODEL)
+    (tmp_path / "model.py").write_text(model)
     (tmp_path / "run.py").write_text(RUN)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     found = []
@@ -66,6 +98,6 @@ def test_the_loop_prints_the_same_on_two_processes(name, tmp_path):
         words = [word.strip(":,") for line in lines for word in line.split()]
         found.append([float(word) if "." in word else word for word in words])
     before, after = found
-    assert len(before) == 3 * 6
+    assert len(before) == count
     for mine, theirs in zip(after, before, strict=True):
         assert mine == (pytest.approx(theirs, abs=3e-5) if isinstance(theirs, float) else theirs)

@@ -9,9 +9,9 @@
         %add    : f32[4, 128] of [8@data, 256@model] = linear(%x, %weight, %bias)  -2.1 to 3.4
         stop behind %add of module 'blocks.0.up', model.py:14
 
-A line has a value of this rank: its name in `print(plan)`, the shape of this rank's shard, the
-shape and the layout of the whole, the operation and the range of the shard's elements, without
-padding. Loops, stages and collectives are one line each.
+A line has a value of this rank: its name in `print(plan)`, the shape of this rank's shard, and the
+shape and layout of the whole. The operation and the range of the shard's elements without padding
+follow. Loops, stages and collectives are one line each.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What in a program a CUDA graph cannot capture: the host reads a value, or sends by itself.
+"""Values of a program that a CUDA graph cannot capture: the host reads a value, or sends by itself.
 
 plan.uncapturable()
 (Uncapturable(name='picked', why='its size is known only in a run', where='model.py:12'),)
