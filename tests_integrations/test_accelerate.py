@@ -4,21 +4,22 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from ranks import distributed
-from tiny import EPSILON, Tokens, close, llama, marked, shared_folder, whole
+from tiny import EPSILON, Read, Tokens, close, llama, marked, shared_folder, whole
 from torch.utils.data import DataLoader
 
+import torchgspmd as gspmd
 from torchgspmd.integrations.accelerate import Accelerator
 
 MESHES = ("data=2", "model=2", "data=2,model=2")
 ROWS, ACCUMULATED = 4, 2
 
 
-def parts(model):
+def parts(model, data=None):
     """An optimizer, a schedule whose steps are seen, and a loader that shuffles."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPSILON)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
     torch.manual_seed(5)
-    return optimizer, scheduler, DataLoader(Tokens(22), ROWS, shuffle=True)
+    return optimizer, scheduler, DataLoader(data or Tokens(22), ROWS, shuffle=True)
 
 
 def plain(epochs):
@@ -39,11 +40,11 @@ def plain(epochs):
     return model, found
 
 
-def prepared(mesh):
+def prepared(mesh, data=None, **options):
     AcceleratorState._reset_state(reset_partial_state=True)  # of the test before
-    accelerator = Accelerator(mesh, gradient_accumulation_steps=ACCUMULATED, cpu=True)
+    accelerator = Accelerator(mesh, gradient_accumulation_steps=ACCUMULATED, cpu=True, **options)
     model = marked(mesh)
-    objects = accelerator.prepare(model, *parts(model))
+    objects = accelerator.prepare(model, *parts(model, data))
     return accelerator, *objects
 
 
@@ -79,6 +80,24 @@ def test_the_loop_equals_one_device(mesh):
     assert torch.cat(seen).equal(Tokens(10, 1).rows)  # each row once
     state = accelerator.get_state_dict(objects[0])
     assert len(state) == (len(model.state_dict()) if accelerator.is_main_process else 0)
+
+
+@distributed("data=2", "data=2,model=2")
+def test_each_rank_reads_its_rows(mesh):
+    data = Read(22)
+    accelerator, *objects = prepared(mesh, data, own_rows=True)
+    found = train(accelerator, *objects, epochs=1)
+    model, want = plain(epochs=1)
+    for mine, theirs in zip(found, want, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4)
+    close(whole(objects[0]), model.state_dict())
+    assert len({*data.read}) == len(data.read) == 11
+    rows = accelerator.prepare(DataLoader(Tokens(12, 1), ROWS))
+    rest = [batch["input_ids"] for batch in accelerator.skip_first_batches(rows, 1)]
+    assert torch.cat([each.full_tensor() for each in rest]).equal(Tokens(12, 1).rows[ROWS:])
+    uneven = accelerator.prepare(DataLoader(Tokens(9, 1), ROWS))
+    with pytest.raises(gspmd.ShardingError, match="a batch of 1 rows is not divided by 2"):
+        list(uneven)
 
 
 @distributed()

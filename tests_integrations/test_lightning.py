@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from ranks import distributed
-from tiny import EPSILON, Tokens, close, llama, mark, shared_folder, whole
+from tiny import EPSILON, Read, Tokens, close, llama, mark, shared_folder, whole
 from torch.utils.data import DataLoader
 
 import torchgspmd as gspmd
@@ -48,8 +48,8 @@ def loader(shuffle=True):
     return DataLoader(Tokens(22), ROWS, shuffle=shuffle)
 
 
-def trainer(mesh, folder, epochs, **options):
-    strategy = MeshStrategy(mesh) if mesh is not None else "auto"
+def trainer(mesh, folder, epochs, own_rows=False, **options):
+    strategy = MeshStrategy(mesh, own_rows=own_rows) if mesh is not None else "auto"
     return L.Trainer(
         accelerator="cpu",
         devices=1 if mesh is None else mesh.size,
@@ -106,6 +106,18 @@ def test_training_equals_one_device(mesh):
         means = [(model(**batch).loss.item(), len(batch["labels"])) for batch in loader(False)]
     expected = sum(mean * rows for mean, rows in means) / sum(rows for _, rows in means)
     assert seen == pytest.approx(expected, rel=1e-4)
+
+
+@distributed("data=2", "data=2,model=2")
+def test_each_rank_reads_its_rows(mesh):
+    module, data = Module(mesh), Read(22)
+    torch.manual_seed(5)
+    run = trainer(mesh, shared_folder(), 1, own_rows=True, enable_checkpointing=False)
+    run.fit(module, DataLoader(data, ROWS, shuffle=True))
+    model, want = plain(1)
+    same(module.found, want)
+    close(whole(module.net), model.state_dict())
+    assert len({*data.read}) == len(data.read) == 11
 
 
 @distributed("data=2")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from ranks import distributed
-from tiny import EPSILON, Tokens, close, llama, marked, shared_folder, whole
+from tiny import EPSILON, Read, Tokens, close, llama, marked, shared_folder, whole
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
@@ -107,6 +107,34 @@ def test_training_equals_one_process(mesh):
         want = one_process(folder, **options)
         assert logits == pytest.approx(want.predict(rows).predictions, rel=1e-3, abs=1e-4)
         assert trainer.state.global_step == want.state.global_step == 6
+        same_logs(logged(trainer), logged(want))
+        close(weights, want.model.state_dict())
+
+
+@distributed("data=2", "data=2,model=2")
+def test_each_rank_reads_its_rows(mesh):
+    """Labels that are left out of the loss are counted over the rows of all ranks."""
+    folder, options = shared_folder(), {"gradient_accumulation_steps": 2, "eval_strategy": "no"}
+    data = Read(22)
+    trainer = Trainer(
+        marked(mesh),
+        arguments(folder, ROWS // 2, **options),
+        mesh=mesh,
+        own_rows=True,
+        train_dataset=data,
+        eval_dataset=Tokens(10, 1),
+    )
+    trainer.train()
+    assert len(data.read) == 22  # in two epochs: half of each batch
+    others = [None] * mesh.size
+    dist.all_gather_object(others, data.read)
+    first = others[:: mesh.size // 2]
+    assert {*first[0][:11]} | {*first[1][:11]} == {*range(22)}
+    weights = whole(trainer.model)
+
+    @on_first
+    def _():
+        want = one_process(folder, **options)
         same_logs(logged(trainer), logged(want))
         close(weights, want.model.state_dict())
 

@@ -73,6 +73,18 @@ class Tokens(torch.utils.data.Dataset):
         return {"input_ids": self.rows[i], "labels": labels}
 
 
+class Read(Tokens):
+    """Sequences that note which of them are read."""
+
+    def __init__(self, count: int, seed: int = 0):
+        super().__init__(count, seed)
+        self.read: list[int] = []
+
+    def __getitem__(self, i):
+        self.read.append(int(i))
+        return super().__getitem__(i)
+
+
 def shared_folder(name: str = "run") -> str:
     """A new folder that all ranks see."""
     names = [tempfile.mkdtemp(prefix=name) if dist.get_rank() == 0 else None]

@@ -17,6 +17,7 @@ from ..runtime.full_state import full_state_dict
 from ..runtime.module_proxy import ModuleProxy
 from ..runtime.parallelize import parallelize
 from . import Meshes, default_in_specs, library
+from .own_rows import GlobalBatches
 
 accelerate: Any = library("accelerate")
 states: Any = library("accelerate.state")
@@ -77,12 +78,21 @@ class Accelerator(accelerate.Accelerator):
     Args:
         mesh: The mesh of all processes, on which the model is marked.
         options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
+        own_rows: Whether loaders read on each rank its rows of a batch alone. Tensors of batches
+            are DTensors then, and collate functions have to give all ranks the same shapes.
         kwargs: The arguments of accelerate's Accelerator. mixed_precision is its autocast.
     """
 
-    def __init__(self, mesh: Meshes, *, options: Mapping[str, Any] | None = None, **kwargs: Any):
+    def __init__(
+        self,
+        mesh: Meshes,
+        *,
+        options: Mapping[str, Any] | None = None,
+        own_rows: bool = False,
+        **kwargs: Any,
+    ):
         as_one_process(bool(kwargs.get("cpu")))
-        self._is_saving, self._on_mesh = False, list[Any]()
+        self._is_saving, self._on_mesh, self._own_rows = False, list[Any](), own_rows
         super().__init__(**kwargs)
         self.mesh, self.options = mesh, {"in_specs": default_in_specs(mesh), **(options or {})}
         self.register_save_state_pre_hook(self._save)
@@ -98,6 +108,18 @@ class Accelerator(accelerate.Accelerator):
         model = super().prepare_model(model, *args, **kwargs)
         self._models[-1] = parallelize(model, self.mesh, **self.options)
         return self._models[-1]
+
+    def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a loader of accelerate, or one of own rows around it."""
+        loader = super().prepare_data_loader(*args, **kwargs)
+        return GlobalBatches(loader, self.mesh) if self._own_rows else loader
+
+    def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
+        """Return a loader that begins behind so many batches."""
+        if not isinstance(dataloader, GlobalBatches):
+            return super().skip_first_batches(dataloader, num_batches)
+        rest = super().skip_first_batches(dataloader._loader, num_batches)
+        return GlobalBatches(rest, self.mesh, is_own=True)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Return the state of one device's model on rank 0, and {} on the others."""

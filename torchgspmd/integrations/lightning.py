@@ -6,6 +6,7 @@ from typing import Any
 
 from ..layout.device_mesh import mesh_of
 from . import Meshes, library
+from .own_rows import global_batch, read_own_rows
 
 strategies: Any = library("lightning.pytorch.strategies")
 
@@ -19,11 +20,13 @@ class MeshStrategy(strategies.ModelParallelStrategy):
 
     Args:
         mesh: The mesh of all processes.
+        own_rows: Whether each rank reads its rows of a batch alone. Tensors of batches are DTensors
+            then, and collate functions have to give all ranks the same shapes.
         kwargs: The arguments of ModelParallelStrategy, but the sizes.
     """
 
-    def __init__(self, mesh: Meshes, **kwargs: Any):
-        size = mesh_of(mesh).size
+    def __init__(self, mesh: Meshes, *, own_rows: bool = False, **kwargs: Any):
+        size, self._mesh, self._own_rows = mesh_of(mesh).size, mesh, own_rows
         super().__init__(data_parallel_size=size, tensor_parallel_size=1, **kwargs)
 
     @property
@@ -35,3 +38,13 @@ class MeshStrategy(strategies.ModelParallelStrategy):
         """Set up the module; its sampler stays as it is, in its order."""
         trainer._accelerator_connector.use_distributed_sampler = False
         super().setup(trainer)
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Let a loader read the rows of this rank, if so asked."""
+        loader = super().process_dataloader(dataloader)
+        return read_own_rows(loader, self._mesh) if self._own_rows else loader
+
+    def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
+        """Return a batch on the device; the one of all ranks, if each has read its rows."""
+        batch = super().batch_to_device(*args, **kwargs)
+        return global_batch(batch, self._mesh) if self._own_rows else batch

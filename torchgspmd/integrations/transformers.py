@@ -25,6 +25,7 @@ from ..runtime.parallelize import parallelize
 from ..runtime.write_whole import write_whole
 from . import Meshes, batch_parts, default_in_specs, library
 from .accelerate import as_first_process, as_one_process, check_precision
+from .own_rows import global_batch, read_own_rows
 
 transformers: Any = library("transformers")
 
@@ -45,6 +46,8 @@ class Trainer(transformers.Trainer):
         args: The TrainingArguments.
         mesh: The mesh of all processes.
         options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
+        own_rows: Whether each rank reads in training its rows of a batch alone. The data collator
+            has to give all ranks the same shapes. Evaluation reads all rows.
         kwargs: The arguments of transformers' Trainer.
     """
 
@@ -57,8 +60,10 @@ class Trainer(transformers.Trainer):
         *rest: Any,
         mesh: Meshes,
         options: Mapping[str, Any] | None = None,
+        own_rows: bool = False,
         **kwargs: Any,
     ):
+        self._own_rows = own_rows
         args = copy.copy(args or transformers.TrainingArguments("tmp_trainer"))
         reads_logits = kwargs.get("compute_loss_func") or args.label_smoothing_factor
         out_specs = None if reads_logits else self.out_specs
@@ -104,6 +109,18 @@ class Trainer(transformers.Trainer):
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         with as_first_process():  # workers of all ranks draw the same numbers
             return super()._get_dataloader(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        """Return the loader of training, whose rows are this rank's if so asked."""
+        loader = super().get_train_dataloader()
+        return read_own_rows(loader, self._mesh) if self._own_rows else loader
+
+    def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the batches of a step, and the tokens in them on all ranks."""
+        if self._own_rows:
+            epoch_iterator = (global_batch(batch, self._mesh) for batch in epoch_iterator)
+        batches, count = super().get_batch_samples(epoch_iterator, *args, **kwargs)
+        return batches, _whole(count)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         write = super()._save
