@@ -91,7 +91,7 @@ def test_each_rank_reads_its_rows(mesh):
     for mine, theirs in zip(found, want, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
     close(whole(objects[0]), model.state_dict())
-    assert len({*data.read}) == len(data.read) == 11
+    assert len({*data.read}) == len(data.read) == 11, data.read
     rows = accelerator.prepare(DataLoader(Tokens(12, 1), ROWS))
     rest = [batch["input_ids"] for batch in accelerator.skip_first_batches(rows, 1)]
     assert torch.cat([each.full_tensor() for each in rest]).equal(Tokens(12, 1).rows[ROWS:])
