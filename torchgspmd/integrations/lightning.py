@@ -40,7 +40,7 @@ class MeshStrategy(strategies.ModelParallelStrategy):
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Let a loader read the rows of this rank, if so asked."""
+        """Return a loader that reads the rows of this rank, if so asked."""
         loader = super().process_dataloader(dataloader)
         return read_own_rows(loader, self._mesh) if self._own_rows else loader
 

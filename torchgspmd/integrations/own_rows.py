@@ -51,7 +51,7 @@ class OwnRows:
 
 
 def read_own_rows(loader: Any, mesh: Meshes) -> Any:
-    """Let a DataLoader read the rows of this rank alone, and return it."""
+    """Make a DataLoader read the rows of this rank alone, and return it."""
     if getattr(loader, "batch_sampler", None) is None:
         raise ShardingError(
             f"own_rows=True for a {type(loader).__name__} without a batch sampler",
