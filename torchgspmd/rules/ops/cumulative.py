@@ -26,7 +26,7 @@ _JOINS: dict[OpOverload, tuple[Callable, float]] = {
     aten.cumprod.default: (torch.mul, 1),
     aten.logcumsumexp.default: (torch.logaddexp, -math.inf),
 }
-FROM_BEHIND = {op._opname: op for op in _JOINS}
+FROM_BEHIND = {op.name().removeprefix("aten::"): op for op in _JOINS}
 
 
 @torch.library.custom_op("torchgspmd::suffix_scan", mutates_args=())
