@@ -127,6 +127,7 @@ def _r(*shape) -> Tensor:
 
 
 _T = torch.tensor([0, 2, 4, 1])
+_F8, _ONE = torch.float8_e4m3fn, torch.tensor(1.5)
 _PIXELS = torch.tensor([4, 0, -100, 1, 2, 3, 0, 0, 1, 1, -100, 4]).reshape(3, 2, 2)
 
 
@@ -265,6 +266,10 @@ DECOMPOSED = {
         for how in (0, 1, 2)
     ],
     aten.mm.default: [(_r(3, 4), _r(4, 5))],
+    aten._scaled_mm.default: [
+        (_r(3, 4).to(_F8), _r(4, 5).to(_F8), _ONE, _ONE, {"out_dtype": torch.float32}),
+        (_r(3, 4).to(_F8), _r(4, 5).to(_F8), _ONE, _ONE, _r(5), {"out_dtype": torch.float32}),
+    ],
     aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))],
     aten.mv.default: [(_r(3, 4), _r(4))],
     aten.dot.default: [(_r(4), _r(4))],
