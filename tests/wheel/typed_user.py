@@ -63,6 +63,8 @@ assert_type(gspmd.Hardware.of("h100"), gspmd.Hardware)
 gspmd.suggest(model, x, devices=8)[0]
 gspmd.compare_with_xla(plan)
 gspmd.compare(sharded, model, x)
+with gspmd.debug(sharded):
+    sharded(x)
 gspmd.visualize("data _", mesh, (8, 64))
 gspmd.evaluation.evaluate(sharded, [(x, x)], {"top-1": gspmd.evaluation.accuracy()})
 gspmd.doctor()
