@@ -77,7 +77,7 @@ def holders(shape: Sequence[int], spec: gspmd.ShardSpec, mesh: gspmd.Mesh) -> Te
 
 
 class Cut:
-    """What the devices of a program have to exchange, counted in numbers."""
+    """The numbers that the devices of a program have to exchange."""
 
     def __init__(self, function: Callable, inputs: Sequence[Tensor], have: list, need: list):
         """have, need: holders of arguments and of results; None where there is no tensor."""
@@ -240,7 +240,7 @@ class Cut:
 
     @staticmethod
     def _ranks(matrix: Tensor, need: Tensor, have: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ranks of what each device receives, and of what it sends."""
+        """Return for each device the rank of its received numbers, and that of its sent ones."""
         received, sent = [], []
         alone = have & (have.sum(0) == 1)
         for d in range(len(have)):
@@ -323,7 +323,7 @@ def main() -> None:
     if options.json:
         options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if below:
-        sys.exit(f"below what is proven: {', '.join(below)}")
+        sys.exit(f"below the proven bound: {', '.join(below)}")
 
 
 if __name__ == "__main__":

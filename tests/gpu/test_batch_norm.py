@@ -31,4 +31,4 @@ def test_running_statistics(dynamic: bool, device: torch.device) -> None:
         plain.zero_grad()
         for name, buffer in plain.named_buffers():
             torch.testing.assert_close(dict(model.named_buffers())[name], buffer)
-    assert plan.verify()
+    assert plan.verify().results, plan.verify()

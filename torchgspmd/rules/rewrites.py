@@ -12,6 +12,7 @@
                                             with a halo, are asked for; `shards` is their number,
                                             `cuts` the SplitRequest
     xla         an operator                 the same for XLA's partitioner, before the two above
+    wide        an operator                 the same in 64 bits, where it takes none itself
     simplify    an operator                 node -> another node with the same value
 
 A function that does not apply to a call returns DECLINED. Then the next one of its level is asked,
@@ -31,7 +32,7 @@ from ..compat.private_apis import OpOverload
 
 LEVELS = (
     *("product", "value", "vmap", "body", "sparse", "contract"),
-    *("decompose", "split", "xla", "simplify"),
+    *("decompose", "split", "xla", "wide", "simplify"),
 )
 
 

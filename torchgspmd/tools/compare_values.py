@@ -35,6 +35,7 @@ from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.sharded_module import ShardedModule
 from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_of
+from .rank_interpreter import RankInterpreter, interpret
 
 
 def compare(
@@ -240,10 +241,7 @@ class _OnRanks:
         for parameter in module.parameters():
             parameter.grad = None
         owner = program.captured.constants
-        forward = fx.GraphModule(owner, program.forward.__self__.graph)
-        backward = fx.GraphModule(owner, program.backward_graph)
-        program.forward = lambda *inputs: _LookingLocally(forward, check, rank).call(inputs)
-        program.backward = lambda boxed: _LookingLocally(backward, check, rank).call(boxed)
+        interpret(program, owner, lambda half: _LookingLocally(half, check, rank))
         try:
             call = module._call(*passed)
             leaves = pytree.tree_leaves(module._run(program, call))
@@ -262,19 +260,12 @@ class _OnRanks:
         return all_gather_rows(self.groups, own)
 
 
-class _LookingLocally(fx.Interpreter):
+class _LookingLocally(RankInterpreter):
     """Interpreter of the program of this rank that lets a check look at each value."""
 
     def __init__(self, program: fx.GraphModule, check: Check, rank: int) -> None:
         super().__init__(program)
         self.check, self.rank = check, rank
-
-    def call(self, inputs: Sequence[object]) -> Any:
-        """Run on inputs; a list of them is emptied, as a backward does."""
-        values = [*inputs]
-        if isinstance(inputs, list):
-            inputs.clear()
-        return self.run(*values, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)

@@ -31,6 +31,7 @@ from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall
 from ..runtime.sharded_module import ShardedModule
+from .rank_interpreter import RankInterpreter, interpret
 from .shown_values import ShownValues
 
 
@@ -126,26 +127,17 @@ def _shown_program(
     shown = JointProgram(plan, groups, module._model, tensors, "torch", program.signature)
     graphs = [shown.forward.__self__.graph, shown.backward_graph]
     values = ShownValues(graphs, plan, stops, groups.rank)
-    forward, backward = (fx.GraphModule(plan.captured.constants, graph) for graph in graphs)
-    shown.forward = lambda *inputs: _ShownProgram(values, forward).call(inputs)
-    shown.backward = lambda boxed: _ShownProgram(values, backward).call(boxed)
+    interpret(shown, plan.captured.constants, lambda half: _ShownProgram(values, half))
     shown.in_pieces = lambda: None
     return shown
 
 
-class _ShownProgram(fx.Interpreter):
+class _ShownProgram(RankInterpreter):
     """Interpreter of the program of this rank."""
 
     def __init__(self, shown: ShownValues, program: fx.GraphModule) -> None:
         super().__init__(program)
         self.shown = shown
-
-    def call(self, inputs: Sequence[object]) -> Any:
-        """Run on inputs; a list of them is emptied, as a backward does."""
-        values = [*inputs]
-        if isinstance(inputs, list):
-            inputs.clear()
-        return self.run(*values, enable_io_processing=False)
 
     def run_node(self, n: fx.Node) -> Any:
         operands = self.shown.operands(n, self.env.__getitem__)

@@ -73,6 +73,15 @@ def _decompose_scaled_mm(
     return product if bias is None else product + bias
 
 
+@rewrite("wide", aten._scaled_mm.default, ours.scaled_mm.default)
+def _wide_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *others: object, **named: object
+) -> Tensor:
+    """Operations in float8 define it so."""
+    bias = [x for x in (*others, named.get("bias")) if isinstance(x, Tensor)]
+    return sum(bias, (a * scale_a) @ (b * scale_b))
+
+
 @rewrite("decompose", aten.vdot.default)
 def _vdot(a: Tensor, b: Tensor) -> Tensor:
     return einsum("k,k->", a.conj_physical(), b)

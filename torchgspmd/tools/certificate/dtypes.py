@@ -14,7 +14,7 @@ from .devices import At, DeviceError, Devices
 from .inputs import Rewritten, device_of
 from .layouts import cut
 from .trial import constants_of
-from .wrong_values import fails_on_devices, other_dtype
+from .wrong_values import fails, other_dtype
 
 
 def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
@@ -41,7 +41,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
     try:
         devices.run_devices(shards, plan.size_inputs(sizes))
     except DeviceError as error:
-        raise fails_on_devices(error.node, error) from error
+        raise fails(error.node, error, "the devices", "it") from error
     for graph in programs_of(plan.program_graph):
         for node in graph.nodes:
             _check_rounding(node)

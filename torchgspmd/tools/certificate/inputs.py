@@ -16,10 +16,9 @@ from torch import Tensor, fx
 
 from ...capture import PARAMETER, Captured
 from ...comm.loop_call import BodyCall, LoopCall, copy_of
-from ...compat.operators import aten
 from ...features.pipelines.call import StageCall
-from ...rules.custom_ops.scaled_mm import scaled_mm
 from ...rules.looked_up_rows import rows_read
+from ...rules.rewrites import rewrite_of
 
 WIDE = {
     torch.float32: torch.float64,
@@ -27,20 +26,6 @@ WIDE = {
     torch.float16: torch.float64,
     torch.complex64: torch.complex128,
     **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.float64),
-}
-
-
-def _scaled_product(
-    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *others: object, **named: object
-) -> Tensor:
-    """Return a product of scaled matrices, as operations in float8 define it."""
-    bias = [x for x in (*others, named.get("bias")) if isinstance(x, Tensor)]
-    return sum(bias, (a * scale_a) @ (b * scale_b))
-
-
-_IN_WIDE = {  # operations that take no wide numbers
-    aten._scaled_mm.default: _scaled_product,
-    scaled_mm._opoverload: _scaled_product,
 }
 
 
@@ -133,7 +118,7 @@ class Rewritten:
         for node in copy.nodes:
             node.args, node.kwargs = self.value(node.args), self.value(dict(node.kwargs))
             if self.wide:
-                node.target = _IN_WIDE.get(node.target, node.target)
+                node.target = rewrite_of("wide", node.target) or node.target
             if isinstance(node.target, BodyCall):
                 node.target = self._call(node.target)
             if "dtype" in node.meta:

@@ -18,7 +18,7 @@ from .devices import At, DeviceError, Devices
 from .inputs import RandomInputs, Rewritten, device_of, widened
 from .layouts import compared, cut
 from .one_device import OneDeviceRun, Values, draws
-from .wrong_values import fails_on_devices, fails_on_one_device, other_value, value_of
+from .wrong_values import fails, other_value, value_of
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
 
@@ -60,7 +60,7 @@ class Trial:
         except DeviceError as error:
             if self.wide:  # an operation that takes no 64 bits
                 raise NoNumbers(str(error)) from error
-            raise fails_on_devices(error.node, error) from error
+            raise fails(error.node, error, "the devices", "it") from error
         returned = plan.sharded.output_node().args[0]
         for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
             if spec is not None and returned[i].name not in self.native:
@@ -81,7 +81,8 @@ class Trial:
                 raise
             except Exception as error:
                 if not self.wide and self._captured_runs(inputs):
-                    raise fails_on_one_device(self.partitioned.node, error) from error
+                    node, whole = self.partitioned.node, "the captured program"
+                    raise fails(node, error, "one device", whole) from error
                 if most == 1 or self.wide and self._captured_runs(inputs):
                     raise NoNumbers(str(error).partition("\n")[0]) from error
                 most = 8 if most > 8 else most // 2

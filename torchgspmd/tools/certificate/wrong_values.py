@@ -31,22 +31,12 @@ def other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> S
     )
 
 
-def fails_on_devices(node: fx.Node, error: Exception) -> ShardingError:
-    """Return the error of a node that fails on the devices."""
+def fails(node: fx.Node, error: Exception, on: str, computed: str) -> ShardingError:
+    """Return the error of a node that fails. on: where. computed: by one device all the same."""
     return ShardingError(
-        f"'%{node}' fails on the devices: {str(error).partition(chr(10))[0]}",
+        f"'%{node}' fails on {on}: {str(error).partition(chr(10))[0]}",
         where=node.meta.get("source"),
-        why="one device computes it",
-        fix=_REPORT,
-    )
-
-
-def fails_on_one_device(node: fx.Node, error: Exception) -> ShardingError:
-    """Return the error of a node of the partitioned graph that one device cannot compute."""
-    return ShardingError(
-        f"'%{node}' fails on one device: {str(error).partition(chr(10))[0]}",
-        where=node.meta.get("source"),
-        why="one device computes the captured program",
+        why=f"one device computes {computed}",
         fix=_REPORT,
     )
 
