@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .tools.launch import launch as launch
     from .tools.step_log import StepLog as StepLog
 
-__version__ = "0.1.0"  # pyproject.toml reads it from here, without an import
+__version__ = "0.2.0"  # pyproject.toml reads it from here, without an import
 
 __all__ = [
     "UNCONSTRAINED",

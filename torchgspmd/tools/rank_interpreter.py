@@ -24,7 +24,7 @@ class RankInterpreter(fx.Interpreter):
 def interpret(
     program: JointProgram, owner: nn.Module, make: Callable[[fx.GraphModule], RankInterpreter]
 ) -> None:
-    """Let an interpreter run both halves of a program. owner: of its constants."""
+    """Replace both halves of a program by an interpreter. owner: of the constants."""
     forward = fx.GraphModule(owner, program.forward.__self__.graph)
     backward = fx.GraphModule(owner, program.backward_graph)
     program.forward = lambda *inputs: make(forward).call(inputs)
