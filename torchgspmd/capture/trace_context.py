@@ -65,7 +65,10 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     self.num_batches_tracked.add_(1)
     running = self.running_mean, self.running_var
     mean, variance = of_batch = [buffer.clone() for buffer in running]
-    result = F.batch_norm(input, mean, variance, self.weight, self.bias, True, 1.0, self.eps)
+    affine = {"weight": self.weight, "bias": self.bias}
+    result = F.batch_norm(
+        input, mean, variance, **affine, training=True, momentum=1.0, eps=self.eps
+    )
     for buffer, value in zip(running, of_batch):
         share = 1.0 / self.num_batches_tracked.to(buffer.dtype)
         buffer.mul_(1 - share).add_(value * share)

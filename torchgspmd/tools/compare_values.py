@@ -231,7 +231,8 @@ class _OnRanks:
         for name, tensor in named_tensors(self.module):
             own, whole = whole_of(tensor.detach()), whole_of(wanted[name].detach())
             begins, rank = [0] * own.dim(), self.groups.rank
-            check.add(f"state {name}", name, None, "parameter", rank, begins, own, whole)
+            values = {"own": own, "wanted": whole}
+            check.add(f"state {name}", name, None, "parameter", rank=rank, begins=begins, **values)
 
     def run(self, check: Check, _: Sequence[Tensor], passed: tuple[tuple, dict]) -> None:
         """Run forward and backward; weights, buffers and gradients stay as they were."""

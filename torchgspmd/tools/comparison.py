@@ -162,7 +162,7 @@ class Check:
         node = self.one.nodes[name]
         phase = "backward" if node.meta.get("backward") else "forward"
         shown = self.one.gradients.get(name, f"%{name}")
-        self.add(name, shown, node, phase, rank, begins, own, wanted)
+        self.add(name, shown, node, phase, rank=rank, begins=begins, own=own, wanted=wanted)
 
     def add(
         self,
@@ -170,6 +170,7 @@ class Check:
         name: str,
         node: fx.Node | None,
         phase: str,
+        *,
         rank: int,
         begins: Sequence[int],
         own: Tensor,
@@ -210,7 +211,10 @@ class Check:
         for i, (own, wanted) in enumerate(pairs):
             if isinstance(own, Tensor) and isinstance(wanted, Tensor):
                 begins = [0] * wanted.dim()
-                self.add(f"result {i}", f"result {i}", None, "result", 0, begins, own, wanted)
+                values = {"own": own, "wanted": wanted}
+                self.add(
+                    f"result {i}", f"result {i}", None, "result", rank=0, begins=begins, **values
+                )
 
 
 def _distance(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:

@@ -214,7 +214,9 @@ def elastic(
         if value < 1:
             what = f"elastic gets {value} processes" if option == "processes" else None
             raise ShardingError(what or f"{option} is {value}", where=user_line(), fix="1 or more")
-    worker = _Worker(fn, args, Path(folder), every, copies, keep, backend, threads)
+    worker = _Worker(
+        fn, args, Path(folder), every, copies, keep=keep, backend=backend, threads=threads
+    )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [worker.run()]
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts

@@ -13,7 +13,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.capture import capture
 from torchgspmd.tools.suggest.judge import ONE_DEVICE
-from torchgspmd.tools.suggest.script import Names, Source
+from torchgspmd.tools.suggest.script import CodeNames, ScriptSource
 
 ROOT = Path(__file__).resolve().parents[3]
 NET = """
@@ -113,20 +113,20 @@ class Unknown(nn.Module):
 
 def test_code_of_models():
     layers = nn.Linear(4, 8, bias=False), nn.GELU("tanh"), nn.Dropout(0.2), nn.LayerNorm(8)
-    assert Names().code(nn.Sequential(*layers)) == (
+    assert CodeNames().code(nn.Sequential(*layers)) == (
         "nn.Sequential(nn.Linear(in_features=4, out_features=8, bias=False), "
         "nn.GELU(approximate='tanh'), nn.Dropout(p=0.2), nn.LayerNorm(normalized_shape=(8,)))"
     )
-    names = Names()
+    names = CodeNames()
     assert names.code([Sizes(5), {"a": (None,)}]) == "[Sizes(width=5), {'a': (None,)}]"
     assert [line.split()[-1] for line in names.lines] == ["Sizes"]
     with pytest.raises(ValueError, match="no code makes a object"):
-        Names().code(object())
+        CodeNames().code(object())
 
 
 def test_a_model_without_code_says_so():
     model, x = Unknown(4), torch.zeros(2, 4)
-    source = Source.of(model, (x,), {}, capture(model, (x,), {}, ONE_DEVICE))
+    source = ScriptSource.of(model, (x,), {}, capture(model, (x,), {}, ONE_DEVICE))
     assert "Unknown takes width" in source.missing
     script = source.script("", 2, 1)
     assert "# Write how your model is made (ValueError: Unknown takes width).\n" in script

@@ -108,7 +108,7 @@ def band(
     line = Line(
         op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
     )
-    kept = _part_on_device(line, start, count, first, length, width, kind, device)
+    kept = _part_on_device(line, start, count, first, length, width, kind=kind, device=device)
     return kept[0].clone(), kept[1].clone()  # programs write over what they have
 
 

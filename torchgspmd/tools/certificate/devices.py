@@ -19,7 +19,7 @@ from ...errors import ShardingError
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
-from .layouts import COMBINE, cut, gathered, poison
+from .claimed_layouts import COMBINE, cut, gathered, poison
 from .one_device import drawn
 
 At = Mapping[int, int]  # devices with work of their own -> their microbatches

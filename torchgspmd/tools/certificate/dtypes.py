@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from ...comm.loop_call import loop_calls
 from ...compat.operators import aten
 from ...compiler.plan import Plan
+from .claimed_layouts import cut
 from .devices import At, DeviceError, Devices
 from .inputs import Rewritten, device_of
-from .layouts import cut
 from .trial import constants_of
 from .wrong_values import fails, other_dtype
 

@@ -14,9 +14,9 @@ from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import runs
 from ...shard_spec import ShardSpec
+from .claimed_layouts import compared, cut
 from .devices import At, DeviceError, Devices
 from .inputs import RandomInputs, Rewritten, device_of, widened
-from .layouts import compared, cut
 from .one_device import OneDeviceRun, Values, draws
 from .wrong_values import fails, other_value, value_of
 

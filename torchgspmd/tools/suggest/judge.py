@@ -29,7 +29,7 @@ from ..report.report import Report
 from .layers import Layers, Recomputed
 from .proposal import DATA, Group, Marks, Savings, groups_of
 from .recompute import Way, choose, has_solver
-from .script import Source
+from .script import ScriptSource
 
 ONE_DEVICE = Mesh(data=1, model=1)
 ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
@@ -134,10 +134,10 @@ class Judge:
         keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
         return rows.pop() if len(rows) == 1 and not keywords else 0
 
-    def source(self) -> Source:
+    def source(self) -> ScriptSource:
         """Return code that makes the model and a batch."""
         program = self.programs((), self.rows)[-1]
-        return Source.of(self.model, self.args, self.kwargs, program)
+        return ScriptSource.of(self.model, self.args, self.kwargs, program)
 
     def arguments(self, rows: int) -> list[Tensor]:
         """Return the tensors of a call with so many rows."""

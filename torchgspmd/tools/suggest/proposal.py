@@ -18,7 +18,7 @@ from ...fx_passes.printer import dtype_name
 from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
-from .script import Source
+from .script import ScriptSource
 
 DATA, MODEL = "data", "model"
 
@@ -223,7 +223,7 @@ class Proposal:
     recompute_bound: float | None = None
     limit: float = math.inf
     dtype: torch.dtype = torch.float32
-    source: Source | None = field(default=None, compare=False, repr=False)
+    source: ScriptSource | None = field(default=None, compare=False, repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
     @property

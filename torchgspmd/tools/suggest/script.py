@@ -63,7 +63,7 @@ DIVIDED = """\
 
 
 @dataclass
-class Names:
+class CodeNames:
     """The imports of the code that has been written."""
 
     lines: dict[str, None] = field(default_factory=dict)
@@ -146,7 +146,7 @@ def _random(value: Tensor) -> str:
 
 
 @dataclass(frozen=True)
-class Source:
+class ScriptSource:
     """Code that makes a model and calls it.
 
     step: the loss of `CALL`. arguments: of each call. missing: why no code makes the model.
@@ -161,9 +161,9 @@ class Source:
     @classmethod
     def of(
         cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
-    ) -> Source:
+    ) -> ScriptSource:
         """Return the code of a model, of its arguments and of the loss of its result."""
-        names, missing = Names(), ""
+        names, missing = CodeNames(), ""
         try:
             made = names.code(model)
             missing = "" if _is_like(made, model) else "its class makes another model"
@@ -172,10 +172,10 @@ class Source:
         if missing:
             name = names.of(type(model))
             made = f"{name}(...)"
-        batch, call = Names().code(tuple(args)), "model(*ROWS"
+        batch, call = CodeNames().code(tuple(args)), "model(*ROWS"
         if kwargs:
             call += ", **options"
-            batch = f"{batch}, {Names().code(dict(kwargs))}"
+            batch = f"{batch}, {CodeNames().code(dict(kwargs))}"
         loss = _loss(f"{call})", captured)
         if "tree_leaves" in loss:
             names.lines["from torch.utils._pytree import tree_leaves"] = None
