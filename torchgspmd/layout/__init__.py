@@ -1,1 +1,1 @@
-"""Meshes, axes, layouts of tensors, and the marks of users."""
+"""Meshes, axes, tensor layouts, and users' marks."""

@@ -1,4 +1,4 @@
-"""annotate: mark the tensors of a model by globs of their names."""
+"""annotate: mark a model's tensors by globs over their names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def annotate(
     mesh: Mesh | DeviceMesh | MeshLayout | Mapping[str, str],
     layouts: Mapping[str, SpecLike] | None = None,
 ) -> _Module:
-    """Mark parameters, buffers and outputs of submodules of a model whose source you do not own.
+    """Mark parameters, buffers and module outputs in a model whose source you do not own.
 
     Args:
         module: The model.
@@ -59,6 +59,7 @@ def annotate(
         if isinstance(mesh, MeshLayout):
             layouts = mesh.spec(layouts)
             setattr(module, LAYOUT, mesh)
+    # Tied tensors under each of their names: a glob may match any of these.
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -75,9 +76,11 @@ def annotate(
     for pattern, spec in layouts.items():  # pyright: ignore[reportOptionalMemberAccess]
         matches = _glob(pattern).fullmatch
         found = [name for name in rows if matches(name)]
+        # Overwriting keeps the rule that a later key wins over an earlier one.
         of_rows |= dict.fromkeys(found, spec)
         stacked = {id(rows[name].tensor) for name in found}
         names = [name for name in (*tensors, *modules) if matches(name)]
+        # A stacked tensor also has a name of its own; _mark_stacked marks it, by its rows.
         names = [name for name in names if id(tensors.get(name)) not in stacked]
         if not names and not found:
             raise ShardingError(
@@ -92,13 +95,14 @@ def annotate(
             else:
                 hook = _mark_outputs(devices, words)  # pyright: ignore[reportArgumentType]
                 modules[name].register_forward_hook(hook)
+    # After all globs: a tensor keeps the mark of the last match, and no earlier one is checked.
     _mark_tensors(tensors, given, devices)
     _mark_stacked(rows, of_rows, devices)
     return module
 
 
 class _Given(NamedTuple):
-    """The last spec that a glob gives a tensor."""
+    """The last spec that a glob assigns to a tensor."""
 
     pattern: str
     spec: Any
@@ -110,6 +114,7 @@ def _mark_tensors(
     """Mark tensors. Raise ShardingError for a rank that does not fit, and for tied tensors."""
     names: dict[int, str] = {}
     for name, (pattern, spec) in given.items():
+        # Names of one tied tensor share an id: the first name stands for all when specs disagree.
         tensor, first = tensors[name], names.setdefault(id(tensors[name]), name)
         if str(given[first].spec) != str(spec):
             raise ShardingError(
@@ -130,7 +135,7 @@ def _mark_tensors(
 
 
 class Row(NamedTuple):
-    """A tensor of one of many like modules: a row of a stacked tensor, sharded over `axis`."""
+    """One module's tensor among many alike: a row in a stacked tensor, sharded over `axis`."""
 
     tensor: Tensor
     axis: str
@@ -138,10 +143,10 @@ class Row(NamedTuple):
 
 @runtime_checkable
 class StackedRows(Protocol):
-    """A module that has the tensors of like modules as rows of its own."""
+    """A module that stacks the tensors of like modules into tensors with rows."""
 
     def named_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield the tensors of the like modules, by their names."""
+        """Yield the like modules' tensors, by their names."""
         ...
 
 
@@ -151,6 +156,7 @@ def _mark_stacked(rows: dict[str, Row], specs: dict[str, Any], mesh: Mesh | None
     for name, row in rows.items():
         names.setdefault(id(row.tensor), []).append(name)
     for group in names.values():
+        # As text: a user may write the same spec as a string, a tuple or a ShardSpec.
         wanted = {str(specs.get(name)) for name in group}
         if len(wanted) > 1:
             marked = [name for name in group if name in specs]
@@ -163,20 +169,22 @@ def _mark_stacked(rows: dict[str, Row], specs: dict[str, Any], mesh: Mesh | None
         if group[0] in specs:
             tensor, axis = rows[group[0]]
             spec = specs[group[0]] if mesh is None else ShardSpec.parse(specs[group[0]])
+            # The row dimension is the first one, over the axis that the stack names.
             _marked(tensor, mesh, f"{axis} {spec}".strip())
 
 
 def _marked(tensor: Tensor, mesh: Mesh | None, spec: Any) -> Tensor:
-    """Return a tensor with a mark, of names alone if there is no mesh."""
+    """Mark a tensor and return it; without a mesh the mark has names alone."""
     return mark_sharding(tensor, spec) if mesh is None else mark_sharding(tensor, mesh, spec)
 
 
 def _other_pattern(pattern: str, names: list[str]) -> str:
-    """Suggest a pattern in place of one that matches none of the names."""
+    """Suggest a pattern in place of one without a match."""
     syntax = "* matches within one part of a name, ** across parts"
     wider = re.sub(r"\*+", "**", pattern)
     if any(map(_glob(wider).fullmatch, names)):
         return f"'{wider}' does: {syntax}"
+    # A frequent mistake: a regular expression, as other libraries' tables of names take.
     with suppress(re.error):
         if name := next(filter(re.compile(pattern).fullmatch, names), None):
             return (
@@ -192,7 +200,7 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
 
 
 def _glob(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression of a glob."""
+    """Translate a glob into a regular expression."""
     tokens = re.split(r"(\*\*|\*|\?|\[!?[^]]+\])", pattern)
     wild = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     classes = {t: t.replace("[!", "[^") for t in tokens if t.startswith("[") and len(t) > 2}
@@ -202,7 +210,7 @@ def _glob(pattern: str) -> re.Pattern[str]:
 def _mark_outputs(
     mesh: Mesh | None, spec: ShardSpec | str
 ) -> Callable[[nn.Module, tuple, Any], Any]:
-    """Return a forward hook that marks the results of a module."""
+    """Return a forward hook that marks a module's results."""
     rank = len(spec.split()) if isinstance(spec, str) else spec.rank
 
     def mark(value: object) -> Any:
@@ -211,6 +219,7 @@ def _mark_outputs(
         return value
 
     def hook(module: nn.Module, args: tuple, output: object) -> Any:
+        # One result is the user's to mark: a rank that does not fit is an error, not skipped.
         if isinstance(output, Tensor):
             return _marked(output, mesh, spec)
         return pytree.tree_map(mark, output)

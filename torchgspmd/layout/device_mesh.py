@@ -10,7 +10,7 @@ from .mesh import Mesh
 
 
 def mesh_of(mesh: Mesh | DeviceMesh | MeshLayout) -> Mesh:
-    """Return a Mesh as it is, else that of a DeviceMesh or of a Layout on a mesh.
+    """Return a Mesh as it is, else the Mesh for a DeviceMesh or a Layout on a mesh.
 
     Raises ShardingError for anything else.
     """

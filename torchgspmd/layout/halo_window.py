@@ -1,6 +1,6 @@
-"""Reach and Window: the rows of a dimension that a device needs beyond its own shard (halos).
+"""Reach and Window: rows that a device needs beyond its own shard (halos).
 
-Position p of the result of a convolution, pool, slice or roll reads the rows r of the operand with
+A convolution, pool, slice or roll computes result position p from the operand rows r with
 
     low <= every * r - stride * p <= high
 
@@ -10,10 +10,10 @@ Position p of the result of a convolution, pool, slice or roll reads the rows r 
     flip of n rows                                              n - 1 <= r + p <= n - 1
     linear interpolation to three rows for every two            -3 <= 3 r - 2 p <= 2
 
-A Reach is one such line; its inverse is the reach of the gradient. A Reach bound to a number of
-shards is a Window: the interval of rows that device i needs. The interval moves with i and has the
-same length on all devices. Source: GSPMD (arXiv 2105.04663, section 4.3 and appendix A.2), halo
-exchange with shifting offsets.
+A Reach is one such line; its inverse is the gradient's reach. A Reach bound to a shard count is a
+Window: the row interval that device i needs. The interval moves with i and has the same length on
+all devices. Source: GSPMD (arXiv 2105.04663, section 4.3 and appendix A.2), halo exchange with
+shifting offsets.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .open_sizes import OpenSize
 
 @dataclass(frozen=True)
 class Reach:
-    """The rows of an operand's dimension that position p of a factor reads.
+    """The rows in an operand dimension that position p of a factor reads.
 
-    fill: the content of rows outside of the dimension; None if it does not matter. wrap: rows are
+    fill: the content of rows outside the dimension; None if it does not matter. wrap: rows are
     counted around the end, so that none is outside.
     """
 
@@ -44,13 +44,15 @@ class Reach:
 
     @property
     def fits_any_size(self) -> bool:
-        """Whether its window is a shard and a number of rows beside it, of whatever size."""
+        """Whether its window is a shard and some rows beside it, whatever the size."""
+        # Otherwise a row is the farther from its shard the larger the size is.
         is_dense = self.stride == self.every == 1 and not self.wrap
         return is_dense and self.low <= 0 <= self.high
 
     def inverse(self, fill: float | None = None) -> Reach:
-        """Return the reach from a row to the positions that read it."""
+        """Return the reach from a row to the positions that read it, as a gradient needs."""
         sign = 1 if self.stride > 0 else -1
+        # A flip has a negative stride: the bounds change sign, so that `every` stays positive.
         low, high = sorted((-self.low * sign, -self.high * sign))
         return Reach(low, high, self.every * sign, abs(self.stride), fill, self.wrap)
 
@@ -66,9 +68,11 @@ class Reach:
     def bind(self, positions: int, size: int, count: int) -> Window:
         """Return the window of `size` rows that `count` shards of the positions read."""
         is_open, positions, size = isinstance(positions, OpenSize), int(positions), int(size)
+        # Shards are padded to equal blocks of ceil(positions / count), the last one too.
         block = -(-positions // count)
         low, high = self._rows(0, block)
         step = self.stride * block
+        # Begin and end of the interval round differently unless a step is a multiple of `every`.
         if step % self.every == 0:
             length = high // self.every - -(-low // self.every) + 1
         else:  # devices need different numbers of rows: the most that such an interval can have
@@ -94,6 +98,7 @@ class Reach:
 
         None if the rows are not equally spaced, or if rows outside would need two different fills.
         """
+        # Windows compose only by a shift or a flip: with a stride the rows have gaps between them.
         if (
             self.every != 1
             or self.low != self.high
@@ -131,18 +136,19 @@ class Reach:
         )
 
     def _rows(self, start: int, count: int) -> tuple[int, int]:
-        """Return the smallest and largest every * r of `count` positions from `start` on."""
+        """Return the smallest and largest every * r for `count` positions from `start` on."""
+        # Both ends: with a negative stride the last position reads the smallest row.
         ends = (self.stride * start, self.stride * (start + count - 1))
         return self.low + min(ends), self.high + max(ends)
 
 
 @dataclass(frozen=True)
 class Window:
-    """The rows that device i holds: `length` of them, from (step * i + start) // every on.
+    """The rows that device i holds: `length` rows from (step * i + start) // every on.
 
     Rows in begin:end have content. The others hold `fill`, or anything if that is None. wrap: row r
-    means row r % wrap; 0 if rows do not wrap. open: a run knows the size, and these numbers are of
-    its stand-in; the window is a shard and some rows beside it.
+    means row r % wrap; 0 if rows do not wrap. open: only a run knows the size, and these numbers
+    fit its stand-in; the window is a shard and some rows beside it.
     """
 
     step: int
@@ -156,11 +162,12 @@ class Window:
     open: bool = False
 
     def held(self, rows: int) -> int:
-        """Return how many rows a device holds whose shard has so many."""
+        """Return how many rows a device holds whose shard has `rows`."""
+        # length - step: the rows beside the shard, which are the same for every size.
         return rows + self.length - self.step if self.open else self.length
 
     def in_run(self, rows: int, size: int) -> Window:
-        """Return the window in a run, whose shards have so many rows of a size."""
+        """Return the window in a run, where a shard has `rows` rows and the dimension `size`."""
         if not self.open:
             return self
         numbers = {"step": rows, "length": self.held(rows), "end": size}
@@ -171,7 +178,7 @@ class Window:
         return (self.step * index + self.start) // self.every
 
     def is_block(self, size: int, count: int) -> bool:
-        """True if the window is the shard that a device holds without a window."""
+        """True if the window is the very shard that a device holds without a window."""
         rows = -(-size // count)
         return (
             self.length == rows
@@ -179,6 +186,7 @@ class Window:
             and self.step == rows * self.every
             and 0 <= self.start < self.every
             and (
+                # With a fill no row may be undefined, as the padding of a shard is.
                 self.fill is None
                 or rows * count == size
                 and not self.open
@@ -190,21 +198,22 @@ class Window:
     def pieces(
         self, index: int, size: int, count: int, rows: int = 0
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield a device's rows: (owner, first in its shard, first in the window, how many).
+        """Yield a device's rows: (owner, first in its shard, first in the window, row count).
 
-        rows: those of a shard, if these are whole groups.
+        rows: per shard, if shards are whole groups.
         """
         rows, first = rows or -(-size // count), self.first(index)
         row, end = max(first, self.begin), min(first + self.length, self.end)
         while row < end:
             source = row % self.wrap if self.wrap else row
             owner = source // rows
+            # A piece ends where its owner's shard does; the last shard may end early, in padding.
             length = min(end - row, min((owner + 1) * rows, size) - source)
             yield owner, source - owner * rows, row - first, length
             row += length
 
     def __str__(self) -> str:
-        """Return the notation: `8i-1:+10 in 0:64 else 0` is ten rows from 8i-1 on."""
+        """Return the notation: `8i-1:+10 in 0:64 else 0` has ten rows from 8i-1 on."""
         start = _times(self.step, "i") + (f"{self.start:+d}" if self.start else "")
         start = f"({start})/{self.every}" if self.every > 1 else start
         fill = "" if self.fill is None else f" else {_shortest(self.fill)}"
@@ -214,7 +223,7 @@ class Window:
 
     @classmethod
     def parse(cls, text: str) -> Window:
-        """Parse the notation of str()."""
+        """Parse the notation that str() prints."""
         match = _WINDOW.fullmatch(text)
         if match is None:
             raise ValueError(f"'{text}' is not a window")
@@ -245,7 +254,7 @@ _WINDOW = re.compile(
 
 
 def _shortest(number: float) -> str:
-    """Return the shortest text that parses to the number."""
+    """Return the shortest text that parses to exactly this number."""
     return f"{number:g}" if float(f"{number:g}") == number else repr(float(number))
 
 
@@ -258,8 +267,9 @@ def _times(factor: int, name: str) -> str:
 def sent_rows(window: Window, size: int, count: int, rows: int = 0) -> int:
     """Return the most rows a device sends when `count` shards of `size` rows become windows.
 
-    rows: as of Window.pieces.
+    rows: see Window.pieces.
     """
+    # The largest sender decides: all devices wait for it, at the edges or in the middle.
     sent = [0] * count
     for index in range(count):
         for owner, _, _, length in window.pieces(index, size, count, rows):

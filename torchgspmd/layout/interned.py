@@ -15,6 +15,7 @@ class Interned(type):
         instance: Any = None if kwargs else _INTERNED.get(args)
         if instance is None:
             instance = super().__call__(*args, **kwargs)
+            # setdefault: another thread may have made the same instance; all get the first one.
             instance = _INTERNED.setdefault(instance.fields(), instance)
             if not kwargs:
                 _INTERNED[args] = instance

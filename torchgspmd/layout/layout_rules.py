@@ -1,11 +1,11 @@
-"""Layout: a table from logical names of dimensions to axes of a mesh.
+"""Layout: a table from logical dimension names to mesh axes.
 
     tp = Layout({"batch": "data", "heads": "model", "embed": None}).on(mesh)
     mark_sharding(q, "batch _ heads _")                 # in the model, which has no mesh
     plan(model, x, mesh=tp)                             # on data=2,model=4: "data _ model _"
 
-A model names its dimensions; the table alone says how they lie on a mesh. The idea is that of
-Mesh-TensorFlow's layout rules (arXiv 1811.02084).
+A model names its dimensions; the table alone says how they lie on a mesh. The idea is
+Mesh-TensorFlow's, its layout rules (arXiv 1811.02084).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Rule = str | Sequence[str] | None
 
 
 class Choice(NamedTuple):
-    """One alternative of a rule: axes, and the round in which marks propagate them (see below)."""
+    """One alternative in a rule: axes, and the round in which marks propagate them."""
 
     axes: Axes
     priority: int = 0
@@ -40,10 +40,10 @@ class Layout:
 
     Args:
         rules: Each value is an axis ("model"), axes joined by "+" (major first), None (whole on
-            every device), or a sequence of such. The first of a sequence that can be taken is
-            taken. A name that comes before others takes its axes before them. "data:p1" has
-            priority 1: it yields to axes of priority 0, in a tensor that has both names and, where
-            layouts of two tensors meet, in every operation.
+            every device), or a sequence of such. The first possible one in a sequence is taken. A
+            name that comes before others takes its axes before them. "data:p1" has priority 1:
+            it yields to axes with priority 0, in a tensor that has both names and, where layouts
+            meet, in every operation.
 
     Raises:
         ShardingError: A name or an axis is no identifier.
@@ -66,12 +66,13 @@ class Layout:
         }
 
     def __or__(self, other: Layout) -> Layout:
-        """Return the rules of both; where both have a name, those of `other`, as with dicts."""
+        """Return both tables' rules; `other` wins for a common name, as with dicts."""
         combined = Layout({})
         combined.rules = self.rules | other.rules
         return combined
 
     def __eq__(self, other: object) -> bool:
+        # Order counts, unlike in dicts: an earlier name takes its axes first.
         return isinstance(other, Layout) and [*self.rules.items()] == [*other.rules.items()]
 
     def __hash__(self) -> int:
@@ -119,7 +120,7 @@ class Layout:
 class MeshLayout:
     """A Layout on a mesh: translates logical names to axes.
 
-    seen: the names of every tensor that was translated.
+    seen: the names that marks translated, tensor by tensor.
     """
 
     layout: Layout
@@ -129,6 +130,7 @@ class MeshLayout:
     def __str__(self) -> str:
         """Return the table, the tensors in which a name lost an axis, and axes without a rule."""
         rows = [(name, self.explain(name)) for name in self.layout.rules]
+        # Alone each name gets its first choice that fits the mesh; together names compete for axes.
         alone = {name: self._choose(name)[name] for name in self.layout.rules}
         rows += [
             (f"[{names}]", self.explain(names))
@@ -140,10 +142,10 @@ class MeshLayout:
         return _table(rows)
 
     def spec(self, names: object) -> Any:
-        """Return the spec of a tensor whose dimensions have these names.
+        """Return the spec for a tensor whose dimensions have these names.
 
         Args:
-            names: One word a dimension: a name of the table, `_`, `?`, or names joined by "+".
+            names: One word a dimension: a logical name, `_`, `?`, or names joined by "+".
                 Containers are translated leaf by leaf; values other than strings stay.
 
         Returns:
@@ -165,11 +167,12 @@ class MeshLayout:
         if not isinstance(names, str) or names in (AUTO, SAME):
             return names
         chosen = self._choose(names)
+        # Only after _choose: names without a rule raise, and count as used by no mark.
         self.seen.add(names)
         return _spec(names, chosen)
 
     def explain(self, names: str) -> str:
-        """Return the axes of the names in one tensor, and the skipped rules, as text.
+        """Explain as text which axes each name gets in one tensor, and which rules are skipped.
 
         Args:
             names: As in `spec`.
@@ -191,6 +194,7 @@ class MeshLayout:
         reasons = []
         for name in chosen:
             for choice in self.layout.rules[name]:
+                # Later alternatives were never tried: only those before the choice have a reason.
                 if choice == chosen[name]:
                     break
                 lacks = [a for a in choice.axes if a not in self.mesh.names]
@@ -205,7 +209,7 @@ class MeshLayout:
     def check_used(self) -> None:
         """Raise ShardingError if the table has rules for names that no mark has used.
 
-        `plan` calls it, and the first call of a module of `parallelize`.
+        `plan` calls it, and so does the first call to a module from `parallelize`.
 
         Raises:
             ShardingError: Such a rule exists.
@@ -226,7 +230,7 @@ class MeshLayout:
                 )
 
     def _choose(self, names: str) -> dict[str, Choice]:
-        """Return the choice of each name: by priority, then in the order of the table."""
+        """Return each name's choice: by priority, then in table order."""
         words = _words(names)
         for name in words:
             if name not in self.layout.rules:
@@ -247,16 +251,17 @@ class MeshLayout:
         return chosen
 
 
+# A ContextVar, as marks run deep inside forward, and threads may compile different programs.
 _BOUND: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
 
 
 class Unmarked(MeshLayout):
-    """Stands for a layout while a program is captured whose marks do not count, on any mesh."""
+    """Stands for a layout while a capture on any mesh ignores all marks."""
 
 
 @contextmanager
 def bound(layout: MeshLayout | None) -> Iterator[None]:
-    """Translate marks that have names and no mesh by a layout, while a program is compiled."""
+    """While a program is compiled, translate marks without a mesh by a layout."""
     token = _BOUND.set(layout)
     try:
         yield
@@ -265,20 +270,21 @@ def bound(layout: MeshLayout | None) -> Iterator[None]:
 
 
 def bound_layout() -> MeshLayout | None:
-    """Return the layout that translates marks now."""
+    """Return the layout that translates marks at this moment."""
     return _BOUND.get()
 
 
 def _words(names: str) -> list[str]:
-    """Return the logical names of a spec."""
+    """List the logical names in a spec."""
     return [name for word in names.split() for name in word.split("+") if name not in ("_", "?")]
 
 
 def _spec(names: str, chosen: Mapping[str, Choice]) -> str:
-    """Return a spec, with the axes of each name where it stands first.
+    """Return a spec, with each name's axes where the name stands first.
 
-    A dimension of several names has the priority of the one that comes last.
+    A dimension with several names has the lowest of their priorities, which is the largest number.
     """
+    # pop: an axis may shard one dimension alone, so a repeated name gets no axes.
     remaining, words = dict(chosen), []
     for word in names.split():
         parts = [remaining.pop(name, Choice(())) for name in word.split("+")]
@@ -292,7 +298,7 @@ def _has(mesh: Mesh, axes: Axes) -> bool:
 
 
 def _name(name: object) -> str:
-    """Return an identifier. Raise for anything else."""
+    """Check and return an identifier."""
     if not isinstance(name, str) or not name.isidentifier() or name == "_":
         raise ShardingError(
             f"{name!r} is no name of a dimension or an axis",
@@ -303,7 +309,7 @@ def _name(name: object) -> str:
 
 
 def _choice(rule: object) -> Choice:
-    """Return one alternative."""
+    """Parse one alternative."""
     if rule is None or rule == "_":
         return Choice(())
     if not isinstance(rule, str):
@@ -313,7 +319,7 @@ def _choice(rule: object) -> Choice:
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> str:
-    """Return two columns as text."""
+    """Format two columns as text."""
     lines = [*rows]
     width = max((len(name) for name, _ in lines), default=0)
     return "\n".join(f"{name:{width}}  {text}" for name, text in lines)

@@ -1,4 +1,4 @@
-"""mark_sharding, and the marks that tensors have."""
+"""mark_sharding, and the marks on tensors."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ _FOLLOWED = "_torchgspmd_followed"  # attribute of a buffer: the parameter whose
 @torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
 def mark_sharding_op(x: Tensor, mesh: str, spec: str) -> Tensor:
     """Return x: the node of mark_sharding in a captured graph, an identity with a layout."""
+    # Torch refuses an operator that returns its own argument: an identity has to copy.
     return x.clone()
 
 
@@ -38,6 +39,7 @@ def _save_layout(ctx: Any, inputs: tuple, output: Tensor) -> None:
     ctx.mesh, ctx.spec = inputs[1:]
 
 
+# The gradient of a sharded value is sharded alike: backward needs no marks by the user.
 def _mark_gradient(ctx: Any, grad: Tensor | None) -> tuple:
     return (None if grad is None else mark_sharding_op(grad, ctx.mesh, ctx.spec)), None, None
 
@@ -49,6 +51,7 @@ def _(info: object, in_dims: tuple, x: Tensor, mesh: str, spec: str) -> tuple[Te
     dims = (*words.dims[: in_dims[0]], (), *words.dims[in_dims[0] :])
     opened = (*words.open[: in_dims[0]], True, *words.open[in_dims[0] :])
     priorities = words.priorities or (0,) * words.rank
+    # An open dimension: the user's spec says nothing about the dimension that vmap adds.
     priorities = (*priorities[: in_dims[0]], 0, *priorities[in_dims[0] :])
     marked = ShardSpec(dims, opened).with_priorities(priorities)
     return mark_sharding_op(x, mesh, str(marked)), in_dims[0]
@@ -62,18 +65,18 @@ def mark_sharding(
 ) -> Tensor:
     """Mark how a tensor is laid out on a mesh (GSPMD, arXiv 2105.04663, section 3.1).
 
-    A mark on a parameter or buffer is recorded on it. A mark on a value inside of a model is an
-    identity whose gradient has the same layout. Outside of a capture the arguments are checked
-    only: the model still runs on one device.
+    A mark on a parameter or buffer is recorded on it. A mark on a value inside a model is an
+    identity whose gradient has the same layout. Outside a capture only the arguments are checked:
+    the model still runs on one device.
 
     Args:
-        tensor: A parameter, a buffer, or a value inside of a model.
+        tensor: A parameter, a buffer, or a value inside a model.
         mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: the spec has logical
-            names then. Or logical names alone, in place of mesh and spec ("batch _ heads"): the
-            layout that `plan` or `parallelize` get as their mesh translates them.
-        spec: One entry per dimension of the tensor: None (replicated along it), an axis name, a
-            tuple of axis names (major first) or UNCONSTRAINED (propagation decides). The same as
-            a string: "data _ model".
+            names then. Logical names alone ("batch _ heads") may replace mesh and spec: the layout
+            that `plan` or `parallelize` get as their mesh translates them.
+        spec: One entry per tensor dimension: None (replicated along it), an axis name, a tuple of
+            axis names (major first) or UNCONSTRAINED (propagation decides). The same as a string:
+            "data _ model".
 
     Returns:
         The tensor.
@@ -95,6 +98,7 @@ def mark_sharding(
     layout = bound_layout()
     if isinstance(layout, Unmarked):
         return tensor
+    # An object with __torch_function__, such as a proxy of torch.fx, may stand for a tensor.
     if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):
         raise _no_tensor(tensor, spec)
     if isinstance(mesh, str) and spec is None:
@@ -104,6 +108,7 @@ def mark_sharding(
     if isinstance(mesh, MeshLayout):
         spec = mesh.spec(spec)
     mesh = mesh_of(mesh)  # pyright: ignore[reportArgumentType]
+    # After the checks of the mesh: the override gets a Mesh, whichever form the user wrote.
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
@@ -141,6 +146,7 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
 
 
 def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
+    # The same mark twice is no conflict: a forward that marks its parameters runs many times.
     if isinstance(tensor, DTensor) and (raw_mark(tensor) or ())[:2] != (mesh, spec):
         raise ShardingError(
             f"a tensor that is on a mesh already is marked '{spec}'",
@@ -148,6 +154,7 @@ def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
             why="parallelize lays parameters and buffers out once, as they are marked by then",
             fix="mark the model before parallelize, or an activation in its forward",
         )
+    # Only leaves keep a mark: an activation is gone before anybody could read it.
     if tensor.grad_fn is None:
         setattr(tensor, _MARK, (mesh, spec, user_line()))
     return tensor
@@ -175,6 +182,7 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike | None) -> ShardSpec:
 def raw_mark(tensor: Tensor) -> tuple[Mesh | None, ShardSpec | str, str] | None:
     """Return the mark on a parameter or buffer, (None, names, file:line) if it has names alone."""
     mark = getattr(tensor, _MARK, None)
+    # Read at each call, not copied: the parameter may get its mark after its state exists.
     if mark is None and (followed := getattr(tensor, _FOLLOWED, None)) is not None:
         mark = raw_mark(followed)
         if mark is not None and tensor.shape != followed.shape:
@@ -183,7 +191,7 @@ def raw_mark(tensor: Tensor) -> tuple[Mesh | None, ShardSpec | str, str] | None:
 
 
 def _of_state(spec: ShardSpec | str, state: Tensor, parameter: Tensor) -> ShardSpec | str:
-    """Return the layout of a state that has 1 in place of some sizes of its parameter."""
+    """Return the layout for a state that has 1 in place of some parameter sizes."""
     reduced = [n != m for n, m in zip(state.shape, parameter.shape)]
     if isinstance(spec, str):
         return " ".join("_" if one else word for one, word in zip(reduced, spec.split()))
@@ -191,19 +199,20 @@ def _of_state(spec: ShardSpec | str, state: Tensor, parameter: Tensor) -> ShardS
 
 
 def follow_mark(state: Tensor, parameter: Tensor) -> None:
-    """Give a state of a parameter the parameter's mark, unless it is marked itself.
+    """Give a parameter's state the parameter's mark, unless the state is marked itself.
 
-    Sizes of the state are those of the parameter, or 1. Others, as a count of steps, have no mark.
+    Each size is the parameter's, or 1. A state with another shape, as a step count, gets no mark.
     """
+    # Adafactor keeps one number per row or column: its states have a 1 in the other dimension.
     sizes = [*zip(state.shape, parameter.shape)]
     if state.dim() == parameter.dim() and all(n in (m, 1) for n, m in sizes):
         setattr(state, _FOLLOWED, parameter)
 
 
 def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
-    """Return (mesh, spec, file:line) of the mark on a parameter or buffer, if it has one.
+    """Return (mesh, spec, file:line) for a marked parameter or buffer, else None.
 
-    Names are translated by the layout of the program that is compiled.
+    The layout bound while a program is compiled translates logical names.
     """
     mark, layout = raw_mark(tensor), bound_layout()
     if isinstance(layout, Unmarked):
@@ -216,15 +225,16 @@ def recorded_mark(tensor: Tensor) -> tuple[Mesh, ShardSpec, str] | None:
 
 
 def copy_mark(source: Tensor, target: Tensor) -> None:
-    """Copy the mark of a tensor to the tensor that replaces it."""
+    """Copy a tensor's mark to the tensor that replaces it."""
     if raw_mark(source) is not None:
+        # The raw mark: names stay names, since the layout that translates them may come later.
         setattr(target, _MARK, raw_mark(source))
 
 
 def layout_of(module: object, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayout | None:
-    """Return the layout that translates the names of a program, if there is one.
+    """Return the layout that translates a program's logical names, if there is one.
 
-    It is the one passed as the mesh, or that of `annotate`.
+    It was passed as the mesh, or to `annotate`.
     """
     if isinstance(mesh, MeshLayout):
         return mesh

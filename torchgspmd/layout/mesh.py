@@ -33,10 +33,10 @@ class Mesh:
     `Mesh(data=2, model=4)` is 8 devices, with rank = data * 4 + model.
 
     Args:
-        axes: Number of devices along each axis, by name.
+        axes: Device count along each axis, by name.
 
     Raises:
-        ShardingError: The name of an axis is no identifier, or a size is below 1.
+        ShardingError: An axis name is no identifier, or a size is below 1.
 
     Example:
         >>> Mesh(data=2, model=4).size
@@ -61,7 +61,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """Return the mesh of a torch DeviceMesh.
+        """Convert a torch DeviceMesh.
 
         Args:
             device_mesh: The DeviceMesh, with named dimensions.
@@ -91,7 +91,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
-        """Parse the notation of str().
+        """Parse the notation that str() prints.
 
         Args:
             text: Axes with their sizes.
@@ -133,19 +133,19 @@ class Mesh:
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """Number of devices along every axis."""
+        """Device count along every axis."""
         return tuple(size for _, size in self.axes)
 
     @cached_property
     def size(self) -> int:
-        """Number of devices."""
+        """Device count."""
         return math.prod(self.shape)
 
     def count(self, axes: Iterable[str]) -> int:
-        """Return the number of devices along some axes together: the size of a group.
+        """Count the devices along some axes together: the group size.
 
         Args:
-            axes: Names of axes.
+            axes: Axis names.
 
         Returns:
             The product of their sizes; 1 for no axes.
@@ -170,10 +170,10 @@ class Mesh:
         """Raise an error if the mesh has no such axis.
 
         Args:
-            axis: The name.
+            axis: The axis name.
 
         Raises:
-            ShardingError: The mesh has no axis of that name.
+            ShardingError: The mesh has no axis by that name.
 
         Example:
             >>> Mesh(data=2).check_axis("data")
@@ -185,7 +185,7 @@ class Mesh:
             )
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the position of a device on each axis.
+        """Return a device's position on each axis.
 
         Args:
             rank: The device.
@@ -203,7 +203,7 @@ class Mesh:
         return {name: result[name] for name in self.names}
 
     def rank(self, coordinates: Coordinates) -> int:
-        """Return the rank of a device, given its position on each axis.
+        """Return the rank for a position on each axis.
 
         Args:
             coordinates: Positions by axis.
@@ -221,11 +221,11 @@ class Mesh:
         return rank
 
     def place(self, axis: str, coordinates: Coordinates) -> int:
-        """Return the position of a device on an axis or a sub-axis.
+        """Return a device's position on an axis or a sub-axis.
 
         Args:
             axis: The axis, or a sub-axis such as `model:(2)4`.
-            coordinates: Positions of the device by axis.
+            coordinates: The device's positions by axis.
 
         Returns:
             The position.
@@ -242,11 +242,11 @@ class Mesh:
         return coordinates[whole] // (self._wholes[whole] // (before * size)) % size
 
     def index(self, axes: Iterable[str], coordinates: Coordinates) -> int:
-        """Return the position of a device in a group over `axes`.
+        """Return a device's position in a group over `axes`.
 
         Args:
-            axes: The axes of the group, the first one major.
-            coordinates: Positions of the device by axis.
+            axes: The group's axes, the first one major.
+            coordinates: The device's positions by axis.
 
         Returns:
             The position.
@@ -264,7 +264,7 @@ class Mesh:
         """Yield the ranks of every group over `axes`.
 
         Args:
-            axes: The axes of the groups.
+            axes: The groups' axes.
 
         Returns:
             Groups; each is ordered by index().
@@ -288,7 +288,7 @@ class Mesh:
         """Return the same devices in the same order, with axes split into sub-axes.
 
         Args:
-            splits: Sizes of the sub-axes by axis, the major one first.
+            splits: Sub-axis sizes by axis, the major one first.
 
         Returns:
             The mesh.
@@ -331,13 +331,13 @@ class Mesh:
         return self.split(common_splits(axes, self._sizes))
 
     def refine(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return axes of the mesh before split(), or larger sub-axes, as axes of this one.
+        """Translate axes from before split(), or larger sub-axes, to this mesh's axes.
 
         Args:
             axes: Axes and sub-axes.
 
         Returns:
-            Axes of this mesh.
+            Axes in this mesh.
 
         Example:
             >>> Mesh(model=8).split({"model": (2, 4)}).refine(("model",))
@@ -349,13 +349,13 @@ class Mesh:
         return tuple(refined)
 
     def merge(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Merge sub-axes that follow on each other: the inverse of refine().
+        """Merge sub-axes that follow on each other, as the inverse to refine().
 
         Args:
             axes: Axes and sub-axes.
 
         Returns:
-            The axes; all sub-axes of an axis have become the axis.
+            The axes; an axis replaces its sub-axes where all are present.
 
         Example:
             >>> Mesh(model=8).merge(("model:(1)2", "model:(2)4"))
@@ -364,13 +364,13 @@ class Mesh:
         return merge_axes(axes, self._wholes)
 
     def whole(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Return those of the axes that make up whole axes of the mesh before split().
+        """Keep the axes that make up whole axes in the mesh before split().
 
         Args:
             axes: Axes and sub-axes.
 
         Returns:
-            Axes of this mesh.
+            Axes in this mesh.
 
         Example:
             >>> Mesh(data=2, model=8).whole(("data", "model:(2)4"))

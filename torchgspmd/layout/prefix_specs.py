@@ -1,4 +1,4 @@
-"""in_specs and out_specs: pytree prefixes of layouts, spread over the tensors of a structure."""
+"""in_specs and out_specs: pytree prefixes with layouts, spread over a structure's tensors."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ def is_same(prefix: object) -> bool:
 def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpec | None]:
     """Return a spec, or None, for every tensor leaf of `tree`.
 
-    A leaf of the prefix is a string, a ShardSpec, None, SAME or UNCONSTRAINED; it applies to every
-    tensor below it. Containers of the prefix must be those of the tree.
+    A prefix leaf is a string, a ShardSpec, None, SAME or UNCONSTRAINED; it applies to every tensor
+    below it. The prefix must have the tree's containers.
     """
+    # Before the case of strings: "same" is a string, but no spec.
     if is_same(prefix):
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         return [ShardSpec.unconstrained(leaf.dim()) for leaf in leaves]
@@ -50,6 +51,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
             )
         return [
             spec
+            # In the order of the tree, whose leaves pair up with specs by position.
             for key in tree
             for spec in spread(prefix.get(key), tree[key], mesh, f"{what}[{key!r}]")
         ]
@@ -75,11 +77,12 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
 
 
 def argument_names(fn: Callable, args: tuple) -> list[str]:
-    """Return the names of positional arguments in the signature of fn; arg3 where it has none."""
+    """Return the names of positional arguments in fn's signature; arg3 where it has none."""
     try:
         parameters = list(
             inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn).parameters.values()
         )
+    # Functions written in C may have no signature that Python can read.
     except (TypeError, ValueError):
         parameters = []
     positional = [
@@ -89,7 +92,7 @@ def argument_names(fn: Callable, args: tuple) -> list[str]:
 
 
 def batch_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that by their names divide the batch."""
+    """Return the mesh axes whose names say that they divide the batch."""
     axes = tuple(name for name in mesh.names if name in BATCH_AXES)
     if not axes:
         raise ShardingError(
@@ -104,12 +107,13 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
 def spread_inputs(
     prefix: object, args: tuple, kwargs: dict, mesh: Mesh, fn: Callable
 ) -> list[ShardSpec | None]:
-    """Return a spec, or None, for every tensor of (args, kwargs).
+    """Return a spec, or None, for every tensor in (args, kwargs).
 
-    A tuple or list is a prefix of args, a mapping one of all arguments by name. A single spec needs
-    a single argument. AUTO divides the leading dimension of each tensor by the axes of the batch.
-    fn: the function that is called.
+    A tuple or list is a prefix for args, a mapping one for all arguments by name. A single spec
+    needs a single argument. AUTO divides each tensor's leading dimension by the batch axes. fn: the
+    called function, for its argument names.
     """
+    # Scalars have no dimension to divide, and stay open.
     if isinstance(prefix, str) and prefix == AUTO:
         axes = batch_axes(mesh)
         leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
@@ -134,6 +138,7 @@ def spread_inputs(
             where=user_line(),
             fix=f"name them all: in_specs={{{names}}}",
         )
+    # A list is the user's container here; args are a tuple, whose type the prefix has to have.
     return spread(
         tuple(prefix) if isinstance(prefix, list) else prefix, args, mesh, "args"
     ) + spread(None, kwargs, mesh, "kwargs")

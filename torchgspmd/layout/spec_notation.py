@@ -1,4 +1,4 @@
-"""Parse the notation of layouts into the fields of a ShardSpec; shard_spec.py describes it."""
+"""Parse the layout notation into the fields of a ShardSpec; shard_spec.py describes it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REDUCTIONS = ("sum", "max", "min", "prod")
 
 
 class _Unconstrained:
-    """Entry of a spec that lets propagation decide how a dimension is sharded."""
+    """Spec entry that lets propagation decide how a dimension is sharded."""
 
     def __repr__(self) -> str:
         return "UNCONSTRAINED"
@@ -36,12 +36,13 @@ def _is_axis(name: object) -> bool:
     )
 
 
+# A window in brackets contains spaces (`s[8i-1:+10 in 0:64]`) and is part of its word.
 _WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
 _PRIORITY = re.compile(r":p(\d+)$")
 
 
 def parse_string(text: str) -> SpecFields:
-    """Return the fields of a spec in string form, such as "data _ sum@model"."""
+    """Parse a spec in string form, such as "data _ sum@model"."""
     words, pending, reduction = _WORD.findall(text), (), "sum"
     if words and "@" in words[-1]:
         reduction, _, names = words.pop().partition("@")
@@ -60,6 +61,7 @@ def parse_string(text: str) -> SpecFields:
             )
     dims, opens, windows, priorities = [], [], [], []
     for word in words:
+        # From the outside in: the window ends a word, before it the priority, before that the "?".
         word, window = _split_window(word)
         windows.append(window)
         word, priority = split_priority(word)
@@ -94,7 +96,7 @@ def _split_window(word: str) -> tuple[str, Window | None]:
 
 
 def parse_sequence(entries: object) -> SpecFields:
-    """Return the fields of a spec in tuple form, such as ("data", None)."""
+    """Parse a spec in tuple form, such as ("data", None)."""
     if not isinstance(entries, Sequence):
         raise ShardingError(
             "a spec is a string such as 'data _' or a tuple such as ('data', None), "
