@@ -1,8 +1,8 @@
 """Adapters to the libraries that people train with; docs/frameworks.md shows each.
 
-A library sees the processes of a mesh as one process: its loops, samplers, schedulers and averages
-are those of one device. Each rank gets the whole batch, and rank 0 writes the files. The mesh
-divides the batch inside of the module.
+A library sees all ranks as one process, so its loops, samplers, schedulers and averages are a
+single device's. Each rank gets the whole batch, and rank 0 writes the files. The mesh divides the
+batch inside the module.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ def library(name: str) -> ModuleType:
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
+        # A missing dependency inside the library is another fault: show that one unchanged.
         if (error.name or "").partition(".")[0] != name.partition(".")[0]:
             raise
         raise ShardingError(
@@ -46,7 +47,7 @@ def library(name: str) -> ModuleType:
 
 
 def batch_parts(mesh: Meshes) -> int:
-    """Return into how many parts a mesh divides a batch."""
+    """Count the parts into which a mesh divides a batch."""
     own = mesh_of(mesh)
     return own.count(name for name in own.names if name in BATCH_AXES)
 

@@ -1,4 +1,4 @@
-"""accelerate: an Accelerator that puts models on a mesh in place of DistributedDataParallel."""
+"""accelerate: an Accelerator that puts models on a mesh instead of DistributedDataParallel."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FOLDER = "gspmd_{}"  # of a model and its optimizers, in a folder of save_state
 
 
 def as_one_process(cpu: bool = False) -> None:
-    """Show accelerate the processes of a mesh as one process, whose files rank 0 writes."""
+    """Show accelerate all ranks as one process, whose files rank 0 writes."""
     if not dist.is_initialized() and "RANK" in os.environ:
         dist.init_process_group()
     states.PartialState(cpu=cpu)
@@ -37,6 +37,7 @@ def as_one_process(cpu: bool = False) -> None:
         "process_index": rank,
         "local_process_index": int(os.environ.get("LOCAL_RANK", rank)),
     }
+    # AcceleratorState copies PartialState when it is made; one made earlier is changed, too.
     for state in (states.PartialState, states.AcceleratorState):
         if state._shared_state:
             state._shared_state.update(one)
@@ -69,18 +70,18 @@ def check_precision(accelerator: Any) -> None:
 
 
 class Accelerator(accelerate.Accelerator):
-    """accelerate's Accelerator for the devices of a mesh.
+    """accelerate's Accelerator for a mesh.
 
-    `prepare` calls `parallelize`; optimizers of the model's parameters get those on the mesh. Each
-    rank gets the whole batch: the batch size of a loader is that of one device. `save_state` and
-    `load_state` are gspmd.save and gspmd.load, for any mesh.
+    `prepare` calls `parallelize`; the model's optimizers get the parameters on the mesh. Each rank
+    gets the whole batch: a loader has one device's batch size. `save_state` and `load_state` are
+    gspmd.save and gspmd.load, for any mesh.
 
     Args:
-        mesh: The mesh of all processes, on which the model is marked.
-        options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
-        own_rows: Whether loaders read on each rank its rows of a batch alone. Tensors of batches
-            are DTensors then, and collate functions have to give all ranks the same shapes.
-        kwargs: The arguments of accelerate's Accelerator. mixed_precision is its autocast.
+        mesh: The mesh over all ranks, on which the model is marked.
+        options: Further options for `parallelize`; in_specs="auto" if the mesh has a batch axis.
+        own_rows: Whether loaders read only a rank's own rows. A batch's tensors are DTensors then,
+            and collate functions have to give all ranks the same shapes.
+        kwargs: Arguments for accelerate's Accelerator. mixed_precision is its autocast.
     """
 
     def __init__(
@@ -110,19 +111,19 @@ class Accelerator(accelerate.Accelerator):
         return self._models[-1]
 
     def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a loader of accelerate, or one of own rows around it."""
+        """Return accelerate's loader, within one that reads own rows if asked."""
         loader = super().prepare_data_loader(*args, **kwargs)
         return GlobalBatches(loader, self.mesh) if self._own_rows else loader
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return a loader that begins behind so many batches."""
+        """Return a loader that skips the first `num_batches` batches."""
         if not isinstance(dataloader, GlobalBatches):
             return super().skip_first_batches(dataloader, num_batches)
         rest = super().skip_first_batches(dataloader._loader, num_batches)
         return GlobalBatches(rest, self.mesh, is_own=True)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the state of one device's model on rank 0, and {} on the others."""
+        """Return the model's full state on rank 0, and {} on the others."""
         return {} if self._is_saving else full_state_dict(model)
 
     def wait_for_everyone(self) -> None:
@@ -149,13 +150,13 @@ class Accelerator(accelerate.Accelerator):
         return place
 
     def load_state(self, *args: Any, **kwargs: Any) -> None:
-        """Read the files of save_state, on any mesh; call it on every rank."""
+        """Read a folder that save_state wrote, on any mesh; call it on every rank."""
         with self._without_optimizers(), as_first_process():
             super().load_state(*args, **kwargs)
 
     @contextmanager
     def _without_optimizers(self) -> Iterator[None]:
-        """Keep models and optimizers from accelerate, which would pickle a rank's part of each."""
+        """Keep models and optimizers from accelerate, which would pickle only a rank's shards."""
         self._on_mesh, self._optimizers, self._is_saving = self._optimizers, [], True
         try:
             yield
@@ -163,7 +164,7 @@ class Accelerator(accelerate.Accelerator):
             self._optimizers, self._is_saving = self._on_mesh, False
 
     def _with_optimizers(self, models: list) -> Iterator[tuple[nn.Module, list]]:
-        """Yield each model with the optimizers of its parameters."""
+        """Yield each model with the optimizers that update its parameters."""
         for model in models:
             own = {id(p) for p in model.parameters()}
             inner = [each.optimizer for each in self._on_mesh]
@@ -173,9 +174,11 @@ class Accelerator(accelerate.Accelerator):
     def _save(self, models: list, weights: list, folder: str) -> None:
         for i, (model, optimizers) in enumerate(self._with_optimizers(models)):
             save(Path(folder, FOLDER.format(i)), model, optimizers, step=self.step)
+        # accelerate writes whatever is left in `weights`; the shards are on disk already.
         weights.clear()
 
     def _load(self, models: list, folder: str) -> None:
         for i, (model, optimizers) in enumerate(self._with_optimizers(models)):
             load(Path(folder, FOLDER.format(i)), model, optimizers)
+        # accelerate loads each model that is left in the list.
         models.clear()

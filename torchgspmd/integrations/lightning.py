@@ -12,20 +12,21 @@ strategies: Any = library("lightning.pytorch.strategies")
 
 
 class MeshStrategy(strategies.ModelParallelStrategy):
-    """Lightning's ModelParallelStrategy for the devices of a mesh.
+    """Lightning's ModelParallelStrategy for a mesh.
 
-    configure_model of the LightningModule calls `parallelize` for the modules that it trains. Each
-    rank gets the whole batch: loaders, samplers and schedules are those of one device. Checkpoints
-    are folders of torch.distributed.checkpoint; any mesh resumes them.
+    The LightningModule's configure_model calls `parallelize` for the modules that it trains. Each
+    rank gets the whole batch: loaders, samplers and schedules are a single device's. Checkpoints
+    are torch.distributed.checkpoint folders; any mesh resumes them.
 
     Args:
-        mesh: The mesh of all processes.
-        own_rows: Whether each rank reads its rows of a batch alone. Tensors of batches are DTensors
-            then, and collate functions have to give all ranks the same shapes.
-        kwargs: The arguments of ModelParallelStrategy, but the sizes.
+        mesh: The mesh over all ranks.
+        own_rows: Whether each rank reads only its own rows. A batch's tensors are DTensors then,
+            and collate functions have to give all ranks the same shapes.
+        kwargs: Arguments for ModelParallelStrategy, except the sizes.
     """
 
     def __init__(self, mesh: Meshes, *, own_rows: bool = False, **kwargs: Any):
+        # Lightning lays out its own mesh by these sizes; they have to multiply to the world size.
         size, self._mesh, self._own_rows = mesh_of(mesh).size, mesh, own_rows
         super().__init__(data_parallel_size=size, tensor_parallel_size=1, **kwargs)
 
@@ -40,11 +41,11 @@ class MeshStrategy(strategies.ModelParallelStrategy):
         super().setup(trainer)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Return a loader that reads the rows of this rank, if so asked."""
+        """Return a loader that reads only this rank's rows, if so asked."""
         loader = super().process_dataloader(dataloader)
         return read_own_rows(loader, self._mesh) if self._own_rows else loader
 
     def batch_to_device(self, *args: Any, **kwargs: Any) -> Any:
-        """Return a batch on the device; the one of all ranks, if each has read its rows."""
+        """Move a batch to the device; join all ranks' rows if each has read its own."""
         batch = super().batch_to_device(*args, **kwargs)
         return global_batch(batch, self._mesh) if self._own_rows else batch

@@ -1,9 +1,9 @@
-"""Loaders of a library that read on each rank its rows of every batch alone.
+"""A library's loaders, made to read only the rank's own rows of every batch.
 
     loader of 8 rows a batch, data=2, model=2      ranks 0 and 1 read rows 0 to 3, 2 and 3 the rest
 
-The sampler stays the library's, so the global batches are those of one device. `shard_batch` makes
-them of the rows that the ranks have read.
+The sampler stays the library's, so the global batches are a single device's. `shard_batch` joins
+the rows that the ranks have read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import Meshes
 
 
 class OwnRows:
-    """A batch sampler that yields the rows of this rank of each batch of another one."""
+    """A batch sampler that yields this rank's rows from each batch of another sampler."""
 
     def __init__(self, batches: Any, mesh: Meshes) -> None:
         own = mesh_of(mesh)
@@ -51,7 +51,7 @@ class OwnRows:
 
 
 def read_own_rows(loader: Any, mesh: Meshes) -> Any:
-    """Make a DataLoader read the rows of this rank alone, and return it."""
+    """Make a DataLoader read only this rank's rows, and return it."""
     if getattr(loader, "batch_sampler", None) is None:
         raise ShardingError(
             f"own_rows=True for a {type(loader).__name__} without a batch sampler",
@@ -66,8 +66,9 @@ def read_own_rows(loader: Any, mesh: Meshes) -> Any:
 
 
 def global_batch(batch: Any, mesh: Meshes) -> Any:
-    """Return the batch of all ranks from the rows of this one: tensors become DTensors."""
+    """Join the rows that each rank has read into the global batch, as DTensors."""
     own = mesh_of(mesh)
+    # Without a batch axis all ranks read all rows, so "_" joins nothing.
     axes = "+".join(name for name in own.names if name in BATCH_AXES) or "_"
 
     def joined(rows: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def global_batch(batch: Any, mesh: Meshes) -> Any:
 
 
 class GlobalBatches:
-    """A DataLoader that yields batches of all ranks. is_own: it reads own rows already."""
+    """A DataLoader that yields global batches. is_own: it reads own rows already."""
 
     def __init__(self, loader: Any, mesh: Meshes, is_own: bool = False) -> None:
         self._loader, self._mesh = loader if is_own else read_own_rows(loader, mesh), mesh

@@ -1,6 +1,6 @@
 """peft: adapters for a model that is on a mesh already.
 
-For one that is not, peft.get_peft_model, marks and `parallelize` follow each other as they are.
+For other models call peft.get_peft_model, mark the result, then `parallelize` it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def get_peft_model(
     """Return a model on its mesh with peft's adapters, whose names and shapes are one device's.
 
     Call it on every rank, and make the optimizer afterwards. While peft initializes adapters, each
-    rank has the whole weights in memory of the CPU: DoRA, PiSSA and the like read them.
+    rank has the whole weights in CPU memory: DoRA, PiSSA and the like read them.
 
     Args:
-        model: The result of `parallelize`.
-        config: A configuration of peft.
-        args, kwargs: Further arguments of peft.get_peft_model.
-        marks: Layouts of the adapters, as `annotate` takes them; they are replicated without.
+        model: A module from `parallelize`.
+        config: A peft configuration.
+        args, kwargs: Further arguments for peft.get_peft_model.
+        marks: Layouts for the adapters, as `annotate` takes them. Without: replicated.
 
     Raises:
         ShardingError: The model is not on a mesh.
@@ -66,7 +66,7 @@ def get_peft_model(
 
 @contextmanager
 def _whole_weights(model: nn.Module) -> Iterator[None]:
-    """Have plain whole tensors in place of a model's own; frozen ones stay frozen."""
+    """Replace a model's tensors by plain whole ones for a while; frozen ones stay frozen."""
     tables = [*tables_of(model)]
     stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
     gather = Gather(groups_of_state([*stored.values()], "get_peft_model"), rank0_only=False)
@@ -75,6 +75,7 @@ def _whole_weights(model: nn.Module) -> Iterator[None]:
         made = cast(Any, gather.whole(tensor)).to(tensor.device)
         is_parameter = isinstance(tensor, nn.Parameter)
         whole[key] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    # Copies: peft replaces and adds entries while the block runs.
     before = [dict(table) for table, _ in tables]
     for table, _ in tables:
         table.update({n: whole[id(t)] for n, t in table.items() if id(t) in whole})

@@ -1,4 +1,4 @@
-"""torchtitan: its Llama 3 on a mesh, whose parallelize_fn is a table of marks."""
+"""torchtitan: its Llama 3 on a mesh, where parallelize_fn is a table of marks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ LLAMA3 = {  # glob -> layout; FSDP is a weight that the axis of the data divides
 
 
 def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> nn.Module:
-    """Put torchtitan's Llama 3 on the mesh of its ParallelDims: the parallelize_fn of a TrainSpec.
+    """Put torchtitan's Llama 3 on the mesh of its ParallelDims: a TrainSpec's parallelize_fn.
 
-    The loop stays torchtitan's: each rank has the rows of its loader, and the sum of its losses.
+    The loop stays torchtitan's: each rank has its loader's rows, and sums its own losses.
 
     Args:
-        model: A Transformer of torchtitan, on meta too.
+        model: torchtitan's Transformer, also on the meta device.
         parallel_dims: ParallelDims with dp_replicate, dp_shard and tp.
         job_config: JobConfig. Its mixed precision, activation checkpoints and compile count.
 
     Returns:
-        The module, whose forward takes and returns the rows of a rank.
+        The module, whose forward takes and returns the rank's rows.
 
     Raises:
-        ShardingError: parallel_dims has a degree of cp, pp or ep.
+        ShardingError: parallel_dims has cp, pp or ep above 1.
 
     Example:
         spec = replace(get_train_spec("llama3"), parallelize_fn=parallelize_llama)
@@ -59,6 +59,7 @@ def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
             )
     sizes = {name: getattr(parallel_dims, name) for name in ("dp_replicate", "dp_shard", "tp")}
     mesh = Mesh(**sizes)
+    # Before apply_ac, whose wrappers change the names that the globs match.
     annotate(model, mesh, LLAMA3)
     if job_config.activation_checkpoint.mode != "none":
         checkpoint = library("torchtitan.distributed.activation_checkpoint")
@@ -81,12 +82,12 @@ def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
 
 
 def _whole(mesh: Mesh, _: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> Any:
-    """Return arguments with the rows of all ranks. args: the tokens of this rank."""
+    """Join all ranks' rows in the first argument. args: this rank's tokens first."""
     return (shard_batch(args[0], mesh, f"{BATCH} _"), *args[1:]), kwargs
 
 
 def _rows(vocabulary: DeviceMesh | None, _: nn.Module, args: object, logits: DTensor) -> Tensor:
-    """Return the logits of this rank's rows.
+    """Return the logits for this rank's rows.
 
     vocabulary: the mesh over which they are divided, as torch's loss_parallel takes them; or None.
     """
@@ -97,6 +98,6 @@ def _rows(vocabulary: DeviceMesh | None, _: nn.Module, args: object, logits: DTe
 
 
 def _dtype(name: str) -> torch.dtype | None:
-    """Return the dtype of a word of torchtitan; None for that of the weights."""
+    """Return the dtype that torchtitan names; None for float32, which the weights have."""
     dtype = getattr(torch, name)
     return None if dtype == torch.float32 else dtype

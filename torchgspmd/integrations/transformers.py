@@ -35,20 +35,20 @@ WEIGHTS = ("model.safetensors", INDEX)
 
 
 class Trainer(transformers.Trainer):
-    """transformers' Trainer for the devices of a mesh: `mesh=` is the one argument more.
+    """transformers' Trainer for a mesh: `mesh=` is the one argument more.
 
-    Losses, gradient norms, learning rates and weights are those of one process with the same
-    global batch: per_device_train_batch_size times the devices along the batch's axes. Checkpoints
-    have transformers' files of weights; the optimizer's state is sharded. Any mesh resumes them.
+    Losses, gradient norms, learning rates and weights equal a single process's with the same global
+    batch: per_device_train_batch_size times the devices along the batch's axes. Checkpoints have
+    transformers' weight files; the optimizer's state is sharded. Any mesh resumes them.
 
     Args:
-        model: The model of one device, with its marks, or the result of `parallelize`.
+        model: The single-device model with its marks, or the module from `parallelize`.
         args: The TrainingArguments.
-        mesh: The mesh of all processes.
-        options: Further options of `parallelize`; in_specs="auto" if the mesh has an axis for it.
-        own_rows: Whether each rank reads in training its rows of a batch alone. The data collator
-            has to give all ranks the same shapes. Evaluation reads all rows.
-        kwargs: The arguments of transformers' Trainer.
+        mesh: The mesh over all ranks.
+        options: Further options for `parallelize`; in_specs="auto" if the mesh has a batch axis.
+        own_rows: Whether each rank reads only its own rows in training. The data collator has to
+            give all ranks the same shapes. Evaluation reads all rows.
+        kwargs: Arguments for transformers' Trainer.
     """
 
     out_specs: str | None = SAME  # logits stay where they are: the loss alone is gathered
@@ -64,6 +64,7 @@ class Trainer(transformers.Trainer):
         **kwargs: Any,
     ):
         self._own_rows = own_rows
+        # A copy, since the batch sizes below are multiplied in place.
         args = copy.copy(args or transformers.TrainingArguments("tmp_trainer"))
         reads_logits = kwargs.get("compute_loss_func") or args.label_smoothing_factor
         out_specs = None if reads_logits else self.out_specs
@@ -71,6 +72,7 @@ class Trainer(transformers.Trainer):
         self._mesh, self._options = mesh, {**defaults, **(options or {})}
         args.device  # noqa: B018 (starts the processes as transformers would)
         as_one_process(args.use_cpu)
+        # With several GPUs transformers would wrap the model in torch's DataParallel.
         args._n_gpu = min(args.n_gpu, 1)
         args.per_device_train_batch_size *= batch_parts(mesh)
         args.per_device_eval_batch_size *= batch_parts(mesh)
@@ -98,6 +100,7 @@ class Trainer(transformers.Trainer):
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Return the loss as a whole tensor, with the outputs where they are computed."""
         found = super().compute_loss(*args, **kwargs)
+        # The outputs stay sharded: training reads the loss alone.
         if isinstance(found, tuple):
             return _whole(found[0]), *found[1:]
         return _whole(found)
@@ -111,22 +114,24 @@ class Trainer(transformers.Trainer):
             return super()._get_dataloader(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
-        """Return the loader of training, whose rows are this rank's if so asked."""
+        """Return the training loader, which reads only this rank's rows if so asked."""
         loader = super().get_train_dataloader()
         return read_own_rows(loader, self._mesh) if self._own_rows else loader
 
     def get_batch_samples(self, epoch_iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step, and the tokens in them on all ranks."""
+        """Return a step's batches, and their token count over all ranks."""
         if self._own_rows:
             epoch_iterator = (global_batch(batch, self._mesh) for batch in epoch_iterator)
         batches, count = super().get_batch_samples(epoch_iterator, *args, **kwargs)
         return batches, _whole(count)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        # super() without arguments does not work inside the lambda.
         write = super()._save
         write_whole(self.model, lambda: write(output_dir, state_dict))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        # On every rank: each writes its shards. Rank 0 alone writes the small scheduler file.
         dcp.save(self._optimizer_state(), checkpoint_id=Path(output_dir, OPTIMIZER))
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))

@@ -11,6 +11,6 @@ trl: Any = library("trl")
 
 
 class SFTTrainer(Trainer, trl.SFTTrainer):
-    """TRL's SFTTrainer for the devices of a mesh; `mesh=` is the one argument more."""
+    """TRL's SFTTrainer for a mesh; `mesh=` is the one argument more."""
 
     out_specs = None  # its measures read the logits

@@ -1,10 +1,10 @@
-"""Communication of your own, inside of `manual`: all_reduce(x, "model") and the like.
+"""Communication that you write yourself inside `manual`: all_reduce(x, "model") and the like.
 
-A region runs under torch.vmap over the positions along each of its axes. A value is batched at the
-level of an axis if devices along it may have different ones: it varies; others are replicated. A
+A region runs under torch.vmap over the positions along each axis. A value is batched at an axis's
+level if devices along it may have different values: it varies. All others are replicated. A
 collective is an operation over the batch dimension, which propagation and partition see as any
-other: all_reduce is a sum whose dimension is sharded. So every collective is differentiable, runs
-on one device, and the gradient of a replicated value is the sum over those who used it.
+other: all_reduce is a sum whose dimension is sharded. So every collective is differentiable and
+runs on one device. A replicated value's gradient is the sum over all devices that used it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..layout.spec_notation import UNCONSTRAINED
 
 @dataclass(frozen=True)
 class Level:
-    """An axis of a region: its level of vmap, its size, and the position of each device."""
+    """A region's axis: its vmap level, its size, and each device's position."""
 
     mesh: Mesh
     axis: str
@@ -36,7 +36,7 @@ class Level:
     index: Tensor
 
     def marked(self, x: Tensor) -> Tensor:
-        """Return a value whose first dimension are the positions, divided among the devices."""
+        """Mark a value's first dimension, the positions, as divided among the devices."""
         return mark_sharding(x, self.mesh, (self.axis, *[UNCONSTRAINED] * (x.dim() - 1)))
 
 
@@ -45,7 +45,7 @@ _LEVELS: ContextVar[tuple[Level, ...]] = ContextVar("levels", default=())
 
 @contextmanager
 def entered(mesh: Mesh, axis: str, index: Tensor) -> Generator[Level]:
-    """Have a further axis in the block, which is the body of its vmap."""
+    """Enter a further axis for the block, which is the body of its vmap."""
     level = Level(mesh, axis, current_level(), mesh.count((axis,)), index)
     token = _LEVELS.set((*_LEVELS.get(), level))
     try:
@@ -55,13 +55,14 @@ def entered(mesh: Mesh, axis: str, index: Tensor) -> Generator[Level]:
 
 
 def current_level() -> int:
-    """Return the innermost level of torch.vmap and the like; 0 outside of all."""
+    """Return the innermost level of torch.vmap and the like; 0 outside all."""
     top = peek_interpreter_stack()
     return 0 if top is None else top.level()
 
 
 def varies(x: Tensor, level: int) -> bool:
     """Return whether a value is batched at a level."""
+    # Levels nest: the outermost tensor is batched at the innermost level.
     while (own := maybe_get_level(x)) > 0:
         if own == level:
             return True
@@ -70,7 +71,7 @@ def varies(x: Tensor, level: int) -> bool:
 
 
 class _OverPositions(Function):
-    """An operation over the batch dimension of one level."""
+    """An operation over one level's batch dimension."""
 
     @staticmethod
     def forward(
@@ -92,13 +93,14 @@ class _OverPositions(Function):
         run: Callable[..., tuple[Tensor, bool]],
         dims: tuple[int, ...],
     ) -> tuple[Tensor, int | None]:
-        """Run at the level that is asked for; at one inside of it, pass the dimension through."""
+        """Run at the requested level; at a level inside it, pass the dimension through."""
         if current_level() >= level.level:
             if in_dims[0] is None:
                 return _OverPositions.apply(x, index, level, run, dims), None
             x = x.movedim(in_dims[0], 0)
             return _OverPositions.apply(x, index, level, run, tuple(d + 1 for d in dims)), 0
         if in_dims[0] is None:
+            # A replicated value counts once for each position, as it would on each device.
             x = x.unsqueeze(0).expand(info.batch_size, *x.shape)
         else:
             x = x.movedim(in_dims[0], 0)
@@ -150,7 +152,7 @@ def all_reduce(x: Tensor, axis: str, op: str = "sum") -> Tensor:
     """Reduce a value over the devices along an axis.
 
     Args:
-        x: A value of a device.
+        x: A device's value.
         axis: An axis of the region.
         op: "sum", "max", "min" or "mean".
 
@@ -177,10 +179,10 @@ def all_reduce(x: Tensor, axis: str, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """Join the values of the devices along an axis.
+    """Join the devices' values along an axis.
 
     Args:
-        x: A value of a device.
+        x: A device's value.
         axis: An axis of the region.
         dim: The dimension at which they are joined.
 
@@ -201,16 +203,17 @@ def all_gather(x: Tensor, axis: str, dim: int = 0) -> Tensor:
     level = _level(axis, all_gather)
 
     def join(x: Tensor, dim: int) -> tuple[Tensor, bool]:
+        # [n, ..., s, ...] -> [..., n s, ...]
         return x.movedim(0, dim).flatten(dim, dim + 1), False
 
     return _OverPositions.apply(x, level.index, level, join, (_dim(x, dim, all_gather),))
 
 
 def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
-    """Add the values of the devices along an axis, and give each its part of the sum.
+    """Add the devices' values along an axis, and give each device its part.
 
     Args:
-        x: A value of a device.
+        x: A device's value.
         axis: An axis of the region.
         dim: The dimension that is divided.
 
@@ -232,16 +235,17 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
     _divide(x, dim, level.size, reduce_scatter)
 
     def scatter(x: Tensor, dim: int) -> tuple[Tensor, bool]:
+        # [n, ..., s, ...] -> [..., s, ...] -> [..., n, s/n, ...] -> [n, ..., s/n, ...]
         return x.sum(0).unflatten(dim, (level.size, -1)).movedim(dim, 0), True
 
     return _OverPositions.apply(x, level.index, level, scatter, (dim,))
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-    """Send each device along an axis its part of one dimension, and join the parts.
+    """Send each device along an axis its part along one dimension, and join the parts.
 
     Args:
-        x: A value of a device.
+        x: A device's value.
         axis: An axis of the region.
         split_dim: The dimension that is divided.
         concat_dim: The dimension at which the parts are joined.
@@ -265,6 +269,7 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
     _divide(x, split, level.size, all_to_all)
 
     def exchange(x: Tensor, split: int, concat: int) -> tuple[Tensor, bool]:
+        # [n, ..., s, ...] -> [receiver, sender, ..., s/n, ...]; the senders are joined at `concat`.
         parts = x.unflatten(1 + split, (level.size, -1)).movedim(1 + split, 0)
         return parts.movedim(1, 1 + concat).flatten(1 + concat, 2 + concat), True
 
@@ -275,12 +280,12 @@ def permute(x: Tensor, axis: str, shift: int) -> Tensor:
     """Send a value to the device `shift` places further along an axis, in a ring.
 
     Args:
-        x: A value of a device.
+        x: A device's value.
         axis: An axis of the region.
         shift: Places; negative ones lead back.
 
     Returns:
-        The value of the device `shift` places before.
+        The value that the device `shift` places before had.
 
     Raises:
         ShardingError: The region does not have the axis.
@@ -298,7 +303,7 @@ def permute(x: Tensor, axis: str, shift: int) -> Tensor:
 
 
 def axis_index(axis: str) -> Tensor:
-    """Return the position of the device along an axis.
+    """Return the device's position along an axis.
 
     Args:
         axis: An axis of the region.

@@ -1,10 +1,10 @@
-"""manual: a part of a program whose communication is the user's own.
+"""manual: a region whose communication the user writes.
 
-Along the axes of the region the function sees the shards of one device, and calls `collectives`;
-along all others propagation and partition go on. The shards become a dimension. For example, [8, 6]
-divided along model=2 at dimension 0 is [2, 4, 6], whose first dimension is marked `model`. The
-function runs under torch.vmap over it. Source: shard_map of JAX, whose types (varying or replicated
-along an axis) are here whether a value is batched.
+Along the region's axes the function sees one device's shards, and calls `collectives`; along all
+others propagation and partition go on. The shards become a dimension. For example, [8, 6] divided
+along model=2 at dimension 0 is [2, 4, 6], whose first dimension is marked `model`. The function
+runs under torch.vmap over it. Source: JAX's shard_map. Its types, varying or replicated along an
+axis, are batched or not batched here.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def manual(
     """Return a function whose communication along some axes is its own.
 
     It runs on one device too, with the same numbers, and may be called in a model, in another
-    region, and be differentiated. The gradient of an argument that is replicated along an axis is
-    the sum of the gradients of all devices along it.
+    region, and be differentiated. The gradient for an argument that is replicated along an axis is
+    the sum over all devices along it.
 
     Args:
-        fn: Sees the shards of its arguments along `axes`, and calls `torchgspmd.collectives`.
+        fn: Sees its arguments' shards along `axes`, and calls `torchgspmd.collectives`.
         mesh: The devices, also as torch's DeviceMesh.
-        in_specs: How the arguments are divided along `axes`: a pytree prefix of them.
-        out_specs: How the results are put together: a pytree prefix of the result. A result whose
-            spec lacks an axis is the same on all devices along it.
-        axes: The axes that are the function's own. Others are propagated as ever.
+        in_specs: How the arguments are divided along `axes`: a pytree prefix.
+        out_specs: How the results are put together: a pytree prefix. A result whose spec lacks an
+            axis is the same on all devices along it.
+        axes: The axes along which fn communicates itself. Others are propagated as ever.
 
     Returns:
-        A function of whole tensors.
+        A function that takes and returns whole tensors.
 
     Raises:
         ShardingError: A spec names another axis, the devices do not divide a dimension, or a
@@ -85,7 +85,7 @@ def manual(
 
 
 def _own(spec: ShardSpec | None, axes: tuple[str, ...]) -> ShardSpec | None:
-    """Return a spec that names axes of the region alone."""
+    """Return the spec; raise ShardingError if it names an axis outside the region."""
     other = [axis for axis in spec.sharding_axes if axis not in axes] if spec else []
     if other:
         raise ShardingError(
@@ -98,7 +98,8 @@ def _own(spec: ShardSpec | None, axes: tuple[str, ...]) -> ShardSpec | None:
 
 
 def _divide(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> Tensor:
-    """Return a tensor with a leading dimension for each axis of its spec, in the order given."""
+    """Split a tensor: one leading dimension for each axis in its spec, in the order given."""
+    # Checked before the reshape, whose error would not name the dimension.
     for d in reversed(range(spec.rank)):
         if x.shape[d] % mesh.count(spec.dims[d]):
             raise ShardingError(
@@ -113,13 +114,14 @@ def _divide(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> T
         names += [*dim_axes, ""]
         sizes += [*(mesh.count((a,)) for a in dim_axes), n // mesh.count(dim_axes)]
     x = x.reshape(sizes)
+    # In the region's order, not the spec's: each vmap takes the first dimension that is left.
     leading = [axis for axis in order if axis in names]
     x = x.movedim([names.index(axis) for axis in leading], list(range(len(leading))))
     return _marked(x, mesh, leading)
 
 
 def _join(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> Tensor:
-    """Return the whole tensor of one with a leading dimension for each axis of its spec."""
+    """Join a tensor that has a leading dimension for each axis in its spec."""
     leading = [axis for axis in order if axis in spec.sharding_axes]
     x = _marked(x, mesh, leading)
     shape = x.shape[len(leading) :]
@@ -131,14 +133,14 @@ def _join(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> Ten
 
 
 def _marked(x: Tensor, mesh: Mesh, leading: Sequence[str]) -> Tensor:
-    """Return a tensor whose leading dimensions are marked with their axes."""
+    """Mark a tensor's leading dimensions with their axes."""
     if not leading:
         return x
     return mark_sharding(x, mesh, (*leading, *[UNCONSTRAINED] * (x.dim() - len(leading))))
 
 
 class _Region:
-    """One run of a region: a vmap for each axis, the first one outside."""
+    """One run through a region: a vmap for each axis, the first one outermost."""
 
     def __init__(
         self,
@@ -156,7 +158,7 @@ class _Region:
         self.specs: list[ShardSpec] = []  # of its tensors
 
     def run(self, tensors: list[Tensor], along: Sequence[Sequence[str]]) -> Any:
-        """Return the result, put together. along: the axes of each tensor's leading dimensions."""
+        """Return the joined result. along: for each tensor, the axes of its leading dimensions."""
         values = self.enter(0, tensors, along)
         joined = iter([_join(x, spec, self.mesh, self.axes) for x, spec in zip(values, self.specs)])
         leaves = [next(joined) if isinstance(leaf, Tensor) else leaf for leaf in self.others]
@@ -165,7 +167,7 @@ class _Region:
     def enter(
         self, depth: int, tensors: list[Tensor], along: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Return the tensors of the result, with dimensions for the axes from `depth` on."""
+        """Return the result's tensors, with dimensions for the axes from `depth` on."""
         if depth == len(self.axes):
             return self.call(tensors)
         axis = self.axes[depth]
@@ -179,6 +181,7 @@ class _Region:
                 if axis not in spec.sharding_axes:
                     self.check_same(i, result, level.level, axis)
                     whole[i] = result
+            # A replicated result leaves the vmap by `whole`, so that no dimension is added to it.
             return (index, *(r for i, r in enumerate(results) if i not in whole))
 
         in_dims = (0, *(0 if axis in axes else None for axes in along))
@@ -189,7 +192,7 @@ class _Region:
         return [whole[i] if i in whole else next(rest) for i in range(len(self.specs))]
 
     def call(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the tensors of the function's result, on one device."""
+        """Call the function on one device's shards; return its tensors."""
         shards = iter(tensors)
         leaves = [next(shards) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.tree)

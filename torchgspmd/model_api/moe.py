@@ -4,16 +4,17 @@
     hidden = moe.grouped_mm(routed.rows, up, routed.ends)   or torch._grouped_mm
     y = moe.combine(moe.grouped_mm(hidden.relu(), down, routed.ends), routed, weights)
 
-Plain PyTorch, of one meaning on one device and on a mesh. Experts are sharded over n devices; there
-are T tokens each of width M, k choices a token and b bytes a number. A device sends in the forward,
-and again in the backward:
+Plain PyTorch, with one meaning on one device and on a mesh. Experts are sharded over n devices;
+there are T tokens with width M, k choices a token and b bytes a number. A device sends in the
+forward, and again in the backward:
 
     capacity=None           2 (n-1) T M b           tokens come to all experts, sums are scattered
     shards=n, capacity=c    2 (n-1)/n k T M b c     rows go to their experts and back: all_to_all
 
-The first needs no bound of the rows that come to a device. The second sends less where n > c k; c,
-the capacity, is room relative to an even share. Source: dispatchers of Megatron-LM and torchtitan,
-which users call with process groups; groups and capacities of GShard (arXiv 2006.16668).
+The first needs no bound on the rows that come to a device. The second sends less where n > c k; c,
+the capacity, is room relative to an even share. Source: the dispatchers in Megatron-LM and
+torchtitan, which users call with process groups; groups and capacities in GShard (arXiv
+2006.16668).
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class Dispatched(NamedTuple):
     """Rows sorted by their experts, and the way back.
 
     rows: [t k, m]; with shards [groups shards, s, m], where a block begins with its experts' rows.
-    ends: int32 [groups experts]: the row behind those of each expert, if there were no gaps.
+    ends: int32 [groups experts]: the row behind each expert's last row, if there were no gaps.
     dropped: Choices that had no room, as a number without dimensions.
-    slots: [t, k]: the place of each choice's row, -1 for one that was dropped. None for blocks of
-        gathered tokens.
-    order: [groups shards, s]: the received row that each row of a block was. For blocks of gathered
-        tokens it is the choice of each row, -1 if it has none.
-    shards: Into how many parts experts are cut.
+    slots: [t, k]: where each choice's row is, -1 if it was dropped. None for blocks of gathered
+        tokens.
+    order: [groups shards, s]: the received row that each block row was. For blocks of gathered
+        tokens it is each row's choice, -1 if it has none.
+    shards: Number of parts into which experts are cut.
     """
 
     rows: Tensor
@@ -61,26 +62,26 @@ def dispatch(
     capacity: float | None = None,
     overflow: str = "error",
 ) -> Dispatched:
-    """Return a row for each choice of a token, sorted by expert.
+    """Return a row for each choice a token made, sorted by expert.
 
-    Tokens of one expert stay in their order. Neither the result nor the dropped rows depend on the
-    mesh; the latter depend on shards and groups. At best `shards` is the number of devices along
-    the axis of the experts, and `groups` that along other axes of the tokens, which come first.
+    An expert's tokens stay in their order. Neither the result nor the dropped rows depend on the
+    mesh; the latter depend on shards and groups. At best `shards` counts the devices along the
+    experts' axis, and `groups` those along the tokens' other axes, which come first.
 
     Args:
         x: Tokens [..., m].
-        expert_index: The experts of each token, [..., k].
+        expert_index: Each token's experts, [..., k].
         experts: How many there are.
-        shards: Into how many parts the experts are cut, in their order, and with a capacity the
-            tokens of a group.
-        groups: Into how many groups the tokens are cut, each with rows of its own.
-        capacity: Send rows, with room for those from one part of the tokens to one part of the
-            experts relative to an even share. None: all tokens of a group come to all its experts.
-        overflow: The fate of rows without room: "error" raises, "count" drops them, and `dropped`
-            says how many.
+        shards: Number of parts into which the experts are cut, in their order. With a capacity, a
+            group's tokens are cut into as many.
+        groups: Number of groups into which the tokens are cut, each with its own rows.
+        capacity: Send rows. Room from one part of the tokens to one part of the experts, relative
+            to an even share. None: a group's tokens all come to all its experts.
+        overflow: For rows without room: "error" raises, "count" drops them, and `dropped` says how
+            many.
 
     Returns:
-        The rows, the ends of the experts' rows, and the arguments of `combine`.
+        The rows, where each expert's rows end, and the other arguments for `combine`.
 
     Raises:
         ShardingError: Shapes do not fit, shards do not divide the tokens, or, when it runs, there
@@ -103,10 +104,10 @@ def dispatch(
 
 
 def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return each row times the matrix of its expert, plus the bias of its expert.
+    """Multiply each row by its expert's matrix, and add its expert's bias.
 
-    As torch._grouped_mm, and for every type and width, under autocast, and for the blocks of
-    `dispatch(shards=)`.
+    As torch._grouped_mm, also for every type and width, under autocast, and for the blocks that
+    `dispatch(shards=)` makes.
 
     Args:
         rows: [r, m], or blocks [groups shards, s, m].
@@ -115,7 +116,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
         bias: [experts, h].
 
     Returns:
-        [r, h] or [groups shards, s, h]. Rows of no expert are 0.
+        [r, h] or [groups shards, s, h]. Rows without an expert are 0.
 
     Raises:
         ShardingError: There are not as many matrices as ends.
@@ -155,9 +156,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
 
 
 def _biased(rows: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (a one for each row, the bias as a matrix of each expert), with zeros for the kernel's
-    sake.
-    """
+    """Return a column of ones, and each expert's bias as a matrix; zeros pad both."""
+    # torch's grouped kernel requires rows whose bytes are a multiple of KERNEL_BYTES.
     lanes = grouped.KERNEL_BYTES // rows.element_size()
     ones = (torch.arange(lanes, device=rows.device) == 0).to(rows.dtype)
     column = ones.expand(*rows.shape[:-1], lanes).contiguous()
@@ -165,12 +165,12 @@ def _biased(rows: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
-    """Return for each token the weighted sum of the rows of its choices.
+    """Return the weighted sum of the rows that each token chose.
 
     Args:
         rows: The experts' results for `routed.rows`, row by row.
         routed: The result of `dispatch`.
-        weights: Of each choice, [..., k].
+        weights: One for each choice, [..., k].
 
     Returns:
         [..., h]; a choice that was dropped adds nothing.
@@ -207,7 +207,7 @@ def _choices(routed: Dispatched) -> int:
 
 
 def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: str) -> None:
-    """Raise ShardingError for arguments of dispatch that do not fit."""
+    """Raise ShardingError if dispatch's arguments do not fit."""
     if x.shape[:-1] != expert_index.shape[:-1] or x.dim() < 2:
         raise ShardingError(
             f"tokens of shape {list(x.shape)} and experts of shape {list(expert_index.shape)} "
@@ -234,6 +234,7 @@ def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: 
 def _sorted(tokens: Tensor, chosen: Tensor, experts: int) -> Dispatched:
     """Dispatch to one part: all rows, sorted by expert."""
     flat = chosen.flatten()
+    # Stable: an expert's tokens stay in their order.
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(experts).scatter_add(0, flat, torch.ones_like(flat))
     slots = _inverse(order, 0).view_as(chosen)
@@ -243,7 +244,7 @@ def _sorted(tokens: Tensor, chosen: Tensor, experts: int) -> Dispatched:
 
 
 def _inverse(order: Tensor, dim: int) -> Tensor:
-    """Return the inverse of permutations along the last dimension."""
+    """Invert permutations along the last dimension."""
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(dim, order, places)
 
@@ -254,7 +255,7 @@ def _inverse(order: Tensor, dim: int) -> Tensor:
 
 
 def _gathered(tokens: Tensor, chosen: Tensor, experts: int, cut: tuple[int, int]) -> Dispatched:
-    """Dispatch in each group: a block begins with the rows of its experts; others are behind."""
+    """Dispatch in each group: a block begins with its experts' rows; others are behind."""
     (groups, shards), choices = cut, chosen.shape[1]
     flat = chosen.reshape(groups, -1)  # [n, r]
     width = grouped.groups_of_block(experts, shards)
@@ -328,7 +329,7 @@ def _sent(
 
 
 def _received(rows: Tensor, routed: Dispatched, slots: Tensor) -> Tensor:
-    """Return [t, k, h]: the row of each choice, sent back."""
+    """Return [t, k, h]: each choice's row, sent back."""
     assert routed.order is not None
     back = _exchange(_take(rows, _inverse(routed.order, 1)), routed.shards)  # [n g, d c, h]
     return _take(back, slots.view(len(rows), -1).clamp(0)).view(*slots.shape, -1)
@@ -340,13 +341,13 @@ def _counted(flat: Tensor, experts: int) -> Tensor:
 
 
 def _exchange(rows: Tensor, shards: int) -> Tensor:
-    """Return [n d, g c, m] of [n g, d c, m], or the other way."""
+    """Turn [n g, d c, m] into [n d, g c, m], or the other way."""
     split = rows.unflatten(1, (shards, -1)).unflatten(0, (-1, shards))  # [n, g, d, c, m]
     return split.transpose(1, 2).flatten(2, 3).flatten(0, 1)
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """Return [g, i, m] of rows [g, r, m] and an index [g, i]."""
+    """Take rows [g, r, m] by an index [g, i]: [g, i, m]."""
     return rows.gather(1, index.unsqueeze(2).expand(-1, -1, rows.shape[2]))
 
 

@@ -1,8 +1,8 @@
-"""A step of an optimizer that has no row in update_rules.py: its own `step`, in the program.
+"""Runs an optimizer's own `step` in the program, if update_rules.py has no row for it.
 
-The optimizer's step runs on tensors of the program in place of its parameters and states. So it has
-to compute with tensors: it may not ask for their values. Those of torch do so with capturable=True,
-which they get here.
+The step runs on the program's tensors instead of the optimizer's parameters and states. So it has
+to compute with tensors: it may not ask for their values. torch's optimizers do so with
+capturable=True, which they get here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CAPTURABLE = {"capturable": True, "foreach": False, "fused": False}
 
 
 class _Recorder(dict):
-    """States of one parameter. first: copies of the values that each had first."""
+    """One parameter's states. first: a copy of each state's first value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,9 +43,9 @@ class _Recorder(dict):
 
 
 def first_states(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
-    """Return the states of each parameter before the first step; numbers as 0-d tensors.
+    """Return each parameter's states before the first step; numbers as 0-d tensors.
 
-    They are those that a step of zero gradients begins with, on copies of the parameters.
+    A step with zero gradients, on copies of the parameters, creates them.
 
     Raises:
         ShardingError: The step needs a closure, which would run the model anew.
@@ -57,6 +57,7 @@ def first_states(optimizer: Optimizer) -> dict[Tensor, dict[str, Tensor]]:
             where=user_line(),
             fix="parallelize the model alone, and step the optimizer as usual",
         )
+    # A copy of each parameter: the step with zero gradients may still decay weights.
     copies = {
         p: nn.Parameter(p.detach().clone()) for g in optimizer.param_groups for p in g["params"]
     }
@@ -93,7 +94,7 @@ def own_step(
     _: Tensor,
     group: Mapping[str, object],
 ) -> None:
-    """Step parameters of a group in place, and their states. Each state has its own count."""
+    """Step a group's parameters and states in place. Each state has its own count."""
     options = dict(group)
     if torch.compiler.is_compiling():
         options |= {name: value for name, value in CAPTURABLE.items() if name in group}
@@ -111,6 +112,7 @@ def own_step(
 
 def _step(optimizer: Optimizer, groups: list[dict[str, object]], states: object) -> None:
     """Step with other groups and states than the optimizer has, and without its hooks."""
+    # A twin without __init__: the real optimizer keeps its groups, states and hooks.
     twin = object.__new__(type(optimizer))
     hooks = {name: {} for name in vars(optimizer) if name.endswith("_hooks")}
     twin.__dict__.update({**vars(optimizer), **hooks, "param_groups": groups, "state": states})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import ShardingError, did_you_mean, user_line
 
+# Without a loss all forwards come first, so 1F1B and zero-bubble need a loss.
 SCHEDULES = ("auto", "gpipe", "circular")
 WITH_LOSS = ("auto", "gpipe", "1f1b", "zero_bubble")
 
@@ -30,6 +31,7 @@ def check_schedule(
             if loss is None
             else "leave loss= out, or schedule='zero_bubble'",
         )
+    # GPipe's stages are neighboring blocks, which a second round would split.
     if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
         raise ShardingError(
             f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",

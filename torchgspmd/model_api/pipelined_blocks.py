@@ -7,11 +7,10 @@
     3                  2         1
     4                            2
 
-The weights of all stages are one tensor, whose first dimension is sharded over the axis, and so are
-the values of the stages. A tick is the stages' block under torch.vmap; then each stage's result
-goes to the next: a shift along that dimension, one permute. So the program is the same on all
-devices, and other axes are sharded inside of the stages as ever. Source: section 3.3 of the GSPMD
-paper.
+The weights of all stages are one tensor, whose first dimension is sharded over the axis; so are the
+stages' values. A tick is the stages' block under torch.vmap; then each stage's result goes to the
+next: a shift along that dimension, one permute. So the program is the same on all devices, and
+other axes are sharded inside the stages as ever. Source: GSPMD paper, section 3.3.
 """
 
 from __future__ import annotations
@@ -60,34 +59,34 @@ def pipeline(
 ) -> nn.Module:
     """Return a module that computes `for block in blocks: x = block(x)` as a pipeline.
 
-    On one device it is that loop. Its state_dict has the names of nn.ModuleList(blocks).
+    On one device it is that loop. Its state_dict has the names that nn.ModuleList(blocks) has.
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes the result of the one before:
-            a tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
+        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
+            tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
-        microbatches: How many parts the batch is divided into.
+        microbatches: Number of parts into which the batch is divided.
         schedule: "gpipe": a stage has neighboring blocks. "circular": a stage has `repeats` groups
-            of blocks, and each microbatch goes round so often; less time is lost at the start and
-            the end. "auto": circular if there are repeats.
+            of blocks, and each microbatch goes round `repeats` times; less time is lost at the
+            start and the end. "auto": circular if there are repeats.
         repeats: How often a microbatch passes each stage.
         recompute: Whether the backward computes the stages again, so that only values between
             stages are kept.
-        loss: The part behind the blocks: a function of the last one's result for a microbatch, and
-            of its part of the keyword arguments of the call. It returns a loss. The module returns
-            the mean over the microbatches then, and backwards run between forwards: "1f1b",
-            "zero_bubble" (gradients of weights fill gaps), "gpipe" (all forwards first). "auto" is
-            the zero-bubble schedule that loses least time within `memory`. With two repeats 1F1B is
+        loss: The part behind the blocks. It takes the last block's result for a microbatch, and the
+            microbatch's part of the call's keyword arguments, and returns a loss. The module
+            returns the mean over the microbatches then, and backwards run between forwards: "1f1b",
+            "zero_bubble" (weight gradients fill gaps), "gpipe" (all forwards first). "auto" is the
+            zero-bubble schedule that loses least time within `memory`. With two repeats 1F1B is
             interleaved, and zero-bubble is a V: the second round goes back.
         memory: With a loss, the bytes that a device may keep for backwards; None: with "auto" and
-            "zero_bubble" the activations of 1F1B, one for each stage.
-        rows: Names of further arguments of the blocks that have a row for each row of the batch,
-            as a mask of padding: a stage gets those of its microbatch.
+            "zero_bubble" 1F1B's activations, one for each stage.
+        rows: Names of further arguments that have a row for each batch row, such as a padding mask:
+            a stage gets its microbatch's rows.
 
     Returns:
         A module that is called with the batch, and with further arguments that all blocks get
-        (masks, tables of rotary positions). With a loss these are positional.
+        (masks, rotary tables). With a loss these are positional.
 
     Raises:
         ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
@@ -142,7 +141,7 @@ def pipeline(
 
 
 class Pipeline(StackedBlocks):
-    """Module of pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
+    """Module from pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
 
     def __init__(
         self,
@@ -157,6 +156,7 @@ class Pipeline(StackedBlocks):
         rows: Sequence[str] | None = None,
     ) -> None:
         stages = mesh.count((axis,))
+        # Rounded up: rows without a block pass their input on (`is_full`).
         layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
         places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
@@ -165,9 +165,9 @@ class Pipeline(StackedBlocks):
         self.order, self.loss, self.row_arguments = order, loss, rows
 
     def schedule(self, times: Times | None = None) -> Schedule:
-        """Return the schedule of all devices; times: of the pieces of a stage.
+        """Return the schedule for all devices. times: how long a stage's pieces take.
 
-        With a loss: of a plan that needs no other order to stay within a memory.
+        With a loss: for a plan that stays within its memory in the usual order.
         """
         if self.loss is not None:
             return order_within(replace(self.order, memory=0), 0, True).timed(times or Times())
@@ -188,7 +188,7 @@ class Pipeline(StackedBlocks):
         return self._scheduled(self.loss, x, SharedArguments(args), kwargs)
 
     def _loss_of(self, loss: Loss, results: object, targets: dict[str, object]) -> Tensor:
-        """Return the mean of the losses of the microbatches."""
+        """Return the mean loss over the microbatches."""
         leaves, tree = pytree.tree_flatten((results, targets))
         parts = [self._divided(x) if isinstance(x, Tensor) else x for x in leaves]
         losses = []
@@ -201,7 +201,7 @@ class Pipeline(StackedBlocks):
     def _scheduled(
         self, loss: Loss, x: object, shared: SharedArguments, targets: dict[str, object]
     ) -> Tensor:
-        """Return the loss of a pipeline that computes forward and backward in turn."""
+        """Return the loss from a pipeline that computes forward and backward in turn."""
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
         tensors = [t for t in others if isinstance(t, Tensor)]
@@ -237,7 +237,7 @@ class Pipeline(StackedBlocks):
         return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
 
     def _row_arguments(self, shared: SharedArguments, leaves: Sequence[Tensor]) -> RowArguments:
-        """Return the arguments of all blocks. leaves: of the first one's arguments."""
+        """Return the arguments that all blocks get. leaves: the first block's arguments."""
         return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
 
     def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
@@ -259,7 +259,7 @@ class Pipeline(StackedBlocks):
         return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in parts], tree)
 
     def _is_block(self, device: torch.device) -> Tensor:
-        """Return which rows are those of blocks: [stages, repeats, layers]."""
+        """Return a mask, [stages, repeats, layers]: True for a row that a block has."""
         rows = torch.tensor([row in self.places for row in range(self.rows)], device=device)
         return rows.view(self.stages, self.repeats, self.layers)
 
@@ -272,12 +272,13 @@ class Pipeline(StackedBlocks):
         shared: RowArguments,
         shift: int = 1,
     ) -> list[Tensor]:
-        """Return the leaves of the last block's results, [microbatches, rows, ...].
+        """Return the last block's results, as leaves [microbatches, rows, ...].
 
         weights, is_block: [stages, rounds, layers, ...]. shift: from a stage to the next one.
         """
         m, p, rounds = self.microbatches, self.stages, is_block.shape[1]
         first, last = (0, p - 1)[::shift]
+        # A result waits m - p ticks for its next round: stage 0 is busy with the others until then.
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
         stage, own = count_up(p), [self._divided(x) for x in shared.tensors]
@@ -325,9 +326,9 @@ class Pipeline(StackedBlocks):
         mine: Sequence[Tensor],
         recompute: bool = False,
     ) -> list[Tensor]:
-        """Run the blocks of every stage on its values, in a loop.
+        """Run every stage's blocks on its values, in a loop.
 
-        weights: [stages, layers, ...]. mine: rows of arguments, [stages, ...].
+        weights: [stages, layers, ...]. mine: row arguments, [stages, ...].
         """
         is_full = self.count == self.stages * self.repeats * self.layers
 
@@ -360,7 +361,7 @@ class Pipeline(StackedBlocks):
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
 
     def _divided(self, leaf: Tensor) -> Tensor:
-        """Return [microbatches, rows, ...] of [batch, ...]; each has rows of all devices."""
+        """Split [batch, ...] into [microbatches, rows, ...]; each has rows from all devices."""
         rows = leaf.shape[0]  # a run checks one that it alone knows
         if isinstance(rows, int) and rows % self.microbatches:
             raise ShardingError(
@@ -368,30 +369,31 @@ class Pipeline(StackedBlocks):
                 where=user_line(),
                 fix="a batch that they divide",
             )
+        # The minor part is split off, so a shard of the batch has rows of every microbatch.
         return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
 
 
 def _of_all_stages(function: Callable[..., object], *args: object) -> Any:
-    """Return the results of a function of one stage for values of all."""
+    """Map a function for one stage over all stages' values."""
     results = torch.vmap(function, randomness="different")(*args)
     note_results(pytree.tree_leaves(results))
     return results
 
 
 def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
-    """Return the inputs of the stages: one gets `new` [1 or stages, ...], others `old`."""
+    """Return the stages' inputs: one stage gets `new` [1 or stages, ...], others `old`."""
     places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
     return torch.where(places == stage, new, old)
 
 
 def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
-    """Return the weights [stages, layers, ...] of the round that each stage is in."""
+    """Return weights [stages, layers, ...]: those for each stage's current round."""
     if weight.shape[1] == 1:
         return weight[:, 0]
     return weight[torch.arange(len(round_of), device=round_of.device), round_of]
 
 
 def _place(layer: int, layers: int, places: StagePlacement) -> int:
-    """Return the row of a block's weights: those of a device are together, round by round."""
+    """Return the row for a block's weights: a device's rows are together, round by round."""
     stage, position = divmod(layer, layers)
     return (places.device(stage) * places.rounds + places.round(stage)) * layers + position

@@ -13,28 +13,28 @@ from ..errors import ShardingError, did_you_mean, user_line
 
 
 class SharedArguments(NamedTuple):
-    """Arguments of all blocks, besides the result of the block before."""
+    """Arguments that all blocks get, besides the previous block's result."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
 
 class RowArguments:
-    """Arguments of all blocks, of which some have a row for each row of the batch.
+    """Arguments that all blocks get; some have a row for each batch row.
 
-    tensors: these, [batch, ...].
+    tensors: the latter, [batch, ...].
     """
 
     def __init__(
         self, shared: SharedArguments, block: nn.Module, names: Sequence[str] | None, batch: int
     ) -> None:
-        """Take the arguments of a call.
+        """Take a call's arguments.
 
         Args:
             shared: The arguments.
-            block: A block, whose forward has names for those that are positional.
-            names: Of the arguments that have such rows; None: there are none.
-            batch: How many rows the batch has.
+            block: A block, whose forward names the positional arguments.
+            names: Names for the arguments that have such rows; None: there are none.
+            batch: Number of batch rows.
         """
         leaves, self.tree = pytree.tree_flatten(tuple(shared))
         self.leaves = leaves
@@ -47,6 +47,7 @@ class RowArguments:
             )
         self.places: list[int] = []
         for i, (name, leaf) in enumerate(zip(of_leaves, leaves)):
+            # A size other than the batch's cannot be divided with it: all stages get such a tensor.
             if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
                 continue
             if names is None:
@@ -60,11 +61,11 @@ class RowArguments:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """The arguments that have rows of the batch."""
+        """The arguments with a row for each batch row."""
         return [self.leaves[i] for i in self.places]
 
     def without_gradient(self) -> list[Tensor]:
-        """Return them; raise ShardingError if one has a gradient."""
+        """Return `tensors`; raise ShardingError if one needs a gradient."""
         if any(x.requires_grad for x in self.tensors):
             raise ShardingError(
                 "an argument of a pipeline with a loss has rows of the batch and needs a gradient",
@@ -75,7 +76,7 @@ class RowArguments:
         return self.tensors
 
     def with_rows(self, rows: Sequence[Tensor]) -> SharedArguments:
-        """Return the arguments with rows in the place of those of the batch."""
+        """Return the arguments with a microbatch's rows instead of the batch's."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, rows):
             leaves[i] = x
@@ -83,8 +84,9 @@ class RowArguments:
 
 
 def _names(shared: SharedArguments, block: nn.Module) -> list[str]:
-    """Return for each leaf the name of its argument."""
+    """Name the argument that each leaf belongs to."""
     parameters = [*inspect.signature(block.forward).parameters][1:]
+    # Arguments that *args take have no names: their numbers stand for them.
     parameters += [f"{i + 1}" for i in range(len(parameters), len(shared.args))]
     named = [*zip(parameters, shared.args), *shared.kwargs.items()]
     return [name for name, value in named for _ in pytree.tree_leaves(value)]

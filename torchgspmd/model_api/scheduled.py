@@ -1,8 +1,8 @@
-"""A pipeline whose loss is a part of it: forward and backward of all microbatches at once.
+"""A pipeline with its loss inside: forward and backward for all microbatches at once.
 
-A backward that begins before the last forward needs the loss of a microbatch, so the forward of
-`scheduled` computes the gradients as well. Its backward multiplies them by the gradient of the
-loss. In the graph it is one loop over the microbatches (features/pipelines/op.py).
+A backward that begins before the last forward needs a microbatch's loss, so the forward computes
+the gradients as well. Its backward multiplies them by the loss's gradient. In the graph it is one
+loop over the microbatches (features/pipelines/op.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
 class ScheduledStages:
-    """The trace of a pipeline with its loss.
+    """Traces a pipeline with its loss.
 
-    stages: returns the results of the stages of a round, [devices, rows, ...], from their arguments
-    and the rows of the targets. losses: returns [devices], of that. along: marks their layouts.
+    stages: from a round's arguments and the targets' rows, the results [devices, rows, ...].
+    losses: from the last results, [devices]. along: marks the layouts.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ScheduledStages:
         self.names: list[Tensor] = []  # values of outside, as stages and losses name them
 
     def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
-        """Return the mean loss of microbatches [m, rows, ...]."""
+        """Return the mean loss over microbatches [m, rows, ...]."""
         count, p = len(xs), self.order.devices
 
         def body(*rows: Tensor) -> tuple[tuple, list[Tensor]]:
@@ -69,14 +69,14 @@ class ScheduledStages:
     def trace(
         self, xs: Sequence[Tensor], targets: Sequence[Tensor], outer: Sequence[Tensor]
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss, and its gradients of the microbatches and of values of outside."""
+        """Return the loss, and its gradients for the microbatches and for outside values."""
         with open_loop(len(xs[0])) as traced:
             return _Trace(self, traced, xs, targets, outer).run()
 
 
 @dataclass
 class _Round:
-    """The stages of a round: values that arrive ahead and behind, their arguments and results."""
+    """A round's stages: values that arrive ahead and behind, arguments and results."""
 
     number: int
     ahead: list[Tensor]
@@ -86,7 +86,7 @@ class _Round:
 
 
 class _Trace:
-    """One trace of the loop's body."""
+    """One trace through the loop's body."""
 
     def __init__(
         self,
@@ -102,13 +102,14 @@ class _Trace:
             pipeline.order.places,
         )
         self.microbatches, self.xs, self.outer = traced.loop.length, xs, outer
+        # Integers, such as positions, travel ahead with the activations but send nothing back.
         self.with_gradient = [i for i, x in enumerate(xs) if x.is_floating_point()]
         self.rows = [loop_row(x, self.text) for x in xs]
         self.targets = [loop_row(x, self.text) for x in targets]
         self.last = self.places.device(self.places.stages - 1)
 
     def carry(self, x: Tensor) -> Tensor:
-        """Return the message of a neighboring stage, for microbatches x."""
+        """Return a neighboring stage's message, for microbatches x."""
         zeros = x.new_zeros([self.places.devices, *x.shape[1:]])
         return loop_carry(self.pipeline.along(zeros), self.text)
 
@@ -119,7 +120,7 @@ class _Trace:
         return torch.where(places == device, x, other)
 
     def forward(self, number: int) -> _Round:
-        """Trace the forward of a round."""
+        """Trace a round's forward."""
         ahead = [self.carry(x) for x in self.xs]
         behind = [self.carry(self.xs[i]) for i in self.with_gradient]
         taken = ahead
@@ -128,6 +129,7 @@ class _Trace:
                 self.only(0, row.expand(self.places.devices, *row.shape), sent)
                 for row, sent in zip(self.rows, ahead)
             ]
+        # Detached: each round is differentiated by itself, so its gradients can be sent back.
         taken = [self.pipeline.along(x).detach() for x in taken]
         for i in self.with_gradient:
             taken[i].requires_grad_()
@@ -149,6 +151,7 @@ class _Trace:
             for each in reversed(rounds):
                 outputs = [each.results[i] for i in self.with_gradient]
                 arrived = [*map(self.pipeline.along, each.behind)]
+                # The last stage's gradient comes from the loss, not from a neighbor.
                 if each is rounds[-1]:
                     arrived = [self.only(self.last, *pair) for pair in zip(seeds, arrived)]
                     arrived = [*map(self.pipeline.along, arrived)]
@@ -166,7 +169,7 @@ class _Trace:
     def loss(
         self, results: Sequence[Tensor], leaves: Sequence[Tensor], totals: list[list[Tensor]]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Trace the loss of the last stage's result; return it, and its gradients."""
+        """Trace the loss for the last stage's result; return it, and its gradients."""
         heads = [self.pipeline.along(stage_head(y.detach())) for y in results]
         ends = [heads[i].requires_grad_() for i in self.with_gradient]
         losses = self.pipeline.losses(heads, self.targets)
@@ -181,7 +184,7 @@ class _Trace:
         seeds: Sequence[Tensor] | None,
         totals: list[list[Tensor]],
     ) -> list[Tensor]:
-        """Return the gradients of values of the body; add up those of outside."""
+        """Return the gradients for values in the body; add up those for outside values."""
         found = torch.autograd.grad(outputs, [*inner, *leaves], seeds, allow_unused=True)
         for terms, g in zip(totals, found[len(inner) :]):
             terms += [] if g is None else [loop_total(g, self.text)]
@@ -189,7 +192,7 @@ class _Trace:
         return [torch.zeros_like(x) if g is None else g for x, g in pairs]
 
     def send_on(self, rounds: Sequence[_Round], each: _Round) -> None:
-        """Send the results of a round's stages: from the last one they go to the next round."""
+        """Send on a round's results: those from the last stage go to the next round."""
         after = rounds[(each.number + 1) % len(rounds)]
         for leaf, (y, carry) in enumerate(zip(each.results, after.ahead)):
             self._send(y.detach(), 1, [each.number, leaf], carry)
@@ -197,7 +200,7 @@ class _Trace:
     def send_back(
         self, rounds: Sequence[_Round], each: _Round, gradients: Sequence[Tensor]
     ) -> None:
-        """Send the gradients of the arguments of a round."""
+        """Send back the gradients for a round's arguments."""
         before = rounds[(each.number - 1) % len(rounds)]
         for leaf, g, carry in zip(self.with_gradient, gradients, before.behind):
             self._send(g, -1, [each.number, leaf], carry)
@@ -208,7 +211,7 @@ class _Trace:
 
 
 class _Run(torch.autograd.Function):
-    """(microbatches, targets, values of outside) -> the loss, whose gradients are known then."""
+    """(microbatches, targets, outside values) -> the loss, whose gradients are known then."""
 
     @staticmethod
     def forward(
@@ -223,5 +226,6 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
+        # The gradients are those for a seed of one; the loss is a scalar, so a product is enough.
         results = [None if g is None else g * grads[0] for g in ctx.saved_tensors]
         return None, None, None, *results

@@ -1,7 +1,7 @@
-"""stack: like blocks in place of a loop over a ModuleList, as a loop of the program.
+"""stack: like blocks as one loop in the program, in place of a loop over a ModuleList.
 
-The weights of all blocks are stacked. An iteration takes its row of them, so the program does not
-grow with the number of blocks, and neither does the time to plan it.
+The weights of all blocks are stacked, and an iteration takes its row. So neither the program nor
+the time to plan it grows with the number of blocks.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from .stacked_blocks import StackedBlocks
 
 
 def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
-    """Return a module that computes `for block in blocks: x = block(x)`, as a loop of the program.
+    """Return a module that computes `for block in blocks: x = block(x)` as one loop.
 
-    Planning takes the same time whatever the number of blocks. On one device the module is that
-    loop of Python. Its state_dict has the names of nn.ModuleList(blocks).
+    Planning takes the same time for any number of blocks. On one device the module is that Python
+    loop. Its state_dict has the names that nn.ModuleList(blocks) has.
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes the result of the one before:
-            a tensor, or tuples, lists and dicts of tensors. Marks on the weights of the first one
-            hold for all.
+        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
+            tensor, or tuples, lists and dicts of tensors. Marks on the first one's weights hold for
+            all.
         recompute: Whether the backward computes each block again, so that only values between
             blocks are kept.
 
     Returns:
         A module that is called with x, and with further arguments that all blocks get as they are
-        (a mask, tables of rotary positions).
+        (a mask, rotary tables).
 
     Raises:
         ShardingError: The blocks differ, or a block returns another shape than it takes.
@@ -52,7 +52,7 @@ def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
 
 
 class Stack(StackedBlocks):
-    """Module of stack(). A parameter of its `block` is [blocks, ...]."""
+    """Module from stack(). A parameter of its `block` is [blocks, ...]."""
 
     def __init__(self, blocks: list[nn.Module], recompute: bool) -> None:
         super().__init__(blocks, "stack", range(len(blocks)), len(blocks))
@@ -62,7 +62,7 @@ class Stack(StackedBlocks):
         return f"{self.count} blocks"
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return the result of the last block."""
+        """Return the last block's result."""
         shared = SharedArguments(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)
@@ -72,10 +72,12 @@ class Stack(StackedBlocks):
         def block(row: dict[str, Tensor], *leaves: Tensor) -> list[Tensor]:
             y = self.run(self.block, row, pytree.tree_unflatten(leaves, tree), shared)
             results, other = pytree.tree_flatten(y)
+            # Checked in the trace, since a loop's carry has one shape in all iterations.
             _check(leaves, tree, results, other)
             return results
 
         def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            # run_loop passes the carry first, then this iteration's row of each weight.
             row = dict(zip(weights, inputs[len(leaves) :]))
             carry = inputs[: len(leaves)]
             if self.recompute:

@@ -1,4 +1,4 @@
-"""StackedBlocks: like blocks with stacked weights; its state_dict has the names of the blocks.
+"""StackedBlocks: like blocks with stacked weights; its state_dict has the blocks' names.
 
 ModuleList(blocks)      0.up.weight [h, m], 1.up.weight [h, m], ...
 StackedBlocks           block.up.weight [rows, h, m]; `places` has the row of each block
@@ -28,8 +28,8 @@ from .row_arguments import SharedArguments
 class StackedBlocks(nn.Module):
     """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...].
 
-    A loop over it runs once, and calls all blocks at once: `for block in blocks: x = block(x)`, as
-    models of others have it, needs no change.
+    A loop over it runs once and calls all blocks, so a model's `for block in blocks: x = block(x)`
+    needs no change.
     """
 
     def __init__(
@@ -41,14 +41,14 @@ class StackedBlocks(nn.Module):
         mesh: Mesh | None = None,
         axis: str = "_",
     ) -> None:
-        """Stack the weights of blocks.
+        """Stack the blocks' weights.
 
         Args:
             blocks: The blocks.
-            what: The name of the new module, for messages.
-            places: The row of each block's weights. The first block stands in other rows.
+            what: The new module's name, for messages.
+            places: The row for each block's weights. The first block stands in other rows.
             rows: How many there are.
-            mesh: The devices, of weights without a mark of their own.
+            mesh: The devices, for weights without a mark.
             axis: The axis that shards the rows.
         """
         super().__init__()
@@ -69,7 +69,8 @@ class StackedBlocks(nn.Module):
         self.register_load_state_dict_pre_hook(_from_names_of_blocks)
 
     def __getattr__(self, name: str) -> Any:
-        """Return the module that stands for a block of this number, as state_dict names it."""
+        """Return the module that stands for the block with this number, as state_dict names it."""
+        # get_submodule("blocks.3.up") looks numbers up as attributes.
         if name.isdigit() and int(name) < self.count:
             return self.block
         return super().__getattr__(name)
@@ -81,7 +82,7 @@ class StackedBlocks(nn.Module):
         yield self
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return the module that stands for a block; of all of them, a list that a loop takes."""
+        """Return the module that stands for a block; for the slice of all, a list for a loop."""
         if isinstance(index, int):
             return self.block
         if [*range(self.count)[index]] != [*range(self.count)]:
@@ -94,11 +95,11 @@ class StackedBlocks(nn.Module):
         return [self]
 
     def place(self, layer: int) -> int:
-        """Return the row of a block's weights."""
+        """Return the row that has a block's weights."""
         return self.places[layer]
 
     def named_rows(self) -> Iterator[tuple[str, Row]]:
-        """Yield the weights of all blocks, by their names."""
+        """Yield each block's weights, by their names."""
         for name, tensor in self.weights().items():
             for layer in range(self.count):
                 yield f"{layer}.{name}", Row(tensor, self.row_axis)
@@ -108,7 +109,7 @@ class StackedBlocks(nn.Module):
         return {name: attrgetter(name)(self.block) for name in self.names}
 
     def one_by_one(self, x: object, shared: SharedArguments) -> object:
-        """Return the result of the last block; call one after the other."""
+        """Call one block after the other; return the last one's result."""
         weights = self.weights()
         for place in self.places:
             x = self.run(self.block, {name: w[place] for name, w in weights.items()}, x, shared)
@@ -118,13 +119,14 @@ class StackedBlocks(nn.Module):
     def run(
         block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
-        """Return the result of a block with these weights."""
+        """Run a block with these weights."""
         args = x, *shared.args
         with in_block():
             return torch.func.functional_call(block, weights, args, {**shared.kwargs})
 
     def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return the tensors of all blocks as one; the first stands for blocks that are missing."""
+        """Stack the blocks' tensors; the first stands for blocks that are missing."""
+        # A missing row gets real weights: it computes as well, and its result is dropped.
         rows = [tensors[0].detach()] * self.rows
         for place, tensor in zip(self.places, tensors):
             rows[place] = tensor.detach()
@@ -132,7 +134,7 @@ class StackedBlocks(nn.Module):
 
 
 def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> None:
-    """Mark stacked parameters as those of the first block are, and along their rows."""
+    """Mark stacked parameters as the first block's are, and along their rows."""
     mark = raw_mark(first)
     if mark is None and mesh is None:
         return
@@ -142,7 +144,7 @@ def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> Non
 
 
 def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
-    """Return the names of the parameters. Raise unless the blocks differ in values alone."""
+    """Return the parameters' names. Raise unless the blocks differ in values alone."""
     if not blocks:
         raise ShardingError(f"a {what} of no blocks", where=user_line())
     if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
@@ -176,10 +178,11 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
 
 
 def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
-    """Raise unless the modules of two blocks have the same numbers and texts."""
+    """Raise unless two blocks' modules have the same numbers and texts."""
     for (name, one), (_, other) in zip(blocks[0].named_modules(), blocks[i].named_modules()):
         for key, value in vars(one).items():
             its = vars(other).get(key)
+            # Other attributes may be unequal objects that behave alike, such as activations.
             if isinstance(value, (bool, int, float, str, NoneType)) and its != value:
                 raise ShardingError(
                     f"blocks 0 and {i} of a {what} differ in {name}{'.' * bool(name)}{key}: "
@@ -191,7 +194,7 @@ def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
 
 
 def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-    """Put the weights of each block into a state_dict, under its own names."""
+    """Put each block's weights into a state_dict, under its own names."""
     blocks = cast(StackedBlocks, module)
     stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in blocks.names}
     shared = f"{prefix}block."
@@ -207,7 +210,7 @@ def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *
 def _from_names_of_blocks(
     module: nn.Module, state: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Stack the weights of all blocks in a state_dict that is loaded."""
+    """Stack all blocks' weights in a state_dict that is loaded."""
     blocks = cast(StackedBlocks, module)
     for name in blocks.names:
         keys = [f"{prefix}{layer}.{name}" for layer in range(blocks.count)]
@@ -216,6 +219,7 @@ def _from_names_of_blocks(
             whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
             state[f"{prefix}block.{name}"] = blocks._stacked(whole)
     for name in dict(blocks.block.named_buffers()):
+        # Buffers are equal in all blocks (_common_names), so the first one's are enough.
         values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(blocks.count)]
         if values[0] is not None:
             state[f"{prefix}block.{name}"] = values[0]

@@ -1,9 +1,9 @@
-"""train_step: forward, backward, clipping and update of a model as one module, for one program.
+"""train_step: a model's forward, backward, clipping and update as one module.
 
     step = parallelize(train_step(model, optimizer), mesh, shard_updates="data")
     loss = step(tokens, targets)
 
-The module computes the step of a training loop on one device. Planned as a whole, its updates are
+The module computes a training loop's step on one device. Planned as a whole, its updates are
 sharded as the weights are stored (weight-update sharding, arXiv 2004.13336). Gradients are
 reduce-scattered, and weights gathered in the dtype that the model computes in, where they are used.
 """
@@ -23,10 +23,10 @@ from .update_rules import rule_of
 
 
 class TrainStep(nn.Module):
-    """One step of training: call it with a batch, and it returns the loss.
+    """One training step: call it with a batch, and it returns the loss.
 
-    model: the model. optimizer: the optimizer; its states are buffers of this module, too, by
-    the name of the state, then that of the parameter: "exp_avg.blocks.0.weight".
+    model: the model. optimizer: the optimizer; its states are buffers here, too, named by the state,
+    then the parameter: "exp_avg.blocks.0.weight".
     """
 
     steps: Tensor
@@ -53,6 +53,7 @@ class TrainStep(nn.Module):
                 self._add_states(name, rule.states(tensor_of(model, name), group))
         self._adopt()
         vars(optimizer)["_opt_called"] = True  # for schedules of torch, which warn otherwise
+        # load_state_dict makes new tensors; the program knows the buffers.
         optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
 
     def _add_states(self, name: str, states: dict[str, Tensor]) -> None:
@@ -100,6 +101,7 @@ class TrainStep(nn.Module):
         return model(*args, **kwargs) if self.loss is None else self.loss(model, *args, **kwargs)
 
     def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
+        # One norm over all groups, as clip_grad_norm_ on model.parameters().
         scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)
         self.steps.add_(1)
         for group, names in zip(self.optimizer.param_groups, self.names):
@@ -132,28 +134,28 @@ def train_step(
     average: float | None = None,
     param_dtype: torch.dtype | None = None,
 ) -> TrainStep:
-    """Return a module whose call is a whole step of training: forward, backward and update.
+    """Return a module whose call is a whole training step: forward, backward and update.
 
-    It is plain PyTorch, for one device; `parallelize` and `plan` make one program of it. States of
-    the optimizer have the layout of their parameters, that of `shard_updates` too, and stay the
+    It is plain PyTorch, for one device; `parallelize` and `plan` make it one program. The
+    optimizer's states have their parameters' layouts, with `shard_updates` too, and stay the
     optimizer's. Its learning rate may change between steps, and its state_dict is as usual.
 
     Args:
         model: The model, before `parallelize`.
-        optimizer: AdamW, Adam, SGD or Adafactor of torch.optim, of its parameters. Of any other
-            the own `step` is in the program, which may compute with tensors only.
-        loss: A function of the model and the batch that returns the loss, or a tuple whose first
-            entry it is. By default the model returns it.
-        clip: The largest norm of all gradients together.
-        average: The decay of exponential moving averages of the weights, the buffers "average.*".
+        optimizer: torch.optim's AdamW, Adam, SGD or Adafactor, for the model's parameters. For any
+            other, its own `step` is in the program, which may compute with tensors only.
+        loss: A function that takes the model and the batch, and returns the loss, or a tuple that
+            begins with it. By default the model returns it.
+        clip: The largest norm for all gradients together.
+        average: The decay for the weights' exponential moving averages, the buffers "average.*".
         param_dtype: The dtype in which the model computes, such as torch.bfloat16. Weights, their
             gradients, updates and averages stay in their own.
 
     Returns:
-        The module. Its arguments are the batch; it returns the result of `loss`, detached.
+        The module. Its arguments are the batch; it returns `loss`'s result, detached.
 
     Raises:
-        ShardingError: The optimizer has parameters of other models.
+        ShardingError: The optimizer has a parameter that is not the model's.
 
     Example:
         >>> import torch
@@ -170,7 +172,7 @@ def train_step(
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Return the names of the optimizer's parameters that are trained, by group."""
+    """Name the optimizer's parameters that are trained, by group."""
     known = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -199,10 +201,10 @@ class _Calling(nn.Module):
 
 
 def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., object]) -> Any:
-    """Return the result of a function of the model; the model computes with copies in a dtype.
+    """Call a function of the model, which computes with copies in a dtype.
 
-    Copies are those of floating parameters and arguments. The backward is in `run`: recomputed
-    operations have to see the copies, too.
+    Floating parameters and arguments are copied. The backward is in `run`: recomputed operations
+    have to see the copies, too.
     """
 
     def cast(value: Any) -> Any:
@@ -217,12 +219,14 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., object]) 
 
 
 def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
-    """Return the scale of gradients that brings their norm to at most `clip`."""
+    """Return the factor that brings the gradients' norm to at most `clip`."""
     if clip is None or not gradients:
         return None
+    # Narrow dtypes are squared in float32: float16 overflows at 256 squared.
     squares = torch.stack(
         [g.float().square().sum() if g.dtype.itemsize < 4 else g.square().sum() for g in gradients]
     )
+    # 1e-6 as in torch.nn.utils.clip_grad_norm_.
     return (clip / (squares.sum().sqrt() + 1e-6)).clamp_max(1.0)
 
 
@@ -241,6 +245,6 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def tensor_of(module: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of a dotted name, or its stand-in of a trace."""
+    """Return the parameter or buffer with a dotted name, or its stand-in in a trace."""
     path, _, last = name.rpartition(".")
     return getattr(module.get_submodule(path), last)

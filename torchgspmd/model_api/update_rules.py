@@ -1,7 +1,7 @@
-"""Steps of optimizers on the parameters of a group, in place: train_step's table.
+"""train_step's table: an optimizer's step on a group's parameters, in place.
 
-The numbers are those of torch.optim; one that changes (the step, the learning rate) may be a
-tensor, or a symbol in a capture.
+The numbers are torch.optim's. One that changes (the step, the learning rate) may be a tensor, or a
+symbol in a capture.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ States = Mapping[str, Tensor]
 
 
 class Rule(NamedTuple):
-    """A row of the table.
+    """One optimizer's row in the table.
 
-    states: the states of a parameter before the first step. update: one step of parameters, from
-    (parameters, gradients, states of each, step, group). counts: whether the step is a number that
-    they share. refused: options that have to be off.
+    states: a parameter's states before the first step. update: one step, given (parameters,
+    gradients, states, step, group). counts: whether all parameters share the step's number.
+    refused: options that have to be off.
     """
 
     states: Callable[[Tensor, Group], dict[str, Tensor]]
@@ -36,7 +36,7 @@ class Rule(NamedTuple):
 
 
 def rule_of(optimizer: Optimizer) -> Rule:
-    """Return the row of an optimizer, or else its own step."""
+    """Return an optimizer's row, or else its own step."""
     rule = RULES.get(type(optimizer))
     if rule and not any(g.get(option) for g in optimizer.param_groups for option in rule.refused):
         return rule
@@ -68,6 +68,7 @@ def _adam(
             [states[i]["exp_avg"] for i in members],
             [states[i]["exp_avg_sq"] for i in members],
         )
+        # One parameter at a time in a capture: each has a layout of its own.
         if torch.compiler.is_compiling():
             for p, g, m, v in zip(*lists):
                 for old, new in zip((p, m, v), adam(p, g, m, v, *options)):
@@ -98,6 +99,7 @@ def _sgd(
 def _adafactor_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     if parameter.dim() < 2:
         return {"variance": torch.zeros_like(parameter)}
+    # A matrix [n, m] keeps n + m numbers, not n m: factored second moments, section 3.
     rows, columns = [*parameter.shape[:-1], 1], [*parameter.shape[:-2], 1, parameter.shape[-1]]
     return {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}
 
