@@ -25,8 +25,8 @@ from .update_rules import rule_of
 class TrainStep(nn.Module):
     """One training step: call it with a batch, and it returns the loss.
 
-    model: the model. optimizer: the optimizer; its states are buffers here, too, named by the state,
-    then the parameter: "exp_avg.blocks.0.weight".
+    model: the model. optimizer: the optimizer; its states are buffers here, too, named by the
+    state, then the parameter: "exp_avg.blocks.0.weight".
     """
 
     steps: Tensor
