@@ -64,33 +64,33 @@ class Options:
     rng: Rng = _option(
         "global",
         "plan parallelize",
-        '"global": random numbers are those of one device, by the position of an element; all '
-        'ranks need the same torch.manual_seed. "native": from PyTorch\'s generator, each shard '
-        "has numbers of its own.",
+        '"global": random numbers are those on one device, by an element\'s position; all ranks '
+        'need the same torch.manual_seed. "native": they are PyTorch\'s, and each shard draws '
+        "its own.",
     )
     regather: Regather = _option(
         "auto",
         "plan parallelize",
         'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
-        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as the keys '
-        "of a long context.",
+        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as a long '
+        "context's keys.",
     )
     verify: bool = _option(
         False,
         "plan parallelize",
-        "Check each value of a new plan against the program of one device, as Plan.verify does. "
-        "It takes about as long as planning, and memory for the values of all devices.",
+        "Check each value of a new plan against the one-device program, as Plan.verify does. "
+        "It takes about as long as planning, and memory for all devices' values.",
     )
     skip_passes: Iterable[str] = _option(
         (),
         "plan parallelize",
-        'Passes to leave out of "bucket", "collective_matmul", "overlap" and "prefetch"; the same '
-        "on all ranks.",
+        'Passes to leave out, from "bucket", "collective_matmul", "overlap" and "prefetch"; the '
+        "same on all ranks.",
     )
     costs: Mapping[str, float] | None = _option(
         None,
         "plan parallelize",
-        "Other values for constants of the cost model, by name, the same on all ranks; "
+        "Other values for the cost model's constants, by name, the same on all ranks; "
         "docs/debugging_a_layout.md lists them.",
     )
     param_dtype: torch.dtype | None = _option(
@@ -103,21 +103,21 @@ class Options:
     reduce_dtype: torch.dtype | None = _option(
         None,
         "plan parallelize suggest",
-        "The dtype in which gradients of parameters are summed over devices, such as "
+        "The dtype in which parameter gradients are summed over devices, such as "
         "torch.float32; by default the one that sends least.",
     )
     hardware: Hardware | str | None = _option(
         None,
         "plan parallelize",
-        'Speeds and links of the devices, a name ("h100") or a Hardware. Sums over axes that leave '
+        'Device speeds and links, a name ("h100") or a Hardware. Sums over axes that leave '
         "a host are reduced within hosts first, where that takes less time, and collectives are "
         "scheduled by these numbers.",
     )
     dynamic: Dynamic = _option(
         True,
         "plan parallelize",
-        "Whether calls that differ in sizes share a program. True: from the second size of a "
-        "dimension on; a plan, which is of one call, has none. False: never. A mapping names "
+        "Whether calls that differ in sizes share a program. True: from a dimension's second "
+        "size on; a plan, which is for one call, has none. False: never. A mapping names "
         'dimensions that differ from call to call, by argument, as {"tokens": {1}}; a name may '
         "be a pattern. Sizes that are equal here are one size, unless they have names: "
         '{"tokens": {1: "length"}}.',
@@ -132,27 +132,27 @@ class Options:
         "always",
         "parallelize",
         'When ranks compare the values of plain tensor arguments. "always": at every call, by '
-        'checksums of all integers and small tensors and samples of large ones. "first": at the '
-        'first call of each program. "never": later calls send no comparison, of programs neither.',
+        'checksums over all integers and small tensors and samples from large ones. "first": at '
+        'each program\'s first call. "never": later calls do not compare programs either.',
     )
     timeout: float | timedelta | None = _option(
         None,
         "parallelize",
-        "Seconds, or a timedelta, after which a rank that waits for others raises: the limit of "
-        "the process groups of the mesh, of one axis those of the default group. None: as "
+        "Seconds, or a timedelta, after which a rank that waits for others raises. It becomes the "
+        "limit for the mesh's process groups; a one-axis mesh has the default group. None: as "
         "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
     )
     audit: int | None = _option(
         None,
         "parallelize",
-        "Compare the common values of ranks at each k-th call. A RankError names a weight or "
-        "optimizer state of which one rank has other bits, and that rank. It also names a loss or "
-        "gradient norm that differs, and NaN. None: never.",
+        "Compare the values that ranks share at each k-th call. If one rank has other bits in a "
+        "weight or optimizer state, a RankError names both. It also names a loss or gradient norm "
+        "that differs, and NaN. None: never.",
     )
     pin: Pin = _option(
         "user",
         "xla",
-        'The layouts that XLA gets besides those of inputs and results: the marks ("user"), every '
+        'The layouts that XLA gets besides those for inputs and results: the marks ("user"), every '
         'layout that our partitioner chose ("all"), or nothing ("none").',
     )
 

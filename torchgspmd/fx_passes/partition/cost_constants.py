@@ -38,102 +38,104 @@ class CostConstants:
     link_flops_per_byte: float = _constant(
         1000.0,
         "operations per byte sent",
-        "few, for links as fast as those of one host: computation of a device while a byte is "
-        "sent. So long it may wait for keys that travel, or for devices that have more to do",
+        "few, for links as fast as those within one host: a device computes so much while a byte "
+        "is sent. So long it may wait for keys that travel, or for devices with more to do",
     )
     memory_per_byte: float = _constant(
         128.0,
         "bytes read or written per byte sent",
-        "many: of layouts that send alike, the one with smaller shards wins",
+        "many: if layouts send equal bytes, the one with smaller shards wins",
     )
     pending_bonus: float = _constant(
         1 / 8,
-        "share of a sum's bytes on a device",
-        "a later addition may share the reduction of a sum that stays pending",
+        "fraction of a sum's bytes on a device",
+        "a later addition may share a pending sum's reduction",
     )
     tie_break: float = _constant(
         1e-9,
-        "share of a sum's bytes on a device",
-        "the pending bonus of the last phases: it decides between equal costs only",
+        "fraction of a sum's bytes on a device",
+        "the pending bonus in the last phases: it only decides between equal costs",
     )
     # --------------------------------------------------------------------- the cost of a reshard
     collective_fee: float = _constant(
-        8.0, "bytes sent", "of two ways with equal bytes, the one with fewer collectives wins"
+        8.0, "bytes sent", "between two ways with equal bytes, the one with fewer collectives wins"
     )
     permute_fee: float = _constant(
         12.0,
         "bytes sent",
-        "more than the fee of others: of equal steps the plain collective wins over a permute",
+        "more than the other fees: between equal steps the plain collective wins over a permute",
     )
     local_step_fee: float = _constant(
-        0.01, "bytes sent", "of equal ways the one with fewer slices wins, though they send nothing"
+        0.01, "bytes sent", "between equal ways the one with fewer slices wins; slices send nothing"
     )
     message_price: float = _constant(
         4096.0,
         "bytes sent",
-        "cost of a message beside its bytes, after the search by bytes. It is little beside "
+        "a message's cost besides its bytes, after the search by bytes. It is little beside "
         "latency times bandwidth (100 KB for gloo, 2 MB for NVLink), as the bytes are to decide",
         "latencies and bandwidths of torchgspmd/comm/hardware.py",
     )
     message_share: float = _constant(
         1 / 1024,
-        "share of the bytes sent",
-        "a program sends no more than that for fewer messages",
+        "fraction of the bytes sent",
+        "a program sends at most so much more for fewer messages",
     )
     # ------------------------------------------------------------------------------- the searches
     min_saving: float = _constant(
         1 / 16,
-        "share of the bytes sent",
-        "a factor path gives up the choices of its operations only for a real gain",
+        "fraction of the bytes sent",
+        "a factor path gives up its operations' choices only for a real gain",
     )
     retry_share: float = _constant(
         0.5,
-        "share of the extra cost of a layout",
-        "a region's layout that lost is not tried again, nor for equal regions, until the cost of "
-        "the region differs by so much: the cost of others changes with it",
+        "fraction of a layout's extra cost",
+        "a layout that lost in a region is not tried again there, nor in equal regions, until the "
+        "region's cost differs by so much: the cost of other layouts changes with it",
         "the U-Net of Stable Diffusion 1.5: a quarter of its trials, of which none would have won",
     )
     min_share: float = _constant(
         1 / 8,
-        "share of a body's operations",
-        "a whole body is tried for a factor only if so many of its operations have it",
+        "fraction of a region's operations",
+        "a whole elementwise region is tried for a factor only if so many operations have it",
     )
     min_course_share: float = _constant(
         1 / 2,
-        "share of the operations",
-        "a dimension of an open input that runs through fewer is no batch of the program",
+        "fraction of the operations",
+        "an open input's dimension that runs through fewer is not the program's batch",
     )
     pending_depth: int = _constant(
         4,
         "operations",
-        "a sum that could stay pending is looked for behind so many operations, no more",
+        "the search for a sum that could stay pending looks at most so many operations ahead",
     )
-    max_sweeps: int = _constant(6, "sweeps a round", "choices that still change then go in circles")
+    max_sweeps: int = _constant(
+        6, "sweeps per round", "choices that still change then go in circles"
+    )
     max_region_rounds: int = _constant(
-        3, "rounds a phase", "regions gain most in the first round, and planning takes time"
+        3, "rounds per phase", "regions gain most in the first round, and planning takes time"
     )
     max_different_contractions: int = _constant(
         24,
-        "contractions of different shapes",
-        "so many are in the heads of one layer, forward and backward, and some more",
+        "contractions with different shapes",
+        "one layer's heads, forward and backward, have somewhat fewer",
     )
     max_contractions: int = _constant(
-        96, "contractions", "a thread is no more than a few layers, or one loop"
+        96, "contractions", "a factor path is no more than a few layers, or one loop"
     )
     min_loop_rounds: int = _constant(
         4, "rounds", "only a loop shares its weights among so many equal contractions"
     )
     max_choices: int = _constant(
         64,
-        "strategies of an operation",
+        "strategies per operation",
         "where parts of one axis lie on different dimensions, up to so many combinations are "
-        "judged. Above this number, only combinations in which one axis differs from a layout "
-        "around",
+        "judged. Above this number, only those in which one axis differs from a neighboring "
+        "layout are",
     )
     max_layouts: int = _constant(
         1000,
         "layouts",
-        "a search of steps that visits more takes the best steps up to there; the plan and its "
+        "a search for steps that visits more takes the best steps found so far; the plan and its "
         "report say so",
     )
 
