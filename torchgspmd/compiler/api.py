@@ -65,20 +65,20 @@ def plan(
 ) -> Plan:
     """Compile a function or module for a mesh, without devices.
 
-    A module's plan uses the state that its attributes have now, and changes nothing of it.
+    A module's plan reads the state in the module's attributes now, and does not change it.
     Plan.simulate does change it.
 
     Args:
         fn: The function or module to compile.
-        args: Positional arguments of fn. Tensors are real, fake or meta, of global shape.
+        args: Positional arguments for fn. Tensors are real, fake or meta, with global shapes.
         mesh: The devices, also as torch's DeviceMesh, or a Layout on a mesh: specs have logical
             names then.
-        in_specs: Layouts of the arguments, as a pytree prefix of args. A mapping is one of all
+        in_specs: Layouts for the arguments, as a pytree prefix for args. A mapping gives all
             arguments by name. Leaves are specs in string form, or None where propagation decides.
-            "auto": the axes of the batch ("data", "dp", ...) divide all leading dimensions.
-        out_specs: Layouts of the result, as a pytree prefix of it; "same": as it is computed.
+            "auto": the batch axes ("data", "dp", ...) divide all leading dimensions.
+        out_specs: Layouts for the result, as a pytree prefix; "same": as it is computed.
         {options}
-        kwargs: Keyword arguments of fn.
+        kwargs: Keyword arguments for fn.
 
     Returns:
         The Plan: layouts, collectives, memory, and the program that every device runs.
@@ -103,6 +103,7 @@ def plan(
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     mesh = mesh_of(mesh)
+    # Before capture, which already needs private parts of torch.
     check_plan()
     if not isinstance(fn, nn.Module):
         _check_of_function(options)
@@ -127,6 +128,7 @@ def plan(
     seconds = time.perf_counter() - start
     if layout is not None:
         layout.check_used()
+    # Weights on meta have no device to tell: such a plan is for GPUs, where large models run.
     has_meta_tensor = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *leaves))
     result = compile_plan(
         captured,
@@ -137,9 +139,11 @@ def plan(
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
+    # Marks by in_specs show that the user thought about the arguments: then no warning.
     if in_specs is None:
         for line in idle_axes_text(mesh, result.idle_axes):
             warnings.warn(line, stacklevel=2)
+    # Sizes 0 and 1 broadcast, so calls with them need programs of their own, planned on demand.
     if sizes.dims:
         result._small_sizes = SmallSizes(
             captured,
@@ -153,7 +157,7 @@ def plan(
 def _options_among(
     given: Mapping[str, object], fn: Callable | nn.Module
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options among keyword arguments of plan, and the keyword arguments of fn."""
+    """Split keyword arguments into plan's options and fn's own arguments."""
     names = [row.name for row in rows_for("plan")]
     keywords = {name: value for name, value in given.items() if name not in names}
     try:
@@ -202,12 +206,11 @@ def compile_plan(
 ) -> Plan:
     """Run the passes over a captured program.
 
-    arguments: a spec, or None, for each argument. stored and plain are given for a program that
-    runs on real processes; its results without a spec are replicated. stored: the layouts of
-    parameters and buffers, by name. plain: for each argument whether it is a whole tensor on every
-    rank; its gradient is whole then. device: the type of device that the program is for ("meta":
-    GPUs); by default that of the input tensors. shared: results that plans of equal programs share,
-    filled here.
+    arguments: a spec, or None, for each argument. A program for real processes gets stored and
+    plain; its results without a spec are replicated. stored: parameter and buffer layouts, by
+    name. plain: for each argument whether every rank has the whole tensor; its gradient is whole
+    then. device: the device type to plan for ("meta": GPUs); by default the input tensors' type.
+    shared: results that equal programs' plans share, filled here.
     """
     for name in options.skip_passes:
         check_choice("pass", name, skippable())
@@ -234,6 +237,7 @@ def compile_plan(
     _dump(result)
     if options.strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
+    # Without Shared: a plan may live long, and would keep the caches of its planning alive.
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
     if options.verify and not (certificate := result.verify()).complete:
         warnings.warn(f"verify: {certificate}", stacklevel=2)
@@ -241,7 +245,7 @@ def compile_plan(
 
 
 def _replanner(request: Request) -> Callable[[Captured], Plan]:
-    """Return a function that plans a program of a request anew, with other marks.
+    """Return a function that replans a request's program with other marks.
 
     Its plans share as much as they can; the request, which a plan holds, shares nothing.
     """
@@ -249,18 +253,19 @@ def _replanner(request: Request) -> Callable[[Captured], Plan]:
 
 
 def _replan(request: Request, marked: Captured) -> Plan:
-    """Plan a program of a request anew, with other marks."""
+    """Replan a request's program with other marks."""
     marks = {
         new.name: new.mark
         for old, new in zip(request.captured.inputs, marked.inputs)
         if new.mark is not None and new.mark != old.mark
     }
+    # The new marks become required layouts: on processes `stored` stands above a mark.
     stored = {**request.stored, **marks} if request.on_processes else request.stored
     return _plan(replace(request, captured=marked, stored=stored))
 
 
 def _plan(request: Request) -> Plan:
-    """Run the passes up to the program of one device."""
+    """Run the passes up to the program for one device."""
     program = run(start_program(request), until=SCHEDULED)
     result = Plan(
         mesh=request.mesh,
@@ -272,6 +277,7 @@ def _plan(request: Request) -> Plan:
         data_axes=data_axes(request.captured, request.arguments) | request.stored_over,
         counts=program.counts,
     )
+    # Only the default passes can be named in a file; others leave a plan that no file can replan.
     result.request = replace(request, shared=Shared()) if is_default() else None
     return result
 
@@ -280,13 +286,14 @@ Plan._plan_again = staticmethod(_plan)  # the passes stand above Plan
 
 
 def _device_of(captured: Captured) -> str:
-    """Return the type of device of the inputs."""
+    """Return the inputs' device type."""
     inputs = captured.graph.find_nodes(op="placeholder")
+    # In alphabetical order cpu, cuda, meta: one input on a GPU makes it a program for GPUs.
     return max((n.meta["val"].device.type for n in inputs), default="cpu")
 
 
 def _stored_unmarked(captured: Captured, options: Options) -> dict[str, ShardSpec]:
-    """Return the layouts of weights that have no mark, by name, where the options state some."""
+    """Return layouts, by name, for weights without a mark, if the options ask for any."""
     if options.unmarked == "propagated":
         return {}
     weights = [each for each in captured.inputs if each.kind in (PARAMETER, BUFFER)]
@@ -294,7 +301,7 @@ def _stored_unmarked(captured: Captured, options: Options) -> dict[str, ShardSpe
 
 
 def _dump(plan: Plan) -> None:
-    """Print a plan on standard error, as TORCHGSPMD_DUMP says."""
+    """Print a plan on standard error, at the level TORCHGSPMD_DUMP sets."""
     level = dump_level()
     if level:
         dump_text(plan.text(full=True), "the plan")

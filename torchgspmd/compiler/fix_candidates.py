@@ -1,4 +1,4 @@
-"""Fix candidates for an error of strict=True: marks that are tried before they are proposed."""
+"""Fix candidates for an error with strict=True: marks that are tried before they are proposed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class FixCandidate:
-    """A mark on one value, and the plan of the program with that mark."""
+    """A mark on one value, and the program's plan with that mark."""
 
     value: str
     spec: ShardSpec
@@ -44,7 +44,7 @@ class FixCandidate:
 def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> ShardingError:
     """Return the error for a plan that has replicated_ops, with the best fix.
 
-    replan: plans a changed program with the options of this plan.
+    replan: plans a changed program with this plan's options.
     """
     first, count = plan.replicated_ops[0], len(plan.replicated_ops)
     value = first.value or ""  # without one there are no candidates
@@ -52,6 +52,7 @@ def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> Shardin
         FixCandidate(value, spec, replan(_insert_mark(plan.captured, value, plan.mesh, spec)))
         for spec in _candidate_specs(plan, first)
     ]
+    # A mark that moves the gather elsewhere cures nothing: only fewer such operations count.
     candidates = [c for c in candidates if len(c.plan.replicated_ops) < count]
     best = min(
         candidates, key=lambda c: (len(c.plan.replicated_ops), c.plan.sent_bytes), default=None
@@ -70,16 +71,18 @@ def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> Shardin
 
 
 def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
-    """Yield other layouts of a gathered value.
+    """Yield other layouts for a gathered value.
 
-    The axes of its gathered dimension go to another dimension that they divide, or to none.
+    The axes on its gathered dimension move to another dimension that they divide, or to none.
     """
     node = next((n for n in plan.sharded.nodes if n.name == gathered.value), None)
+    # The user can only mark values that forward names: none that a pass or backward made.
     if node is None or not any(
         n.name == gathered.value and not n.meta.get("backward") for n in plan.captured.graph.nodes
     ):
         return
     spec, shape = node.meta["spec"], node.meta["val"].shape
+    # Sub-axes have no place in a mark that a user writes.
     if not {a for axes in spec.dims for a in axes} <= set(plan.mesh.names):
         return
     axes = spec.dims[gathered.dim]
@@ -91,7 +94,7 @@ def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
 
 
 def _insert_mark(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
-    """Return the program with a mark on one of its values, as mark_sharding inserts it."""
+    """Return the program with a mark on one value, as mark_sharding inserts it."""
     graph, new = fx.Graph(), {}
     for node in captured.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)

@@ -1,4 +1,4 @@
-"""The options of each function as type checkers know them; a test compares these with Options.
+"""Each function's options as type checkers know them; a test compares these with Options.
 
 Only type checkers read this file: `extra_items` is younger than Python 3.10.
 """
@@ -17,7 +17,7 @@ from .options import Backend, Check, Dynamic, Pin, Regather, Rng, Unmarked
 
 
 class Precision(TypedDict, total=False):
-    """Options of suggest."""
+    """Options for suggest."""
 
     param_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
@@ -35,14 +35,14 @@ class _Planned(Precision, total=False):
 
 
 class PlanOptions(_Planned, total=False, extra_items=Any):
-    """Options of plan, and keyword arguments of the function that is planned."""
+    """Options for plan, and keyword arguments for the planned function."""
 
     grad: bool
     unmarked: Unmarked
 
 
 class ParallelizeOptions(_Planned, total=False):
-    """Options of parallelize."""
+    """Options for parallelize."""
 
     backend: Backend
     shard_updates: str | None

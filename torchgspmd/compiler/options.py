@@ -30,13 +30,13 @@ Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
 
 
 def _option(default: T, readers: str, doc: str) -> T:
-    """Return a field of Options. readers: names of Reader."""
+    """Return a field for Options. readers: their names, as in Reader."""
     return cast(T, field(default=default, metadata={"readers": (*readers.split(),), "doc": doc}))
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of one module or plan.
+    """All options for one module or plan.
 
     Each field is stated once, here: documentation, checks and the command line read this table.
     """
@@ -158,7 +158,7 @@ class Options:
 
     @classmethod
     def read(cls, reader: Reader, given: Mapping[str, Any]) -> Options:
-        """Return the options that a function was given, checked against this table."""
+        """Return the options given to a function, checked against this table."""
         known = [row.name for row in rows_for(reader)]
         for name in given:
             if name not in known:
@@ -176,6 +176,7 @@ class Options:
             if row.choices:
                 check_choice(row.name, getattr(self, row.name), row.choices)
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
             raise ShardingError(
                 f"an audit of {self.audit!r}",
@@ -216,16 +217,17 @@ class Options:
         return {name: dtype for name, dtype in dtypes.items() if dtype is not None}
 
     def of_plan(self) -> dict[str, Any]:
-        """Return the options on which a plan depends, by name.
+        """Return the options that a plan depends on, by name.
 
-        The key of a call has the effect of the others.
+        A call's key covers the others.
         """
+        # These change no plan, or are in the key of a call.
         beside = ("check", "timeout", "dynamic", "audit")
         return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
 
 
 class Option(NamedTuple):
-    """A row of the table. choices: the values of a closed set, else empty."""
+    """One table row. choices: the values in a closed set, else empty."""
 
     name: str
     type: str
@@ -236,12 +238,12 @@ class Option(NamedTuple):
 
     @property
     def values(self) -> str:
-        """The type as a user writes values of it."""
+        """The type as a user writes its values."""
         text = " | ".join(f'"{choice}"' for choice in self.choices) or self.type
         return text.replace("Dynamic", "bool | Mapping[str, Dims]")
 
     def backends(self) -> str:
-        """Return the backends of parallelize that read the option, if not all do."""
+        """Name the parallelize backends that read the option, if not all do."""
         if "parallelize" not in self.readers:
             return ' For "xla" alone.' if "xla" in self.readers else ""
         return "" if "xla" in self.readers else ' Not for "xla".'
@@ -258,7 +260,7 @@ OPTIONS = tuple(_rows())
 
 
 def rows_for(reader: Reader) -> list[Option]:
-    """Return the options that a function reads; parallelize takes those of all backends."""
+    """List the options that a function reads; parallelize takes those for all backends."""
     readers = {reader, "xla"} if reader == "parallelize" else {reader}
     return [row for row in OPTIONS if readers.intersection(row.readers)]
 
@@ -270,7 +272,7 @@ _INSTEAD = {
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ShardingError for a value outside of a closed set."""
+    """Raise ShardingError for a value outside a closed set."""
     if value not in choices:
         raise ShardingError(
             f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}",
@@ -280,12 +282,13 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
 
 
 def documented(reader: Reader) -> Callable[[F], F]:
-    """Write the options of a function into its signature and its docstring.
+    """Write a function's options into its signature and its docstring.
 
     The docstring has a line "{options}" where they belong.
     """
 
     def decorate(function: F) -> F:
+        # **kwargs hides the options from help(): the signature names them, as if they stood there.
         signature = inspect.signature(function)
         *named, last = signature.parameters.values()
         rows = rows_for(reader)
@@ -308,7 +311,7 @@ def documented(reader: Reader) -> Callable[[F], F]:
 
 
 def options_table() -> str:
-    """Return the table of all options, as docs/parallelize.md shows it."""
+    """Return the table with all options, as docs/parallelize.md shows it."""
     lines = ["| option | values, default | read by | meaning |", "|---|---|---|---|"]
     for row in OPTIONS:
         default = f'"{row.default}"' if isinstance(row.default, str) else repr(row.default)

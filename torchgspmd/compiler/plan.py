@@ -1,4 +1,4 @@
-"""Plan: the layouts, collectives and local program of a function on a mesh."""
+"""Plan: a function's layouts, collectives and local program on a mesh."""
 
 from __future__ import annotations
 
@@ -53,19 +53,20 @@ from .small_sizes import SmallSizes
 
 
 class View:
-    """A method of Plan that tools/report/plan_views.py defines; it is loaded when it is called."""
+    """A Plan method that tools/report/plan_views.py defines; it is loaded when it is called."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
     def __get__(self, plan: Plan | None, owner: type | None = None) -> Callable[..., Any]:
+        # Planning needs no report: the import waits until a user calls one.
         views = import_module("..tools.report.plan_views", __package__).PlanViews
         method = getattr(views, self._name)
         return method if plan is None else MethodType(method, plan)
 
 
 class Plan(PlanFiles):
-    """The result of torchgspmd.plan: layouts, collectives and the program of every device.
+    """The result from torchgspmd.plan: layouts, collectives and each device's program.
 
     Print it for the partitioned graph and a summary.
 
@@ -73,12 +74,12 @@ class Plan(PlanFiles):
         mesh: The devices.
         captured: The program before the passes, at global shapes.
         sharded: The partitioned graph, at global shapes, with a layout for every value.
-        program: The graph of the program of one device, at local shapes.
+        program: The graph that one device runs, at local shapes.
         layouts: The propagated layouts and their reasons.
-        seconds: Seconds of planning, by pass.
+        seconds: Seconds spent planning, by pass.
         data_axes: Axes that shard the batch; weights may be stored in parts over these.
-        replanner: Returns the planner of the program with other marks; without it none are tried.
-        counts: Work of the searches of planning, by name: equal on every machine.
+        replanner: Returns a planner for the program with other marks; without it none are tried.
+        counts: Search effort, by name: equal on every machine.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -117,7 +118,7 @@ class Plan(PlanFiles):
 
     @property
     def layouts(self) -> Layouts:
-        """The propagated layouts and their reasons, which the text of a plan lacks."""
+        """The propagated layouts and their reasons, which a plan's text lacks."""
         if self._layouts is None:
             raise ShardingError(
                 "this plan was planned by another process, which has the reasons for its layouts",
@@ -128,7 +129,7 @@ class Plan(PlanFiles):
 
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:
-        """Layouts of the flat inputs: parameters, buffers, then the tensors of the arguments."""
+        """Layouts for the flat inputs: parameters, buffers, then the arguments' tensors."""
         return tuple(
             spec
             for spec, inp in zip(self.input_layouts, self.captured.inputs)
@@ -137,17 +138,17 @@ class Plan(PlanFiles):
 
     @cached_property
     def input_layouts(self) -> tuple[ShardSpec, ...]:
-        """The in_specs, followed by the layouts of the cotangents if grad=True."""
+        """The in_specs, followed by the cotangents' layouts if grad=True."""
         return self.boundary.inputs
 
     @cached_property
     def out_specs(self) -> tuple[ShardSpec | None, ...]:
-        """Layouts of the flat outputs, then of updated inputs and of gradients."""
+        """Layouts for the flat outputs, then for updated inputs and for gradients."""
         return self.boundary.results
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every communication of a run, in program order."""
+        """Every communication in a run, in program order."""
         return tuple(
             _collective(n, self.mesh)
             for n in self.sharded.nodes
@@ -199,7 +200,7 @@ class Plan(PlanFiles):
         """Return the program with its layouts and collectives, as `print` shows it.
 
         Args:
-            full: Show every value. Else a program that fills more than a page has a line a module.
+            full: Show every value. Else a program longer than a page has a line a module.
 
         Returns:
             The program, and the summary behind it.
@@ -220,7 +221,7 @@ class Plan(PlanFiles):
         """Summarize the bytes that a device sends and holds.
 
         Returns:
-            Lines of text: collectives by kind and axes, with bytes, then the memory of a device.
+            Text lines: collectives by kind and axes, with bytes, then a device's memory.
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -246,19 +247,19 @@ class Plan(PlanFiles):
     # ----------------------------------------------------------------------------------- running it
 
     def simulate(self, *args: object, _poison: bool = False, **kwargs: object) -> Any:
-        """Run the programs of all devices in this process, on global tensors.
+        """Run all devices' programs in this process, on global tensors.
 
-        Inputs that the function mutates are mutated. The gradients of a plan with grad=True are
-        those of the sum of the floating outputs that require one. Outputs in objects that pytree
-        does not know count only if there are no others. Outputs that are put into arguments or
+        Inputs that the function mutates are mutated. With grad=True the gradients are taken for
+        the sum over all floating outputs that require one. Outputs in objects that pytree does
+        not know count only if there are no others. Outputs that are put into arguments or
         attributes do not count.
 
         Args:
-            args: Positional arguments, of the shapes that the plan was made for.
+            args: Positional arguments, with the shapes that the plan was made for.
             kwargs: Keyword arguments.
 
         Returns:
-            The result of the function. With grad=True (result, gradients by parameter name).
+            The function's result. With grad=True (result, gradients by parameter name).
 
         Raises:
             ShardingError: The arguments have another structure, shape or dtype, or a number, an
@@ -295,11 +296,11 @@ class Plan(PlanFiles):
         """Return every input as a tensor: the module's state, the arguments, the cotangents.
 
         Args:
-            args: Positional arguments of the function.
+            args: Positional arguments for the function.
             kwargs: Its keyword arguments.
 
         Returns:
-            Global tensors, in the order of input_layouts.
+            Global tensors, ordered like input_layouts.
 
         Raises:
             ShardingError: The arguments have another structure, shape or dtype than the plan's.
@@ -350,12 +351,12 @@ class Plan(PlanFiles):
         """Return flat results in the function's own structure, and write its mutations.
 
         Args:
-            flat: The results, in the order of out_specs.
+            flat: The results, ordered like out_specs.
             tensors: The flat inputs, which mutations change.
-            arguments: (args, kwargs) of the function, whose containers mutations change.
+            arguments: The function's (args, kwargs), whose containers mutations change.
 
         Returns:
-            The result of the function. With grad=True (result, gradients by parameter name).
+            The function's result. With grad=True (result, gradients by parameter name).
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -381,7 +382,7 @@ class Plan(PlanFiles):
 
 
 def _collective(node: fx.Node, mesh: Mesh) -> Collective:
-    """Return the Collective of a node with a step that communicates."""
+    """Return the Collective for a node with a step that communicates."""
     step, val = node.meta["step"], node.meta["val"]
     return Collective(
         kind=step.collective,

@@ -1,4 +1,4 @@
-"""A summary of a plan: memory, weights against marks, pipelines, searches at their limit."""
+"""A plan's summary: memory, weights against marks, pipelines, searches at their limit."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Memory:
 
 
 def collectives_text(collectives: Sequence[Collective]) -> list[str]:
-    """Return a line of a summary for each kind of collective and its axes."""
+    """Return a summary line for each kind of collective and its axes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.kind, "+".join(c.axes)), []).append(c)
@@ -51,7 +51,7 @@ def collectives_text(collectives: Sequence[Collective]) -> list[str]:
 
 
 def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
-    """Return the lines of a summary for weights that are gathered against their marks."""
+    """Return the summary lines for weights that are gathered against their marks."""
     weights = [each for each in replicated if each.weight is not None]
     lines = [
         f"gathered against its mark: '{each.weight}', {size_text(each.bytes)}"
@@ -64,7 +64,8 @@ def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
 def propagated_weights(
     inputs: Sequence[Input], layouts: Sequence[ShardSpec], request: Request | None
 ) -> list[str]:
-    """Return the line of a summary for weights that parallelize would store otherwise."""
+    """Return the summary line for weights that parallelize would store otherwise."""
+    # On real processes weights are stored as marked: there is no difference to tell.
     if request is None or request.on_processes:
         return []
     names = [
@@ -92,14 +93,15 @@ def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:
 
 
 def gathered_results(sharded: fx.Graph, results: Sequence[int]) -> tuple[tuple[str, float], ...]:
-    """Return (value, bytes that a device sends) of each result of which the caller gets all.
+    """Return (value, bytes that a device sends) for each result that a caller gets whole.
 
-    results: which of the outputs a caller gets; the others are gradients and state.
+    results: which outputs a caller gets; the others are gradients and state.
     """
     found: dict[str, float] = {}
     outputs = sharded.output_node().args[0]
     for node in (outputs[i] for i in results):
         sent, at_end = 0.0, node
+        # Back through the reshards at the result's end, whose bytes add up.
         while isinstance(node, fx.Node) and "step" in node.meta:
             sent, node = sent + node.meta["step"].sent, node.args[0]
         if sent and {*node.meta["spec"].sharding_axes} - {*at_end.meta["spec"].sharding_axes}:
@@ -108,7 +110,7 @@ def gathered_results(sharded: fx.Graph, results: Sequence[int]) -> tuple[tuple[s
 
 
 def limits_text(counts: Mapping[str, int]) -> list[str]:
-    """Return a line for the searches that ended at their limit, if any did. counts: of a plan."""
+    """Return a line about searches that ended at their limit, if any did. counts: the plan's."""
     limited = counts.get(RESHARD_LIMITED, 0)
     searches = "1 search" if limited == 1 else f"{limited} searches"
     line = (
@@ -119,19 +121,19 @@ def limits_text(counts: Mapping[str, int]) -> list[str]:
 
 
 def pipelines_text(program: fx.Graph) -> Iterator[str]:
-    """Yield the lines of the calls in a program of one device that have any: of pipelines."""
+    """Yield the lines that calls in a device's program have, such as pipelines."""
     for _, lines in _described(program):
         yield from lines
 
 
 def pipeline_pictures(program: fx.Graph) -> list[tuple[str, str]]:
-    """Return each such call's description, and an SVG of the work of each device over time."""
+    """Return each such call's description, and an SVG with each device's work over time."""
     pictures = ((lines, call.picture()) for call, lines in _described(program))
     return [(lines[0], svg) for lines, svg in pictures if svg is not None]
 
 
 def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
-    """Yield the calls that have lines, with these; of others, those in their bodies."""
+    """Yield the calls that have lines, with these; else the calls in their bodies."""
     for _, call in loop_calls(program):
         if lines := [*call.summary()]:
             yield call, lines

@@ -18,19 +18,20 @@ Again = Callable[[Any, tuple, dict], Any]  # ArgumentSizes, args, kwargs -> the 
 
 
 class SmallSizes:
-    """The plans of one function for sizes below the least of its plan, by these sizes."""
+    """One function's plans for sizes below its plan's least, keyed by these sizes."""
 
     def __init__(self, captured: Captured, again: Again) -> None:
         self.captured, self.again = captured, again
         self.plans: dict[tuple, Any] = {}
 
     def plan_for(self, args: tuple, kwargs: dict) -> Any:
-        """Return the plan of a call with small sizes; None for any other, and for bad arguments."""
+        """Return the plan for a call with small sizes; None for others, and for bad arguments."""
         sizes = self.captured.dynamic
         leaves = pytree.tree_leaves(opened((args, kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         planned = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         count = len(planned) - len(self.captured.state_inputs)
+        # Bad arguments are not ours to report: the plan itself raises the error that fits.
         if len(tensors) != count or not all(
             sizes.fits(i, t.shape, inp.shape) and t.dtype == inp.dtype
             for i, (t, inp) in enumerate(zip(tensors, planned))

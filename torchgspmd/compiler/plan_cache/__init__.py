@@ -1,1 +1,1 @@
-"""Plans as text: rank 0 plans, the other ranks and later starts of the job receive the text."""
+"""Plans as text: rank 0 plans, other ranks and later starts receive the text."""

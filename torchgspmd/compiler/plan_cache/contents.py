@@ -1,8 +1,8 @@
 """Values that a program has read, as text that is equal in processes with equal values.
 
 Guards compare objects and functions by identity (capture/state/guards.py), which another process
-does not have. There the content decides: attributes of objects, the name of a function and its
-closure, and the printed form of a class of torch or of the standard library.
+does not have. There the content decides: an object's attributes, a function's name and closure, and
+the printed form for a class from torch or the standard library.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _DEEP = 12  # limit of nesting
 
 
 def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
-    """Return the content of a value as text. modules: names of the model's modules, by id.
+    """Return a value's content as text. modules: the model's module names, by id.
 
     Raises:
         Unshareable: It cannot be compared, such as a tensor.
@@ -37,10 +37,12 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
     def of(item: object) -> str:
         return content(item, modules, depth + 1)
 
+    # An Enum may derive from int or str: it is written below, with its class.
     if isinstance(value, (*_PLAIN, *_OF_TORCH)) and not isinstance(value, Enum):
         return repr(value)
     if isinstance(value, Marker):
         return f"<{value}>"
+    # Objects that refer to each other in a circle end here, too.
     if depth > _DEEP:
         raise Unshareable("it reads deeply nested values")
     if isinstance(value, (Tensor, np.ndarray)):
@@ -65,6 +67,7 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
     if isinstance(value, (list, tuple)):
         return f"{type(value).__qualname__}({', '.join(map(of, value))})"
     if isinstance(value, (set, frozenset)):
+        # The order of a set differs between processes, as hashes of strings do.
         return f"{type(value).__qualname__}({', '.join(sorted(map(of, value)))})"
     if isinstance(value, Enum) or not is_own(type(value).__module__):
         return f"{type(value).__qualname__} {without_addresses(repr(value))}"
@@ -72,7 +75,7 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
 
 
 def without_addresses(text: str) -> str:
-    """Return a text without the addresses of objects."""
+    """Remove object addresses from a text."""
     return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
@@ -85,6 +88,7 @@ def _plain_attributes(value: object) -> dict[str, object]:
 
 def _of_function(function: FunctionType, of: Any) -> str:
     code = function.__code__
+    # The first line tells apart functions with one name, as lambdas have.
     name = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
     rest = (function.__closure__, function.__defaults__, function.__kwdefaults__)
     return name if not any(rest) else f"{name}{of(tuple(each or () for each in rest))}"

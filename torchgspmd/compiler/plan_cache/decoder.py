@@ -1,8 +1,8 @@
-"""Values of a program from JSON: each is checked as it is read, and no text of it is evaluated.
+"""Program values from JSON: each is checked as it is read, and no text in it is evaluated.
 
-A name (of an operator, a function, a kind, a class of pytree, a dtype) is looked up in its table. A
-value with a notation (meshes, layouts, windows) is read by its own parser. Fields of records have
-the types that their class declares.
+A name (an operator, a function, a kind, a pytree class, a dtype) is looked up in its table. A value
+with a notation (meshes, layouts, windows) is read by its own parser. Record fields have the types
+that their class declares.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _FROM_ITEMS: dict[str, Callable[[list], Any]] = {
 
 
 class Decoder:
-    """Decodes the text of an Encoder, with its records. mesh: has the axes of layouts."""
+    """Decodes an Encoder's text, with its records. mesh: has the axes that layouts name."""
 
     def __init__(self, records: object, mesh: Mesh) -> None:
         self.mesh, self.fake_mode = mesh, FakeTensorMode()
@@ -70,15 +70,17 @@ class Decoder:
             "tensor": (4, self._tensor, "shape, strides, dtype and device of a tensor"),
             "tree": (1, self._treespec, "a structure of containers that pytree knows"),
         }
+        # Record by record: a later one may refer to those before it, and to no other.
         for row in typed(records, None, list, "a list of records", of=records):
             self.records.append(self._new_record(row))
 
     def decode(self, value: object) -> Any:
-        """Return the value of JSON.
+        """Decode a JSON value.
 
         Raises:
             Stale: No encoder writes it, or it names an object that this process does not have.
         """
+        # The exact type, here and below: json yields no subclasses.
         if type(value) is not list:
             if type(value) in _PLAIN:
                 return value
@@ -92,6 +94,7 @@ class Decoder:
         if type(tag) is not str:
             raise Malformed(value, None, "a list with a tag")
         if (build := _FROM_ITEMS.get(tag)) is not None:
+            # Nested arguments become Python code, whose parser has a limit of its own.
             self._depth += 1
             if self._depth > _DEEPEST:
                 raise Malformed(value, None, f"a value: it is nested more than {_DEEPEST} deep")
@@ -141,11 +144,12 @@ class Decoder:
         return self.operators[name]
 
     def _tensor(self, shape: Any, strides: Any, dtype: Any, device: str) -> Tensor:
-        """Return a tensor without values: a program has the shapes of its values alone."""
+        """Return a tensor without values: a program knows only shapes."""
         sizes = [*map(natural, shape)], [*map(natural, strides)]
         dtype = self.decode(dtype)
         if len(sizes[0]) != len(sizes[1]) or type(dtype) is not torch.dtype:
             raise ValueError(shape)
+        # Strides may claim far more memory than the shape has elements.
         reach = 1 + sum((n - 1) * step for n, step in zip(*sizes) if n)  # elements of its memory
         if max(math.prod(sizes[0]), reach) > _LARGEST_SIZE:
             raise ValueError(shape)
@@ -156,7 +160,7 @@ class Decoder:
         return pytree.tree_flatten(self._tree(tree))[1]
 
     def _tree(self, tree: Any) -> object:
-        """Return nested containers with 0 for every leaf."""
+        """Return nested containers with 0 as every leaf."""
         if tree is None:
             return 0
         name, context, *children = tree
@@ -166,7 +170,7 @@ class Decoder:
         return node.unflatten_fn([*map(self._tree, children)], self.decode(context))
 
     def _new_record(self, row: Any) -> Any:
-        """Return the record of a row: the name of its class, and its fields."""
+        """Return the record for a row: its class name, and its fields."""
         cls = RECORDS.get(row[0]) if type(row) is list and row and type(row[0]) is str else None
         if cls is None:
             raise Malformed(row, None, f"a record: one of {', '.join(RECORDS)}, and its fields")
@@ -178,12 +182,13 @@ class Decoder:
             if not conforms(value, hint):
                 raise Malformed(row, i, f"{name} of a {row[0]}: {_type_name(hint)}")
         record = self._built(row, lambda items: cls(*items), values)
+        # The class cannot check axes: a spec has no mesh.
         if cls is ShardSpec and not self._is_legal(record):
             raise Malformed(row, None, f"a layout on mesh {self.mesh}")
         return record
 
     def _is_legal(self, spec: ShardSpec) -> bool:
-        """Return whether a layout reads as it prints, and has axes of the mesh, each once."""
+        """Return whether a layout reads as it prints, and has the mesh's axes, each once."""
         axes = spec.sharding_axes + spec.pending
         try:
             if ShardSpec.parse(str(spec)) != spec or len({*axes}) != len(axes):
@@ -195,27 +200,29 @@ class Decoder:
     def _has_axis(self, axis: str) -> bool:
         sizes = dict(self.mesh.axes)
         whole, before, size = sub_axis(axis) or (axis, 1, 1)
+        # A sub-axis is legal if its borders divide the whole axis.
         return whole in sizes and before * size > 0 and sizes[whole] % (before * size) == 0
 
 
 def natural(number: object) -> int:
-    """Return a number that is 0, 1, ..., and no larger than a size; raise ValueError for others."""
+    """Return a number 0, 1, ..., up to the largest size; raise ValueError for others."""
     if type(number) is not int or not 0 <= number <= _LARGEST_SIZE:
         raise ValueError(number)
     return number
 
 
 def typed(value: Any, key: int | str | None, kind: type, expected: str, of: Any = None) -> Any:
-    """Return the value at a key if it is of a type of JSON.
+    """Return the value at a key if it has the JSON type `kind`.
 
     Raises:
-        Malformed: It is of another type. of: the list or dict that has it.
+        Malformed: It has another type. of: the list or dict that has it.
     """
     holder = value if of is None else of
     try:
         found = holder if key is None else holder[key]
     except (LookupError, TypeError):
         found = None
+    # The exact type: bool is an int for isinstance().
     if type(found) is not kind:
         raise Malformed(holder, key, expected)
     return found
@@ -226,13 +233,14 @@ def _type_name(hint: object) -> str:
 
 
 def _number(text: str) -> float:
+    # Only the form that the encoder writes: "1e0" and "1.0" would be one number with two texts.
     if repr(number := float(text)) != text:
         raise ValueError(text)
     return number
 
 
 def _part_of_torch(name: str) -> object:
-    """Return a dtype, layout or memory format."""
+    """Return a dtype, layout or memory format by its name in torch."""
     value = vars(torch)[name]
     if not isinstance(value, OF_TORCH):
         raise KeyError(name)

@@ -1,4 +1,4 @@
-"""Faults of texts: a value cannot be written, is not for this process, or is no plan at all."""
+"""Faults in texts: a value cannot be written, is not for this process, or is no plan at all."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Stale(Exception):
 
 
 class Malformed(Stale):
-    """A text that no process has written: a part of it, and the expected form.
+    """A text that no process has written: its faulty part, and the expected form.
 
-    holder: the list or dict of the text that has the part, which finds its place. key: of the part
-    in the holder; None for the holder itself.
+    holder: the list or dict that has the part, which finds its place. key: the part's key in the
+    holder; None for the holder itself.
     """
 
     def __init__(self, holder: Any, key: int | str | None, expected: str) -> None:
@@ -48,16 +48,18 @@ class Malformed(Stale):
 
 
 def shown(value: Any) -> str:
-    """Return the beginning of a value as JSON."""
+    """Return the first characters that a value has as JSON."""
     try:
         text = json.dumps(value)
+    # A value may be anything by then: the message must not fail.
     except (TypeError, ValueError, RecursionError):
         text = f"a {type(value).__name__}"
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
 def _place_of(root: Any, part: Any) -> str | None:
-    """Return the path to a part of a text, which is found by identity."""
+    """Return the path to a part within a text; the part is found by identity."""
+    # A stack, not recursion: the text may be nested as deep as json allows.
     open_parts: list[tuple[Any, str]] = [(root, "")]
     while open_parts:
         value, path = open_parts.pop()

@@ -1,11 +1,11 @@
-"""The folder of plans: TORCHGSPMD_CACHE, by default ~/.cache/torchgspmd; none if that is empty.
+"""The plan folder: TORCHGSPMD_CACHE, by default ~/.cache/torchgspmd; none if that is empty.
 
-The folder and its files belong to the user, and nobody else may write them; otherwise one line of
-the log says so, and no plan is read or written. Links are not followed.
+The folder and its files belong to the user, and nobody else may write them; otherwise one log line
+says so, and no plan is read or written. Links are not followed.
 
-The first line of a file is a keyed checksum of the others (HMAC-SHA256), the second one the key of
-the plan. The secret is a file that only the user reads, beside the folder: `torchgspmd.secret`; in
-it, if the user may not write beside it. So a file that was changed, or comes from elsewhere, is not
+A file's first line is a keyed checksum over the rest (HMAC-SHA256), the second one is the plan's
+key. The secret is a file that only the user reads, beside the folder: `torchgspmd.secret`; in it,
+if the user may not write beside it. So a file that was changed, or comes from elsewhere, is not
 taken, though its checksum may have been computed again. A file is written under another name and
 renamed, so that it is there whole or not at all.
 """
@@ -33,11 +33,11 @@ _LOG = logging.getLogger("torchgspmd")
 
 
 class _Refused(OSError):
-    """A folder or file that others may write, or that is another one than this process wrote."""
+    """A folder or file that others may write, or that is not the one this process wrote."""
 
 
 def folder() -> Path | None:
-    """Return the folder of plans, or None."""
+    """Return the plan folder, or None."""
     name = os.environ.get("TORCHGSPMD_CACHE")
     if name is None:
         base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
@@ -46,15 +46,18 @@ def folder() -> Path | None:
 
 
 def read(key: str) -> str | None:
-    """Return the text of a key, or None."""
+    """Return the text for a key, or None."""
     if (parent := folder()) is None:
         return None
     file = _file(parent, key)
     try:
         _check_owner(parent, os.lstat(parent), stat.S_ISDIR)
         checksum, _, text = _read_own(file).partition(b"\n")
+        # compare_digest takes the same time for any bytes: a checksum cannot be guessed step by
+        # step.
         if not hmac.compare_digest(_checksum(parent, text), checksum):
             raise _Refused(f"{file} is not read: it was changed, or another user wrote it")
+        # The file's name is only a part of the key's hash, so the key itself is compared.
         has, _, plan = text.decode().partition("\n")
         if has != json.dumps(key):
             raise _Refused(f"{file} is not read: it has another key")
@@ -67,11 +70,12 @@ def read(key: str) -> str | None:
 
 
 def write(key: str, plan: str) -> None:
-    """Write the text of a key, whole or not at all."""
+    """Write the text for a key, whole or not at all."""
     if (parent := folder()) is None:
         return
     text = f"{json.dumps(key)}\n{plan}".encode()
     try:
+        # Private from the start: others who may write here could plant a plan.
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(parent, os.lstat(parent), stat.S_ISDIR)
         _replace(_file(parent, key), _checksum(parent, text) + b"\n" + text)
@@ -92,26 +96,28 @@ def _check_owner(path: Path, status: os.stat_result, is_kind: Callable[[int], bo
 
 
 def _read_own(file: Path) -> bytes:
-    """Return the content of a file of the user, which is no link."""
+    """Return the content of a file that the user owns, and that is no link."""
     if stat.S_ISLNK(os.lstat(file).st_mode):
         raise _Refused(f"{file} is not read: it is a link")
+    # The status of the opened file: since lstat the name may mean another one.
     content, status = read_regular_file(file)
     _check_owner(file, status, stat.S_ISREG)
     return content
 
 
 def _checksum(parent: Path, text: bytes) -> bytes:
-    """Return the keyed checksum of a text."""
+    """Return the keyed checksum for a text."""
     return hmac.new(_secret(parent), text, hashlib.sha256).hexdigest().encode()
 
 
 def _secret(parent: Path) -> bytes:
-    """Return the secret of a folder, which the first call makes."""
+    """Return a folder's secret, which the first call makes."""
     beside, inside = parent.with_name(parent.name + _SUFFIX), parent / _SUFFIX
     file = next(filter(os.path.lexists, (beside, inside)), None)
     if file is None:
         file, content = beside, secrets.token_bytes(_LENGTH)
         try:
+            # Two processes may start at once: the first secret stays, and both read it.
             _replace(beside, content, only_new=True)
         except PermissionError:
             file = inside
@@ -124,11 +130,13 @@ def _secret(parent: Path) -> bytes:
 
 def _replace(file: Path, content: bytes, only_new: bool = False) -> None:
     """Write a file that only the user may read. only_new: leave one that is there."""
+    # In the same folder, as a rename is atomic only within one file system.
     handle, temporary = tempfile.mkstemp(".tmp", dir=file.parent)
     try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(content)
         if only_new:
+            # A link fails if the file exists, which a rename would replace.
             with suppress(FileExistsError):
                 os.link(temporary, file)
         else:
@@ -150,7 +158,7 @@ def _file(parent: Path, key: str) -> Path:
 
 
 def _remove_oldest(parent: Path) -> None:
-    """Remove the oldest files beyond a number of them."""
+    """Remove the oldest files beyond the limit."""
     files = sorted(parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
     for file in files[_MOST:]:
         file.unlink(missing_ok=True)

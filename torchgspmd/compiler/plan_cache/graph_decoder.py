@@ -1,8 +1,8 @@
-"""A graph from JSON: a name of it becomes Python code, so that each is checked.
+"""A graph from JSON: its names become Python code, so each is checked.
 
 before   a row for every node: op, name, target, arguments, keyword arguments, metadata
-ensures  names are identifiers, each of them once; operands stand before their users; operators have
-         the arguments of their schema; metadata has the types that fx_passes/stages.py lists; the
+ensures  names are identifiers, each used once; operands stand before their users; operators have
+         the arguments in their schema; metadata has the types that fx_passes/stages.py lists; the
          output is the last node, and the only one
 """
 
@@ -35,18 +35,20 @@ _VALUES = (Tensor, bool, int, float, tuple, list, type(None))
 
 
 def decode_graph(rows: Any, decoder: Decoder, constants: Collection[str] = ()) -> fx.Graph:
-    """Return the graph of these rows. constants: names of the tensors that it may have.
+    """Build the graph for these rows. constants: names that its tensors may have.
 
     Raises:
         Malformed: No graph has these rows.
     """
     typed(rows, None, list, "a list of nodes")
     graph, names = fx.Graph(), set[str]()
+    # A loop's body is decoded within a graph, and its node numbers count from 0 again.
     outer, decoder.nodes = decoder.nodes, []
     for row in rows:
         if type(row) is not list or len(row) != 6:
             raise Malformed(row, None, "a node: op, name, target, args, kwargs and metadata")
         decoder.nodes.append(_add_node(graph, row, decoder, names, constants))
+    # Nodes behind an output would be code behind a return: nothing runs it.
     ends = [i for i, row in enumerate(rows) if row[0] == "output"]
     if ends != [len(rows) - 1]:
         raise Malformed(rows, ends[0] if ends else None, "nodes of which the last is the output")
@@ -57,8 +59,9 @@ def decode_graph(rows: Any, decoder: Decoder, constants: Collection[str] = ()) -
 def _add_node(
     graph: fx.Graph, row: list, decoder: Decoder, names: set[str], constants: Collection[str]
 ) -> fx.Node:
-    """Add the node of a row. names: those of the nodes before it."""
+    """Add the node for a row. names: those before it."""
     op, name = row[0], identifier(row, 1)
+    # A placeholder's target is the argument in the generated code: a node there would shadow it.
     if name in names or op == "placeholder" and row[2] in names:
         raise Malformed(row, 1, "a name that no other node has")
     names.add(name)
@@ -75,6 +78,7 @@ def _add_node(
     if isinstance(target, OpOverload) and (fault := _arity_fault(target, args, kwargs)):
         raise Malformed(row, 3, fault)
     node = add_node(graph, op, target, args, kwargs, name)
+    # fx renames what it takes for a keyword or a builtin; texts refer to the name as it was.
     if node.name != name:
         node.name = name
     _add_metadata(node, row, decoder)
@@ -82,7 +86,7 @@ def _add_node(
 
 
 def _add_metadata(node: fx.Node, row: list, decoder: Decoder) -> None:
-    """Decode the metadata of a node."""
+    """Decode a node's metadata."""
     for key, value in typed(row, 5, dict, "metadata", of=row).items():
         known = META.get(key)
         if known is None:
@@ -98,6 +102,7 @@ def _arity_fault(op: OpOverload, args: tuple, kwargs: dict) -> str | None:
     names, positional, required = _arguments(op)
     count = len(args)
     if count <= positional and required <= {*names[:count], *kwargs}:
+        # A keyword may only name an argument that no position has given.
         if not kwargs or names[count:] and {*names[count:]}.issuperset(kwargs):
             return None
     return f"the arguments of {op}: {', '.join(names) or 'none'}"
@@ -105,7 +110,7 @@ def _arity_fault(op: OpOverload, args: tuple, kwargs: dict) -> str | None:
 
 @cache
 def _arguments(op: OpOverload) -> tuple[list[str], int, set[str]]:
-    """Return the arguments of an operator, how many are positional, and which have no default."""
+    """Return an operator's arguments, how many are positional, and which have no default."""
     arguments: Any = op._schema.arguments
     names = [each.name for each in arguments]
     required = {each.name for each in arguments if not each.has_default_value()}
@@ -113,13 +118,14 @@ def _arguments(op: OpOverload) -> tuple[list[str], int, set[str]]:
 
 
 def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> Any:
-    """Return the target of a row, which depends on its op."""
+    """Return a row's target, which depends on its op."""
     op, target = row[0], row[2]
     if op == "placeholder":
         if row[2] in _TAKEN:
             raise Malformed(row, 2, "a name that is free in the code of a graph")
         return identifier(row, 2)
     if op == "get_attr":
+        # fx would read any attribute of the module: only constants may be named.
         if type(target) is not str or target not in constants:
             raise Malformed(row, 2, "the name of a constant")
         return identifier(row, 2)
@@ -145,7 +151,7 @@ def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> A
 
 
 def _decode_loop(target: list[Any], decoder: Decoder) -> LoopCall:
-    """Return the loop of a target."""
+    """Return the loop for a target."""
     _, loop, *counts, empty, rows = target
     others = dict(zip(COUNTS, map(natural, counts), strict=True))
     shapes = decoder.decode(empty)
@@ -155,15 +161,16 @@ def _decode_loop(target: list[Any], decoder: Decoder) -> LoopCall:
 
 
 def _loop(text: Any) -> Loop:
-    """Return the loop of a text that prints so."""
+    """Parse a loop whose printed form is exactly this text."""
     loop = Loop.parse(text)
+    # A loop with 2^40 iterations prints well, too, but a run of it would not end.
     if str(loop) != text or not 0 < loop.length <= _MOST_ITERATIONS:
         raise ValueError(text)
     return loop
 
 
 def _decode_call(kind: type[BodyCall], target: list[Any], decoder: Decoder) -> BodyCall:
-    """Return the call of a target, such as a pipeline."""
+    """Return the call for a target, such as a pipeline."""
     read = BodyReader(
         lambda rows: decode_graph(rows, decoder),
         decoder.decode,
@@ -178,15 +185,16 @@ def _decode_call(kind: type[BodyCall], target: list[Any], decoder: Decoder) -> B
 
 
 def _check_fields(part: Any) -> None:
-    """Raise ValueError if a field of a pipeline has another type than it declares."""
+    """Raise ValueError if a pipeline's field has another type than it declares."""
     for each in fields(part):
         hint = field_types(type(part))[each.name]
+        # The transport belongs to processes, and is made when they run.
         if each.name != "transport" and not conforms(getattr(part, each.name), hint):
             raise ValueError(each.name)
 
 
 def identifier(row: list, key: int) -> str:
-    """Return the identifier in a row; a graph's code has it as it is."""
+    """Return the identifier in a row; it goes into the graph's code unchanged."""
     if not _is_identifier(row[key]):
         raise Malformed(row, key, "an identifier of Python")
     return row[key]

@@ -14,6 +14,7 @@ _LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 
 def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[object]:
     """Return a row for every node: op, name, target, arguments, keyword arguments, metadata."""
+    # Node numbers count within one graph: a loop's body has its own.
     outer, encoder.nodes = encoder.nodes, {}
     rows = []
     for i, node in enumerate(graph.nodes):
@@ -26,7 +27,7 @@ def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[object]:
 
 
 def _encode_target(node: fx.Node, encoder: Encoder) -> object:
-    """Return the target of a node, with the body of a loop."""
+    """Encode a node's target, with its body for a loop."""
     call = node.target
     if isinstance(call, BodyCall) and not isinstance(call, LoopCall):
         return call.encode(lambda graph: encode_graph(graph, encoder), encoder.encode)

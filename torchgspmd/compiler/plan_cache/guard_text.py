@@ -43,7 +43,7 @@ _OF_THE_STATE = (TensorPredicate, Conditions, HasAttributes)
 
 
 class GuardEncoder:
-    """Encodes the guards of a program of a model, and the defaults of functions that it calls."""
+    """Encodes a model's guards, and the defaults on functions that it calls."""
 
     def __init__(self, model: nn.Module, captured: Captured) -> None:
         self.guards, self.functions = captured.reads.guards, captured.functions
@@ -58,6 +58,7 @@ class GuardEncoder:
         Raises:
             Unshareable: A source has no name, or its content no text.
         """
+        # Installed packages are compared by version (identity.py): their defaults are known.
         named = [f for f in self.functions if _defaults(f) and not is_installed(f.__module__)]
         return [*map(self._row, self.guards), *map(self._function_row, named)]
 
@@ -94,7 +95,7 @@ class GuardEncoder:
         return [self._root(source.root, around), steps]
 
     def _root(self, root: object, around: frozenset[int]) -> list[Any]:
-        """Return the path by which another process finds the root."""
+        """Return the path on which another process finds the root."""
         if id(root) in self.names:
             return ["module", self.names[id(root)]]
         if isinstance(root, dict) and (module := sys.modules.get(str(root.get("__name__")))):
@@ -102,13 +103,14 @@ class GuardEncoder:
                 return ["globals", module.__name__]
         if isinstance(root, type) and _class(root.__module__, root.__qualname__) is root:
             return ["class", root.__module__, root.__qualname__]
+        # `around` has the roots under way: two that name each other would never end.
         if (source := self.values.get(id(root))) is not None and id(root) not in around:
             return ["value", self._source(source, around | {id(root)})]
         raise Unshareable(f"it reads an attribute of a {type(root).__qualname__} without a name")
 
 
 def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
-    """Return the state with which a run is compared, besides the values of its arguments.
+    """Return the state with which a run is compared, besides its argument values.
 
     Raises:
         Unshareable: A value that forward reads has no text.
@@ -126,11 +128,11 @@ def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
 
 
 def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module | None) -> None:
-    """Put the guards of a run on a program of a file, and on the model of it.
+    """Put a run's guards on a program from a file, and on its model.
 
     Raises:
         Stale: The model, or a value that its forward reads, has changed since it was planned.
-        Malformed: The rows are of another type.
+        Malformed: The rows have another type.
     """
     names = typed(rows, "names", list, "a name for each argument")
     if len(names) != len(captured.leaves) or not all(type(name) is str for name in names):
@@ -142,6 +144,7 @@ def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module 
         for (name, now), row in zip(facts.described(), then):
             if [name, now] != row:
                 raise Stale(f"{name} is {now}, and was another when it was planned")
+        # After the loop, which names the first difference where there is one.
         if len(facts.then) != len(then):
             raise Stale("the model has other modules than when it was planned")
         decoder = GuardDecoder(model)
@@ -152,7 +155,7 @@ def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module 
 
 
 class GuardDecoder:
-    """Puts the guards of a text on the model of this process.
+    """Puts a text's guards on this process's model.
 
     functions: those with defaults, which decode() finds.
     """
@@ -163,7 +166,7 @@ class GuardDecoder:
         self.names = module_names(model)
 
     def decode(self, rows: list[Any]) -> Guards:
-        """Return the guards.
+        """Decode the guards.
 
         Raises:
             Stale: A source has another content here.
@@ -177,6 +180,7 @@ class GuardDecoder:
             if form == "defaults":
                 self.functions.append(value)
                 value = _defaults(value)
+            # By content, as another process has no such object; the new guard is on this one's.
             if (here := content_of(value, form == "attributes", self.names)) != text:
                 raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
             if form == "defaults":
@@ -207,12 +211,12 @@ class GuardDecoder:
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
-    """Return the names of a model's modules by id."""
+    """Map module ids to their names in the model."""
     return {id(module): name for name, module in model.named_modules()}
 
 
 def content_of(value: object, has_attributes: bool, names: dict[int, str]) -> str:
-    """Return the content of a value, or of the attributes of an object."""
+    """Return the content of a value, or of an object's attributes."""
     if has_attributes:
         value = {str(k): v for k, v in zip(*_keys_and_items(snapshot_components(value)))}
     return content(value, names)
@@ -223,18 +227,19 @@ def _keys_and_items(contents: Contents) -> tuple[tuple, tuple]:
 
 
 def _class(module: str, name: str) -> object:
-    """Return a class of a module that is loaded."""
+    """Return a class from a loaded module."""
     found = _named(module, name)
     return found if isinstance(found, type) else None
 
 
 def _function(module: str, name: str) -> Any:
-    """Return a function or method of a module that is loaded."""
+    """Return a function or method from a loaded module."""
     found = function_in(_named(module, name))
     return found if isinstance(found, FunctionType) else None
 
 
 def _named(module: str, name: str) -> Any:
+    # Never an import: a text must not make a process run code.
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = vars(found).get(part) if hasattr(found, "__dict__") else None
@@ -242,6 +247,6 @@ def _named(module: str, name: str) -> Any:
 
 
 def _defaults(function: FunctionType) -> tuple:
-    """Return the defaults of a function; empty if it has none."""
+    """Return a function's defaults; empty if it has none."""
     table = function.__kwdefaults__
     return (function.__defaults__, table) if function.__defaults__ or table else ()

@@ -1,4 +1,4 @@
-"""The key of a plan's text: dependences of the plan that its guards do not compare."""
+"""The key for a plan's text: everything the plan depends on that its guards do not compare."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True)
 class Identity:
-    """The key of a plan.
+    """A plan's key.
 
-    call: the call, the same on all ranks. code: a checksum of each of the user's modules that are
-    loaded, and the version of each installed package.
+    call: the call, the same on all ranks. code: a checksum for each loaded user module, and a
+    version for each installed package.
     """
 
     call: str
@@ -48,16 +48,17 @@ class Identity:
         return json.dumps([self.call, self.code], sort_keys=True)
 
     def check_code(self, code: dict[str, str]) -> None:
-        """Raise Stale if a module that is loaded here is another, or not loaded, there."""
+        """Raise Stale if a module loaded here differs there, or is not loaded."""
+        # These alone: the other process may have loaded more modules.
         for name, version in self.code.items():
             if code.get(name) != version:
                 raise Stale(f"module {name} is another")
 
 
 def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, object]) -> Identity:
-    """Return the key of the plan for a call of a model.
+    """Return the key for the plan of a model's call.
 
-    text: the call, and the modes of the model. options: of parallelize.
+    text: the call, and the model's modes. options: those for parallelize.
 
     Raises:
         Unshareable: A hook or an option has no text.
@@ -75,7 +76,7 @@ def identity_of(model: nn.Module, mesh: Mesh, text: str, options: dict[str, obje
 
 
 def _settings() -> Iterator[object]:
-    """Yield the settings of torch that decide its traces."""
+    """Yield the torch settings that decide its traces."""
     yield torch.are_deterministic_algorithms_enabled()
     with warnings.catch_warnings():  # torch 2.9 advises another way to set it
         warnings.simplefilter("ignore")
@@ -85,6 +86,7 @@ def _settings() -> Iterator[object]:
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         yield getattr(torch.backends.cuda, f"{kind}_sdp_enabled")()
     if torch.cuda.is_available():
+        # torch chooses kernels by the GPU, too.
         yield torch.cuda.get_device_properties(0)
     for name, value in sorted(os.environ.items()):
         if name.startswith("TORCHGSPMD_") and name not in _NO_OPTIONS:
@@ -92,7 +94,8 @@ def _settings() -> Iterator[object]:
 
 
 def _description(model: nn.Module, names: dict[int, str]) -> Iterator[Any]:
-    """Yield classes, hooks, parameters and buffers, with the marks of these."""
+    """Yield classes, hooks, parameters and buffers, with their marks."""
+    # Under all its names: which modules are shared decides the program.
     for name, module in model.named_modules(remove_duplicate=False):
         hooks = [hook for table in _HOOKS for hook in getattr(module, table).values()]
         cls = type(module)
@@ -115,13 +118,13 @@ def _description(model: nn.Module, names: dict[int, str]) -> Iterator[Any]:
 
 @cache
 def _own_code() -> str:
-    """Return a checksum of the files of this package."""
+    """Return a checksum over this package's files."""
     files = sorted(Path(str(sys.modules[_OWN].__file__)).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _loaded_code() -> dict[str, str]:
-    """Return a checksum of each module of the user, and the version of each installed package.
+    """Return a checksum for each user module, and a version for each installed package.
 
     Raises:
         Unshareable: Code was typed in, so that nobody can compare it.
@@ -134,6 +137,7 @@ def _loaded_code() -> dict[str, str]:
                 continue
         if name == "__main__" and file is None:
             raise Unshareable("its code was typed in")
+        # A version and the size of one file, not all content: an installed package has many files.
         if file is None or is_installed(name):
             if name == top and file is not None:
                 size = os.path.getsize(file) if os.path.exists(file) else 0
@@ -145,5 +149,5 @@ def _loaded_code() -> dict[str, str]:
 
 @cache
 def _checksum(file: str, time: int) -> str:
-    """Return the checksum of a file as it was at a time of change."""
+    """Return a file's checksum at a time of change."""
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()

@@ -1,4 +1,4 @@
-"""Bytes as JSON: of a bounded size, each key once, and no numbers that JSON does not have."""
+"""Bytes as JSON: bounded in size, each key once, and no numbers that JSON does not have."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def dump(value: object) -> str:
 
 
 def load(text: str | bytes) -> Any:
-    """Return the value of a text.
+    """Parse a text.
 
     Raises:
         Stale: It is no JSON, or is nested too deeply.
@@ -36,7 +36,7 @@ def load(text: str | bytes) -> Any:
 
 
 def read_regular_file(path: str | Path) -> tuple[bytes, os.stat_result]:
-    """Return the content of a regular file, and its status.
+    """Return a regular file's content, and its status.
 
     A device or a pipe might have no end, and opening a pipe waits.
 
@@ -44,6 +44,7 @@ def read_regular_file(path: str | Path) -> tuple[bytes, os.stat_result]:
         OSError: It is not there, is no regular file, or is too large.
     """
     with open(path, "rb", opener=_open_at_once) as stream:
+        # fstat on the open file: a check before opening could see another file.
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError("it is no regular file")
@@ -59,6 +60,7 @@ def _open_at_once(path: str, flags: int) -> int:
 
 def _dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
     result = dict(pairs)
+    # Python keeps the last of two equal keys; a checker of texts may have seen the first.
     if len(result) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in result if names.count(name) > 1)

@@ -1,4 +1,4 @@
-"""The table of the operators that programs have; a text names no others.
+"""The table of operators that programs may have; a text names no others.
 
 aten.mm.default             has a rule, or a row in the table of rewrites
 aten.bucketize.Tensor       has none, and runs replicated: it writes to no argument
@@ -23,6 +23,7 @@ _OWN = "torchgspmd"
 def operator_of(name: str) -> OpOverload | None:
     """Return the operator of a name such as aten.mm.default; None if no program has it."""
     match = _NAME.fullmatch(name)
+    # torch.ops makes an entry for every namespace that it is asked for: unknown ones end here.
     if match is None or not _has_rules(match[1]):
         return None
     op = find(*match.groups())
@@ -54,6 +55,7 @@ def _is_pure(op: OpOverload) -> bool:
     """
     arguments: Any = op._schema.arguments
     types = [str(each.type) for each in arguments]
+    # Without a tensor, a text could make the operator read a file or the environment.
     return not op._schema.is_mutable and (
         any("Tensor" in each for each in types) or "str" not in types
     )

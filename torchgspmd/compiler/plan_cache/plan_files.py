@@ -54,7 +54,7 @@ P = TypeVar("P", bound="PlanFiles")
 
 
 class PlanFiles(Later, RunnablePlan):
-    """The methods of a plan that write and read files. _lacks: why a plan cannot be simulated."""
+    """Plan methods that write and read files. _lacks: why a plan cannot be simulated."""
 
     mesh: Mesh
     captured: Any
@@ -66,9 +66,9 @@ class PlanFiles(Later, RunnablePlan):
     _plan_again: Callable[[Request], PlanFiles]  # api.py has it
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file of JSON, which `Plan.load` reads.
+        """Write the plan to a JSON file, which `Plan.load` reads.
 
-        It has the graphs, the layouts and their reasons, but no values of parameters.
+        It has the graphs, the layouts and their reasons, but no parameter values.
 
         Args:
             path: The file.
@@ -104,6 +104,7 @@ class PlanFiles(Later, RunnablePlan):
         for name in FIELDS:
             try:
                 fields[name] = encoder.encode(getattr(self.captured, name))
+            # A plan without these fields can still be looked at: it lacks them, and says why.
             except Unshareable as error:
                 if name in NEEDED:
                     raise
@@ -129,19 +130,19 @@ class PlanFiles(Later, RunnablePlan):
     @classmethod
     @without_gc()
     def load(cls: type[P], path: str | Path, model: nn.Module | None = None) -> P:
-        """Read a plan that `save` has written. Nothing of the file is evaluated.
+        """Read a plan that `save` has written. Nothing in the file is evaluated.
 
         Args:
             path: The file.
-            model: The module whose parameters `simulate` is to take. Without it the plan of a
-                module cannot be simulated. Its modules, modes, and the attributes that its forward
-                reads have to be those of the plan.
+            model: The module with the parameters for `simulate`. Without it a module's plan
+                cannot be simulated. Its modules, modes, and the attributes that its forward
+                reads have to be the plan's.
 
         Returns:
             The plan: print it, report, estimate, compare, explain it (without costs).
 
         Raises:
-            ShardingError: It is no such file, of another version, or of another model.
+            ShardingError: It is no such file, or has another version or another model.
 
         Example:
             >>> import os, tempfile
@@ -157,6 +158,7 @@ class PlanFiles(Later, RunnablePlan):
                 return _plan_of(text, cls, model)
             except Malformed as fault:
                 raise fault.located(text) from None
+        # A missing file is the user's path, not a damaged plan: Python's own error says that.
         except FileNotFoundError:
             raise
         except (Stale, OSError, *REFUSALS) as error:
@@ -170,7 +172,7 @@ class PlanFiles(Later, RunnablePlan):
     def check_complete(self) -> None:
         """Raise ShardingError if the plan was read from a file that does not suffice to run it.
 
-        The program of the file has to be the one that its source is planned to.
+        The file's program has to be the one that its source is planned to.
         """
         if self._lacks:
             raise ShardingError(
@@ -179,12 +181,13 @@ class PlanFiles(Later, RunnablePlan):
                 why=self._lacks,
                 fix="torchgspmd.plan() of the model",
             )
+        # At the first run only: it costs as much as planning, and printing needs no such proof.
         if not self._is_checked:
             self._check_source()
             self._is_checked = True
 
     def _check_source(self) -> None:
-        """Raise ShardingError unless planning the source gives the graphs of the file."""
+        """Raise ShardingError unless planning the source gives the file's graphs."""
         try:
             again = self._plan_again(cast(Request, self.request))
             parts = ("sharded", "program_graph")
@@ -203,9 +206,9 @@ class PlanFiles(Later, RunnablePlan):
 
 
 def with_checksum(text: bytes) -> bytes:
-    """Return the content of a file: JSON whose first keys are the format and a checksum.
+    """Return a file's content: JSON whose first keys are the format and a checksum.
 
-    The checksum is of all behind it, and compared before any of that is parsed.
+    The checksum covers all behind it, and is compared before any part is parsed.
     """
     body = text[1:]
     checksum = hashlib.sha256(body).hexdigest()
@@ -213,9 +216,10 @@ def with_checksum(text: bytes) -> bytes:
 
 
 def _verified(content: bytes) -> dict[str, Any]:
-    """Return the JSON of a file of this format, with the checksum that it has."""
+    """Return the JSON in a file with this format, once its checksum fits."""
     if (version := _VERSION.match(content)) is None:
         raise Stale("it does not begin as a plan: 'format' is its first key")
+    # Before the checksum: an older format may have none, and its error should name the version.
     if int(version[1]) != _FORMAT:
         raise Stale(f"its format is {int(version[1])}, that of this version {_FORMAT}")
     if (head := _HEAD.match(content)) is None:
@@ -226,7 +230,8 @@ def _verified(content: bytes) -> dict[str, Any]:
 
 
 def _plan_of(text: dict[str, Any], cls: type[P], model: nn.Module | None) -> P:
-    """Return the plan of a file's JSON."""
+    """Build the plan from a file's JSON."""
+    # Unknown keys are refused as well: nothing would check their content.
     if text.keys() != _KEYS:
         key = min(text.keys() ^ _KEYS)
         raise Malformed(text, key, "a key of a plan" if key in text else f"the key {key}")
@@ -242,6 +247,7 @@ def _plan_of(text: dict[str, Any], cls: type[P], model: nn.Module | None) -> P:
     run = partial(fx.GraphModule, plan.captured.constants, program)
     plan._later = {**plan._later, "program": run}
     check_source(plan.captured, plan.sharded)
+    # The signature is for readers: it has to say the same as the decoded parts.
     if signature_of(plan.captured) != text["signature"]:
         raise Malformed(text, "signature", "that of the plan")
     plan.seconds, plan.counts, plan._lacks = text["seconds"], text["counts"], text["lacks"]
@@ -254,12 +260,13 @@ def _plan_of(text: dict[str, Any], cls: type[P], model: nn.Module | None) -> P:
     if plan.request is None:
         plan._lacks = plan._lacks or "it does not say how it was planned, as by with_pass"
     plan._is_checked = False
+    # Views are tried now: an error in print(plan) would come far from the damaged file.
     _view(plan)
     return plan
 
 
 def _view(plan: Any) -> None:
-    """Raise Stale unless a plan can be looked at: no view of it raises anything later."""
+    """Raise Stale unless every view on a plan works, so that none raises later."""
     try:
         plan.text(full=True)
         plan.trace()
@@ -271,13 +278,14 @@ def _view(plan: Any) -> None:
 
 
 def _rows(graph: fx.Graph) -> tuple[Any, Any]:
-    """Return a graph as JSON, with records of its own."""
+    """Return a graph as JSON, with its own records."""
+    # A fresh encoder: record numbers depend on what was encoded before.
     encoder = Encoder()
     return encode_graph(graph, encoder), encoder.records
 
 
 def _tensors(model: nn.Module | None, inputs: tuple[Input, ...]) -> list[Tensor]:
-    """Return the parameters and buffers of the model; on meta without one."""
+    """Return the model's parameters and buffers; on meta without one."""
     if model is not None:
         return tensors_of(model, inputs)
     state = [i for i in inputs if i.kind in (PARAMETER, BUFFER)]
@@ -297,7 +305,7 @@ def _reasons(layouts: Layouts, encoder: Encoder) -> Iterator[list[Any]]:
 
 
 def _layouts(text: dict[str, Any], decoder: Decoder) -> Layouts:
-    """Return the layouts of a file, of values that have nothing but names."""
+    """Return a file's layouts, for values that have nothing but names."""
     rows = typed(text, "reasons", list, "a row for each value")
     graph, layouts = fx.Graph(), Layouts(decoder.mesh, {}, {})
     nodes: dict[str, fx.Node] = {}
@@ -309,6 +317,7 @@ def _layouts(text: dict[str, Any], decoder: Decoder) -> Layouts:
             raise Malformed(row, 1, "the one layout of a value")
         node = nodes[name] = graph.placeholder(name)
         node.name, layouts.spec[node] = name, spec
+    # In a second round: an origin may be a value in a later row.
     for name, _, origins in rows:
         for row in origins:
             if not conforms(tuple(row), tuple[str, str | None, str]) or row[1] not in {
@@ -323,11 +332,12 @@ def _layouts(text: dict[str, Any], decoder: Decoder) -> Layouts:
 
 
 def _check_chains(layouts: Layouts, rows: list[Any]) -> None:
-    """Raise Malformed if the reasons of an axis go round in a circle."""
+    """Raise Malformed if an axis's reasons go round in a circle."""
     ending: set[tuple[fx.Node, str]] = set()
     for value, axis in layouts.origin:
         chain: dict[tuple[fx.Node, str], None] = {}
         at: fx.Node | None = value
+        # `ending` has the links known to end, so that every link is followed once.
         while at is not None and (at, axis) not in ending:
             if (at, axis) in chain:
                 raise Malformed(rows, None, f"reasons for {axis} of %{value} that end at a mark")

@@ -51,7 +51,7 @@ P = TypeVar("P", bound=RunnablePlan)
 
 
 class Later:
-    """An object with attributes that are computed when they are read first."""
+    """An object whose attributes are computed at the first read."""
 
     _later: Mapping[str, Callable[[], Any]] = MappingProxyType({})
 
@@ -66,13 +66,13 @@ class _CapturedOfText(Later, Captured):
     """A captured program whose graph is decoded later."""
 
     def kept_tensors(self, owners: Mapping[int, str]) -> list[tuple[str, Tensor]]:
-        """Return the constant tensors of the graph, which is not asked if there are none."""
+        """List the graph's constant tensors; without any constants the graph stays undecoded."""
         has_constants = next(self.constants.buffers(), None) is not None
         return super().kept_tensors(owners) if has_constants else []
 
 
 def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
-    """Return a plan as text: three lines of JSON.
+    """Return a plan as text: three JSON lines.
 
     Raises:
         Unshareable: Its program depends on a value that has no text.
@@ -90,7 +90,7 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
 def encode_graphs(
     planned: RunnablePlan, fields: dict[str, object], encoder: Encoder
 ) -> dict[str, Any]:
-    """Return the graphs of a plan as JSON, with encoded fields of its Captured."""
+    """Return a plan's graphs as JSON, with the encoded fields of its Captured."""
     body = {
         "captured": fields,
         "source": encode_graph(planned.captured.graph, encoder),
@@ -100,11 +100,12 @@ def encode_graphs(
         "request": encode_request(planned.request, encoder),
         "properties": {name: encoder.encode(getattr(planned, name)) for name in _PROPERTIES},
     }
+    # The records are complete only now: encoding the graphs has added to them.
     return {"records": encoder.records, **body}
 
 
 def encode_request(request: Request | None, encoder: Encoder) -> Any:
-    """Return the request of a plan, from which it can be planned again; None if it cannot."""
+    """Encode a plan's request, from which it can be planned again; None if it cannot."""
     if request is None:
         return None
     try:
@@ -114,7 +115,7 @@ def encode_request(request: Request | None, encoder: Encoder) -> Any:
 
 
 def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) -> P:
-    """Return the plan of a text for the model.
+    """Decode a plan for the model.
 
     Raises:
         Stale: The model, or a value that its forward reads, has changed; or the text is no plan.
@@ -122,6 +123,7 @@ def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) ->
     first, *later = text.split("\n")
     rows = typed(json_text.load(first), None, dict, "a plan")
     try:
+        # Guards first: a model that has changed is refused before graphs are read.
         guards = GuardDecoder(model)
         reads = guards.decode(typed(rows, "guards", list, "a list of guards"))
         rows |= zip(_LATER, later, strict=True)
@@ -145,9 +147,9 @@ def decode_graphs(
     tensors: Callable[[tuple[Input, ...]], list[Tensor]],
     guards: Guards,
 ) -> P:
-    """Return the plan of a text, whose graphs are decoded later, but for the one that runs.
+    """Decode a plan; its graphs wait until they are read, but for the one that runs.
 
-    tensors: those of parameters and buffers, by the inputs.
+    tensors: returns parameters and buffers, given the inputs.
     """
     mesh = decoder.mesh
     constants = _constants(text, decoder)
@@ -166,6 +168,7 @@ def decode_graphs(
             raise ShardingError(f"the text of this plan is damaged: {error}") from error
 
     fields = _fields(text, decoder)
+    # No __init__: it asks for the graph, which is decoded when it is first read.
     captured = _CapturedOfText.__new__(_CapturedOfText)
     vars(captured).update(
         fields,
@@ -196,7 +199,7 @@ def decode_graphs(
 
 
 def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
-    """Return the module of the constants of a text: name -> dtype, shape, bytes in base64."""
+    """Return the module with a text's constants: name -> dtype, shape, bytes in base64."""
     constants = nn.Module()
     rows = typed(text, "constants", dict, "a table of constants")
     for name, row in rows.items():
@@ -206,8 +209,10 @@ def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
             values = base64.b64decode(content, validate=True)
             if len(row) != 3 or len(values) != math.prod(shape) * dtype.itemsize:
                 raise ValueError(shape)
+            # A bool with another byte than 0 or 1 is undefined for torch's kernels.
             if dtype is torch.bool and values.strip(b"\0\1"):
                 raise ValueError(dtype)
+            # torch.frombuffer refuses an empty buffer.
             tensor = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0)
             constants.register_buffer(name, tensor.to(dtype).view(shape))
         except REFUSALS as error:
@@ -216,7 +221,7 @@ def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
 
 
 def _fields(text: dict[str, object], decoder: Decoder) -> dict[str, Any]:
-    """Return the fields of the captured program, of the types that Captured declares."""
+    """Return the captured program's fields, with the types that Captured declares."""
     fields = _decode_fields(text, "captured", decoder, FIELDS)
     hints = field_types(Captured)
     for name, value in fields.items():
@@ -229,7 +234,7 @@ def _fields(text: dict[str, object], decoder: Decoder) -> dict[str, Any]:
 def _decode_fields(
     text: dict[str, object], part: str, decoder: Decoder, names: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the values of a part of a text, which has these names."""
+    """Return the values in a part that has these names."""
     table = typed(text, part, dict, "a table of fields")
     if table.keys() != {*names}:
         raise Malformed(text, part, f"the fields {', '.join(names)}")
@@ -239,7 +244,7 @@ def _decode_fields(
 def _request(
     text: dict[str, object], decoder: Decoder, captured: Captured, mesh: Mesh
 ) -> Request | None:
-    """Return the request of a plan, if it can be planned again."""
+    """Return a plan's request, if it can be planned again."""
     if text.get("request") is None:
         return None
     options, hints = _decode_fields(text, "request", decoder, REQUEST), field_types(Request)
@@ -250,7 +255,7 @@ def _request(
 
 
 def _boundary(text: dict[str, object], decoder: Decoder) -> Boundary:
-    """Return the layouts of inputs and results."""
+    """Return the layouts for inputs and results."""
     rows, hints = typed(text, "boundary", list, "layouts"), field_types(Boundary)
     values = [*map(decoder.decode, rows)]
     if len(values) != len(hints) or not all(map(conforms, values, hints.values())):
@@ -259,10 +264,11 @@ def _boundary(text: dict[str, object], decoder: Decoder) -> Boundary:
 
 
 def _check_functions(captured: Captured) -> None:
-    """Raise Unshareable if a function may read values that differ between processes unseen."""
+    """Raise Unshareable if a function may read unseen values that differ between processes."""
     for function in captured.functions:
         if is_installed(function.__module__):
             continue
+        # An import in a function reads a module that no guard has seen.
         if imports_own_modules(function.__code__):
             raise Unshareable(f"{function.__qualname__} imports")
         for names in dotted_names(function.__code__):
@@ -273,13 +279,14 @@ def _check_functions(captured: Captured) -> None:
 def constants_of(
     captured: Captured, program: fx.Graph, largest: int
 ) -> Iterator[tuple[str, list[Any]]]:
-    """Yield name and values of the constants of a program, of so many elements at most."""
+    """Yield name and values for a program's constants, each with at most `largest` elements."""
     encoder, owner = Encoder(), captured.constants
     graphs: Iterable[fx.Graph] = (captured.graph, program)
     for name in dict.fromkeys(str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"):
         value = getattr(owner, name)
         if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
             raise Unshareable(f"its constant {name} is a {type(value).__qualname__}")
+        # A large constant would dominate the text, which all ranks get by broadcast.
         if value.numel() > largest or value.device.type != "cpu" or value.requires_grad:
             raise Unshareable(f"its constant {name} is large, or not on the CPU")
         if value.is_complex() or value.is_quantized or value.layout is not torch.strided:
@@ -289,7 +296,7 @@ def constants_of(
 
 
 def tensors_of(model: nn.Module, inputs: tuple[Input, ...]) -> list[Tensor]:
-    """Return the parameters and buffers of the model that are inputs of a program."""
+    """Return the model's parameters and buffers that a program takes as inputs."""
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     names = [each.name for each in inputs if each.kind in (PARAMETER, BUFFER)]
     if names != list(state):

@@ -59,13 +59,14 @@ def check_signature(captured: Captured, program: fx.Graph, boundary: Boundary, m
         if kind not in (OUTPUT, MUTATION, GRADIENT, OBSERVED):
             raise Stale(f"there is a kind of output {kind!r}")
         places = [each.input for each in outputs if each.kind == kind]
+        # In ascending order, each input once: two results for one input would overwrite each other.
         if kind in (MUTATION, GRADIENT) and not _is_ascending(places, len(inputs)):
             raise Stale(f"the outputs of kind {kind} are of inputs {places}")
     _check_structure(captured, len(values))
 
 
 def _check_structure(captured: Captured, values: int) -> None:
-    """Check the structure of arguments and results, as far as there is any."""
+    """Check the structure that arguments and results have, if any."""
     arguments: Any = captured.arguments
     if arguments is not None and captured.leaves is not None:
         _same(len(captured.leaves), arguments.num_leaves, "arguments")
@@ -77,12 +78,13 @@ def _check_structure(captured: Captured, values: int) -> None:
     for places in (slots, captured.number_slots or ()):
         if not _is_ascending(places, len(leaves)):
             raise Stale(f"the result has its tensors at {places}")
+    # Slots with tensors hold None among the leaves: rebuild() fills them.
     if len(slots) > values or any(leaves[slot] is not None for slot in slots):
         raise Stale(f"the result has {len(slots)} tensors, and the program {values}")
 
 
 def signature_of(captured: Captured) -> list[str]:
-    """Return the calling convention and the constants as lines of text."""
+    """Return the calling convention and the constants as text lines."""
     inputs, encoder = captured.inputs, Encoder()
     lines = [f"{x.name}: {x.kind} {_tensor_text(x.dtype, x.shape)}" for x in inputs]
     lines += [
@@ -107,7 +109,7 @@ def signature_of(captured: Captured) -> list[str]:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return the content of a tensor."""
+    """Return a tensor's content."""
     return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
@@ -116,12 +118,13 @@ def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def check_source(captured: Captured, sharded: fx.Graph) -> None:
-    """Raise Stale unless the graphs at global shapes have the inputs and outputs of the program."""
+    """Raise Stale unless the graphs at global shapes have the program's inputs and outputs."""
     shapes = _known_shapes(captured)
     for graph, name in ((captured.graph, "source"), (sharded, "sharded")):
         nodes = graph.find_nodes(op="placeholder")
         _same(len(nodes), len(captured.inputs), f"inputs of {name}")
         _same(_results_of(graph), len(captured.outputs), f"outputs of {name}")
+        # Later stages read "val" without asking.
         for node in graph.nodes:
             if node.op != "output" and "val" not in node.meta:
                 raise Stale(f"%{node} of {name} has no value")
@@ -137,13 +140,13 @@ def check_source(captured: Captured, sharded: fx.Graph) -> None:
 
 
 def _results_of(graph: fx.Graph) -> int:
-    """Return how many results a graph has."""
+    """Count a graph's results."""
     values: Any = graph.output_node().args[0]
     return len(values)
 
 
 def _known_shapes(captured: Captured) -> list[list[int]]:
-    """Return the shapes of inputs, with UNKNOWN for sizes that may be others in each run."""
+    """Return the input shapes, with UNKNOWN for sizes that may differ in each run."""
     shapes = [[*each.shape] for each in captured.inputs]
     arguments = [s for s, each in zip(shapes, captured.inputs) if each.kind == ARGUMENT]
     for tensor, dim in captured.dynamic.dims if captured.dynamic else ():
@@ -154,7 +157,7 @@ def _known_shapes(captured: Captured) -> list[list[int]]:
 
 
 def _fits(val: Tensor, shape: list[int], dtype: torch.dtype) -> bool:
-    """Return whether a value has the shape and dtype of an input, as far as these are known."""
+    """Return whether a value has an input's shape and dtype, as far as these are known."""
     known = all(size in (n, UNKNOWN) for n, size in zip(val.shape, shape))
     return known and val.dim() == len(shape) and val.dtype == dtype
 

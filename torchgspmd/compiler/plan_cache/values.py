@@ -1,13 +1,13 @@
-"""Values of a program as JSON; decoder.py reads it, and evaluates nothing of it.
+"""Program values as JSON; decoder.py reads them, and evaluates nothing.
 
-    1, "a", None                 themselves
-    (1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
-    torch.float32                ["torch", "float32"]
-    aten.mm.default              ["operator", "aten.mm.default"]
-    %mm                          ["node", 7]: the eighth node of its graph
-    ShardSpec, Step, ...         ["record", 3]: equal ones are in the text once
+1, "a", None                 themselves
+(1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
+torch.float32                ["torch", "float32"]
+aten.mm.default              ["operator", "aten.mm.default"]
+%mm                          ["node", 7]: the eighth node of its graph
+ShardSpec, Step, ...         ["record", 3]: equal ones are in the text once
 
-A value of another type cannot be shared: the program is planned by every process then.
+A value with another type cannot be shared: every process plans the program then.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class Encoder:
         cls = type(value)
         if value is None or cls in (bool, int, str):
             return value
+        # JSON has no NaN and no infinity; repr gives every other float exactly, too.
         if cls is float:
             return value if math.isfinite(value) else ["float", repr(value)]
         if cls is fx.Node:
@@ -98,7 +99,7 @@ class Encoder:
         return self._encode_other(cls, value)
 
     def _encode_other(self, cls: type, value: Any) -> object:
-        """Return a value of a less frequent type as JSON."""
+        """Encode a value with a less frequent type."""
         if cls in (dict, immutable_dict):
             return ["dict", *([self.encode(k), self.encode(v)] for k, v in value.items())]
         if cls in OF_TORCH:
@@ -127,7 +128,7 @@ class Encoder:
         raise Unshareable(f"it has a {cls.__qualname__}")
 
     def _number(self, record: Any) -> int:
-        """Return the position of a record among all; reports tell steps apart by identity."""
+        """Return a record's position among all; reports tell steps apart by identity."""
         key = id(record) if type(record) in (Step, Hardware) else record
         if (number := self._numbers.get(key)) is None:
             row = [type(record).__name__]
@@ -146,6 +147,7 @@ class Encoder:
         """Return a structure: for each node its class, its context, and its children."""
 
         def encode(value: object) -> Any:
+            # Leaves are numbered 0, 1, ... below, so that an int is a leaf and no value.
             if type(value) is int:  # a leaf
                 return None
             if (node := pytree.SUPPORTED_NODES.get(type(value))) is None:
@@ -157,5 +159,5 @@ class Encoder:
 
 
 def class_name(cls: type) -> str:
-    """Return the name of a class with its module."""
+    """Return a class's name with its module."""
     return f"{cls.__module__}.{cls.__qualname__}"
