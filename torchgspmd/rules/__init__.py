@@ -1,4 +1,4 @@
-"""The rules and decompositions of all operations. The passes ask `rule_of`."""
+"""Rules and decompositions for all operations. The passes ask `rule_of`."""
 
 from . import (
     algebra_index,  # noqa: F401 (registers simplifications)
@@ -17,13 +17,13 @@ from .xla_decompositions import unpartitioned_of
 
 
 def rule_of(call: Call) -> FactorRule:
-    """Return the rule of a call. An operation without a rule runs replicated."""
+    """Return a call's rule. An operation without a rule runs replicated."""
     result = _lookup(call) if call.other is None else rule_in_a_run(call, call.other, _lookup)
     return replicated_rule(call) if result is DECLINED else result
 
 
 def _lookup(call: Call) -> FactorRule | Declined:
-    """Return the registered rule of a call."""
+    """Return a call's registered rule."""
     function = rule_function(call.target)
     return function(call) if function else DECLINED
 

@@ -26,9 +26,9 @@ def simplified(node: fx.Node) -> fx.Node | Declined:
 
 @rewrite("simplify", aten.sum.dim_IntList)
 def _sum_of_one_entry(node: fx.Node) -> fx.Node | Declined:
-    """Simplify the sum over rows of zeros with one entry scattered into each: the entries.
+    """Simplify a sum over zeros with one entry scattered into each row: it is the entries.
 
-    The backward of a cross entropy has such sums.
+    A cross entropy's backward has such sums.
     """
     x, dims = node.args[0], node.args[1]
     if (
@@ -43,6 +43,7 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | Declined:
     zeros, dim, index, entries = x.args
     shape = list(x.meta["val"].shape)
     dim %= len(shape)
+    # One entry a row: of two at one position, the last would count.
     one = [*shape[:dim], 1, *shape[dim + 1 :]]
     fits = (
         dims[0] % len(shape) == dim
@@ -54,7 +55,8 @@ def _sum_of_one_entry(node: fx.Node) -> fx.Node | Declined:
 
 
 def constant_of(node: fx.Node) -> Any:
-    """Return the number that all elements of a value have, or None."""
+    """Return the number that all elements have, or None."""
+    # A mark changes no value.
     while node.target is MARK:
         node = node.args[0]
     return node.args[1] if node.target is aten.full.default else None
@@ -72,7 +74,7 @@ def replacement_call(
 
 @rewrite("simplify", aten.add.Tensor)
 def _sum_with_zeros(node: fx.Node) -> fx.Node | Declined:
-    """Simplify x + 0. The first and last stage of a pipeline take in zeros."""
+    """Simplify x + 0. A pipeline's first and last stage take in zeros."""
     val, summands = node.meta["val"], node.args[:2]
     if node.kwargs or not all(isinstance(n, fx.Node) and "val" in n.meta for n in summands):
         return DECLINED
@@ -98,6 +100,7 @@ def _flipped_scan(node: fx.Node) -> fx.Node | Declined:
     groups = (node.args[1], scan.args[1:2], scan.args[0].args[1])
     dims = {d % rank for group in groups for d in group}
     x, val = scan.args[0].args[0], node.meta["val"]
+    # suffix_scan has no dtype: cumsum of int32 is int64.
     if len(dims) > 1 or x.meta["val"].dtype != val.dtype:
         return DECLINED
     if from_behind:
@@ -107,18 +110,19 @@ def _flipped_scan(node: fx.Node) -> fx.Node | Declined:
 
 @rewrite("simplify", aten.clone.default)
 def _copy_of_what_nobody_else_reads(node: fx.Node) -> fx.Node | Declined:
-    """Simplify the copy of a new value: copy_ leaves one, to a tensor that the program returns."""
+    """Simplify a new value's copy: copy_ leaves one, to a tensor that the program returns."""
     x = node.args[0]
     owner = x.args[0] if x.target is operator.getitem else x
     schema = getattr(owner.target, "_schema", None)
     is_new = schema is not None and not any(r.alias_info for r in schema.returns)
+    # If another node reads x too, the two values need memory of their own.
     readers = [user for user in x.users if user.users or user.op == "output"]
     return x if is_new and readers == [node] and not node.kwargs else DECLINED
 
 
 @rewrite("simplify", aten._fft_c2c.default)
 def _transform_of_real_numbers(node: fx.Node) -> fx.Node | Declined:
-    """Simplify the Fourier transform of real numbers made complex: half as many bytes to move."""
+    """Simplify a Fourier transform whose operand was real: half as many bytes to move."""
     cast, dims, normalization, forward = node.args
     x = cast.args[0] if cast.target is aten._to_copy.default else cast
     if not forward or x.meta["val"].dtype != cast.meta["val"].dtype.to_real():

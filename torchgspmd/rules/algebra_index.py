@@ -1,4 +1,4 @@
-"""Indexing of each row by its own indices, as torch.vmap writes it: x[arange(n), i] is a gather."""
+"""Each row indexed by its own indices, as torch.vmap writes it: x[arange(n), i] is a gather."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ _ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
 
 @rewrite("simplify", aten.index.Tensor)
 def _gather_of_each(node: fx.Node) -> fx.Node | Declined:
-    """Read the rows of each by gather, whose batch may be sharded."""
+    """Read each batch row's entries by gather, whose batch may be sharded."""
     index = _index_of_each(node)
     if index is None:
         return DECLINED
+    # As an index, dimension 0 would be an indexed one, whose shards give terms of a sum.
     x, val = node.args[0], node.meta["val"]
     rows = _call(node, aten.gather.default, (x, 1, index), list(index.meta["val"].shape), val.dtype)
     return _call(node, aten.reshape.default, (rows, list(val.shape)), list(val.shape), val.dtype)
@@ -34,12 +35,13 @@ def _gather_of_each(node: fx.Node) -> fx.Node | Declined:
 
 @rewrite("simplify", aten.index_put.default)
 def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
-    """Write, or add to, the rows of each by scatter."""
+    """Write, or add to, each batch row's entries by scatter."""
     index = _index_of_each(node)
     if index is None:
         return DECLINED
     x, _, values, *rest = node.args
     shape = index.meta["val"].shape
+    # Values that broadcast have no entry for each index.
     if values.meta["val"].numel() != math.prod(shape):
         return DECLINED
     op = aten.scatter_add.default if rest and rest[0] else aten.scatter.src
@@ -48,9 +50,9 @@ def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
 
 
 def _index_of_each(node: fx.Node) -> fx.Node | None:
-    """Return the index [n, k, *rest] of a gather along dimension 1 of x [n, r, *rest].
+    """Return the index [n, k, *rest] for a gather along dimension 1 of x [n, r, *rest].
 
-    None unless dimension 0 is indexed by each of its positions, and dimension 1 by [n, ...].
+    None unless 0, 1, ... n - 1 index dimension 0, and a tensor [n, ...] dimension 1.
     """
     x, indices = node.args[:2]
     sized = not node.meta.get("dynamic")
@@ -76,7 +78,7 @@ def _index_of_each(node: fx.Node) -> fx.Node | None:
 def _call(
     node: fx.Node, op: object, args: tuple[object, ...], shape: Sequence[int], dtype: torch.dtype
 ) -> fx.Node:
-    """Return a call before a node, with a result of a shape and dtype."""
+    """Insert a call before a node; its result has this shape and dtype."""
     call = replacement_call(node, op, args)
     call.meta["val"] = node.meta["val"].new_empty(list(shape), dtype=dtype)
     return call

@@ -1,4 +1,4 @@
-"""Slices, pads and concatenations of one another, simplified before there are layouts.
+"""Slices, pads and concatenations in a row, simplified before there are layouts.
 
     %s = stack([%a, %b, %c, %d])       %t = slice(%s, 0, 2, 4)          %t = stack([%c, %d])
     %z = full([3, 8], 0)               %u = cat([%x, %z])               %u[4] = full([8], 0)
@@ -42,8 +42,9 @@ CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
 @rewrite("simplify", *MOVEMENTS, *PADDING_OPS)
 def _moved_constant(node: fx.Node) -> fx.Node | Declined:
-    """Simplify a movement of a constant: it is constant itself."""
+    """Simplify an operation that moves a constant's rows: the result is constant."""
     number = constant_of(node.args[0])
+    # A pad leaves a constant constant only if it adds the same number.
     put = (*node.args[2:], 0)[0] if node.target is aten.constant_pad_nd.default else 0
     if number is None or node.target in PADDING_OPS and number != put:
         return DECLINED
@@ -51,7 +52,7 @@ def _moved_constant(node: fx.Node) -> fx.Node | Declined:
 
 
 def _full(node: fx.Node, number: float | None) -> fx.Node:
-    """Return a constant tensor in place of a node."""
+    """Return a constant tensor to replace a node."""
     val = node.meta["val"]
     return replacement_call(
         node,
@@ -80,7 +81,7 @@ def _getitem_of_unbind(node: fx.Node) -> fx.Node | Declined:
 
 
 def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Declined:
-    """Return row `index` of x, read from the operands of x, if that is possible."""
+    """Return row `index` of x, read from x's operands, if that is possible."""
     shape = x.meta["val"].shape
     dim, is_constant = dim % len(shape), type(index) is int
     if constant_of(x) is not None:
@@ -97,6 +98,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
             else _read_or_select(node, operands[i], dim, index - borders[i])
         )
     pads = _pads_of(x)
+    # Rows added or removed along another dimension would change the row itself.
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
         return DECLINED
     source, index = pads[0], index - pads[1].get(dim, (0, 0))[0]
@@ -114,6 +116,7 @@ def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
 @rewrite("simplify", aten.slice.Tensor)
 def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     """Concatenate only the operands that the slice covers, if all users of x take slices."""
+    # Another reader needs all rows, so the concatenation would stay.
     x, concat = node.args[0], _concat_of(node.args[0])
     cut = _pads_of(node)
     if (
@@ -126,6 +129,7 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     dim, operands, borders = concat
     before, behind = cut[1][dim]
     first, end = -before, borders[-1] + behind
+    # Only whole operands: a cut through one would need a new slice.
     if first not in borders or end not in borders or first >= end:
         return DECLINED
     covered = list(operands[borders.index(first) : borders.index(end)])
@@ -137,7 +141,7 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
 
 
 def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
-    """Return (dimension, operands, borders) of a concatenation; None of any other call.
+    """Return a concatenation's (dimension, operands, borders); None for any other call.
 
     Operand i has the rows borders[i]:borders[i + 1].
     """
@@ -156,7 +160,7 @@ def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
 
 @rewrite("simplify", aten.slice.Tensor, aten.slice_backward.default)
 def _full_slice(node: fx.Node) -> fx.Node | Declined:
-    """Simplify a slice of all rows."""
+    """Simplify a slice that takes all rows."""
     cut = _pads_of(node)
     return (
         cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else DECLINED
@@ -173,7 +177,7 @@ Pads = dict[int, tuple[int, int]]  # dimension -> rows added before and behind; 
     aten.constant_pad_nd.default,
 )
 def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
-    """Merge a pad of one end and a slice of the other, as pipelines shift their states.
+    """Merge a pad at one end and a slice at the other, as pipelines shift their states.
 
     The result is one pad with a negative end.
     """
@@ -204,7 +208,7 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
 
 
 def _pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
-    """Return (operand, pads, fill) of a pad or slice; None of any other call.
+    """Return a pad's or slice's (operand, pads, fill); None for any other call.
 
     fill: None if the call only removes rows.
     """
@@ -230,7 +234,7 @@ def _cut(
     end: int | None = None,
     step: int = 1,
 ) -> tuple[int, ...]:
-    """Return (dimension, pad before, pad behind) of a slice: x[2:7] of 8 rows is (0, -2, -1).
+    """Return a slice as (dimension, pad before, pad behind): x[2:7] of 8 rows is (0, -2, -1).
 
     A slice with a step is no pad: (dimension,).
     """

@@ -1,4 +1,4 @@
-"""gspmd.rule: the rule of a custom operation."""
+"""gspmd.rule: a rule for a custom operation."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def rule(
     whole: str = "",
     linear: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Register the rule of a custom operation, so that it runs sharded.
+    """Register a rule for a custom operation, so that it runs sharded.
 
     Args:
-        op: The result of torch.library.custom_op, torch.ops.library.name, or "library::name".
-        sentence: The factors of each tensor operand and, behind the arrow, of each result. `...`
-            stands for leading dimensions, 1 for a dimension without a factor. Of several
-            sentences, for calls of other ranks or without some operand, the first that fits counts.
-        reduce: Factors whose shards compute terms of the result: "k", or {"k": "max"}.
+        op: An operation from torch.library.custom_op, torch.ops.library.name, or "library::name".
+        sentence: The factors for each tensor operand and, behind the arrow, for each result. `...`
+        stands for leading dimensions, 1 for a dimension without a factor. There may be several
+        sentences, for calls with other ranks or without some operand; the first that fits counts.
+        reduce: Factors whose shards compute terms: "k", or {"k": "max"}.
         whole: Factors that every device needs whole.
         linear: Groups of operands in which the operation is linear.
 
@@ -68,6 +68,7 @@ def rule(
     _CUSTOM.add(target)
 
     def bind(call: Call) -> FactorRule:
+        # The first sentence that fits counts. If none does, the error shows all faults.
         faults = []
         for each in parsed:
             try:
@@ -88,6 +89,7 @@ def rule(
 def _target(op: object) -> OpOverload | str:
     if isinstance(op, OpOverloadPacket):
         return op.default
+    # torch.library.custom_op returns an object around the overload.
     target = getattr(op, "_opoverload", op)
     if isinstance(target, OpOverload) or isinstance(target, str) and "::" in target:
         return target

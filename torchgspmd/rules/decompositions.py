@@ -1,4 +1,4 @@
-"""Decompositions of operations without a rule: ours first, then those of PyTorch.
+"""Decompositions for operations without a rule: ours first, then PyTorch's.
 
 addmm(bias, a, b)       einsum("mk,kn->mn", a, b) + bias
 """
@@ -67,9 +67,9 @@ def _is_composite(op: OpOverload) -> bool:
 
 
 def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
-    """Return the graph of a decomposition, with a placeholder for each tensor argument, in order.
+    """Trace a decomposition into a graph, with a placeholder for each tensor argument, in order.
 
-    Raises ValueError if the function creates a tensor of constants, and its own errors.
+    Raises ValueError if the function creates a constant tensor, and its own errors.
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -100,7 +100,7 @@ class _Recorder(TorchDispatchMode):
     def add_input(self, tensor: Tensor) -> Tensor:
         """Return the tensor as an input of the graph.
 
-        A tensor that is an input already is replaced by another one of its layout.
+        A tensor that is an input already is replaced by another one with its strides.
         """
         if id(tensor) in self.entries:
             tensor = torch.empty_strided(
@@ -130,9 +130,11 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if op.namespace == "prim":  # asks for the device of a tensor
             return op(*args, **kwargs)
+        # Under no_grad detach is the value itself, so it gets no node.
         if op is aten.detach.default:
             return self._record(op(*args), self._node(*args))
         if _is_composite(op):
+            # The mode is off inside __torch_dispatch__; the composite's parts are to be recorded.
             with self:
                 result = op.decompose(*args, **kwargs)
             if result is not NotImplemented:

@@ -1,4 +1,4 @@
-"""The builder that the `emit` of a LocalForm writes the program of one device with."""
+"""The builder with which a LocalForm's `emit` writes one device's program."""
 
 # pyright: reportReturnType=false
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .notation import FactorRule
 
 @dataclass
 class LocalTensor:
-    """The local shape, dtype and device of a result."""
+    """A result's local shape, dtype and device."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -24,7 +24,7 @@ class LocalTensor:
 
 
 class LocalBuilder(Protocol):
-    """The builder of one operation's local nodes: fx_passes.localize.Emitter."""
+    """Builds one operation's local nodes: fx_passes.localize.Emitter."""
 
     node: fx.Node
     rule: FactorRule
@@ -32,24 +32,25 @@ class LocalBuilder(Protocol):
     results: Sequence[LocalTensor]
 
     def size(self, factor: str) -> int:
-        """Return the length of a device's shard of a factor."""
+        """Return the length of a factor's shard."""
         ...
 
     def index(self, factor: str) -> Any:
-        """Return which shard of a factor the device has: 0, or a value of the program."""
+        """Return the number of the device's shard: 0, or a value in the program."""
 
     def start(self, factor: str) -> Any:
-        """Return the global position of the first row of a device's shard of a factor."""
+        """Return the global position at which the device's shard of a factor begins."""
 
     def first_row(self, operand: int, dim: int) -> Any:
-        """Return the first row of an operand's dimension that the device holds, halo included."""
+        """Return the first row that the device holds along an operand's dimension, halo
+        included."""
 
     def global_shape(self, operand: int) -> tuple[Any, ...]:
-        """Return the global shape of an operand."""
+        """Return an operand's global shape."""
         ...
 
     def position(self, dim: int) -> fx.Node:
-        """Return the global position of each local row of the result, so that it broadcasts."""
+        """Return the global position of each local result row, so that it broadcasts."""
         ...
 
     def sharded(self, factor: str) -> bool:
@@ -57,22 +58,22 @@ class LocalBuilder(Protocol):
         ...
 
     def window(self, operand: int, dim: int) -> Window:
-        """Return the rows of an operand's dimension that a device holds, its halo included."""
+        """Return the rows that a device holds along an operand's dimension, its halo included."""
         ...
 
     def narrow(self, value: object, dim: int, start: object, length: int) -> fx.Node:
-        """Return `length` rows of a value, from `start` on, contiguous."""
+        """Return `length` contiguous rows of a value, from `start` on."""
         ...
 
     def masked(self, value: object, dim: int, factor: str, fill: float) -> Any:
-        """Return a value with `fill` in the padding of a dimension."""
+        """Return a value with `fill` in a dimension's padding."""
 
     def shape(self, value: object) -> tuple[int, ...]:
-        """Return the local shape of a value."""
+        """Return a value's local shape."""
         ...
 
     def scalar(self, value: object, dtype: torch.dtype | None = None) -> fx.Node:
-        """Return a tensor of one number, by default of the result's dtype."""
+        """Return a number as a tensor, by default in the result's dtype."""
         ...
 
     def call(self, op: object, *args: object, **kwargs: object) -> fx.Node:

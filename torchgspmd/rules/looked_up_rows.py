@@ -1,4 +1,4 @@
-"""Which operands are indices, and of how many rows: what an index has to be below."""
+"""Which operands are indices, and into how many rows: the bound for each index."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _Rows = Callable[[tuple[Any, ...]], Iterator[tuple[Any, int]]]
 
 def _along_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
     shape = args[0].meta["val"].shape
+    # A tensor without dimensions is read as one row.
     yield args[2], (shape[args[1]] if shape else 1)
 
 
@@ -19,6 +20,7 @@ def _of_each_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
     yield from zip(args[1], args[0].meta["val"].shape)
 
 
+# By name without overload: all overloads have their index in one place.
 _READERS: dict[str, _Rows] = {
     "embedding": lambda args: iter([(args[1], args[0].meta["val"].shape[0])]),
     "embedding_dense_backward": lambda args: iter([(args[1], args[2])]),
@@ -34,7 +36,7 @@ _READERS: dict[str, _Rows] = {
 
 
 def rows_read(node: fx.Node) -> Iterator[tuple[Any, int]]:
-    """Yield (indices, rows) for the operands of a node that look rows up."""
+    """Yield (indices, rows) for a node's operands that look rows up."""
     name = getattr(node.target, "__name__", "").split(".")[0]
     if name in _READERS:
         yield from _READERS[name](node.args)

@@ -1,13 +1,13 @@
-"""FactorRule: how the dimensions of an operation correspond, as a sentence.
+"""FactorRule: how an operation's dimensions correspond, as a sentence.
 
     "m k, k n -> m n"           commas separate tensors; equal names are the same factor
     "... d -> ... d"            `...` stands for any leading dimensions
     "(h d) -> h d"              a dimension of several factors, the first one major
     "n 1 -> n"                  a dimension that carries no factor
 
-Keywords describe the needs of a factor that cannot simply pass through; see FactorRule. A position
-of a convolution's result reads several rows of its input. Then the input's dimension has a Reach:
-`n c h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves propagation,
+Keywords describe a factor that cannot simply pass through; see FactorRule. A position in a
+convolution's result reads several input rows. Then the input's dimension has a Reach: `n c
+h[2p-1:2p+2] -> n c h`. The idea is Shardy's op sharding rule. One sentence serves propagation,
 partition, cost and explanation.
 """
 
@@ -34,7 +34,7 @@ IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
 
 @dataclass(frozen=True, eq=False)
 class LocalForm:
-    """The program of a device on its shards, if it is not the same call of the operation."""
+    """One device's program on its shards, if it is not the same call."""
 
     # (LocalBuilder, args, kwargs) -> result, or list of results. It is called if a factor of `when`
     # is sharded, or one with a halo.
@@ -54,12 +54,12 @@ class LocalForm:
 
 @dataclass(frozen=True)
 class Split:
-    """A rewrite at level "split" exists for shards of replicated factors, or of those with a halo.
+    """A rewrite at level "split" exists for shards along replicated factors, or those with a halo.
 
     hands: the result that has another format then (max-pool indices). takes: the operand that must
     have that format. merges: the only factor that is split; results for its shards are merged.
     blocks: the factor whose shards the rewrite computes one by one. tried: the rewrite may send
-    more than a gather, so the program without it is partitioned too; it is not for operations that
+    more than a gather, so the program without it is partitioned too. It is not for operations that
     have another dimension for these axes.
     """
 
@@ -72,9 +72,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Instead:
-    """A factor of which some operands need all rows can leave its axes to another factor.
+    """A factor whose rows some operands need whole can leave its axes to another factor.
 
-    moved: the bytes that are exchanged then, in those of the operands that are gathered otherwise.
+    moved: the bytes that are exchanged then, relative to the operands that are gathered otherwise.
     """
 
     factor: str
@@ -82,7 +82,7 @@ class Instead:
     moved: float
 
     def sent(self, count: int, part: int) -> float:
-        """Return the bytes sent, as in `moved`, if `part` of `count` shards are of the other."""
+        """Return the bytes sent, as in `moved`, if `part` of `count` shards are the other's."""
         rest = count // part
         return self.moved * (part - 1) / (part * count) + (rest - 1) / (rest * part)
 
@@ -91,9 +91,9 @@ class Instead:
 class Balance:
     """Later shards have more to do than earlier ones, unless tokens are in another order.
 
-    factors: of the tokens; shards of the first one differ in work. flops: operations of all shards
-    together. call: returns the operation for tokens in zigzag order, and its arguments, from the
-    arguments of this one and the number of shards.
+    factors: the tokens' factors; shards along the first one differ in work. flops: operations in
+    all shards together. call: from this call's arguments and the number of shards, the operation
+    for tokens in zigzag order and its arguments.
     """
 
     factors: tuple[str, ...]
@@ -103,7 +103,7 @@ class Balance:
 
 @dataclass(frozen=True, eq=False)
 class FactorRule:
-    """The dimensions of all operands and results of one call, as factors.
+    """One call's operand and result dimensions, as factors.
 
     "m k, k n -> m n" for shapes [4, 8], [8, 2]: operands ((m,), (k,)), ((k,), (n,)) and sizes
     {m: 4, k: 8, n: 2}.
@@ -151,7 +151,7 @@ class FactorRule:
         return self.split is not None and self.split.merges in (None, factor)
 
     def fill(self, factor: str) -> float | None:
-        """Return the value of padding along a factor in the operands; None: anything."""
+        """Return the padding that operands need along a factor; None: anything."""
         masked = factor in self.reduce and factor not in self.special
         return IDENTITY[self.reduce[factor]] if masked else None
 
@@ -177,7 +177,7 @@ class FactorRule:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The local shapes of the tensor operands and results of one operation."""
+    """One operation's local shapes: its tensor operands and results."""
 
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
@@ -185,7 +185,7 @@ class Shapes:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of an operation. Its arguments have fake tensors in place of nodes."""
+    """One call of an operation. Its arguments have fake tensors instead of nodes."""
 
     target: Any
     args: tuple[Any, ...]
@@ -199,7 +199,7 @@ class Call:
         return self.args[index] if len(self.args) > index else self.kwargs.get(name, default)
 
     def dim(self, index: int, default: int | None = None) -> int:
-        """Return the argument `dim` of the first tensor, counted from the front."""
+        """Return the argument `dim`, counted from the first tensor's front."""
         return self.argument(index, "dim", default) % max(self.tensors[0].dim(), 1)
 
     def rule(
@@ -209,7 +209,7 @@ class Call:
         sizes: Mapping[str, int] | None = None,
         **keywords: Any,
     ) -> FactorRule:
-        """Return the rule of the call, by the factors of every dimension of its tensors.
+        """Return the call's rule, from the factors in every dimension of its tensors.
 
         A factor has the size of the first dimension that it is alone in, unless `sizes` has it.
         keywords: see make_rule.
@@ -223,7 +223,7 @@ class Call:
 
 
 def factors(prefix: str, count: int) -> list[str]:
-    """Return the names of factors, such as d0, d1, d2."""
+    """Return factor names, such as d0, d1, d2."""
     return [f"{prefix}{i}" for i in range(count)]
 
 
@@ -257,7 +257,7 @@ class Sentence:
     def bind(
         self, call: Call, sizes: Mapping[str, int] | None = None, **keywords: Any
     ) -> FactorRule:
-        """Return the rule of a call. sizes: of factors that share a dimension with others."""
+        """Return a call's rule. sizes: for factors that share a dimension with others."""
         bound: dict[str, int] = {}
         operands, results = (
             [_dims(tokens, t.shape, bound, sizes or {}) for tokens, t in zip(*side, strict=True)]
@@ -278,7 +278,7 @@ def make_rule(
     local: LocalForm = LocalForm(),
     **keywords: Any,
 ) -> FactorRule:
-    """Return a FactorRule without factors of size 1. reduce: a sum, if no kind is named."""
+    """Return a FactorRule without size-1 factors. reduce: a sum, if no kind is named."""
     present = {name: size for name, size in sizes.items() if size > 1}
 
     def clean(tensors: Sequence[DimNames]) -> tuple[Dims, ...]:
@@ -312,7 +312,7 @@ def describe(
     results: Sequence[Dims],
     halo: Mapping[Place, Reach] | None = None,
 ) -> str:
-    """Return the sentence of these factors."""
+    """Return these factors as a sentence."""
 
     def tensor(dims: Dims, reaches: Mapping[int, Reach]) -> str:
         return " ".join(f"{_dim(dim)}{reaches.get(d, '')}" for d, dim in enumerate(dims))
@@ -359,7 +359,7 @@ def _dims(
     bound: dict[str, int],
     declared: Mapping[str, int],
 ) -> Dims:
-    """Return the factors of each dimension. bound: sizes of all factors, completed here."""
+    """Return each dimension's factors. bound: the sizes of all factors, completed here."""
     if "..." in tokens:
         at, count = tokens.index("..."), len(shape) - len(tokens) + 1
         tokens = tokens[:at] + tuple(f"_{i}" for i in range(count)) + tokens[at + 1 :]

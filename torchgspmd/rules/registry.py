@@ -1,4 +1,4 @@
-"""The table of rules. It is filled at import and only read afterwards.
+"""The rule table. It is filled at import and only read afterwards.
 
 rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an operation
 @rule_for(op)                               a function from a Call to its FactorRule
@@ -21,7 +21,7 @@ RULES: dict[Any, RuleFunction] = {}
 
 
 def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) -> None:
-    """Register the sentence of an operation, or of a name `library::name` that may come later.
+    """Register an operation's sentence; a name `library::name` may be loaded later.
 
     keywords: see make_rule.
     """
@@ -35,13 +35,14 @@ def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) 
 
 
 def rule_function(op: object) -> RuleFunction | None:
-    """Return the function that computes the rule of an operation's calls, or None."""
+    """Return the function that computes rules for an operation's calls, or None."""
     function = RULES.get(op)
+    # A rule may be registered by name before its library is loaded.
     return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function
 
 
 def rule_for(*ops: OpOverload | AbsentOperator | str) -> Callable[[RuleFunction], RuleFunction]:
-    """Register a function that computes the rule of a call. DECLINED: the call runs replicated."""
+    """Register a function that computes a call's rule. DECLINED: the call runs replicated."""
 
     def register(function: RuleFunction) -> RuleFunction:
         for op in filter(is_present, ops):
@@ -55,7 +56,7 @@ def rule_for(*ops: OpOverload | AbsentOperator | str) -> Callable[[RuleFunction]
 
 @contextmanager
 def without_rules(feature: str) -> Generator[None, None, None]:
-    """Take the rows of a feature out of the table while in this context."""
+    """Take a feature's rows out of the table while in this context."""
     before = dict(RULES)
     for op, function in before.items():
         if feature_of(function) == feature:
@@ -63,6 +64,7 @@ def without_rules(feature: str) -> Generator[None, None, None]:
     try:
         yield
     finally:
+        # In place: other modules have imported the table.
         RULES.clear()
         RULES.update(before)
 
@@ -75,19 +77,20 @@ def is_registered(name: str) -> bool:
 
 
 def replicated_rule(call: Call) -> FactorRule:
-    """Return the rule of an operation without one: every device computes all of it."""
+    """Return a rule for an operation without one: every device computes all of it."""
     tensors, count = (*call.tensors, *call.results), len(call.tensors)
     dims = [factors(f"r{i}_", t.dim()) for i, t in enumerate(tensors)]
     return call.rule(
         dims[:count],
         dims[count:],
         replicated=[name for names in dims for name in names],
+        # Tensors of one element cannot be sharded, so no rule is missing.
         described=all(size < 2 for t in tensors for size in t.shape),
     )
 
 
 def shape_argument(index: int, emit: Callable | None = None, **keywords: Any) -> LocalForm:
-    """Return the local form of an operation whose argument `index` is the result's shape."""
+    """Return the local form for an operation whose argument `index` is the result's shape."""
 
     def arguments(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
         return (*args[:index], list(shapes.results[0]), *args[index + 1 :]), kwargs

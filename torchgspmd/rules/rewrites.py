@@ -1,4 +1,4 @@
-"""The one table of rewrites.
+"""The one rewrite table.
 
     level       target                      apply(the arguments of a call) -> its results
     product     a function of torch         computes it by operations that keep all dimensions
@@ -15,7 +15,7 @@
     wide        an operator                 the same in 64 bits, where it takes none itself
     simplify    an operator                 node -> another node with the same value
 
-A function that does not apply to a call returns DECLINED. Then the next one of its level is asked,
+A function that does not apply to a call returns DECLINED. Then the next one at its level is asked,
 and in the end the call stays as it is.
 """
 
@@ -37,7 +37,7 @@ LEVELS = (
 
 
 class Declined(Enum):
-    """The type of DECLINED."""
+    """DECLINED's type."""
 
     DECLINED = 0
 
@@ -46,10 +46,10 @@ DECLINED = Declined.DECLINED
 
 
 class SplitRequest(NamedTuple):
-    """How an operation is sharded that is to be split.
+    """How an operation is sharded that has to be split.
 
-    shards: the number of shards of a dimension that it needs whole; 1: unknown. operands, results:
-    into how many shards each dimension is cut; None: a result that nobody uses.
+    shards: the number of shards along a dimension that it needs whole; 1: unknown. operands,
+    results: the number of shards along each dimension; None: a result that nobody uses.
     """
 
     shards: int = 1
@@ -59,7 +59,7 @@ class SplitRequest(NamedTuple):
 
 @dataclass(frozen=True)
 class Rewrite:
-    """A function that stands in the place of a target, at one level."""
+    """A function that replaces a target, at one level."""
 
     level: str
     target: Any
@@ -71,14 +71,14 @@ SKIPPED: list[str] = []  # names of registered operators that this torch lacks
 
 
 def feature_of(function: Callable) -> str:
-    """Return the folder of features/ that defines a function of a row; "core" for others."""
+    """Return the folder in features/ that defines a row's function; "core" for others."""
     _, _, path = getattr(function, "__module__", "").partition(".features.")
     return path.partition(".")[0] or "core"
 
 
 @contextmanager
 def without_rewrites(feature: str) -> Generator[None, None, None]:
-    """Take the rows of a feature out of the table while in this context."""
+    """Take a feature's rows out of the table while in this context."""
     before = dict(REWRITES)
     for key, entries in before.items():
         others = [entry for entry in entries if feature_of(entry.apply) != feature]
@@ -88,6 +88,7 @@ def without_rewrites(feature: str) -> Generator[None, None, None]:
     try:
         yield
     finally:
+        # In place: other modules have imported the table.
         REWRITES.clear()
         REWRITES.update(before)
 
@@ -105,20 +106,21 @@ def rewrite(level: str, *targets: object) -> Callable:
 
 
 def rewrite_of(level: str, target: object) -> Callable | None:
-    """Return the first function of a level, or None. A target may be registered by its name."""
+    """Return a level's first function, or None. A target may be registered by its name."""
     entries = REWRITES.get((level, target))
     if entries is None and isinstance(target, OpOverload):
+        # A name stands for an operator whose library may be loaded later.
         entries = REWRITES.get((level, target.name()))
     return entries[0].apply if entries else None
 
 
 def rewrites_of(level: str, target: object) -> list[Callable]:
-    """Return the functions of a level, in the order in which they are asked."""
+    """Return a level's functions, in the order in which they are asked."""
     return [entry.apply for entry in REWRITES.get((level, target), ())]
 
 
 def apply_first(level: str, target: object, *args: object, **kwargs: object) -> Any:
-    """Return the result of the first function of a level that applies to a call, or DECLINED."""
+    """Apply a level's first function that does not decline the call; else return DECLINED."""
     for apply in rewrites_of(level, target):
         if (result := apply(*args, **kwargs)) is not DECLINED:
             return result

@@ -1,10 +1,10 @@
-"""Rules of calls with sizes or numbers that only a run knows.
+"""Rules for calls with sizes or numbers that only a run knows.
 
     x[mask] @ w     [u0, 8] @ [8, 4]: `m k, k n -> m n`, where every device needs m whole
 
 Such a call is described twice, with two numbers for each size (capture/stand_in_sizes.py). A rule
-that is the same for both holds for all. Factors of dimensions of such a size stay whole, and so do
-those with a halo. So do those along which a device would compute by positions, if an argument is
+that is the same for both holds for all. Factors in dimensions with such a size stay whole, and so
+do those with a halo. So do those along which a device would compute by positions, if an argument is
 such a number. All others are sharded as usual.
 """
 
@@ -28,7 +28,7 @@ _ERRORS = (ArithmeticError, AssertionError, LookupError, RuntimeError, TypeError
 def rule_in_a_run(
     call: Call, other: Call, lookup: Callable[[Call], FactorRule | Declined]
 ) -> FactorRule | Declined:
-    """Return the rule of a call that is the same for other numbers. DECLINED: there is none."""
+    """Return the call's rule if other numbers give the same. DECLINED: they do not."""
     if _selects(call):
         return DECLINED
     try:
@@ -45,6 +45,7 @@ def rule_in_a_run(
         argument.clear()  # A size may equal another one in a run, and would have no shards.
     windowed = one.windowed - _with_halos_of_any_size(call, one, two)
     whole = {f for f, n in sizes.items() if is_whole(n)} | beside - argument | windowed
+    # A local form that computes by positions would need the number while planning.
     if _numbers(call) != _numbers(other):
         whole |= {*one.local.when}
     return replace(one, replicated=one.replicated | whole, sizes=sizes, split=None)
@@ -52,6 +53,7 @@ def rule_in_a_run(
 
 def _with_halos_of_any_size(call: Call, one: FactorRule, two: FactorRule) -> set[str]:
     """Return the factors whose windows are a shard and rows beside it, in every run."""
+    # A halo that grows with the size has no width while planning.
     if not one.local.any_size or one.halo != two.halo:
         return set()
     fits, others = set(one.windowed), set[str]()
@@ -63,7 +65,7 @@ def _with_halos_of_any_size(call: Call, one: FactorRule, two: FactorRule) -> set
 
 
 def _size(one: int, two: int) -> int:
-    """Return the size of a factor, which a run knows if the calls differ in it."""
+    """Return a factor's size, which only a run knows if the calls differ in it."""
     return one if one == two else open_size(one, two)
 
 
@@ -82,13 +84,13 @@ def _is_alike(one: FactorRule, two: FactorRule) -> bool:
 
 
 def _dims(call: Call) -> Iterator[int]:
-    """Yield the sizes of all dimensions of a call's tensors."""
+    """Yield the sizes of a call's tensors, dimension by dimension."""
     for tensor in (*call.tensors, *call.results):
         yield from tensor.shape
 
 
 def _factors(rule: FactorRule) -> Iterator[tuple[str, ...]]:
-    """Yield the factors of all dimensions of a rule's tensors."""
+    """Yield the factors of a rule's tensors, dimension by dimension."""
     for dims in (*rule.operands, *rule.results):
         yield from dims
 

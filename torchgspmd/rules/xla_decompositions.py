@@ -36,12 +36,14 @@ def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Ca
     function = rewrite_of("xla", op)
     if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
         return function
+    # Fused norms are always split: XLA's partitioner would gather their operand.
     in_any_case = SplitRequest() if op in NORMS else None
     return function or decomposition_of(op, splitting=splitting or in_any_case)
 
 
 @rewrite("xla", ours.adam.default)
 def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    # By plain operations: XLA does not know ours.
     return adam_formula(p, g, m, v, None, *rest)[:3]
 
 

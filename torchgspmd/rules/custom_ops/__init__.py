@@ -1,1 +1,1 @@
-"""Custom operations that captured graphs and programs use beside those of PyTorch."""
+"""Custom operations that captured graphs and programs use beside PyTorch's."""

@@ -7,20 +7,20 @@
     %ys  = stack(%y, 1x8)              f32[8, 4, 16]   of all iterations
     %g   = total(%y, 1x8)              f32[4, 16]      their sum
 
-`next(x, again, carry)`: x leaves the loop, `again` is the carry of the next iteration; both are one
+`next(x, again, carry)`: x leaves the loop, `again` is the next iteration's carry; both are one
 value at global shapes, in two layouts. Operations that depend on an entry and not on an exit are in
 the body. All else is outside, wherever it stands: it is computed once. So every pass sees one
-iteration, one program. A loop becomes a call of its body when the program of one device exists.
+iteration, one program. A loop becomes a call once the one-device program exists.
 
-The text of a loop has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations,
-last row first, in a loop of four. `2.1` walks the rows of loop 2 again, as its backward does.
+A loop's text has those around it, outermost first: `1x4/2x-8` is a loop of eight iterations, last
+row first, in a loop of four. `2.1` walks loop 2's rows again, as its backward does.
 
 A loop may end by a value: its first carry is a bool, and it runs as long as that is true. `1x*` is
-a while_loop; costs count one iteration. `1x?` runs once or not at all: a side of a branch. There
+a while_loop; costs count one iteration. `1x?` runs once or not at all: a branch's side. There
 
     %x = const(%x0, 1x?)               f32[4, 16]      a value of outside, used if the side runs
 
-is an entry, too. The operations of a side depend on one, and so are not computed before it.
+is an entry, too. A side's operations depend on one, and so are not computed before it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Loop:
 
     @classmethod
     def parse(cls, text: str) -> Loop:
-        """Return the loop of a text."""
+        """Parse a loop's text."""
         name, _, length = text.partition("x")
         number, _, visit = name.partition(".")
         count, reverse = length.removeprefix("-"), length.startswith("-")
@@ -68,7 +68,7 @@ Nest = tuple[Loop, ...]  # loops in one another, outermost first
 
 @cache
 def nest_of(text: str) -> Nest:
-    """Return the loops of a text."""
+    """Parse nested loops' text."""
     return tuple(map(Loop.parse, text.split("/")))
 
 
@@ -89,31 +89,31 @@ def loop_const(x: Tensor, loop: str) -> Tensor:
 
 @torch.library.custom_op("torchgspmd::loop_carry", mutates_args=())
 def loop_carry(x: Tensor, loop: str) -> Tensor:
-    """Return the carry of an iteration; x is that of the first."""
+    """Return an iteration's carry; x is the first one's."""
     return x.clone()
 
 
 @torch.library.custom_op("torchgspmd::loop_row", mutates_args=())
 def loop_row(xs: Tensor, loop: str) -> Tensor:
-    """Return the row of an iteration."""
+    """Return an iteration's row."""
     return xs[0].clone()
 
 
 @torch.library.custom_op("torchgspmd::loop_next", mutates_args=())
 def loop_next(x: Tensor, again: Tensor, carry: Tensor, loop: str) -> Tensor:
-    """Return x of the last iteration. again: the carry of the next one. carry: the entry."""
+    """Return the last iteration's x. again: the next one's carry. carry: the entry."""
     return x.clone()
 
 
 @torch.library.custom_op("torchgspmd::loop_stack", mutates_args=())
 def loop_stack(x: Tensor, loop: str) -> Tensor:
-    """Return x of all iterations, at the places of their rows."""
+    """Stack x over all iterations, in the order of their rows."""
     return x.unsqueeze(0).repeat(_length(loop), *[1] * x.dim())
 
 
 @torch.library.custom_op("torchgspmd::loop_total", mutates_args=())
 def loop_total(x: Tensor, loop: str) -> Tensor:
-    """Return the sum of x over all iterations."""
+    """Sum x over all iterations."""
     return x * _length(loop)
 
 
@@ -153,10 +153,10 @@ torch.fx.node.has_side_effect(NEXT)  # a carry is used by the next iteration
 
 
 class LoopMark(NamedTuple):
-    """The operands of an entry or exit of a loop.
+    """The operands that a loop's entry or exit has.
 
-    value: the value that enters or leaves. loop: the loops, as text. again: of `next`, the carry in
-    the next iteration. carry: of `next`, the entry.
+    value: the value that enters or leaves. loop: the loops, as text. again: in `next`, the next
+    iteration's carry. carry: in `next`, the entry.
     """
 
     value: torch.fx.Node
@@ -176,42 +176,44 @@ class LoopMark(NamedTuple):
 
     @property
     def args(self) -> tuple[torch.fx.Node | str | None, ...]:
-        """The operands in the order of the operator."""
+        """The operands in the operator's order."""
         inner = () if self.carry is None else (self.again, self.carry)
         return (self.value, *inner, self.loop)
 
     @classmethod
     def of(cls, args: Sequence[object]) -> LoopMark:
-        """Return the operands of a call."""
+        """Read the operands from a call's arguments."""
         value, *others, loop = args
         return cls(*cast(Any, (value, loop, *others)))
 
 
 def mark_of(node: torch.fx.Node) -> LoopMark:
-    """Return the operands of a node that is an entry or exit."""
+    """Return the operands of an entry or exit node."""
     return LoopMark.of(node.args)
 
 
 def end_of(carry: torch.fx.Node) -> torch.fx.Node | None:
-    """Return the `next` of a carry, once the graph has it."""
+    """Return a carry's `next`, once the graph has it."""
     return next((u for u in carry.users if u.target is NEXT and mark_of(u).carry is carry), None)
 
 
 def nests(graph: torch.fx.Graph) -> dict[torch.fx.Node, Nest]:
-    """Return the loops in whose bodies the nodes of a graph are."""
+    """Return the loops around each node in a graph."""
     result: dict[torch.fx.Node, Nest] = {}
     for node in graph.nodes:
         if node.target in ENTRIES:
             result[node] = mark_of(node).nest
         elif node.target in EXITS:
+            # An exit's value is outside its own loop, inside those around it.
             result[node] = mark_of(node).nest[:-1]
         else:
+            # A value is as deep as its deepest operand; loops are nested, so the longest wins.
             result[node] = max((result[x] for x in node.all_input_nodes), key=len, default=())
     return result
 
 
 def axes_apart(nest: dict[torch.fx.Node, Nest]) -> dict[Nest, str]:
-    """Return the mesh axis along which values of a loop's body stay, of loops that have one.
+    """Return the mesh axis along which a loop body's values stay, for loops that have one.
 
     nest: the loops around each node.
     """
@@ -223,7 +225,7 @@ def axes_apart(nest: dict[torch.fx.Node, Nest]) -> dict[Nest, str]:
 
 
 def delivered_alike(nest: dict[torch.fx.Node, Nest]) -> list[list[torch.fx.Node]]:
-    """Return carries that are to have one layout, with all that is sent to them; a carry is first.
+    """Return carries that need one layout, with all that is sent to them; a carry is first.
 
     nest: the loops around each node.
     """
@@ -238,5 +240,5 @@ def delivered_alike(nest: dict[torch.fx.Node, Nest]) -> list[list[torch.fx.Node]
 
 
 def runs_of(nest: Nest) -> int:
-    """Return how often the body of the innermost loop runs."""
+    """Return how often the innermost loop's body runs."""
     return math.prod(loop.length for loop in nest)

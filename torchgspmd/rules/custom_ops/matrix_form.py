@@ -1,6 +1,6 @@
-"""How an einsum of two tensors is a product of matrices: which dimensions become rows and columns.
+"""How an einsum becomes a matrix product: which dimensions become rows and columns.
 
-bnsd,ndm->bsm      rows b s, inner n d, columns m: of the left operand n and s change places
+bnsd,ndm->bsm      rows b s, inner n d, columns m: in the left operand n and s change places
 bkind,ijnd->bknij  batch i n: the product [i n, b k, j] is put into the order of the result
 """
 
@@ -26,11 +26,11 @@ class Matrix(NamedTuple):
 
 
 class MatrixForm(NamedTuple):
-    """A product of matrices.
+    """A matrix product.
 
-    exchanged: the right operand is the left one of the product. product: its shape. columns: their
-    letters. shape: sizes of all its letters, batch, rows and columns. order: how these are permuted
-    to be those of the result, if they are.
+    exchanged: the right operand is the product's left one. product: its shape. columns: their
+    letters. shape: sizes for all its letters, batch, rows and columns. order: how these are
+    permuted to the result's order, if they are.
     """
 
     exchanged: bool
@@ -44,7 +44,7 @@ class MatrixForm(NamedTuple):
 
 
 def matrix_form(equation: str, x: Iterable[int], y: Iterable[int]) -> MatrixForm:
-    """Return the form of an einsum of tensors of these shapes."""
+    """Return an einsum's matrix form for operands with these shapes."""
     a, b, out = split_equation(equation)
     sizes = dict(zip(a, x)) | dict(zip(b, y))
     batch = "".join(c for c in out if c in a and c in b)
@@ -74,6 +74,7 @@ def _matrix(term: str, sizes: Mapping[str, int], batch: str, first: str, second:
     """Return an operand as [batch, first, second], by a transposed view if that is enough."""
     straight, crossed = batch + first + second, batch + second + first
     swapped = term == crossed and term != straight
+    # A transposed view costs nothing: the kernel reads it by its strides. A permute copies.
     order = None if swapped or term == straight else tuple(map(term.index, straight))
     groups = ([batch] if batch else []) + ([second, first] if swapped else [first, second])
     shape = tuple(math.prod(sizes[c] for c in group) for group in groups)

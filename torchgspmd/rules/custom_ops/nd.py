@@ -3,7 +3,7 @@
     linear(x, w)        einsum("bsk,nk->bsn", x, w)
 
 PyTorch flattens [batch, sequence, width] to two dimensions before it multiplies, which would lose a
-layout of a merged dimension. The gradients use the same operations, so that the backward keeps all
+merged dimension's layout. The gradients use the same operations, so that the backward keeps all
 dimensions too.
 """
 
@@ -22,10 +22,11 @@ from ...compat.operators import aten
 
 @torch.library.custom_op("torchgspmd::einsum", mutates_args=())
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
-    """Return torch.einsum of two tensors, as a contiguous tensor.
+    """Return torch.einsum for two tensors, as a contiguous tensor.
 
-    No letter is repeated in a tensor or broadcast. Every letter occurs in two of a, b, result.
+    No letter is repeated in a tensor or broadcast. Every letter occurs in two: a, b or the result.
     """
+    # torch.einsum may return a permuted view; the fake result is contiguous.
     return torch.einsum(equation, a, b).contiguous()
 
 
@@ -47,6 +48,7 @@ def _(equation: str, a: Tensor, b: Tensor) -> Tensor:
     a_letters, b_letters, out = split_equation(equation)
     sizes = {**dict(zip(a_letters, a.shape)), **dict(zip(b_letters, b.shape))}
     for letter, size in zip(a_letters, a.shape):
+        # Symbolic sizes are not compared: that would guard on them.
         if type(size) is type(sizes[letter]) is int and size != sizes[letter]:
             raise RuntimeError(
                 f"shapes {list(a.shape)} and {list(b.shape)} cannot be multiplied: "
@@ -75,7 +77,7 @@ einsum.register_autograd(_einsum_backward, setup_context=_einsum_context)
 
 @einsum.register_vmap
 def _(info: object, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[Tensor, int]:
-    """Give the operands that have positions of torch.vmap one more letter, in front."""
+    """Give operands with a torch.vmap dimension one more letter, in front."""
     new = next(c for c in ascii_letters if c not in equation)
     a_letters, b_letters, out = split_equation(equation)
     letters = [x if dim is None else new + x for x, dim in zip((a_letters, b_letters), dims[1:])]
@@ -97,11 +99,12 @@ def ctc_losses(
     blank: int,
     zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the loss [n] of each row of a batch, and its gradient by log_probs[t, n, c].
+    """Return the loss [n] for each batch row, and its gradient by log_probs[t, n, c].
 
-    targets: [n, s], or all of them concatenated. PyTorch's operation cannot be captured: it saves
-    a tensor whose size depends on the lengths.
+    targets: [n, s], or all concatenated. PyTorch's operation cannot be captured: it saves a tensor
+    whose size depends on the lengths.
     """
+    # Read on the host, so no CUDA graph can have it (the tag above).
     lengths = [n.tolist() for n in (input_lengths, target_lengths)]
     losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
     grad = aten._ctc_loss_backward.default(

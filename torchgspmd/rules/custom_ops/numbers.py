@@ -1,4 +1,4 @@
-"""Functions of numbers that are known only when a program runs."""
+"""Functions for numbers that are known only when a program runs."""
 
 from __future__ import annotations
 

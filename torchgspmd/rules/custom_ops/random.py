@@ -1,9 +1,9 @@
 """Random numbers by an element's global position, so that a device draws its shard only.
 
 Each operation that draws takes one seed from PyTorch's generator. It is equal on all ranks. The
-number at position i is a hash of the seed and i: two rounds of MurmurHash3's finalizer (Appleby,
-public domain), each keyed by half of the seed. It is a counter-based generator, as in Random123
-(Salmon et al., Parallel random numbers: as easy as 1, 2, 3, 2011).
+number at position i hashes the seed and i: two rounds of MurmurHash3's finalizer (Appleby, public
+domain), each keyed by half the seed. It is a counter-based generator, as in Random123 (Salmon et
+al., Parallel random numbers: as easy as 1, 2, 3, 2011).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 _BLOCK = 1 << 15  # elements hashed at a time on a CPU, so that they stay in its cache
+# Bits of a significand: a number with so many is exact, and below 1.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _MASK_BITS = _BITS[torch.float32]
 _LOW = 0xFFFFFFFF
@@ -27,7 +28,7 @@ _LOW = 0xFFFFFFFF
     "torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def draw_seed() -> Tensor:
-    """Return one number of 63 bits: from the CPU's generator, or in a CUDA graph the card's."""
+    """Draw 63 bits: from the CPU's generator, or in a CUDA graph the card's."""
     return torch.randint(2**63 - 1, (), device=_where_seeds_are())
 
 
@@ -40,12 +41,12 @@ def _() -> Tensor:
     "torchgspmd::draw_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
 )
 def draw_seeds(shape: Sequence[int]) -> Tensor:
-    """Return a seed for each iteration of loops."""
+    """Return a seed for each loop iteration."""
     return torch.randint(2**63 - 1, [*shape], device=_where_seeds_are())
 
 
 def _where_seeds_are() -> str:
-    """Return the card while a CUDA graph is captured: each replay of it draws anew there."""
+    """Return the card while a CUDA graph is captured: each replay draws anew there."""
     is_captured = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
     return "cuda" if is_captured else "cpu"
 
@@ -69,9 +70,9 @@ def uniform(
     device: torch.device,
     native: bool,
 ) -> Tensor:
-    """Return the shard of `shape` that begins at `first`, of a tensor of shape `whole`, in [0, 1).
+    """Return numbers in [0, 1): the shard with this `shape` at `first`, in a tensor shaped `whole`.
 
-    Streams of one seed are independent. native: draw by PyTorch's generator for the device, seeded
+    A seed's streams are independent. native: draw by PyTorch's generator for the device, seeded
     anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
     way, shards that begin at the same position are equal.
     """
@@ -82,11 +83,13 @@ def uniform(
     keys = _keys(int(seed.item()), stream)
     if native:
         place = sum(start * stride for start, stride in zip(first, _strides(whole)))
+        # The shard's first position, so that copies of one shard are equal.
         generator = torch.Generator(device).manual_seed((keys[0] << 31 ^ keys[1]) + place)
         return torch.rand(shape, dtype=dtype, device=device, generator=generator)
     bits = _BITS[dtype]
     if bits <= 32:
         return _to_unit(_hash(keys, shape, first, whole, device), bits, dtype)
+    # A hash has 32 bits, so float64 takes 26 from one and 27 from another.
     high, low = (
         _hash(_keys(int(seed.item()), stream * 2 + i + 0x4000), shape, first, whole, device)
         for i in range(2)
@@ -110,7 +113,7 @@ def keep_mask(
     device: torch.device,
     native: bool,
 ) -> Tensor:
-    """Return for a part of a tensor, as `uniform` has it, whether dropout keeps an element.
+    """Return a mask for a shard, as `uniform` has it: True where dropout keeps an element.
 
     p: the probability that it does not. One byte an element.
     """
@@ -133,7 +136,7 @@ def dropout_mask(
     whole: Sequence[int],
     device: torch.device,
 ) -> Tensor:
-    """Compute `keep_mask` past PyTorch's registry of operators: stream 0 of `uniform` < 1 - p."""
+    """Compute `keep_mask` past PyTorch's operator registry: stream 0 of `uniform` < 1 - p."""
     bound = _bound(p)
     if device.type == "cuda" and (fill := _kernel()):
         kept = torch.empty(shape, dtype=torch.bool, device=device)
@@ -144,7 +147,7 @@ def dropout_mask(
 
 
 def _bound(p: float) -> int:
-    """Return the least number of _MASK_BITS that, divided by their count, is 1 - p or more.
+    """Return the least n for which n / 2**_MASK_BITS is 1 - p or more.
 
     1 - p is rounded to float32, in which `uniform` would be compared.
     """
@@ -154,7 +157,7 @@ def _bound(p: float) -> int:
 
 @functools.cache
 def _kernel() -> Callable[..., bool] | None:
-    """Return the function that fills tensors of CUDA by one kernel; None without Triton."""
+    """Return the function that fills CUDA tensors by one kernel; None without Triton."""
     try:
         return importlib.import_module(f"{__package__}.random_kernel").fill
     except ImportError:
@@ -166,7 +169,7 @@ def _to_unit(hashes: Tensor, bits: int, dtype: torch.dtype) -> Tensor:
 
 
 def _shifted(hashes: Tensor, bits: int) -> Tensor:
-    """Return the upper bits of hashes as numbers, in their place."""
+    """Replace hashes by their upper bits as numbers, in place."""
     return hashes.bitwise_right_shift_(32 - bits).bitwise_and_((1 << bits) - 1)
 
 
@@ -179,7 +182,8 @@ def _strides(whole: Sequence[int]) -> list[int]:
 
 
 def _keys(seed: int, stream: int) -> tuple[int, int]:
-    """Return two keys of 32 bits."""
+    """Return two 32-bit keys."""
+    # 2^32 / the golden ratio: it spreads small stream numbers over all bits.
     mixed = _finalize(stream * 0x9E3779B9 & _LOW)
     return _finalize(seed & _LOW ^ mixed), _finalize(seed >> 32 ^ mixed)
 
@@ -215,7 +219,7 @@ def _hash(
 
 
 def _wrap(x: Tensor) -> Tensor:
-    """Return the low 32 bits of int64, as int32."""
+    """Cut int64 to its low 32 bits, as int32."""
     x = x & _LOW
     return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
 
@@ -226,6 +230,7 @@ def _as_signed(x: int) -> int:
 
 def _mix(x: Tensor) -> None:
     """Apply MurmurHash3's finalizer in place."""
+    # int32 shifts copy the sign bit; the masks drop the copies.
     x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF)).mul_(_as_signed(0x85EBCA6B))
     x.bitwise_xor_(x.bitwise_right_shift(13).bitwise_and_(0x7FFFF)).mul_(_as_signed(0xC2B2AE35))
     x.bitwise_xor_(x.bitwise_right_shift(16).bitwise_and_(0xFFFF))

@@ -1,9 +1,9 @@
-"""The hash of random.py in one kernel, for CUDA: each element is written once, and nothing is read.
+"""random.py's hash in one kernel, for CUDA: each element is written once, and nothing is read.
 
     before  38 kernels of PyTorch, each over all elements of int32
     after   one kernel of Triton, with the same bits
 
-Triton comes with PyTorch's builds for CUDA; without it the operations of PyTorch compute the same.
+Triton comes with PyTorch's CUDA builds; without it PyTorch's operations compute the same.
 """
 # pyright: reportMissingImports=false, reportUnknownMemberType=false
 
@@ -34,6 +34,7 @@ def _part(index, first, stride):
     return (place ^ ((place >> 32) * 0x632BE5AB)).to(tl.uint32)
 
 
+# Triton would compile anew for each of these that is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["low", "high", "stream", "f0", "f1", "f2", "f3", "bound"])
 def _hashes(
     out,
@@ -97,9 +98,9 @@ def fill(
     bits: int,
     bound: int | None = None,
 ) -> bool:
-    """Write the numbers of `uniform`, or of a mask whether their bits are below the bound.
+    """Write `uniform`'s numbers, or a mask: whether their bits are below the bound.
 
-    out: contiguous, of CUDA. Returns False, with nothing written, for more dimensions than DIMS.
+    out: contiguous, on CUDA. Returns False, with nothing written, for more dimensions than DIMS.
     """
     merged = merged_dims(out.shape, first, whole)
     if len(merged) > DIMS:
@@ -126,6 +127,7 @@ def fill(
             *sizes[1:],
             *strides,
             IS_WIDE=max(n, torch.Size(whole).numel()) >= (1 << 31) - BLOCK,
+            # A seed on the card (in a CUDA graph) is read by the kernel: the host cannot.
             READS_SEED=seed.is_cuda,
             BITS=bits,
             IS_MASK=is_mask,
@@ -141,9 +143,9 @@ def _signed(x: int) -> int:
 def merged_dims(
     shape: Sequence[int], first: Sequence[int], whole: Sequence[int]
 ) -> list[tuple[int, int, int]]:
-    """Return (size, first, stride) of as few dimensions as have the same positions.
+    """Return (size, first, stride) for as few dimensions as give the same positions.
 
-    A dimension that is whole joins the one before it. Positions of 2^31 and more are hashed by
+    A dimension that is whole joins the one before it. Positions from 2^31 on are hashed by
     dimension, so these stay apart.
     """
     step, result = 1, list[tuple[int, int, int]]()

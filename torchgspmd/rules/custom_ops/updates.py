@@ -52,7 +52,7 @@ def _(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: object) -> tuple[Tensor
 
 
 def rate(lr: Any, step: Tensor) -> Tensor:
-    """Return a learning rate as adam takes it; it may be a number of a program."""
+    """Return a learning rate as adam takes it; it may be a symbol in a program."""
     return lr if isinstance(lr, Tensor) else torch.ones_like(step, dtype=torch.float64) * lr
 
 
@@ -70,7 +70,7 @@ def adam_(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """Step parameters of one dtype and device, in place."""
+    """Step parameters with one dtype and device, in place."""
     options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
     lists: list[tuple[Tensor, ...]] = []
     for row in zip(ps, gs, ms, vs):
@@ -132,7 +132,7 @@ def adam_formula(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return parameter, mean, mean square and its maximum after a step, by plain operations.
 
-    largest: the maximum of amsgrad, or None.
+    largest: amsgrad's maximum, or None.
     """
     g, count = -g if maximize else g, step.double()  # as torch.optim computes the corrections
     if decoupled:

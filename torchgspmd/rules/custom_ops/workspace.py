@@ -1,7 +1,7 @@
 """Bytes that operations allocate while they run, besides their results.
 
-WORKSPACE has a function for each operation that needs any. Its arguments are those of the
-operation, with tensors on the meta device that have the strides of the operands.
+WORKSPACE has a function for each operation that needs any. It takes the operation's arguments, with
+meta tensors that have the operands' strides.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from .nd import einsum
 
 
 def einsum_bytes(equation: str, x: Tensor, y: Tensor) -> int:
-    """Return the bytes of copies of operands that are no matrices, or of a product to permute."""
+    """Return the bytes for operands copied into matrices, or for a product to permute."""
     form = matrix_form(equation, x.shape, y.shape)
     if form.exchanged:
         x, y = y, x
     copies = sum(_copied(*pair) for pair in ((x, form.left), (y, form.right)))
     product = x.new_empty(form.shape)
     moved = form.order is not None and not product.permute(form.order).is_contiguous()
+    # The copies are freed before the product is permuted, so the larger one counts.
     return max(copies, product.nbytes if moved else 0)
 
 
 def _copied(x: Tensor, matrix: Matrix) -> int:
-    """Return the bytes of the copy that makes a matrix of an operand, 0 if it can be a view."""
+    """Return the bytes copied to turn an operand into a matrix, 0 if it can be a view."""
     moved = x if matrix.order is None else x.permute(matrix.order)
     reshaped = moved if matrix.shape is None else moved.reshape(matrix.shape)
     is_view = reshaped.untyped_storage()._cdata == x.untyped_storage()._cdata

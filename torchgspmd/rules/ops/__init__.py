@@ -1,4 +1,4 @@
-"""The rules, one file for a family of operations. The import registers them."""
+"""The rules, one file for each family of operations. The import registers them."""
 
 from . import (  # noqa: F401
     as_strided,

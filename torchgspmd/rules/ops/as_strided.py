@@ -2,8 +2,8 @@
 
     as_strided(x[8, 4], [8, 2], [4, 1])     x.narrow(1, 0, 2)
 
-Strides that step along dimensions of the base become slices of these, so that the other dimensions
-keep their layout. Any other strides read single elements of the flattened tensor.
+Strides that step along the base's dimensions become slices, so that the other dimensions keep their
+layout. Any other strides read single elements from the flattened tensor.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..rewrites import DECLINED, Declined, rewrite
 
 @dataclass
 class StridedWindow:
-    """A dimension of the base, and the result's dimensions that read it.
+    """A dimension in the base, and the result's dimensions that read it.
 
-    stride: of one row in memory. start: the first row that is read.
+    stride: from row to row in memory. start: the first row that is read.
     """
 
     size: int
@@ -33,7 +33,7 @@ class StridedWindow:
 
 
 def _storage_order(x: Tensor) -> list[int] | None:
-    """Return the dimensions in memory order; None of a tensor with gaps or overlaps."""
+    """Return the dimensions in memory order; None for a tensor with gaps or overlaps."""
     order = sorted(range(x.dim()), key=lambda d: (-x.stride(d), d))
     return order if x.permute(order).is_contiguous() else None
 
@@ -41,7 +41,7 @@ def _storage_order(x: Tensor) -> list[int] | None:
 def _windows(
     shape: list[int], size: Sequence[int], stride: Sequence[int], offset: int
 ) -> list[StridedWindow] | None:
-    """Return the windows that strides read of each dimension of a contiguous tensor, or None.
+    """Return the windows that strides read along a contiguous tensor's dimensions, or None.
 
     Adjacent dimensions are merged until every stride stays within one.
     """
@@ -53,6 +53,7 @@ def _windows(
             windows.append(StridedWindow(n, step, rest // step, []))
             rest %= step
         for d, (n, t) in enumerate(zip(size, stride)):
+            # Size 1 or stride 0 reads a single row: it is expanded at the end.
             if n > 1 and t:
                 window = next((w for w in windows if t % w.stride == 0), None)
                 if window is None:
@@ -70,12 +71,13 @@ def _windows(
             return windows
         if not over:
             return None
+        # A window that leaves its dimension goes on in the one before.
         shape[over - 1 : over + 1] = [shape[over - 1] * shape[over]]
     return None
 
 
 def _read(base: Tensor, dim: int, window: StridedWindow, size: Sequence[int]) -> Tensor:
-    """Replace one dimension of the base by the dimensions that read it."""
+    """Replace one base dimension by the dimensions that read it."""
     if not window.readers:
         return base.select(dim, window.start)
     if len(window.readers) == 1 and window.readers[0][1] == 1:
@@ -133,7 +135,7 @@ def _as_strided_scatter(
 def _places(
     size: Sequence[int], stride: Sequence[int], offset: int, device: torch.device
 ) -> Tensor:
-    """Return the position in memory of each element of the result."""
+    """Return each result element's position in memory."""
     place = torch.full([], offset, dtype=torch.int64, device=device)
     for n, t in zip(size, stride):
         place = place.unsqueeze(-1) + torch.arange(n, device=device) * t
@@ -146,6 +148,7 @@ def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor | Decline
         return DECLINED
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
+    # Blocks side by side are a reshape, which may be sharded; others are read by index.
     if size == step:
         return (
             x.narrow(dim, 0, count * size)
@@ -168,13 +171,14 @@ def _unfold_backward(
         return DECLINED
     dim = dimension % len(shape)
     rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
+    # Added, since a row may be in several blocks.
     return grad.new_zeros(shape).index_add(
         dim, _blocks(grad.shape[dim], size, step, grad.device), rows
     )
 
 
 def _blocks(count: int, size: int, step: int, device: torch.device) -> Tensor:
-    """Return the row numbers of `count` blocks of `size` rows that begin `step` rows apart."""
+    """Number the rows in `count` blocks with `size` rows each, which begin `step` rows apart."""
     return (
         torch.arange(count, device=device).unsqueeze(-1) * step + torch.arange(size, device=device)
     ).reshape(-1)

@@ -1,4 +1,4 @@
-"""Slices of a dimension, and concatenations of slices, for fx_passes/expand/split_products.py.
+"""Slices along a dimension, and concatenations, for fx_passes/expand/split_products.py.
 
 q, k, v = split(x @ w, 64, 2)       three products with slices of w
 """
@@ -28,7 +28,7 @@ def parts_taken(
     shape: Sequence[int],
     results: Sequence[Sequence[int]],
 ) -> list[tuple[int, int, int]]:
-    """Return (dimension, start, end) of every result that is a slice of the only operand.
+    """Return (dimension, start, end) for every result that is a slice of the only operand.
 
     Empty if the operation is no slice.
     """
@@ -40,6 +40,7 @@ def parts_taken(
         return []
     (((_, d), reach),) = rule.row_access.items()
     start, end = reach.low, reach.low + results[0][d]
+    # A step or padding makes it no plain slice, and all rows are no cut.
     cuts = 0 <= start and end <= shape[d] and end - start < shape[d]
     return [(d, start, end)] if cuts and reach == Reach(start, start) else []
 
@@ -47,7 +48,7 @@ def parts_taken(
 def parts_joined(
     rule: FactorRule, shapes: Sequence[Sequence[int]], result: Sequence[int]
 ) -> tuple[int, list[int]] | None:
-    """Return (dimension, borders of the operands) of a concatenation; None of other operations."""
+    """Return a concatenation's (dimension, borders between operands); None for other operations."""
     dims = {d for _, d in rule.row_access}
     if not rule.moves or not len(rule.row_access) == len(shapes) > 1 or len(dims) != 1:
         return None
@@ -59,11 +60,12 @@ def parts_joined(
 
 
 def passes_parts(rule: FactorRule, factor: str) -> bool:
-    """Return whether the same call on slices of the operands gives a slice of the result.
+    """Return whether the same call on operand slices gives a slice of the result.
 
-    Of a factor that is summed, slices give the terms of the sum.
+    For a factor that is summed, slices give the sum's terms.
     """
     tensors = (*rule.operands, *rule.results)
+    # In a merged dimension the slice's rows would lie apart.
     alone = all(dim == (factor,) for dims in tensors for dim in dims if factor in dim)
     return (
         alone
@@ -76,7 +78,7 @@ def passes_parts(rule: FactorRule, factor: str) -> bool:
 
 
 def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """Return a new node for rows of a value."""
+    """Insert a node that takes rows from a value."""
     return _call(
         graph,
         aten.slice.Tensor,
@@ -87,12 +89,12 @@ def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.
 
 
 def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta: dict) -> fx.Node:
-    """Return a new node for the concatenation of values."""
+    """Insert a node that concatenates values."""
     return _call(graph, aten.cat.default, (list(values), dim), val, meta)
 
 
 def add(graph: fx.Graph, values: Sequence[fx.Node], val: Tensor, meta: dict) -> fx.Node:
-    """Return a new node for the sum of values."""
+    """Insert nodes that add values."""
     total = values[0]
     for value in values[1:]:
         total = _call(graph, aten.add.Tensor, (total, value), val, meta)
@@ -109,9 +111,9 @@ def _call(graph: fx.Graph, target: Any, args: tuple, val: Tensor, meta: dict) ->
 
 
 def goes_by_parts(rows: int, others: int, shards: int) -> bool:
-    """Return whether `shards` divides only the inner factor of a dimension of rows * others.
+    """Return whether `shards` divides only the inner factor in a dimension rows * others.
 
-    A fused q, k, v of 3 * 64 columns on 2 devices: they divide 64, not 3.
+    A fused q, k, v has 3 * 64 columns, for example: 2 devices divide 64, not 3.
     """
     return rows <= MOST and math.gcd(rows, shards) == 1 and others % shards == 0
 

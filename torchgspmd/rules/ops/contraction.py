@@ -1,4 +1,4 @@
-"""Matrix products. All become the einsum of custom_ops/nd.py, whose equation is its rule."""
+"""Matrix products. All become custom_ops/nd.py's einsum, whose equation is its rule."""
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ for _op, _equation in (
 def _scaled_mm(call: Call) -> FactorRule:
     a, b, scale_a, scale_b = (tuple(t.shape) for t in call.tensors)
     sizes = {"m": a[0], "k": a[1], "n": b[1]}
+    # Scales for rows or columns are sharded with these; a single number is replicated.
     by_row = ["m", ""] if scale_a == (a[0], 1) else [""] * len(scale_a)
     by_column = ["", "n"] if scale_b == (1, b[1]) else [""] * len(scale_b)
     return call.rule(
@@ -66,7 +67,7 @@ def _decompose_scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> object:
-    """A sum of shards in float8 would have too few bits."""
+    """Decline float8 results: a sum over shards would have too few bits."""
     if scale_result is not None or out_dtype is None or out_dtype.itemsize == 1:
         return DECLINED
     product = scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
@@ -77,7 +78,7 @@ def _decompose_scaled_mm(
 def _wide_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *others: object, **named: object
 ) -> Tensor:
-    """Operations in float8 define it so."""
+    """Compute the scaled product by its definition."""
     bias = [x for x in (*others, named.get("bias")) if isinstance(x, Tensor)]
     return sum(bias, (a * scale_a) @ (b * scale_b))
 
@@ -111,7 +112,7 @@ def _trilinear(
     sumdim: Sequence[int],
     unroll_dim: int = 1,
 ) -> Tensor:
-    """Sum the product of a, b and c over `sumdim`. Each lacks the dimensions in its `expand`."""
+    """Sum the product a * b * c over `sumdim`. Each lacks the dimensions in its `expand`."""
     letters = [chr(ord("a") + d) for d in range(a.dim() + len(expand1))]
     first, second, third, out = (
         "".join(x for d, x in enumerate(letters) if d not in dims)
@@ -122,11 +123,13 @@ def _trilinear(
         (b, second, first + third + out),
         (c, third, first + second + out),
     ]
+    # einsum wants each letter in two tensors, so the others are summed before.
     (a, first), (b, second), (c, third) = (summed_alone(*term) for term in terms)
     shared = "".join(x for x in dict.fromkeys(first + second) if x in third + out)
     return einsum(f"{shared},{third}->{out}", einsum(f"{first},{second}->{shared}", a, b), c)
 
 
+# A distance is a root over m: shards of m have no terms that add up to it.
 rule(aten._cdist_forward.default, "... p m, ... r m -> ... p r", replicated="m")
 rule(
     aten._cdist_backward.default,

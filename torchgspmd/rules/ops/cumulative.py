@@ -31,7 +31,7 @@ FROM_BEHIND = {op.name().removeprefix("aten::"): op for op in _JOINS}
 
 @torch.library.custom_op("torchgspmd::suffix_scan", mutates_args=())
 def suffix_scan(x: Tensor, dim: int, scan: str) -> Tensor:
-    """Return flip(scan(flip(x))): of every row and all later ones, for gradients of scans."""
+    """Return flip(scan(flip(x))): each row with all later ones, for the gradients of scans."""
     return FROM_BEHIND[scan](x.flip(dim), dim).flip(dim)
 
 
@@ -41,7 +41,7 @@ def _(x: Tensor, dim: int, scan: str) -> Tensor:
 
 
 def count_blocks(size: int, shards: int) -> int:
-    """Return into how many equal blocks to cut a dimension, 0 if it cannot be cut.
+    """Return the number of equal blocks to cut a dimension into, 0 if it cannot be cut.
 
     shards: 1 if unknown. Then it is the largest divisor below 25.
     """
@@ -57,14 +57,14 @@ def cut(x: Tensor, dim: int, blocks: int) -> Tensor:
 def block_starts(
     blocks: int, size: int, trailing: int, device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Return the first position of each block, as [blocks, 1, ...]."""
+    """Return each block's first position, as [blocks, 1, ...]."""
     return (torch.arange(blocks, device=device, dtype=dtype) * size).reshape(
         [blocks] + [1] * trailing
     )
 
 
 def _split_scan(scan: Callable) -> Callable:
-    """Return a decomposition by scan(x in blocks, dim, shape of x)."""
+    """Return a decomposition that calls scan(x in blocks, dim, x's shape)."""
 
     def split(
         x: Tensor, dim: int, *, dtype: torch.dtype | None = None, shards: int = 1
@@ -79,15 +79,17 @@ def _split_scan(scan: Callable) -> Callable:
 
 
 def _blockwise(scan: Callable, join: Callable, start: float, behind: bool = False) -> Callable:
-    """Return a decomposition into scans of blocks, joined with the totals before them.
+    """Return a decomposition into blockwise scans, joined with the totals before them.
 
-    behind: the scan is one of every row and all later ones.
+    behind: the scan joins each row with all later ones.
     """
 
     def split(x: Tensor, dim: int, shape: torch.Size) -> Tensor:
         inner = scan(x, dim + 1)
+        # A block's total is its scan's last row; from behind it is the first.
         totals = inner.select(dim + 1, 0 if behind else x.shape[dim + 1] - 1)
         others = scan(totals.narrow(dim, int(behind), x.shape[dim] - 1), dim)
+        # The exclusive scan: a block gets the blocks before it, the first one `start`.
         pads = [0, 0] * (len(shape) - 1 - dim) + [int(not behind), int(behind)]
         return join(inner, aten.constant_pad_nd(others, pads, start).unsqueeze(dim + 1)).reshape(
             shape
@@ -103,7 +105,7 @@ def _blockwise_suffix_scan(x: Tensor, dim: int, scan: str, *, shards: int = 1) -
 
 
 def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Callable:
-    """Return a decomposition of cummax or cummin into scans of blocks."""
+    """Return a decomposition for cummax or cummin into blockwise scans."""
 
     def split(x: Tensor, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
         blocks, size = x.shape[dim : dim + 2]
@@ -114,6 +116,7 @@ def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Call
         best = aten.constant_pad_nd(best, pads, lowest(x.dtype)).unsqueeze(dim + 1)
         at = places.select(dim + 1, size - 1).gather(dim, at)
         at = aten.constant_pad_nd(at, pads).unsqueeze(dim + 1)
+        # NaN wins, as in PyTorch's cummax.
         own = values.isnan() | wins(values, best) if x.is_floating_point() else wins(values, best)
         best = torch.where(own, values, best).reshape(shape)
         return best, torch.where(own, places, at).reshape(shape)
@@ -122,7 +125,7 @@ def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Call
 
 
 def _extreme(dtype: torch.dtype, sign: int) -> float | int:
-    """Return the largest (sign 1) or smallest number (-1) of a type."""
+    """Return a type's largest (sign 1) or smallest number (-1)."""
     if dtype.is_floating_point:
         return sign * math.inf
     if dtype == torch.bool:

@@ -36,6 +36,7 @@ def _arange(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         options = {**kwargs, "dtype": local.results[0].dtype}
+        # The shard's positions are start + (offset + i) * step; offset may be a graph value.
         values = local.call(aten.arange.start_step, 0, local.size("d0"), 1, **options)
         offset = local.start("d0")
         scaled = values if step == 1 else local.call(aten.mul.Scalar, values, step)
@@ -55,7 +56,7 @@ def _arange_start(start: float, end: float, **options: object) -> Tensor:
 
 
 def _register_filled(arguments: Callable, *ops: OpOverload) -> None:
-    """Decompose operations to `full`. arguments: of a call -> (shape, value)."""
+    """Decompose operations to `full`. arguments: a call's arguments -> (shape, value)."""
 
     @rewrite("decompose", *ops)
     def filled(
@@ -70,6 +71,7 @@ def _register_filled(arguments: Callable, *ops: OpOverload) -> None:
         return aten.full.default(list(shape), value, dtype=dtype, device=device)
 
 
+# empty_like may hold anything, so it holds zeros: equal on all devices.
 _register_filled(lambda x: (x.shape, 0), aten.zeros_like.default, aten.empty_like.default)
 _register_filled(lambda x: (x.shape, 1), aten.ones_like.default)
 _register_filled(lambda x, value: (x.shape, value), aten.full_like.default, aten.fill.Scalar)

@@ -2,10 +2,10 @@
 
 A transformed dimension must be whole, the others may be sharded. Along sharded dimensions:
 
-* A transform of several dimensions is computed one dimension after the other. An all_to_all moves
+* A transform over several dimensions is computed one dimension after the other. An all_to_all moves
   the layout to a dimension that is transformed already.
-* A transform of one dimension, without another one that can have its layout, is that of a matrix:
-  its columns, twiddle factors, its rows (Bailey, FFTs in external memory, 1990). It takes three
+* A transform over one dimension, if no other one can have its layout, becomes a matrix transform:
+  the columns, twiddle factors, the rows (Bailey, FFTs in external memory, 1990). It takes three
   all_to_all. With n devices, each moves (n-1)/n^2 of the array, and a gather moves (n-1)/n.
 """
 
@@ -32,10 +32,10 @@ def _fourier(call: Call) -> FactorRule:
 
 
 def _local_first(dims: Sequence[int], cuts: SplitRequest) -> list[int]:
-    """Return dimensions to transform in this order: those of fewer shards first.
+    """Sort dimensions into the order of their transforms: those with fewer shards first.
 
-    The axes of a sharded dimension then go to one that is transformed already. Those of the result
-    are on a dimension that was transformed before.
+    A sharded dimension's axes then go to one that is transformed already. The result's axes are on
+    a dimension that was transformed before.
     """
     operand, result = cuts.operands[0], cuts.results[0] or ()
     return sorted(dims, key=lambda d: (operand[d], -result[d]))
@@ -82,13 +82,14 @@ def _to_real(
 def _as_matrix(
     x: Tensor, dim: int, normalization: int, forward: bool, rows: int
 ) -> Tensor | Declined:
-    """Compute a transform of one dimension as one of a matrix, for shards of its rows.
+    """Compute a transform over one dimension as a matrix transform, for shards along its rows.
 
-    Positions are p n + q of m rows p and n columns q; frequencies are r + m s. The transform is
+    Positions are p n + q, with m rows p and n columns q; frequencies are r + m s. The transform is
 
         sum_q e(q s / n) e(q r / (m n)) sum_p e(p r / m) x[p, q]      where e(t) = exp(-2 pi i t)
     """
     columns = x.shape[dim] // rows
+    # The devices, as many as rows, have to divide the columns, too.
     if x.shape[dim] % rows**2:
         return DECLINED
     matrix = cut(x, dim, rows)  # [.., rows/n, columns]
@@ -98,6 +99,7 @@ def _as_matrix(
         matrix = aten._fft_r2c.default(matrix, [dim], normalization, False)
     after = [1] * (x.dim() - 1 - dim)
     r, q = (torch.arange(n, device=x.device, dtype=torch.float64) for n in (rows, columns))
+    # Angles in float64: r q has more digits than float32 keeps.
     turn = (-2 if forward else 2) * math.pi / x.shape[dim]
     angle = r.reshape(rows, 1, *after) * q.reshape(columns, *after) * turn
     twiddle = torch.polar(torch.ones_like(angle), angle).to(matrix.dtype)

@@ -1,6 +1,6 @@
 """Advanced indexing: x[:, i, j] as aten.index, x[:, i, j] = values as aten.index_put.
 
-Factors: v an indexed dimension, b a dimension of the indices, d any other one.
+Factors: v an indexed dimension, b one that the indices have, d any other one.
 """
 
 from __future__ import annotations
@@ -51,12 +51,14 @@ def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     """Write into the shard and its spare rows, then cut the spare rows off."""
     x, indices, values, *accumulate = args
     local_indices, operand = [], 0
+    # The results of all shards are added: x counts once.
     x = only_on_first_shard(local, x, [f for f in local.rule.sizes if f[0] == "b"], "sum")
     for d, index in enumerate(indices):
         if index is not None:
             operand += 1
             index = nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
             for i, names in enumerate(local.rule.operands[operand]):
+                # Padding goes to the spare row: -1 is outside every shard.
                 index = local.masked(index, i, names[0], -1) if names else index
             index = index_or_spare_row(local, index, f"v{d}")
             x = with_spare_row(local, x, d)
@@ -81,7 +83,7 @@ def nonnegative(local: LocalBuilder, index: fx.Node, size: int) -> fx.Node:
 def indexing_factors(
     call: Call,
 ) -> tuple[list[str], list[list[str]], list[str], dict[str, int]] | None:
-    """Return the factors of x, of each index and of x[indices], and all sizes; None of masks."""
+    """Return the factors for x, for each index and for x[indices], and sizes; None for masks."""
     x, arguments = call.tensors[0], call.args[1]
     tensors = [i for i in arguments if i is not None]
     if not tensors or any(i.dtype in (torch.bool, torch.uint8) for i in tensors) or not x.numel():
@@ -115,7 +117,7 @@ def _index(call: Call) -> FactorRule | Declined:
 
 
 def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
-    """Read the rows that the shard has; 0 in place of all others."""
+    """Read the rows that the shard has; 0 for all others."""
     x, indices = args
     local_indices, all_inside = [], None
     for d, index in enumerate(indices):
@@ -128,6 +130,7 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
         local_indices.append(index)
     assert all_inside is not None
     rank, places = len(local.rule.operands[0]), [d for d, i in enumerate(indices) if i is not None]
+    # PyTorch puts the indices' dimensions first if indexed dimensions are not adjacent.
     adjacent = places[-1] - places[0] == len(places) - 1
     trailing = rank - 1 - places[-1] if adjacent else rank - len(places)
     rows = local.call(local.node.target, x, local_indices)
@@ -136,6 +139,7 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
 
 @rewrite("decompose", aten._unsafe_masked_index.default)
 def _masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
+    # An index that is masked out may be out of range.
     return aten._unsafe_index.Tensor(x, _clamp(x, indices)).masked_fill(~mask, fill)
 
 
@@ -183,7 +187,7 @@ def _diagonal_scatter(
 def _diagonal_index(
     shape: Sequence[int], offset: int, dim1: int, dim2: int, device: torch.device
 ) -> tuple[list, list[int]]:
-    """Return [rows, columns] of a diagonal, and the dimensions with its two last."""
+    """Return a diagonal's [rows, columns], and the dimensions with these two last."""
     dim1, dim2 = dim1 % len(shape), dim2 % len(shape)
     rows, columns = max(-offset, 0), max(offset, 0)
     count = max(0, min(shape[dim1] - rows, shape[dim2] - columns))
@@ -214,7 +218,7 @@ def _put(x: Tensor, index: Tensor, source: Tensor, accumulate: bool = False) -> 
 
 @rewrite("decompose", aten.masked_scatter.default)
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Tensor:
-    """Put the n-th element of the source where the mask has its n-th True."""
+    """Put the source's n-th element where the mask has its n-th True."""
     x, mask = torch.broadcast_tensors(x, mask)
     place = mask.reshape(-1).cumsum(0) - 1
     values = source.reshape(-1)[place.clamp(0, source.numel() - 1)].reshape(x.shape)

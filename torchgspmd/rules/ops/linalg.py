@@ -1,6 +1,6 @@
-"""Linear algebra on batches of matrices.
+"""Linear algebra on matrix batches.
 
-The dimensions of a matrix must be whole, those of a batch may be sharded. An all_to_all moves a
+A matrix's own dimensions must be whole, batch dimensions may be sharded. An all_to_all moves a
 layout from one to the other.
 """
 
@@ -18,10 +18,10 @@ from .pointwise import broadcast_dims
 
 
 def batched_rule(call: Call, trailing: list[int]) -> FactorRule:
-    """Return a rule in which the last `trailing` dimensions of each tensor are whole.
+    """Return a rule in which each tensor's last `trailing` dimensions are whole.
 
-    Those before are the batch, and broadcast. Padding holds 0, because a factorization of NaN may
-    raise. Padding of pivots holds 1, because they count from 1.
+    Those before are the batch, and broadcast. Padding holds 0, because factorizing NaN may raise.
+    Padding of pivots holds 1, because they count from 1.
     """
     tensors, count = [*call.tensors, *call.results], len(call.tensors)
     leads = [max(t.dim() - n, 0) for t, n in zip(tensors, trailing, strict=True)]
@@ -42,7 +42,7 @@ def batched_rule(call: Call, trailing: list[int]) -> FactorRule:
 
 
 def register_batched(op: OpOverload, operands: str, results: str) -> None:
-    """Register an operation by the whole trailing dimensions of its tensors (2: a matrix)."""
+    """Register an operation by its tensors' whole trailing dimensions (2: a matrix)."""
     trailing = [int(n) for n in (operands + " " + results).split()]
     rule_for(op)(lambda call: batched_rule(call, trailing))
 
@@ -71,7 +71,7 @@ register_batched(aten.triangular_solve.default, "2 2", "2 2")
 
 @rewrite("decompose", aten.cholesky.default)
 def _cholesky(x: Tensor, upper: bool = False) -> Tensor:
-    """Factorize without the check of values, which padding would fail."""
+    """Factorize without checking values: padding would fail."""
     return aten.linalg_cholesky_ex.default(x, upper=upper)[0]
 
 
@@ -85,6 +85,7 @@ def _cholesky_inverse(x: Tensor, upper: bool = False) -> Tensor:
 @rule_for(aten._linalg_solve_ex.default)
 def _solve(call: Call) -> FactorRule:
     a, b = call.tensors
+    # PyTorch reads b as a batch of vectors if it has a's shape without the columns.
     columns = 1 if b.dim() == 1 or b.shape == a.shape[:-1] else 2
     return batched_rule(call, [2, columns, columns, 2, 1, 0])
 

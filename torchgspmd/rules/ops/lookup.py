@@ -1,4 +1,4 @@
-"""Operations that look up by index: embedding, gather, index_select, losses of classes.
+"""Operations that look up by index: embedding, gather, index_select, class losses.
 
 A table may be sharded along the indexed dimension. Then each device reads the rows that it has, and
 puts 0 elsewhere. The sum over devices is the result (GSPMD's partitioned gather; Megatron's
@@ -32,6 +32,7 @@ def in_shard(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node,
 def shard_index(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
     """Return (index into the device's shard, clamped; whether it falls into the shard)."""
     shifted, inside = in_shard(local, factor, index)
+    # Clamped: devices without the row read another one, which zero_outside drops.
     return local.call(aten.clamp.default, shifted, 0, local.size(factor) - 1), inside
 
 
@@ -76,6 +77,7 @@ def _embedding_backward(call: Call) -> FactorRule:
             is_row = local.call(aten.ne.Scalar, args[1], padding_index)
             inside = local.call(aten.logical_and.default, inside, is_row)
         grad = zero_outside(local, inside, args[0], 1)
+        # -1: the padding row's number is a global one, and its gradients are 0 by now.
         options = (place, local.size("v"), -1, by_frequency)
         return local.call(aten.embedding_dense_backward.default, grad, *options)
 
@@ -93,9 +95,9 @@ def _embedding_backward(call: Call) -> FactorRule:
 def aligned_factors(
     dim: int, table: Tensor, index: Tensor, *sources: Tensor
 ) -> tuple[list[list[str]], dict[str, int], list[str]]:
-    """Return the factors of table, index and sources in gather and scatter, sizes, whole factors.
+    """Return the factors of table, index and sources in gather and scatter, sizes, whole ones.
 
-    Dimensions of equal size correspond. Others are whole.
+    Dimensions with equal sizes correspond. Others are whole.
     """
     names: list[list[str]] = [[] for _ in (table, index, *sources)]
     sizes: dict[str, int] = {}
@@ -162,7 +164,7 @@ def _index_select(call: Call) -> FactorRule | Declined:
 
 @rule_for(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)
 def _embedding_bag(call: Call) -> FactorRule:
-    """Return a rule in which only the columns of the table may be sharded."""
+    """Return a rule in which only the table's columns may be sharded."""
     tensors, count = (*call.tensors, *call.results), len(call.tensors)
     dims = [
         [f"w{i}_{d}" if (t.dim(), d) != (2, 1) else "e" for d in range(t.dim())]
@@ -191,6 +193,7 @@ def _ctc(call: Call) -> FactorRule:
 def _nll_loss(
     x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, Tensor]:
+    # The ignored index may be out of range, such as -100: it reads class 0 with weight 0.
     dim = 1 if x.dim() == 4 else x.dim() - 1  # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
     target_losses = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)

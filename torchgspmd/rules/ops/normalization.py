@@ -1,7 +1,7 @@
 """softmax and layer norm.
 
-They stay fused while the normalized dimensions are whole. Otherwise they are decomposed into local
-statistics and an all_reduce of these.
+They stay fused while the normalized dimensions are whole. Otherwise they become local statistics
+and an all_reduce.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _softmax(call: Call) -> FactorRule:
 
 @rewrite("split", aten._softmax.default)
 def _split_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    # Less the maximum, so that exp does not overflow: one more reduction over devices.
     e = (x.to(accumulation_dtype(x.dtype)) - x.amax(dim, True)).exp()
     return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
@@ -70,7 +71,7 @@ def _split_log_softmax_backward(grad: Tensor, y: Tensor, dim: int, dtype: torch.
 
 
 def _layer_norm_factors(rank: int, count: int) -> tuple[list[str], list[str], list[str]]:
-    """Return the leading factors, the `count` normalized ones, and those of the statistics."""
+    """Return the leading factors, the `count` normalized ones, and the statistics' factors."""
     lead = factors("l", rank - count)
     return lead, factors("n", count), lead + [""] * count
 
@@ -97,6 +98,7 @@ def _split_layer_norm(
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     full, count = x.to(accumulation_dtype(x.dtype)), math.prod(normalized_shape)
     mean = full.sum(dims, True) / count
+    # Centered first: E[x^2] - E[x]^2 would lose digits.
     centered = full - mean
     rstd = ((centered * centered).sum(dims, True) / count + eps).rsqrt()
     out = centered * rstd
@@ -106,7 +108,7 @@ def _split_layer_norm(
 
 @rule_for(aten.native_layer_norm_backward.default)
 def _layer_norm_backward(call: Call) -> FactorRule:
-    """Return the rule of the gradient. PyTorch's decomposition splits it."""
+    """Return the gradient's rule. PyTorch's decomposition splits it."""
     lead, tail, statistics = _layer_norm_factors(call.tensors[1].dim(), len(call.args[2]))
     x, weights = call.tensors[1], [tail] * (len(call.tensors) - 4)
     results = [

@@ -1,4 +1,4 @@
-"""Elementwise operations. Dimensions align from the right, and those of size 1 broadcast."""
+"""Elementwise operations. Dimensions align from the right, and size 1 broadcasts."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from ..rewrites import rewrite
 def broadcast_dims(
     shape: Sequence[int], result: Sequence[int], names: Sequence[str] = ()
 ) -> list[str]:
-    """Return the factors of an operand that broadcasts to a result with factors d0, d1, ..."""
+    """Return an operand's factors if it broadcasts to a result with factors d0, d1, ..."""
     offset = len(result) - len(shape)
     names = (names or factors("d", len(result)))[offset:]
     return [name if n == m else "" for name, n, m in zip(names, shape, result[offset:])]
 
 
 def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (dividend, divisor) of a division of two values, else None."""
+    """Return (dividend, divisor) if a node divides two values, else None."""
     return (
         node.args
         if node.target is aten.div.Tensor and all(isinstance(n, fx.Node) for n in node.args)
@@ -38,7 +38,7 @@ def quotient(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 def pointwise_rule(
     call: Call, linear: Sequence[Sequence[int]] = (), **keywords: object
 ) -> FactorRule:
-    """Return the rule of an elementwise call. linear: see FactorRule."""
+    """Return an elementwise call's rule. linear: see FactorRule."""
     shape = tuple(call.results[0].shape)
     return call.rule(
         [broadcast_dims(t.shape, shape) for t in call.tensors],
@@ -103,6 +103,7 @@ pointwise(
     """),
     linear=[[0]],
 )
+# x + y is linear in both together, x * y in each alone.
 pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
@@ -120,7 +121,7 @@ pointwise(mark_sharding_op._opoverload, adam._opoverload)
     aten.pow.Tensor_Tensor,
 )
 def _integer_division(call: Call) -> FactorRule:
-    """Return a rule whose padding of divisors and exponents is 1.
+    """Return a rule that pads divisors and exponents with 1.
 
     An integer division by zero, or a negative exponent, kills the process, even in padding.
     """
@@ -132,7 +133,7 @@ def _integer_division(call: Call) -> FactorRule:
 def is_linear_cast(call: Call) -> bool:
     """Return whether the cast from the operand's type to the result's is linear.
 
-    A cast of floats to integers rounds, so it is not.
+    A cast from floats to integers rounds, so it is not.
     """
     before, after = call.tensors[0].dtype, call.results[0].dtype
     return (

@@ -1,8 +1,8 @@
-"""Random operations, decomposed to `uniform` of custom_ops/random.py.
+"""Random operations, decomposed to custom_ops/random.py's `uniform`.
 
-Its numbers depend on the global position of an element. So they are equal on every mesh, and each
-device draws its shard only. Gamma, Poisson, ... have no expression by uniform numbers: every device
-draws them all.
+Its numbers depend on an element's global position. So they are equal on every mesh, and each device
+draws its shard only. Gamma, Poisson, ... have no expression by uniform numbers: every device draws
+them all.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def has_own_seed(op: Any) -> bool:
 def natively(graph: fx.Graph) -> fx.Graph:
     """Draw by PyTorch's own generator, with one seed for each shard. Return the graph.
 
-    Numbers that are drawn again in another layout would be others: these stay hashes of positions.
+    Numbers that are drawn again in another layout would differ: these stay hashes of positions.
     """
     draws: dict[Any, list[fx.Node]] = {}
     for node in (n for op in DRAWS for n in graph.find_nodes(op="call_function", target=op)):
@@ -76,7 +76,7 @@ def natively(graph: fx.Graph) -> fx.Graph:
 
 
 def _drawn(seed: fx.Node) -> fx.Node:
-    """Return the node that draws a seed, past the rows that iterations of loops take of it."""
+    """Return the node that draws a seed, past the rows that loop iterations take."""
     while seed.all_input_nodes:
         seed = seed.all_input_nodes[0]
     return seed
@@ -89,6 +89,7 @@ def _draw(
     dtype = dtype or torch.get_default_dtype()
     device = torch.device("cpu" if device is None else device)
     seed, shape = draw_seed(), list(shape)
+    # The capture draws the whole tensor; _emit_draw puts the shard's position in.
     return [
         uniform(seed, i, shape, [0] * len(shape), shape, dtype, device, False) for i in range(count)
     ]
@@ -96,11 +97,12 @@ def _draw(
 
 def _wide(dtype: torch.dtype | None) -> torch.dtype:
     """Return the type to compute in."""
+    # float16 has 2048 uniform numbers: too few for a logarithm's tail.
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def _draw_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return uniform numbers for the elements of a tensor, in the type to compute in."""
+    """Return uniform numbers for a tensor's elements, in the type to compute in."""
     return _draw(x.shape, _wide(dtype or x.dtype), x.device)[0]
 
 
@@ -113,6 +115,7 @@ def _normal(shape: Sequence[int], dtype: torch.dtype | None, device: torch.devic
         return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(
             dtype
         )
+    # u < 1, so log(1 - u) is finite; log(u) would not be at 0.
     return ((-2 * (-u).log1p()).sqrt() * (2 * math.pi * v).cos()).to(dtype)
 
 
@@ -156,6 +159,7 @@ def _randint_low(
     device: torch.device | None = None,
     **_: object,
 ) -> Tensor:
+    # 53 bits reach every integer of a range up to 2^53.
     unit = _draw(size, torch.float64, device)[0]
     return ((unit * (high - low)).floor() + low).to(dtype or torch.int64)
 
@@ -166,7 +170,7 @@ def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
 
 
 def _like(x: Tensor, dtype: object = None, device: object = None, **_: object) -> tuple:
-    """Return (shape, dtype, device) of numbers drawn like x."""
+    """Return (shape, dtype, device) for numbers drawn like x."""
     return x.shape, dtype or x.dtype, device or x.device
 
 
@@ -258,6 +262,7 @@ def _geometric(x: Tensor, p: float, **_: object) -> Tensor:
 def _randperm(
     n: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
 ) -> Tensor:
+    # Keys of 53 bits: equal ones, which would bias the order, are rare.
     return _draw([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
 
 
@@ -296,13 +301,13 @@ def _native_dropout(x: Tensor, p: float, train: bool) -> tuple[Tensor, Tensor]:
 
 
 def kept(seed: Tensor, p: float, x: Tensor) -> Tensor:
-    """Return which elements of a whole tensor dropout keeps."""
+    """Return which elements dropout keeps in a whole tensor."""
     shape = list(x.shape)
     return keep_mask(seed, p, shape, [0] * len(shape), shape, x.device, False)
 
 
 def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """Return the elements that are kept, times 1 / (1 - p): one kernel, as of the gradient."""
+    """Return the elements that are kept, times 1 / (1 - p): one kernel, as for the gradient."""
     return aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
 

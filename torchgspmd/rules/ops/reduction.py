@@ -21,9 +21,9 @@ from .pointwise import is_linear_cast
 def reduction_rule(
     call: Call, dims: Sequence[int] | int | None, kind: str | None, **keywords: Any
 ) -> FactorRule:
-    """Return the rule of a reduction over `dims`; None or empty: all dimensions.
+    """Return the rule for a reduction over `dims`; None or empty: all dimensions.
 
-    kind: the reduction of terms; None: the dimensions must be whole.
+    kind: how terms are reduced; None: the dimensions must be whole.
     """
     rank = call.tensors[0].dim()
     dims = [dims] if isinstance(dims, int) else dims
@@ -69,11 +69,12 @@ _reductions(None, aten.kthvalue.default, at=2, default=-1)
 
 @rule_for(aten.histc.default)
 def _histogram(call: Call) -> FactorRule | Declined:
-    """Return the rule of a histogram with fixed borders: every device counts its own values.
+    """Return the rule for a histogram with fixed borders: every device counts its own values.
 
-    Padding is filled with a value outside of the borders.
+    Padding gets a value outside the borders.
     """
     low, high = call.argument(2, "min", 0), call.argument(3, "max", 0)
+    # Equal borders mean the data's minimum and maximum.
     if low == high:
         return DECLINED
     names, bins = factors("d", call.tensors[0].dim()), call.results[0].shape[0]
@@ -152,7 +153,9 @@ def _var_mean(
     dims, dtype = list(range(x.dim())) if dim is None else dim, x.dtype
     x, count = x.to(accumulation_dtype(dtype)), _count(x, dims)
     mean = x.sum(dims, True) / count
+    # The global count: a mean of local means would weigh uneven shards alike.
     freedom = max(0, count - (1 if correction is None else correction))
+    # Centered first: E[x^2] - E[x]^2 would lose digits.
     var = (x - mean).square().sum(dims, keepdim) / freedom
     if not keepdim:
         mean = x.sum(dims) / count
@@ -188,6 +191,7 @@ def _logsumexp(x: Tensor, dim: list[int] | int, keepdim: bool = False) -> Tensor
     if not x.is_floating_point() and not x.is_complex():
         x = x.to(torch.get_default_dtype())
     top = (x.real if x.is_complex() else x).amax(dim, True)
+    # inf - inf would be NaN.
     top = torch.where(top.abs() == math.inf, torch.zeros_like(top), top)
     total = ((x.to(accumulation_dtype(x.dtype)) - top).exp().sum(dim, True).log() + top).to(x.dtype)
     dims = [dim] if isinstance(dim, int) else dim

@@ -20,6 +20,7 @@ from ..registry import rule_for
 from ..rewrites import DECLINED, Declined
 from .lookup import aligned_factors, in_shard
 
+# PyTorch's words for reductions -> those in FactorRule.reduce.
 KINDS = {
     "sum": "sum",
     "prod": "prod",
@@ -31,21 +32,22 @@ KINDS = {
 
 
 def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
-    """Return indices into the device's shard. Those outside of it point behind its end."""
+    """Return indices into the device's shard. Those outside it point behind its end."""
     shifted, inside = in_shard(local, factor, index)
     spare = local.scalar(local.size(factor), torch.int64)
     return local.call(aten.where.self, inside, shifted, spare)
 
 
 def with_spare_row(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
-    """Return x with one more row at the end of a dimension."""
+    """Return x with one more row at a dimension's end."""
     return local.call(
         aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
     )
 
 
 def only_on_first_shard(local: LocalBuilder, x: fx.Node, factors: list[str], kind: str) -> fx.Node:
-    """Return x on the device with the first shard of all factors, else the neutral value."""
+    """Return x on the device with the first shard along all factors, else the neutral value."""
+    # An operand that all devices hold changes no extreme.
     if kind in ("max", "min"):
         return x
     first = None
@@ -109,6 +111,7 @@ def _scatter(call: Call) -> FactorRule | Declined:
     kind, linear = None, ()
     if call.target is aten.scatter_add.default:
         kind, linear = "sum", [[0, 2]]
+    # include_self=False drops the old value of a written row, which only its writers know.
     elif call.target is aten.scatter_reduce.two and call.argument(5, "include_self", True):
         kind = KINDS.get(call.args[4])
     elif call.target is aten.scatter.src:

@@ -32,9 +32,9 @@ def movement_rule(
     local: LocalForm | None = None,
     **keywords: object,
 ) -> FactorRule:
-    """Return the rule of an operation that moves rows. reaches: dimension -> Reach, by operand.
+    """Return the rule for an operation that moves rows. reaches: dimension -> Reach, by operand.
 
-    All tensors have the result's dimensions. A result of one row has no positions to shard, so
+    All tensors have the result's dimensions. A single result row has no positions to shard, so
     there the operand is whole.
     """
     shape = call.results[0].shape
@@ -64,7 +64,7 @@ def _cat(call: Call) -> FactorRule | Declined:
     starts = list(accumulate((t.shape[dim] for t in call.tensors), initial=0))[:-1]
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Select from windows of all operands, each of which has all of the device's positions."""
+        """Select from windows of all operands; each window has all the device's positions."""
         if not local.sharded(f"d{dim}"):
             return local.call(aten.cat.default, args[0], dim)
         place, result = local.position(dim), args[0][0]
@@ -110,6 +110,7 @@ def _whole_scatter(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, di
 def _flip(call: Call) -> FactorRule:
     x = call.tensors[0]
     dims = {d % x.dim() for d in call.args[1]} if x.dim() else set()
+    # Position p reads row size - 1 - p: mostly from the opposite device.
     reach = {d: Reach(x.shape[d] - 1, x.shape[d] - 1, -1) for d in dims}
     return movement_rule(call, [reach], linear=[[0]])
 
@@ -139,7 +140,7 @@ def _roll(call: Call) -> FactorRule:
 
 
 def _bounds(call: Call, at: int, size: int) -> tuple[int, int, int]:
-    """Return start, end and step of a slice. at: which argument is its start."""
+    """Return a slice's start, end and step. at: which argument is the start."""
     names = ("start", "end", "step")
     start, end, step = (call.argument(at + i, name) for i, name in enumerate(names))
     return slice(start, end, step or 1).indices(size)
@@ -163,6 +164,7 @@ def _slice(call: Call) -> FactorRule:
 
 
 def _whole_slice(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
+    # Start and end are global rows; a slice of all rows takes all local ones.
     return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
 
 
@@ -175,7 +177,7 @@ def _slice_backward(call: Call) -> FactorRule:
         return keep_rule(call, [dim], linear=linear, local=shape_argument(1))
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Spread the window's rows, then take the device's positions out of the result."""
+        """Spread the window's rows, then take the device's positions from the result."""
         if step == 1:
             return local.call(aten.alias.default, args[0])
         window, length = local.window(0, dim), local.size(f"d{dim}")

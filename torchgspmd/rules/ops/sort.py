@@ -1,10 +1,10 @@
 """sort.
 
-The sorted dimension must be whole. If no other dimension can have its layout, it is sorted by
-columnsort (Leighton, Tight bounds on the complexity of parallel sorting, 1985). Each of n devices
-sorts its block four times. Between these sorts elements move as in two transpositions of a matrix
-and two shifts by half a block. These move 2 (n-1)/n^2 + 1/n of the array, and a gather moves
-(n-1)/n. A bitonic exchange would move log2(n) (log2(n) + 1) / (2 n).
+The sorted dimension must be whole. If no other dimension can have its layout, columnsort sorts it
+(Leighton, Tight bounds on the complexity of parallel sorting, 1985). Each of n devices sorts its
+block four times. Between these sorts elements move as in two matrix transpositions and two shifts
+by half a block. These move 2 (n-1)/n^2 + 1/n of the array, and a gather moves (n-1)/n. A bitonic
+exchange would move log2(n) (log2(n) + 1) / (2 n).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def _split_sort(
     """Sort by columnsort. Equal elements keep their order, as in PyTorch's sort on a CPU."""
     size, blocks = x.shape[dim] if x.dim() else 1, cuts.shards
     rows = size // blocks
+    # Columnsort needs r rows and s columns with r >= 2 (s - 1)^2; shifts move half a column.
     if size % (2 * blocks) or rows % blocks or rows < 2 * (blocks - 1) ** 2:
         return DECLINED
     if cuts.results[1] is None:
@@ -58,7 +59,7 @@ def _split_stable_sort(
 
 
 def _columnsort(x: Tensor, dim: int, blocks: int, descending: bool) -> Tensor:
-    """Sort along a dimension, with blocks as the columns of a matrix."""
+    """Sort along a dimension, with blocks as matrix columns."""
     rows = x.shape[dim] // blocks
 
     def sort(columns: Tensor) -> Tensor:
@@ -74,7 +75,7 @@ def _columnsort(x: Tensor, dim: int, blocks: int, descending: bool) -> Tensor:
 
 
 def _keys(x: Tensor, dim: int, descending: bool) -> Tensor:
-    """Return integers in the order of values, then of places: 32 bits, 31 bits, one for -0.0."""
+    """Return integers ordered by value, then place: 32 bits, 31 bits, one for -0.0."""
     after = [1] * (x.dim() - 1 - dim % x.dim())
     places = torch.arange(x.shape[dim], device=x.device).reshape(-1, *after)
     low, order = places * 2, x
@@ -87,7 +88,7 @@ def _keys(x: Tensor, dim: int, descending: bool) -> Tensor:
 
 
 def _values(keys: Tensor, dtype: torch.dtype, descending: bool) -> Tensor:
-    """Return the values of keys."""
+    """Turn keys back into values."""
     order = keys >> 32
     order = order.bitwise_not() if descending else order
     if not dtype.is_floating_point:
@@ -97,5 +98,5 @@ def _values(keys: Tensor, dtype: torch.dtype, descending: bool) -> Tensor:
 
 
 def _flipped(bits: Tensor) -> Tensor:
-    """Turn bits of a float32 into an integer in the same order, and back."""
+    """Turn a float32's bits into an integer in the same order, and back."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)

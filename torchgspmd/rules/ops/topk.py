@@ -1,7 +1,7 @@
 """topk, max, argmax and searchsorted.
 
 Along a sharded dimension, max reduces the extreme value, then its position. For topk, each device
-selects the k largest of its block. They are gathered, and the k largest of them are the result.
+selects the k largest in its block. They are gathered, and the k largest among them are the result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .view import keep_rule
 def _search(call: Call) -> FactorRule:
     """Return a rule in which values and borders may be sharded.
 
-    The place of a value is the sum of its places among the borders of each device: as many are
-    below it. Padding is above all borders. Borders that are not in order (`sorter`) are whole.
+    A value's place counts the borders below it, so it is the sum over the devices' borders. Padding
+    is above all borders. Borders that are not in order (`sorter`) are whole.
     """
     values_first = call.target is aten.bucketize.Tensor
     values, borders = call.tensors[:2] if values_first else call.tensors[1::-1]
@@ -84,7 +84,7 @@ def _split_topk(
 
 
 def _first_place(reduce: Callable) -> Callable:
-    """Return a decomposition of max or min with its position."""
+    """Return a decomposition for max or min with its position."""
 
     def split(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
         """Return the extreme value and its first position. NaN is the extreme if there is one."""

@@ -1,9 +1,9 @@
-"""Reshapes of a dimension that the mesh does not divide, of rows r with w elements each.
+"""Reshapes where the mesh does not divide a dimension with r rows, w elements each.
 
     flatten     r w -> p        h[(p - w + 1):p/w] w -> h       a position reads one row
     unflatten   p -> r w        h[wp:wp+w] -> h w               a row reads its elements
 
-As factors (r w) -> r w, only a layout that divides r is kept. Take 7 rows of 7 elements on 2
+As factors (r w) -> r w, only a layout that divides r is kept. Take 7 rows with 7 elements on 2
 devices. The first device has 4 rows: 28 elements. Its shard of 49 elements is 25. So it sends 3
 elements to its neighbour, and nothing is gathered. `uneven_view` decomposes a reshape into such
 steps.
@@ -28,6 +28,7 @@ from ..rewrites import DECLINED, Declined
 @torch.library.custom_op("torchgspmd::join_rows", mutates_args=())
 def join_rows(x: Tensor, dim: int) -> Tensor:
     """Reshape [..., r, w, ...] to [..., r * w, ...]. dim: of r."""
+    # A custom operation may not return a view of its operand.
     return x.flatten(dim, dim + 1).clone()
 
 
@@ -48,7 +49,7 @@ def _(x: Tensor, dim: int, width: int) -> Tensor:
 
 
 def _names(rank: int, dim: int) -> tuple[list[str], list[str]]:
-    """Return the factors of the flat tensor, and of the one whose dimension `dim` is rows."""
+    """Return the flat tensor's factors, and those if dimension `dim` is rows."""
     flat = factors("d", rank)
     return flat, [*flat[: dim + 1], "w", *flat[dim + 1 :]]
 
@@ -74,6 +75,7 @@ def _join(call: Call) -> FactorRule:
         dict(zip(flat, shape)),
         replicated="w",
         linear=[[0]],
+        # Position p reads row p / w, rounded down.
         row_access={(0, dim): Reach(1 - width, 0, every=width)},
         local=LocalForm(emit),
     )
@@ -102,7 +104,7 @@ def _split(call: Call) -> FactorRule:
 def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor | Declined:
     """Compute a reshape that flattens, or unflattens, dimensions by join_rows and split_rows.
 
-    The first of the dimensions is the rows, the others are their elements.
+    The first dimension is the rows, the others are their elements.
     """
     flat, long = sorted((tuple(x.shape), tuple(shape)), key=lambda s: len([n for n in s if n > 1]))
     pairs, at = [], []
@@ -119,13 +121,14 @@ def uneven_view(x: Tensor, shape: Sequence[int]) -> Tensor | Declined:
             x = split_rows(x, dim, pairs[dim + 1])
         return x if x.shape == tuple(shape) else x.reshape(shape)
     x = x if x.shape == tuple(pairs) else x.reshape(pairs)
+    # From behind, so that the earlier dimensions keep their numbers.
     for dim in reversed(at):
         x = join_rows(x, dim)
     return x
 
 
 def _groups_of_sizes(flat: Sequence[int], long: Sequence[int]) -> list[list[int]] | None:
-    """Return for each flat dimension the sizes above 1 whose product it is.
+    """Return the sizes above 1 that multiply to each flat dimension.
 
     None if a size belongs to two flat dimensions.
     """

@@ -24,11 +24,11 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def reshape_factors(
     before: Sequence[int], after: Sequence[int]
 ) -> tuple[Dims, Dims, dict[str, int]]:
-    """Return the factors of both shapes of a reshape, and their sizes.
+    """Return the factors of a reshape's two shapes, and their sizes.
 
     [6, 4] -> [2, 12] is (a b) c -> a (b c) with a=2, b=3, c=4: both are split at every common
     border, from the major end. If sizes do not nest, each side of a group gets its own factors. A
-    group is the fewest dimensions with the same number of elements on both sides.
+    group is the fewest dimensions with as many elements on both sides.
     """
     sizes: dict[str, int] = {}
     left, right = [[] for _ in before], [[] for _ in after]
@@ -63,7 +63,7 @@ def _add_factors(
     right: list[list[str]],
     sizes: dict[str, int],
 ) -> None:
-    """Append the factors of one group of dimensions: `ins` of `before`, `outs` of `after`."""
+    """Append one group's factors: dimensions `ins` in `before`, `outs` in `after`."""
     a, b = [before[i] for i in ins], [after[j] for j in outs]
     borders = sorted(set(_products(a)) | set(_products(b)))
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
@@ -88,7 +88,7 @@ def _add_factors(
 
 
 def _products(shape: Sequence[int]) -> list[int]:
-    """Return the products of the trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
+    """Return the products over trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
     result, product = [], 1
     for size in reversed(shape):
         product *= size
@@ -106,6 +106,7 @@ def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor | De
 @rule_for(*VIEWS)
 def _view(call: Call) -> FactorRule | Declined:
     before, after = call.tensors[0].shape, call.results[0].shape
+    # Without elements no product tells which dimensions belong together.
     if 0 in before:
         return DECLINED
     left, right, sizes = reshape_factors(before, after)
@@ -123,7 +124,7 @@ def _view(call: Call) -> FactorRule | Declined:
 
 @rule_for(aten.sym_size.int)
 def _size(call: Call) -> FactorRule:
-    """Return a rule for a size that only a run knows, which no device has less than all of."""
+    """Return a rule for a size that only a run knows: it is the global size on every device."""
     return call.rule([factors("d", call.tensors[0].dim())], [], linear=[[0]])
 
 
@@ -174,7 +175,7 @@ def _unsqueeze(call: Call) -> FactorRule:
 
 @rewrite("decompose", aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims)
 def _squeeze(x: Tensor, dim: int | Sequence[int] | None = None) -> Tensor:
-    """Squeeze the dimensions of global size 1. Local shards of others may have size 1 too."""
+    """Squeeze the dimensions with global size 1. Local shards of others may have size 1 too."""
     dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
     ones = [d for d in dims if x.dim() and x.shape[d] == 1]
     return aten.squeeze.dims(x, ones) if ones else x.view(x.shape)
@@ -201,13 +202,14 @@ def keep_rule(call: Call, dims: Iterable[int], **keywords: object) -> FactorRule
 @rule_for(aten.view.dtype)
 def _bits(call: Call) -> FactorRule:
     """Return a rule in which the last dimension is whole if elements get another size."""
+    # Elements of another size take their bytes from neighbors.
     same = call.tensors[0].itemsize == call.results[0].itemsize
     return keep_rule(call, [] if same else [-1])
 
 
 @rewrite("decompose", aten.cat.default)
 def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Declined:
-    """Drop the empty tensors of one dimension, which PyTorch accepts beside any tensors."""
+    """Drop empty one-dimensional tensors, which PyTorch accepts beside any tensors."""
     nonempty = [t for t in tensors if t.dim() != 1 or t.numel()]
     if len(nonempty) == len(tensors) or not nonempty or nonempty[0].dim() == 1:
         return DECLINED
@@ -231,6 +233,7 @@ def _select(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
         """Select the row on the device that has it; 0 on all others."""
+        # All shards have the same padded size, so the owner is a quotient.
         rows, row = local.size(names[dim]), args[2] % local.global_shape(0)[dim]
         owner, place = row // rows, row % rows
         index = local.scalar(local.index(names[dim]), torch.int64)
