@@ -4,12 +4,12 @@
     Devices of b0 need these rows, and (a1, b0) lacks them.
     One of the two sources sends rows 0 and 1, the other sends row 2.
 
-A layout gives every device a box of the tensor: a range of rows in each dimension. The last ranges
-are shorter where the dimension does not divide. Replicas of a box divide it among them, so that
-every element has exactly one sender.
+A layout gives every device a box: a row range in each dimension. The last ranges are shorter where
+the dimension does not divide. Devices with the same box divide it among them, so that every element
+has exactly one sender.
 
-All boxes are closed forms of a device's coordinates. Nothing is summed: the same axes are pending
-before and after.
+All boxes follow from a device's coordinates in closed form. Nothing is summed: the same axes are
+pending before and after.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from ..layout.mesh import Coordinates, Mesh
 from ..layout.open_sizes import nests
 from ..shard_spec import Axes, ShardSpec
 
-Box = tuple[tuple[int, int], ...]  # (first row, row past the last) of every dimension
+Box = tuple[tuple[int, int], ...]  # (first row, row past the last) in each dimension
 Boxes = tuple[np.ndarray, np.ndarray]  # first and past-the-last rows, each [dimensions, devices]
-MAX_WAYS = 64  # Number of ways to divide the sending among replicas that are compared.
-MAX_COUNTED_DEVICES = 256  # Of groups of more devices, only those at borders are counted.
+MAX_WAYS = 64  # Ways to divide the sending among replicas that are compared.
+MAX_COUNTED_DEVICES = 256  # In larger groups, only devices at borders are counted.
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """The sends and receives of one device in an exchange.
+    """Sends and receives: one device's part in an exchange.
 
-    sends: boxes of its old shard, one per group member; None where nothing is sent.
-    receives: boxes of its new shard, one per group member. keep: the box that stays on the device,
-    as rows of the old and of the new shard.
+    sends: boxes in its old shard, one per group member; None where nothing is sent.
+    receives: boxes in its new shard, one per group member. keep: the box that stays on the device,
+    as rows in the old and in the new shard.
     """
 
     sends: tuple[Box | None, ...]
     receives: tuple[Box | None, ...]
     keep: tuple[Box, Box] | None
-    shape: tuple[int, ...]  # shape of the new shard, padding included
+    shape: tuple[int, ...]  # the new shard's shape, padding included
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange between two layouts of a tensor of a global shape.
+    """An exchange between two layouts; `shape` is the tensor's global shape.
 
-    axes: the mesh axes of a group, in mesh order. duty: for every dimension the axes whose devices
-    are replicas and divide the sending of that dimension among them.
+    axes: the mesh axes that a group runs over, in mesh order. duty: for every dimension, the axes
+    whose devices are replicas and divide its sending among them.
     """
 
     mesh: Mesh
@@ -71,7 +71,7 @@ class Exchange:
         return max(self.received(), *self.sent(sharing, [self.duty]))
 
     def received(self) -> int:
-        """Return the largest number of elements that a device receives."""
+        """Return the most elements that a device receives."""
         required: Any = 1
         local: Any = 1
         for size, b, a in zip(self.shape, self.before.dims, self.after.dims):
@@ -85,7 +85,7 @@ class Exchange:
         return int((required - local).max())
 
     def transfer(self, coordinates: Coordinates) -> Transfer:
-        """Return the sends and receives of the device at these coordinates."""
+        """Return a device's sends and receives, by its coordinates."""
         group = self._group(coordinates)
         old, new, duty = (
             self._rows(self.before, group),
@@ -104,7 +104,7 @@ class Exchange:
         )
 
     def _group(self, coordinates: Coordinates) -> dict[str, np.ndarray]:
-        """Return the coordinates of all members of a device's group, in the group's order."""
+        """Return the coordinates of a group's members, in the group's order."""
         places = np.indices([self.mesh.count((a,)) for a in self.axes]).reshape(len(self.axes), -1)
         fixed = {
             name: np.full(places.shape[1], self.mesh.place(name, coordinates))
@@ -113,7 +113,7 @@ class Exchange:
         return {**fixed, **dict(zip(self.axes, places))}
 
     def _rows(self, spec: ShardSpec, group: dict[str, Any]) -> Boxes:
-        """Return the box of every member, without padding."""
+        """Return each member's box, without padding."""
         lows, highs = [], []
         for size, axes in zip(self.shape, spec.dims):
             rows = -(-size // self.mesh.count(axes))
@@ -127,11 +127,11 @@ class Exchange:
         return np.array(lows), np.array(highs)
 
     def _duty_boxes(self, group: dict[str, Any]) -> Boxes:
-        """Return the part of each member's box that this member sends."""
+        """Return the boxes that the members send: their parts by `self.duty`."""
         return self._divided(self.duty, group, self._rows(self.before, group))
 
     def _divided(self, duty: Sequence[Axes], group: dict[str, Any], boxes: Boxes) -> Boxes:
-        """Return the part of each member's box that this member sends if duty is so divided."""
+        """Return the boxes that the members send if `duty` divides the sending."""
         lows, highs = boxes[0].copy(), boxes[1].copy()
         for d, axes in enumerate(duty):
             if axes:
@@ -143,7 +143,7 @@ class Exchange:
         return lows, highs
 
     def sent(self, sharing: Axes, duties: Iterable[tuple[Axes, ...]]) -> Iterator[int]:
-        """Yield the elements that the busiest device of the first group sends, by duty.
+        """Yield, for each duty, the most elements that a device in the first group sends.
 
         Without copies to devices that have them. sharing: the axes that each duty divides among.
         """
@@ -165,26 +165,28 @@ class Exchange:
 
 @lru_cache(maxsize=65536)
 def _blocks(mesh: Mesh, members: Axes, size: int, axes: Axes) -> tuple[np.ndarray, np.ndarray]:
-    """Return each member's first and past-the-last row of a dimension sharded over `axes`.
+    """Return each member's first and past-the-last row; `axes` shard the dimension.
 
-    The members are those of the first device's group.
+    The members are the first device's group.
     """
     places = _counted_places(tuple(mesh.count((a,)) for a in members))
     at = {**dict.fromkeys(mesh.names, 0), **dict(zip(members, places))}
     rows = -(-size // mesh.count(axes))
+    # Adding zeros gives an array also where no axis shards the dimension.
     low = np.minimum(mesh.index(axes, at) * rows + np.zeros(places.shape[1], dtype=int), size)
     return low, np.minimum(low + rows, size)
 
 
 @lru_cache(maxsize=1024)
 def _counted_places(sizes: tuple[int, ...]) -> np.ndarray:
-    """Return the coordinates [axes, devices] of a group's devices that are counted.
+    """Return coordinates [axes, devices]: the devices that are counted in a group.
 
-    Of many devices these are the ones at the borders of blocks. They are at the first, the second
-    and the last place of each axis, or at the first and the last.
+    Among many devices, only those at block borders count. They are at each axis's first, second and
+    last place, or at the first and the last.
     """
     if math.prod(sizes) <= MAX_COUNTED_DEVICES:
         return np.indices(sizes).reshape(len(sizes), -1)
+    # Fewer places on each axis if those of all axes multiply to too many.
     for places in (lambda n: {0, min(1, n - 1), n - 1}, lambda n: {0, n - 1}, lambda n: {0}):
         chosen = [sorted(places(n)) for n in sizes]
         if math.prod(map(len, chosen)) <= MAX_COUNTED_DEVICES:
@@ -201,9 +203,10 @@ def exchange(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: Shard
 def _least_busy(
     mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec
 ) -> tuple[int, Exchange]:
-    """Return the elements of the busiest device in the best exchange, and the exchange."""
+    """Return (elements that the busiest device moves, exchange) for the best exchange."""
     undivided = _undivided(mesh, shape, before, after)
     sharing = tuple(a for a in undivided.axes if a not in undivided.before.sharding_axes)
+    # Changed dimensions first: MAX_WAYS may end the list before the others.
     dims = sorted(range(len(shape)), key=lambda d: before.dims[d] == after.dims[d])
     duties = [
         tuple(tuple(a for a, place in zip(sharing, way) if place == d) for d in range(len(shape)))
@@ -220,11 +223,12 @@ def _least_busy(
 
 @lru_cache(maxsize=2**18)
 def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec) -> int:
-    """Return the least number of elements that some device must receive in any reshard."""
+    """Return the fewest elements that some device must receive, in any reshard."""
     changed = [d for d, (b, a) in enumerate(zip(before.dims, after.dims)) if b != a]
     if any(
         shape[d] % mesh.count(axes) for d in changed for axes in (before.dims[d], after.dims[d])
     ):
+        # One entry in the cache then serves every batch size that divides alike.
         scale, small = _shrink(mesh, shape, before, after, 1)
         if scale > 1:
             return lacking(mesh, small, before, after) * scale
@@ -232,7 +236,7 @@ def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardS
     required, local = math.prod(after.local_shape(shape, mesh)), 1
     for n, b, a in zip(shape, before.dims, after.dims):
         short, long = sorted((b, a), key=len)
-        # Without a common prefix some device has nothing of its new shard.
+        # Without a common prefix, some device lacks its whole new shard.
         local *= -(-n // mesh.count(long)) if long[: len(short)] == short else 0
     return required - local
 
@@ -241,7 +245,7 @@ def lacking(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardS
 def busiest(
     mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec
 ) -> tuple[int, Axes]:
-    """Return (elements that the busiest device sends or receives, axes of the exchange's groups).
+    """Return (elements that the busiest device sends or receives, the group's axes).
 
     Where all blocks divide, this is a closed form: nobody sends more than some device lacks.
     Otherwise elements are counted. In a large group the received bytes are the estimate.
@@ -263,7 +267,7 @@ def busiest(
 def _shrink(
     mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, parts: int
 ) -> tuple[int, tuple[int, ...]]:
-    """Return a smaller shape, and how much more elements there are of all boxes in the given one.
+    """Return (scale, smaller shape): boxes of the given shape have `scale` times the elements.
 
     A dimension with the same axes before and after counts by its size alone, if each of its shards
     divides into so many equal parts. Exchanges that differ in such sizes are counted once.
@@ -295,7 +299,7 @@ def _undivided(mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: Sha
 
 
 def _shared_prefix(mesh: Mesh, size: int, before: Axes, after: Axes) -> int:
-    """Return the number of leading axes whose block contains the old and the new shard."""
+    """Count the leading axes whose block contains the old and the new shard."""
     common = len(
         [0 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after))]
     )
@@ -319,7 +323,7 @@ def _select(boxes: Boxes, index: int) -> Boxes:
 
 
 def _box(boxes: Boxes, within: Boxes, index: int = 0) -> Box:
-    """Return one of the boxes, with rows relative to the start of another box."""
+    """Return box number `index`, with rows relative to the start of `within`."""
     origin = within[0][:, 0]
     return tuple(
         zip((boxes[0][:, index] - origin).tolist(), (boxes[1][:, index] - origin).tolist())
@@ -338,12 +342,12 @@ def _nonempty_boxes(boxes: Boxes, within: Boxes, chosen: np.ndarray) -> tuple[Bo
 
 
 def elements(box: Box) -> int:
-    """Return the number of elements of a box."""
+    """Count a box's elements."""
     return math.prod(stop - start for start, stop in box)
 
 
 def slice_box(x: Tensor, box: Box) -> Tensor:
-    """Return the view of a tensor that a box describes."""
+    """Return the view that a box describes."""
     for d, (start, stop) in enumerate(box):
         x = x.narrow(d, start, stop - start)
     return x

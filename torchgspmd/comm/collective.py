@@ -1,4 +1,4 @@
-"""Collective, a plan's record of one; start and wait, by which a program of one device has them."""
+"""Collective, a plan's record of one; start and wait, by which one device's program has them."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Collective:
-    """A collective at one line of the user's code, which every device runs `count` times.
+    """A collective at one line in the user's code, which every device runs `count` times.
 
     Args:
         kind: "all_reduce", "all_gather", "reduce_scatter", "all_to_all" or "permute".
         axes: Mesh axes that a group runs over.
-        group_size: Devices of a group.
+        group_size: Devices in a group.
         dtype: The dtype of the payload, such as "f32".
-        payload_bytes: Bytes of one run; the module says of which tensor.
+        payload_bytes: Bytes that one run carries; the kind's module names the tensor.
         sent_bytes: Bytes that one device sends in all `count` runs, padding included; where devices
             differ, by the busiest one.
         count: How often it runs in a call.
-        source: file:line of the operation that needs it.
+        source: file:line where the operation stands that needs it.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -40,20 +40,21 @@ class Collective:
 
 
 def start(kind: str, operands: tuple[Any, ...], arguments: tuple[tuple[Any, ...], ...]) -> NoReturn:
-    """Start collectives of one kind, merged into one message; `arguments` has a tuple per operand.
+    """Start collectives, merged into one message; `arguments` has a tuple per operand.
 
     `wait` gives result number i. Between the two the device computes while it communicates.
     """
+    # Calls of it only stand in a plan's graph; lowering replaces each by an operation of c10d.
     raise RuntimeError(
         "start is a node of a plan's graph; run it with Plan.simulate or parallelize"
     )
 
 
 def wait(started: Any, index: int) -> Any:
-    """Return result number `index` of the collectives that `start` began."""
+    """Return result number `index` from the collectives that `start` began."""
     return started[index]
 
 
 def split_axes(axes: str) -> tuple[str, ...]:
-    """Return the axes of a text: 'data+model' gives ('data', 'model')."""
+    """Split a text into its axes: 'data+model' gives ('data', 'model')."""
     return tuple(axes.split("+"))

@@ -1,4 +1,4 @@
-"""Builder of the nodes that a collective of one rank's program becomes."""
+"""Builds the nodes that a collective becomes in one rank's program."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from ..compat.private_apis import OpOverload
 from .collective import split_axes
 from .process_groups import ProcessGroups
 
-# Yields the node of the call, is sent the node of the wait, and returns the result; of collectives
-# that are sent as one, the results of all.
+# Yields the call's node, is sent the wait's node, and returns the result. For merged collectives,
+# it returns all their results.
 Lowering = Generator[fx.Node, fx.Node, fx.Node]
 MergedLowering = Generator[fx.Node, fx.Node, list[fx.Node]]
 
 
 class CollectiveBuilder:
-    """A new graph, the process groups, and the node of the source graph that is being lowered."""
+    """A new graph, the process groups, and the source graph's node that is being lowered."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups, self.mesh, self.graph = groups, groups.mesh, fx.Graph()
         self.node: fx.Node
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call with the source line and phase of the node that is being lowered."""
+        """Add a call; it inherits source line and phase from the node that is being lowered."""
         result = add_node(self.graph, "call_function", op, args, kwargs)
         result.meta.update({"source": None, "backward": False, **origin_of(self.node)})
         return result
 
     def ring_position(self, axes: str) -> tuple[str, list[int], int]:
-        """Return (group name, group ranks in axes order, this rank's index) of `axes`."""
+        """Return (group name, group ranks in axes order, this rank's index) for `axes`."""
         names = split_axes(axes)
         return *self.groups.group(names), self.mesh.index(names, self.groups.coordinates)
 
@@ -53,13 +53,14 @@ class CollectiveBuilder:
             )
         shard = [*shape[:dim], rows, *shape[dim + 1 :]]
         x = self.call(aten.reshape.default, x, [*shape[:dim], count, rows, *shape[dim + 1 :]])
+        # The transport splits the first dimension only.
         if dim:
             order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
             x = self.call(aten.permute.default, x, order)
         return x, shard
 
     def from_front(self, x: object, shard: list[int], dim: int, count: int) -> object:
-        """Return x with the shards of its first dimension joined at `dim`, undoing to_front."""
+        """Return x with the shards in its first dimension joined at `dim`, undoing to_front."""
         if dim:
             x = self.call(
                 aten.permute.default, x, [*range(1, dim + 1), 0, *range(dim + 1, len(shard) + 1)]
@@ -69,13 +70,13 @@ class CollectiveBuilder:
         )
 
     def reorder(self, x: object, positions: Sequence[int]) -> object:
-        """Return x with the entries of its first dimension in the order of `positions`."""
+        """Return x with its first dimension's entries in the order `positions`."""
         if list(positions) == list(range(len(positions))):
             return x
         return self.call(torch.stack, [self.call(aten.select.int, x, 0, p) for p in positions])
 
     def in_group_order(self, x: object, positions: Sequence[int]) -> object:
-        """Return x with the entries of its first dimension in the order of the process group."""
+        """Return x with its first dimension's entries in process group order."""
         return self.contiguous(self.reorder(x, [positions.index(i) for i in range(len(positions))]))
 
     def begin(self, op: object, shape: list[int], *args: object) -> fx.Node:
@@ -85,7 +86,7 @@ class CollectiveBuilder:
         return collective
 
     def exchange(self, x: object, receives: list[int], sends: list[int], name: str) -> fx.Node:
-        """Add an all_to_all of vectors, given the element counts from and to every member."""
+        """Add an all_to_all on vectors, given the element counts from and to every member."""
         return self.begin(c10d.all_to_all_single.default, [sum(receives)], x, receives, sends, name)
 
     def contiguous(self, x: object) -> Any:
@@ -103,6 +104,7 @@ class CollectiveBuilder:
         while (
             value.op == "call_function"
             and len(value.users) == 1
+            # A view's operand owns the memory: follow the views as long as nobody else reads them.
             and isinstance(value.target, OpOverload)
         ):
             if allocates(value):
@@ -111,7 +113,7 @@ class CollectiveBuilder:
         return False
 
     def unpack(self, flat: object, shapes: list[list[int]]) -> list[fx.Node]:
-        """Split the flat result of merged collectives into its members."""
+        """Split the flat result that merged collectives share into its members."""
         members = self.call(
             aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0
         )

@@ -11,13 +11,13 @@ import socket
 from pathlib import Path
 
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
-# In an epoll of gloo an entry has a pointer; in those of libuv and asyncio it has the number of the
-# file. gloo asks for EPOLLIN, EPOLLERR and EPOLLHUP.
+# An entry in gloo's epoll has a pointer; in those of libuv and asyncio it has the file number. gloo
+# asks for EPOLLIN, EPOLLERR and EPOLLHUP.
 _EVENTS = "19"
 
 
 def end_waits() -> int:
-    """Close all connections of gloo and return their number; 0 where there is no /proc."""
+    """Close gloo's connections and return their number; 0 where there is no /proc."""
     closed = 0
     for each in os.listdir(_FILES) if _FILES.is_dir() else ():
         try:
@@ -29,7 +29,7 @@ def end_waits() -> int:
 
 
 def _connections(details: str) -> list[int]:
-    """Return the files that an epoll of gloo waits for; none of another epoll."""
+    """Return the files that a gloo epoll waits for, and none for any other epoll."""
     rows = [row.split() for row in details.splitlines() if row.startswith("tfd:")]
     return [
         int(row[1])

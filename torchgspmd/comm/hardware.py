@@ -15,12 +15,12 @@ US = 1e-6
 
 @dataclass(frozen=True)
 class Link:
-    """The links of a group: those within a host, then those between hosts.
+    """A group's links: those within a host, then those between hosts.
 
     Args:
-        devices: How many devices it joins, those within one of the link before included.
+        devices: How many devices it joins, those that the link before joins included.
         bandwidth: Bytes per second that one device sends over it, in one direction.
-        latency: Seconds until the first byte of a message arrives.
+        latency: Seconds until a message's first byte arrives.
 
     Example:
         >>> Link(8, 450e9, 5e-6).bandwidth
@@ -34,24 +34,24 @@ class Link:
 
 @dataclass(frozen=True)
 class Hardware:
-    """The speed of one device and of the links between devices, for estimates.
+    """The speed of one device, and of its links to others, for estimates.
 
     Args:
         name: The name in reports.
-        flops: Operations per second of products, by bytes of an element.
+        flops: Matmul operations per second, by bytes per element.
         memory_bandwidth: Bytes per second that a device reads or writes.
-        memory: Bytes of a device.
+        memory: Bytes on a device.
         links: From the nearest devices to all.
         launch: Seconds to start an operation.
-        efficiency: Share of `flops` that products reach.
-        beside: Whether devices communicate without help of their compute units.
+        efficiency: Share of `flops` that matmuls reach.
+        beside: Whether devices communicate without their compute units.
         source: Where the numbers are from.
-        step: Seconds of a run besides its operations.
-        groups: Measured links, by kind of collective and devices of a group; their latency is that
-            of a whole collective. Others follow from `links`.
-        view: Seconds of an operation that moves nothing; on GPUs it costs no time of the device.
+        step: Seconds that a run takes besides its operations.
+        groups: Measured links, by collective kind and group size; their latency is a whole
+            collective's. Others follow from `links`.
+        view: Seconds for an operation that moves nothing; on GPUs it costs no device time.
         attention: Seconds to start an attention, and operations per second that it reaches; None if
-            it is as other products.
+            it runs as other matmuls do.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -74,12 +74,12 @@ class Hardware:
 
     @property
     def peak(self) -> float:
-        """Return the most operations per second, of the smallest elements."""
+        """Return the most operations per second, which the smallest elements reach."""
         return max(self.flops.values())
 
     @staticmethod
     def of(name: str | Hardware) -> Hardware:
-        """Return the preset of a name.
+        """Return the preset with this name.
 
         Args:
             name: A preset, such as "h100", or a Hardware, which is returned.
@@ -108,13 +108,13 @@ class Hardware:
         """Return the link over which a group along mesh axes communicates, as one device sees it.
 
         Args:
-            mesh: The mesh; the devices of a host are neighbours in it.
+            mesh: The mesh; a host's devices are neighbours in it.
             axes: The axes that a group runs over.
             relayed: Devices pass received data on: a message crosses to another host once, and
-                every device of the host has a share of that.
+                every device on the host has a share in that.
 
         Returns:
-            A link of as many devices as the group has.
+            A link that joins as many devices as the group has.
 
         Example:
             >>> mesh = Mesh(data=4, model=8)
@@ -126,6 +126,8 @@ class Hardware:
         group = next(iter(mesh.groups(axes)))
         bandwidth, latency, inside = math.inf, 0.0, 1
         for link in self.links:
+            # The slowest link that a message crosses bounds it; links that add no member are not
+            # crossed.
             members = sum(rank // link.devices == group[0] // link.devices for rank in group)
             if members > inside:
                 share = inside if relayed else 1
@@ -137,12 +139,12 @@ class Hardware:
     def transfer_seconds(
         self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool, sent: float
     ) -> float:
-        """Return the seconds of a collective.
+        """Return the seconds that a collective takes.
 
         Args:
             mesh: The mesh.
             axes: The axes that a group runs over.
-            kind: Of the collective.
+            kind: The collective's kind.
             relayed: As for `link`.
             sent: Bytes that one device sends.
 
@@ -157,15 +159,16 @@ class Hardware:
         if (measured := self.groups.get((kind, mesh.count(axes)))) is not None:
             return measured.latency + sent / measured.bandwidth
         link = self.link(mesh, axes, relayed)
+        # A tree of messages has log2(n) levels; no group is faster than a pair.
         latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
         return latency + sent / link.bandwidth
 
     def product_seconds(self, flops: float, itemsize: int) -> float:
-        """Return the seconds that products take.
+        """Return the seconds that matmuls take.
 
         Args:
             flops: Operations.
-            itemsize: Bytes of an element.
+            itemsize: Bytes per element.
 
         Returns:
             Seconds.
@@ -177,12 +180,12 @@ class Hardware:
         return flops / (self.efficiency * self.rate(itemsize))
 
     def rate(self, itemsize: int) -> float:
-        """Return operations per second of elements of a size: of the next wider with a rate.
+        """Return operations per second for an element size: the rate of the next wider one.
 
-        Elements that are wider than all of these compute as the widest.
+        Elements wider than all of these compute as the widest.
 
         Args:
-            itemsize: Bytes of an element.
+            itemsize: Bytes per element.
 
         Returns:
             Operations per second.
@@ -191,12 +194,13 @@ class Hardware:
             >>> Hardware.of("tpu_v4").rate(1) == Hardware.of("tpu_v4").rate(2)
             True
         """
+        # Narrower types without units of their own are computed in the next wider one.
         wider = [size for size in self.flops if size >= itemsize]
         return self.flops[min(wider, default=max(self.flops))]
 
 
 def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links: tuple) -> Hardware:
-    """Return an NVIDIA GPU of a host of eight."""
+    """Return an NVIDIA GPU in a host with eight."""
     inside, across = links
     return Hardware(
         name,
@@ -209,7 +213,7 @@ def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links:
 
 
 def _tpu(name: str, flops: float, memory: tuple[float, float], link: float, text: str) -> Hardware:
-    """Return a TPU whose torus sends in both directions of one dimension at once."""
+    """Return a TPU whose torus sends both ways along one dimension at once."""
     return Hardware(
         name,
         {2: flops, 4: flops / 6},  # f32 products take six passes of bf16
@@ -222,7 +226,7 @@ def _tpu(name: str, flops: float, memory: tuple[float, float], link: float, text
 
 
 _CLOUD = "Google Cloud's documentation of the version; latencies are ours"
-# Round numbers of a GPU and of one core: the schedule of collectives is chosen by these.
+# Round numbers for a GPU and for one core: the scheduler places collectives by these.
 GPU = Hardware(
     "gpu", {2: 5e14, 4: 5e13, 8: 3e13}, 3e12, 80 * GB, (Link(math.inf, 2e11, 1e-5),), efficiency=1.0
 )
@@ -267,7 +271,7 @@ def hardware_of(device: str) -> Hardware:
     """Return the round numbers for a device type.
 
     Args:
-        device: A device type of torch. "meta" stands for GPUs.
+        device: A torch device type. "meta" stands for GPUs.
 
     Returns:
         The hardware.

@@ -1,4 +1,4 @@
-"""Values of JSON as the types that a dataclass declares: words of another process are data."""
+"""JSON values as the types that a dataclass declares: messages from other processes are data."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ R = TypeVar("R")
 
 
 def from_row(cls: type[R], row: Any) -> R:
-    """Return a dataclass of the values that `json` gives of its `asdict`.
+    """Return the dataclass whose `asdict` went through `json`.
 
     Raises:
-        ValueError: A field is missing, unknown, or of another type.
+        ValueError: A field is missing, unknown, or has another type.
     """
     hints = field_types(cls)
     if not isinstance(row, dict) or row.keys() != hints.keys():
@@ -44,13 +44,14 @@ def field_types(cls: type) -> dict[str, Any]:
 
 
 def conforms(value: Any, hint: Any) -> bool:
-    """Return whether a value, with its contents, is of a declared type."""
+    """Return whether a value, with its contents, has a declared type."""
     origin, parts = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
         return any(conforms(value, part) for part in parts)
     if hint in (int, float, bool, str):
+        # A float field may hold an int. isinstance would take True for an int.
         return type(value) is hint or hint is float and type(value) is int
     if not isinstance(value, origin or hint):
         return False

@@ -1,4 +1,4 @@
-"""Operations of one device without communication: slice a shard or window, mask padding."""
+"""Operations on one device, without communication: slice a shard or window, mask padding."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from ..layout.halo_window import Window
 
 
 def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Tensor:
-    """Return shard number `index` of `count` equal ones; zeros pad the last ones.
+    """Return shard number `index` among `count` equal ones; zeros pad the last ones.
 
     group: rows that stay together.
     """
+    # Shards are equal so that collectives can be even; the rounding is up, in whole groups.
     rows = -(-x.shape[dim] // (count * group)) * group
     x = pad_rows(x, dim, rows * count)
     return x.narrow(dim, index * rows, rows).contiguous()
 
 
 def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
-    """Return x with further rows at the end of a dimension, `rows` in all."""
+    """Return x with rows added at a dimension's end, `rows` in all."""
     if x.shape[dim] == rows:
         return x
     pads = [0, 0] * (x.dim() - 1 - dim) + [0, rows - x.shape[dim]]
@@ -32,15 +33,15 @@ def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
 
 
 def cut_shard(x: Tensor, dim: int, index: int, size: int) -> Tensor:
-    """Return shard number `index` of a dimension of length `size` without its padding."""
+    """Return shard number `index` without its padding; the dimension has `size` rows."""
     rows = x.shape[dim]
     return x.narrow(dim, 0, min(max(size - index * rows, 0), rows)).contiguous()
 
 
 def take_window(x: Tensor, dim: int, index: int, text: str, shard_rows: int = 0) -> Tensor:
-    """Return the rows of a device's window of a replicated dimension.
+    """Return the rows in a device's window on a replicated dimension.
 
-    shard_rows: those of a shard, if only a run knows them.
+    shard_rows: a shard's rows, if only a run knows them.
     """
     size = x.shape[dim]
     window = Window.parse(text).in_run(shard_rows, size)
@@ -57,7 +58,7 @@ def join_pieces(
     like: Tensor,
     unspecified: float = 0.0,
 ) -> Tensor:
-    """Return a window of (first row, piece) pairs in order; gaps get the window's fill value."""
+    """Build a window from (first row, piece) pairs in order; gaps get the window's fill value."""
     shape, segments, row = list(like.shape), [], 0
     fill = as_dtype(unspecified if window.fill is None else window.fill, like.dtype)
     for place, piece in [*pieces, (window.length, None)]:
@@ -69,7 +70,7 @@ def join_pieces(
     return torch.cat(segments, dim)
 
 
-Rows = Tensor | list["Rows"]  # the rows of a stack, or of a stack of stacks
+Rows = Tensor | list["Rows"]  # the rows in a stack, or in a stack of stacks
 
 
 def stack_rows(rows: Rows) -> Tensor:
@@ -78,7 +79,7 @@ def stack_rows(rows: Rows) -> Tensor:
 
 
 def copy_rows(rows: Rows) -> Rows:
-    """Return rows in memory of their own."""
+    """Return rows in their own memory."""
     return rows.clone() if isinstance(rows, Tensor) else [copy_rows(x) for x in rows]
 
 
@@ -97,7 +98,7 @@ def only_first(x: Tensor, index: int) -> Tensor:
 
 
 def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Tensor:
-    """Return x with `fill` in the rows past the global end of a dimension of length `size`.
+    """Return x with `fill` in the rows past row `size`, a dimension's global end.
 
     x is shard number `index`. Padding is selected away, not multiplied: it may be NaN.
     """
@@ -107,8 +108,8 @@ def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Ten
 
 
 def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:
-    """Return a fill value as a number of the dtype; integers get their extreme for infinity."""
-    if dtype == torch.bool:  # torch.where of bools and a number of int is int
+    """Return a fill value as a number in the dtype; integers get their extreme for infinity."""
+    if dtype == torch.bool:  # torch.where on bools and an int number gives int
         return fill > 0
     if dtype.is_floating_point or dtype.is_complex or not math.isinf(fill):
         return fill if dtype.is_floating_point or dtype.is_complex else int(fill)

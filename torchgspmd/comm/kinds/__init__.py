@@ -1,6 +1,6 @@
-"""The table of all kinds of collectives, and of the other steps between layouts.
+"""The table KINDS: collectives, and the other steps between layouts.
 
-All knowledge of a kind lies in its file. Features add rows (`add_kinds`). With B bytes of payload
+All knowledge about a kind lies in its file. Features add rows (`add_kinds`). With B payload bytes
 and n devices in a group, bandwidth-optimal algorithms send per device
 
     all_reduce      2 (n-1)/n B         payload: the reduced tensor
@@ -37,7 +37,7 @@ from .permute import permute
 from .reduce_scatter import reduce_scatter
 from .ring_einsum import einsum_scatter, gather_einsum
 
-# By name, in the order in which a search of steps tries them.
+# By name, in the order in which a step search tries them.
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
@@ -55,18 +55,19 @@ KINDS: dict[str, Kind] = {
         einsum_scatter,
     )
 }
-SEARCHED: list[StepKind] = []  # The kinds of steps that a search may take.
+SEARCHED: list[StepKind] = []  # The step kinds that a search may take.
 WIRE_OPS: dict[OpOverload, WireOp] = {}  # The operations that a lowered program communicates by.
 
 
 def collective_kinds() -> dict[str, CollectiveKind]:
-    """Return the kinds of steps that communicate, by name."""
+    """Return the step kinds that communicate, by name."""
     return {name: kind for name, kind in KINDS.items() if isinstance(kind, CollectiveKind)}
 
 
 def _index() -> None:
     """Fill the lists that follow from the table."""
     kinds = [kind for kind in KINDS.values() if isinstance(kind, StepKind)]
+    # In place: other modules have imported the lists.
     SEARCHED[:] = [kind for kind in kinds if kind.moves is not no_moves]
     WIRE_OPS.clear()
     WIRE_OPS.update({w.op: w for kind in collective_kinds().values() for w in kind.wire})
@@ -83,7 +84,7 @@ def add_kinds(*kinds: Kind) -> None:
 
 @contextmanager
 def _restored() -> Generator[None]:
-    """Restore the table at the end of the block."""
+    """Restore the table when the block ends."""
     before = dict(KINDS)
     try:
         yield
@@ -103,7 +104,7 @@ def registered(kind: StepKind) -> Generator[None]:
 
 @contextmanager
 def without_kinds(feature: str) -> Generator[None]:
-    """Take the rows of a feature out of the table while in this context."""
+    """Take a feature's rows out of the table while in this context."""
     with _restored():
         for name in [name for name, kind in KINDS.items() if kind.feature == feature]:
             del KINDS[name]

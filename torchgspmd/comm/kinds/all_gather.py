@@ -20,8 +20,9 @@ from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, 
 
 
 def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
-    """Yield gathers along the minor axes of each dimension."""
+    """Yield gathers along each dimension's minor axes."""
     for d, axes in enumerate(spec.dims):
+        # Only minor axes: a gather over a major one would leave the shard in pieces.
         for k in range(len(axes)):
             if problem.nests(d, axes[:k], axes):
                 new = spec.with_dim(d, axes[:k])

@@ -1,6 +1,6 @@
-"""halo(x, dim, axes, window, size): every device gets the rows of its window (see halo_window.py).
+"""halo(x, dim, axes, window, size): every device gets its window's rows (see halo_window.py).
 
-x is a shard of a dimension of global length `size`.
+x is a shard; the dimension has `size` rows globally.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Rows = tuple[int, int]  # (first row, number of rows)
 
 
 def halo_step(mesh: Mesh, spec: ShardSpec, dim: int, size: int, row: int) -> Step:
-    """Return the step to `spec`, which has a window of a dimension. row: bytes of a row."""
+    """Return the step to `spec`, which has a window on a dimension. row: bytes in a row."""
     axes, window = spec.dims[dim], spec.window(dim)
     assert window is not None
     payload = float(sent_rows(window, int(size), mesh.count(axes)) * row)
@@ -51,7 +51,12 @@ def _simulate(
                 for owner, row, place, rows in window.pieces(index, size, len(shards), shard_rows)
             ]
             return join_pieces(
-                pieces, window, dim, shards[0], math.nan if shards[0].is_floating_point() else 0
+                # NaN in rows that no program may read shows a missing mask in tests.
+                pieces,
+                window,
+                dim,
+                shards[0],
+                math.nan if shards[0].is_floating_point() else 0,
             )
 
         return [window_of(i) for i in range(len(shards))]
@@ -78,6 +83,8 @@ def _lower(
         for owner, row, place, rows in required
         if owner == me
     ]
+    # All ranks decide alike by the busiest one: a rank that skips the collective would block
+    # others.
     if sent_rows(window, size, n, shape[dim]):
         pieces += yield from _exchange_rows(
             build, x, shape, dim=dim, name=name, sends=sends, receives=receives
@@ -94,7 +101,7 @@ def _exchange_rows(
     sends: list[list[_Rows]],
     receives: list[list[_Rows]],
 ) -> Generator[fx.Node, fx.Node, list[tuple[int, int, fx.Node]]]:
-    """Exchange rows of x with the group. Returns the received (place in window, rows, tensor)."""
+    """Exchange rows with the group. Returns the received (place in window, rows, tensor)."""
     row = math.prod(shape) // shape[dim]
     flat = [
         build.call(aten.reshape.default, build.call(aten.narrow.default, x, dim, place, n), [-1])
@@ -133,7 +140,7 @@ def _concat_window(
     window: Window,
     pieces: list[tuple[int, int, Any]],
 ) -> fx.Node:
-    """Concatenate the pieces of a window, with its fill in the gaps."""
+    """Concatenate a window's pieces, with its fill in the gaps."""
     fill = as_dtype(window.fill or 0.0, build.node.meta["dtype"])
     tensors: list[Any] = []
     row = 0

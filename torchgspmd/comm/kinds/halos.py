@@ -1,6 +1,6 @@
-"""halos(x, before, after): every device gets its windows of several dimensions in one exchange.
+"""halos(x, before, after): every device gets its windows on several dimensions in one exchange.
 
-A flip of two sharded dimensions sends every element once, and not along one dimension first.
+A flip over two sharded dimensions sends every element once, and not along one dimension first.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def halos_step(
 ) -> Step | None:
     """Return the exchange that leads to windows.
 
-    None of sizes that only a run knows, over parts of an axis, or over more devices than are
-    counted one by one. None also if rows outside of two dimensions hold different fills.
+    None for sizes that only a run knows, over parts of an axis, or over more devices than are
+    counted one by one. None also if rows outside two dimensions hold different fills.
     """
     moving = {a for axes, w in zip(after.dims, after.windows) if w is not None for a in axes}
     few = moving <= set(mesh.names) and mesh.count(moving) <= MAX_COUNTED_DEVICES
@@ -46,7 +46,7 @@ def halos_step(
 
 
 def _fills(after: ShardSpec) -> set[float]:
-    """Return the values of rows outside of the dimensions."""
+    """Return the values in rows outside the dimensions."""
     return {w.fill for w in after.windows if w is not None and w.fill is not None}
 
 
@@ -54,7 +54,7 @@ def _fills(after: ShardSpec) -> set[float]:
 def _windows(
     mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec
 ) -> tuple[Axes, tuple[tuple[_Piece, ...], ...]]:
-    """Return the axes of a group, in mesh order, and the pieces of each member's window."""
+    """Return a group's axes, in mesh order, and each member's window in pieces."""
     dims = {d: w for d, w in enumerate(after.windows) if w is not None}
     axes = tuple(a for a in mesh.names if any(a in after.dims[d] for d in dims))
     members: list[Coordinates] = [
@@ -65,8 +65,9 @@ def _windows(
     places, local = {at: place for place, at in enumerate(indices)}, before.local_shape(shape, mesh)
 
     def pieces(at: tuple[int, ...]) -> tuple[_Piece, ...]:
-        """Return the pieces of one device's window."""
+        """Return one device's window in pieces."""
         result: list[_Piece] = []
+        # A window in several dimensions is the product of its pieces in each one.
         for choice in itertools.product(
             *(
                 w.pieces(i, shape[d], mesh.count(after.dims[d]))
@@ -91,6 +92,7 @@ def _simulate(
 ) -> list[Tensor]:
     spec, results = ShardSpec.parse(after), list(x)
     axes, windows = _windows(mesh, tuple(shape), ShardSpec.parse(before), spec)
+    # NaN in rows that no program may read shows a missing mask in tests.
     unspecified = math.nan if x[0].is_floating_point() else 0
     fill, local = next(iter(_fills(spec)), unspecified), spec.local_shape(tuple(shape), mesh)
     for group in mesh.groups(axes):
@@ -109,7 +111,7 @@ def _lower(
     after: str,
     size: tuple[int, ...],
 ) -> Lowering:
-    """Lower to an all_to_all of boxes. The device's own rows are one of them."""
+    """Lower to an all_to_all on boxes. The device's own rows are one among them."""
     mesh, spec = build.mesh, ShardSpec.parse(after)
     axes, windows = _windows(mesh, tuple(size), ShardSpec.parse(before), spec)
     name, _ = build.groups.group(axes)

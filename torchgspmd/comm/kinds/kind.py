@@ -1,6 +1,6 @@
-"""The types of the rows: a kind of collective, or of another step between layouts.
+"""Row types: Kind, for collectives and for the other steps between layouts.
 
-A kind is the target of its nodes. It cannot be called: whoever meets one in a graph asks it for
+A kind is the target of its nodes. It cannot be called: code that meets one in a graph asks it for
 `simulate`, `localize` or `lower`.
 """
 
@@ -34,30 +34,30 @@ class ReshardProblem(Protocol):
         ...
 
     def shard_bytes(self, spec: ShardSpec) -> float:
-        """Return the bytes of one shard."""
+        """Count one shard's bytes."""
         ...
 
     def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
-        """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
+        """Count a shard's bytes, with a dimension padded to a multiple of further axes."""
         ...
 
     def nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
-        """Return whether fine shards of a dimension lie within coarse ones."""
+        """Return whether a dimension's fine shards lie within coarse ones."""
         ...
 
     def remaining_cost(self, spec: ShardSpec) -> float:
-        """Return a lower bound of the cost from a layout to `after`."""
+        """Return a lower bound on the cost from a layout to `after`."""
         ...
 
     def fee(self, kind: CollectiveKind) -> float:
-        """Return the cost of a step besides the bytes sent."""
+        """Return a step's cost besides the bytes sent."""
         ...
 
 
 class LocalSteps(Protocol):
-    """The builder of one step's local nodes: fx_passes.localize.StepEmitter."""
+    """Builds one step's local nodes: fx_passes.localize.StepEmitter."""
 
-    shape: tuple[int, ...]  # of the value, global
+    shape: tuple[int, ...]  # the value's, global
 
     def sizes(self, x: fx.Node) -> tuple[Any, ...]:
         """Return the global shape, with nodes for sizes that only a run knows."""
@@ -68,43 +68,43 @@ class LocalSteps(Protocol):
         ...
 
     def collective(self, *args: object) -> fx.Node:
-        """Return a new node of the step's own kind."""
+        """Return a new node whose target is the step's own kind."""
         ...
 
     def index(self, axes: str) -> fx.Node:
-        """Return the node of the device's position along `axes`."""
+        """Return the node that gives the device's position along `axes`."""
         ...
 
     def count(self, axes: str) -> int:
-        """Return the number of devices along `axes`."""
+        """Count the devices along `axes`."""
         ...
 
     def shard_rows(self, dim: int) -> fx.Node:
-        """Return the rows of a shard behind the step, of a size that only a run knows."""
+        """Return the rows that a shard has after the step, for a size that only a run knows."""
         ...
 
     def padded(self, x: fx.Node, dim: int) -> fx.Node:
-        """Return a value that is padded so that shards of a dimension have whole groups of rows.
+        """Return a padded value, whose shards of a dimension have whole row groups.
 
         Only a dimension whose size a run knows has groups: n rows flattened with 3 others.
         """
         ...
 
     def exchange(self, x: fx.Node, before: str, after: str) -> fx.Node:
-        """Return a new node of the step's own kind, from one layout to another.
+        """Return a new node whose target is the step's own kind, from one layout to another.
 
         Its last argument is the global shape.
         """
         ...
 
     def trimmed(self, gathered: fx.Node, dim: int) -> fx.Node:
-        """Return a value without the padding of a dimension that was gathered whole."""
+        """Return a value without the padding in a dimension that was gathered whole."""
         ...
 
 
 @dataclass(frozen=True)
 class Step:
-    """One move of a value: all_to_all(x, 0, 1, data) leads from [data, _] to [_, data].
+    """One move: all_to_all(x, 0, 1, data) leads from [data, _] to [_, data].
 
     args: the arguments after the tensor. spec: the layout after the step.
     """
@@ -118,13 +118,14 @@ class Step:
 
     @property
     def kind(self) -> str:
-        """Return the name of the kind."""
+        """Return the kind's name."""
         return self.target.name
 
     @property
     def collective(self) -> str | None:
         """Return the kind that a plan reports; None if nothing is sent."""
         kind = self.target
+        # A halo whose windows need no other shard sends nothing, so a plan does not list it.
         if not isinstance(kind, CollectiveKind) or kind.counts_as and not self.sent:
             return None
         return kind.counts_as or kind.name
@@ -149,11 +150,11 @@ class WireOp:
 class MergedForm:
     """How several collectives of one kind are sent as one.
 
-    shared: positions of the arguments, after the tensor, that merged collectives have in common.
+    shared: positions, after the tensor, at which merged collectives have the same argument.
     """
 
     shared: tuple[int, ...]
-    lower: Callable[..., MergedLowering]  # (builder, operands, local shapes, arguments of each)
+    lower: Callable[..., MergedLowering]  # (builder, operands, local shapes, arguments by operand)
 
 
 def unset(*_: object) -> NoReturn:
@@ -164,36 +165,36 @@ def unset(*_: object) -> NoReturn:
 
 
 def no_moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
-    """Yield nothing: no search takes steps of the kind."""
+    """Yield nothing: no search takes this kind's steps."""
     yield from ()
 
 
 def localize_unchanged(build: LocalSteps, *args: object) -> fx.Node:
-    """Return the local form of a step: the same call."""
+    """Return a step's local form: the same call."""
     return build.collective(*args)
 
 
 def rename_axes(
     args: tuple[object, ...], axes: Axes, rename: Callable[[Axes], Axes]
 ) -> tuple[object, ...]:
-    """Return the arguments of a step over `axes` with other names of these."""
+    """Return a step's arguments, with its `axes` renamed."""
     return tuple("+".join(rename(axes)) if arg == "+".join(axes) else arg for arg in args)
 
 
 def rename_specs(
     args: tuple[Any, ...], axes: Axes, rename: Callable[[Axes], Axes]
 ) -> tuple[object, ...]:
-    """Return the arguments of a step, which are layouts, with other names of axes."""
+    """Return a step's arguments, which are layouts, with axes renamed."""
     return tuple(str(ShardSpec.parse(text).map_axes(rename)) for text in args)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class Kind:
-    """A kind of nodes, and their target.
+    """A node kind, and its nodes' target.
 
     signature: an example that the tests run, such as all_gather(f32[8@a, 6], 0, a) -> f32[8, 6].
     meaning: its effect, and its meaning on one device. picture: devices before and after. feature:
-    the folder of features/ that the row belongs to; "core" for none.
+    the folder in features/ that the row belongs to; "core" for none.
     """
 
     name: str
@@ -219,18 +220,19 @@ class Kind:
 
     def missing(self) -> list[str]:
         """Return the attributes that the row lacks though it has to have them."""
+        # None is a value here: some rows have no merged form and no name in XLA.
         return [f.name for f in fields(self) if getattr(self, f.name) in ("", (), unset)]
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class StepKind(Kind):
-    """A kind of step from one layout to another.
+    """A step from one layout to another.
 
-    suffix: of the name of a value behind the step. moves: yields the steps from a layout that a
-    search may take, but for those that cost `left` or more. localize: returns the node of one
-    device's program, from (builder, operand, *arguments). rename: returns the arguments for other
-    names of axes. gathers: devices get shards of others, and keep all they have. relays: devices
-    pass received values on, or their sum, so that it enters a host once.
+    suffix: ends a value's name behind the step. moves: yields the steps from a layout that a search
+    may take, but for those that cost `left` or more. localize: returns the node in one device's
+    program, from (builder, operand, *arguments). rename: returns the arguments with axes renamed.
+    gathers: devices get others' shards, and keep all they have. relays: devices pass received
+    values on, or their sum, so that it enters a host once.
     """
 
     suffix: str = ""
@@ -243,25 +245,25 @@ class StepKind(Kind):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class LocalStepKind(StepKind):
-    """A kind of step that sends nothing: `localize` is operations of one device."""
+    """A step that sends nothing: `localize` gives operations on one device."""
 
     localize: Callable[..., fx.Node] = unset
 
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class CollectiveKind(StepKind):
-    """A kind of step by which devices communicate.
+    """A step by which devices communicate.
 
-    payload: the payload of one. sent: returns the bytes that a device sends, from the bytes of the
-    payload and the number of devices in a group. fee: the constant that it costs besides, a name in
-    fx_passes/partition/cost_constants.py. simulate: returns the results of all devices, from (mesh,
-    operands of all devices, *arguments). lower: see Lowering. merged: None if a bucket cannot have
-    it. wire: all operations that `lower` and `merged` communicate by.
+    payload: names the tensor that is the payload. sent: returns the bytes that a device sends, from
+    the payload's bytes and the number of devices in a group. fee: the constant that it costs
+    besides, a name in fx_passes/partition/cost_constants.py. simulate: returns all devices'
+    results, from (mesh, all devices' operands, *arguments). lower: see Lowering. merged: None if a
+    bucket cannot have it. wire: all operations that `lower` and `merged` communicate by.
 
     reduces: it adds up terms, by the reduction that is its first argument. sliced: the kind that
-    does the same if devices use only their slices of the result. counts_as: the kind that a plan
-    reports instead, where bytes are sent. xla: its name in XLA; payload_from: the payload, from the
-    bytes of the result and n.
+    does the same if devices use only their slices. counts_as: the kind that a plan reports instead,
+    where bytes are sent. xla: its name in XLA; payload_from: the payload's bytes, from the result's
+    bytes and n.
     """
 
     payload: str = ""
@@ -286,11 +288,11 @@ class CollectiveKind(StepKind):
 
 @dataclass(frozen=True, eq=False, kw_only=True, repr=False)
 class FusedKind(Kind):
-    """A collective that is computed together with products.
+    """A collective that is computed together with matmuls.
 
-    replaces: the collective. simulate: as for that. lower: returns the node of one rank's program,
-    from (builder, *arguments). runs: the function that this node calls. flops: operations of the
-    products of a device, from (devices of a group, shapes of operands, *arguments).
+    replaces: the collective. simulate: as for that. lower: returns the node in one rank's program,
+    from (builder, *arguments). runs: the function that this node calls. flops: operations in a
+    device's matmuls, from (devices in a group, operand shapes, *arguments).
     """
 
     replaces: CollectiveKind
@@ -303,7 +305,7 @@ class FusedKind(Kind):
 def in_groups(
     axes: str, mesh: Mesh, x: Sequence[Tensor], run: Callable[[list[Tensor]], Sequence[Tensor]]
 ) -> list[Tensor]:
-    """Apply `run` to the tensors of every group of devices over `axes`."""
+    """Apply `run` to the tensors in every device group over `axes`."""
     results = list(x)
     for group in mesh.groups(split_axes(axes)):
         for rank, result in zip(group, run([x[rank] for rank in group])):

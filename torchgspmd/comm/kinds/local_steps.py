@@ -33,6 +33,7 @@ def _shards(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[S
     for d, (have, need) in enumerate(zip(spec.dims, after.dims)):
         rest = need[len(have) :]
         if have == need[: len(have)]:
+            # One axis, or all: repeated steps over one axis reach the rest.
             for end in {1, len(rest)} if rest else ():
                 if not taken & set(rest[:end]) and problem.nests(d, have, have + rest[:end]):
                     yield shard_step(spec, d, rest[:end])

@@ -1,4 +1,4 @@
-"""permute(x, before, after): devices receive only the missing elements of another layout."""
+"""permute(x, before, after): devices receive the elements that they lack in another layout."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ def permute_step(problem: ReshardProblem, spec: ShardSpec, target: ShardSpec) ->
 def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[Step]:
     for target in problem.targets if left > 0 and spec.pending == problem.after.pending else ():
         if spec != target:
+            # A cheap lower bound first: `permute_step` compares the ways to divide the sending.
             missing = lacking(problem.mesh, problem.shape, spec, target) * problem.itemsize
             if missing + problem.remaining_cost(target) + problem.fee(permute) < left:
                 yield permute_step(problem, spec, target)
@@ -54,6 +55,7 @@ def _simulate(
                 [b for b in transfers[rank].receives if b is not None],
                 transfers[rank].keep,
                 transfers[rank].shape,
+                # NaN in padding shows a missing mask in tests.
                 math.nan if moved.is_floating_point() else 0,
             )
     return results
@@ -67,7 +69,7 @@ def _lower(
     after: str,
     size: tuple[int, ...],
 ) -> Lowering:
-    """Lower to an all_to_all of boxes of any size, empty for most peers. Gloo and NCCL have it."""
+    """Lower to an all_to_all on boxes of any size, empty for most peers. Gloo and NCCL have it."""
     plan = exchange(build.mesh, tuple(size), ShardSpec.parse(before), ShardSpec.parse(after))
     name, _ = build.groups.group(plan.axes)
     mine = plan.transfer(build.groups.coordinates)

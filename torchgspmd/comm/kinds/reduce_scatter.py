@@ -65,6 +65,7 @@ def _lower(
     build: CollectiveBuilder, x: Any, shape: list[int], reduction: str, dim: int, axes: str
 ) -> Lowering:
     name, positions = build.groups.group(split_axes(axes))
+    # [count, *shard]: row i is the shard of group member i.
     stacked, shard = build.to_front(x, shape, dim, len(positions))
     mine = yield build.begin(
         c10d.reduce_scatter_tensor.default,
@@ -90,6 +91,7 @@ def _lower_merged(
     shards: list[list[int]] = []
     for x, shape, (_, dim, _) in zip(xs, shapes, arguments):
         stacked, shard = build.to_front(x, shape, dim, n)
+        # [n, elements of a shard]: members' rows can then be sent side by side.
         rows.append(build.call(aten.reshape.default, stacked, [n, -1]))
         shards.append(shard)
     total = yield build.begin(

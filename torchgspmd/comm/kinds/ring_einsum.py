@@ -1,13 +1,13 @@
-"""Collective matmul: einsums that gather an operand or scatter the result in chunks round a ring.
+"""Collective matmul: einsums that gather an operand, or scatter the result, round a ring.
 
     gather    In step t device i multiplies chunk i + t and passes it on to device i - 1.
-    scatter   In step t device i adds its term of block i + t + 1 to the sum from device i + 1.
+    scatter   In step t device i adds its term to block i + t + 1 in the sum from device i + 1.
               It passes the sum on to device i - 1.
 
-While a device multiplies one chunk, the next one is on its way from its neighbour. The bytes of an
-all_gather or a reduce_scatter are sent in n - 1 permutes. The program has one call for any number
-of devices: the loop is in this file. Source: windowed einsum, arXiv 2105.04663, sections 4 and 5;
-arXiv 2211.05322 calls it collective matmul.
+While a device multiplies one chunk, the next one is on its way from its neighbour. An all_gather or
+a reduce_scatter becomes n - 1 permutes with as many bytes. The program has one call for any device
+count: the loop is in this file. Source: windowed einsum, arXiv 2105.04663, sections 4 and 5; arXiv
+2211.05322 calls it collective matmul.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def einsum_chunk(
     count: int,
     chunked: int | None = None,
 ) -> Tensor:
-    """Return the einsum of chunk number `index` of a letter's dimension.
+    """Return the einsum over chunk number `index` in a letter's dimension.
 
-    chunked: the number of an operand that is that chunk already.
+    chunked: the operand, by number, that is that chunk already.
     """
     chunks: list[Tensor] = []
     for i, (letters, x) in enumerate(zip(equation.split("->")[0].split(","), operands)):
@@ -71,7 +71,7 @@ def einsum_chunk(
 
 
 def join_chunks(equation: str, letter: str, results: Sequence[Tensor]) -> Tensor:
-    """Return the result of the whole einsum: concatenated along `letter`, or summed over it."""
+    """Return the whole einsum's result: concatenated along `letter`, or summed over it."""
     out = equation.split("->")[1]
     return (
         torch.cat(list(results), out.index(letter))
@@ -99,6 +99,7 @@ def ring_gather_einsum(
     results: list[list[Any]] = [[None] * n for _ in equations]
     for step in range(n):
         index = (me + step) % n
+        # Sent before the matmul, so that the chunk is on its way while this device computes.
         coming = ring.pass_on(x) if step < n - 1 else x
         chunks[index] = x if keep else None
         for row, equation, letter, side, other in zip(results, equations, letters, sides, others):
@@ -119,8 +120,10 @@ def ring_einsum_scatter(
     """Compute einsum_scatter on one device."""
     ring, n = RingPosition(name, tuple(ranks), me), len(ranks)
     letter = equation.split("->")[1][dim]
+    # After n - 1 passes the block that started here is complete at device me - 1 + n - ...
     total = einsum_chunk(equation, letter, (a, b), (me + 1) % n, n)
     for step in range(1, n):
+        # Sent before the matmul: the term of the next block is computed meanwhile.
         coming = ring.pass_on(total.contiguous())
         term = einsum_chunk(equation, letter, (a, b), (me + step + 1) % n, n)
         total = term.add_(c10d.wait_tensor(coming).view(term.shape))
