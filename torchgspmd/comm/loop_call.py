@@ -1,4 +1,4 @@
-"""LoopCall: a loop in the program of one device, the target of a node.
+"""LoopCall: a loop in one device's program; a node's target.
 
 %loop = loop_1x8([%h0], [%ws], [%x])        carries, stacked rows, values of outside
 %end  = %loop[0]                            last carries, then stacked results, then totals
@@ -24,7 +24,7 @@ T = TypeVar("T")
 RunBody = Callable[[fx.Graph, Sequence[list], Mapping[int, int]], list[list]]
 """Runs a graph on all devices: inputs are lists over the devices, results are those of each.
 
-The mapping has the devices with work of their own, and the iteration that each is at.
+The mapping has the devices with their own work, and the iteration that each is at.
 """
 
 
@@ -34,7 +34,7 @@ def as_code(graph: fx.Graph) -> Callable[..., object]:
 
 
 class InnerProgram:
-    """A program in a program. compile: makes a function of a graph, when it first runs."""
+    """A program in a program. compile: makes a graph's function when it first runs."""
 
     graph: fx.Graph
     compile: Callable[[fx.Graph], Callable[..., Any]] = staticmethod(as_code)
@@ -45,10 +45,10 @@ class InnerProgram:
 
 
 class BodyReader(NamedTuple):
-    """How a BodyCall reads its parts from a file of a plan; each raises ValueError or the like.
+    """How a BodyCall reads its parts from a plan file; each raises ValueError or the like.
 
     graph, value: decode a graph, and any other value. natural: returns a number that is no less
-    than 0. loop: parses a loop. has_axis: whether the mesh has an axis of a name.
+    than 0. loop: parses a loop. has_axis: whether the mesh has an axis with this name.
     """
 
     graph: Callable[[Any], fx.Graph]
@@ -59,7 +59,7 @@ class BodyReader(NamedTuple):
 
 
 class BodyCall:
-    """The target of a node that runs programs of its own, its bodies. loop: how often.
+    """A node's target that runs inner programs, its bodies. loop: how often.
 
     sends: whether it communicates by itself, besides its bodies.
     """
@@ -82,26 +82,26 @@ class BodyCall:
         raise NotImplementedError
 
     def copy(self) -> BodyCall:
-        """Return a copy with graphs of its own, down to the loops in them."""
+        """Return a copy with its own graphs, down to the loops in them."""
         raise NotImplementedError
 
     def simulate(self, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody) -> list[Any]:
-        """Return the results of all devices. arguments: those of the call, of each device."""
+        """Return all devices' results. arguments: the call's, each as a list over devices."""
         raise NotImplementedError
 
     def connect(self, groups: object) -> None:
-        """Take the process groups of the rank that will run it (comm/process_groups.py)."""
+        """Take the running rank's process groups (comm/process_groups.py)."""
 
     def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
-        """Return the most bytes that an iteration allocates. own_bytes: those of a body."""
+        """Return the most bytes that an iteration allocates. own_bytes: counts a body's."""
         raise NotImplementedError
 
     def summary(self) -> Iterator[str]:
-        """Yield the lines of a plan's summary."""
+        """Yield lines for a plan's summary."""
         yield from ()
 
     def picture(self) -> str | None:
-        """Return an SVG of the work of each device over time, for calls that have one."""
+        """Return an SVG with each device's work over time, for calls that have one."""
         return None
 
     def encode(
@@ -112,7 +112,7 @@ class BodyCall:
 
     @classmethod
     def decode(cls, parts: list[object], read: BodyReader) -> BodyCall:
-        """Return the call of these parts. It may have fields of a wrong type."""
+        """Return the call that these parts describe. Its fields may have wrong types."""
         raise NotImplementedError
 
     @property
@@ -123,7 +123,7 @@ class BodyCall:
 
 @dataclass(frozen=True)
 class LoopOperands:
-    """The arguments of a loop: first carries, stacked rows, values of outside."""
+    """A loop's arguments: first carries, stacked rows, values from outside."""
 
     carries: list[fx.Node]
     rows: list[fx.Node]
@@ -131,18 +131,18 @@ class LoopOperands:
 
     @classmethod
     def of(cls, node: fx.Node) -> LoopOperands:
-        """Return the arguments of a node whose target is a LoopCall."""
+        """Read them from a node whose target is a LoopCall."""
         return cls(*node.args)  # pyright: ignore[reportArgumentType]
 
     @property
     def args(self) -> tuple[list[fx.Node], ...]:
-        """The arguments in the order of the call."""
+        """The arguments in the call's order."""
         return self.carries, self.rows, self.others
 
 
 @dataclass(frozen=True)
 class BodyInputs(Generic[T]):
-    """The inputs of a loop's body, in their order; LoopCall describes them."""
+    """A loop body's inputs, in their order; LoopCall describes them."""
 
     coordinates: list[T]
     carries: list[T]
@@ -153,10 +153,10 @@ class BodyInputs(Generic[T]):
 
 @dataclass(frozen=True)
 class BodyResults(Generic[T]):
-    """The results of a loop's body, in their order.
+    """A loop body's results, in their order.
 
-    again: the carries of the next iteration. held: for it. ends: the carries as they leave the
-    loop. stacks, totals: results to be stacked, and to be added up.
+    again: the next iteration's carries. held: for it. ends: the carries as they leave the loop.
+    stacks, totals: results to be stacked, and to be added up.
     """
 
     again: list[T]
@@ -167,7 +167,7 @@ class BodyResults(Generic[T]):
 
     @property
     def returned(self) -> list[T]:
-        """The values of an iteration for the results of the loop, in their order."""
+        """An iteration's values for the loop's results, in their order."""
         return [*self.ends, *self.stacks, *self.totals]
 
 
@@ -185,14 +185,14 @@ BODY_CALLS: dict[str, type[BodyCall]] = {}  # by the tag in files of plans; feat
 
 @dataclass(eq=False)
 class LoopCall(InnerProgram, BodyCall):
-    """A loop over the rows of tensors, with the program of its body.
+    """A loop over the rows of tensors, with its body's program.
 
-    graph: from the coordinates (if a program has them), the carries, held values, a row of each
-    stacked tensor, and outer values. It returns the carries of the next iteration, values held for
-    it, the carries as they leave the loop, the results to be stacked, and those to be added up.
-    held: how many values an iteration computes for the next one from rows and values of outside.
-    ahead: of how many rows, the last ones, a body gets those of the next iteration. empty: the
-    shapes and dtypes of stacked or summed results, for a loop that a value ends at once.
+    graph: from the coordinates (if a program has them), the carries, held values, one row per
+    stacked tensor, and outer values. It returns the next iteration's carries, values held for it,
+    the carries as they leave the loop, the results to be stacked, and those to be added up. held:
+    how many values an iteration computes for the next one, from rows and outer values. ahead: how
+    many stacked tensors, the last ones, give a body the next iteration's row. empty: shapes and
+    dtypes for stacked or summed results, if a value ends the loop at once.
     """
 
     loop: Loop
@@ -219,36 +219,36 @@ class LoopCall(InnerProgram, BodyCall):
 
     @property
     def bodies(self) -> Sequence[LoopCall]:
-        """The loop itself, which has the graph of its body."""
+        """The loop itself, which has its body's graph."""
         return (self,)
 
     @property
     def body_inputs(self) -> BodyInputs[fx.Node]:
-        """The inputs of the body."""
+        """The body's inputs."""
         inputs = self.graph.find_nodes(op="placeholder")
         counts = self.carries, self.held, self.rows
         return BodyInputs(*_cut(inputs, len(inputs) - sum(counts) - self.others, *counts))
 
     @property
     def body_results(self) -> BodyResults[fx.Node]:
-        """The results of the body."""
+        """The body's results."""
         return self.split(self.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
 
     def split(self, values: Sequence[T], held: int | None = None) -> BodyResults[T]:
-        """Return the results of an iteration by name. held: how many it has for the next one."""
+        """Return an iteration's results by name. held: how many it has for the next one."""
         held = self.held if held is None else held
         return BodyResults(*_cut(values, self.carries, held, self.carries, self.stacks))
 
     def is_carry(self, result: int) -> bool:
-        """Return whether a result of the loop, by number, is a last carry."""
+        """Return whether a loop result, by number, is a last carry."""
         return result < self.carries
 
     def is_stack(self, result: int) -> bool:
-        """Return whether a result of the loop is stacked."""
+        """Return whether a loop result, by number, is stacked."""
         return self.carries <= result < self.carries + self.stacks
 
     def copy(self) -> LoopCall:
-        """Return a copy with a graph of its own, down to the loops in it."""
+        """Return a copy with its own graph, down to the loops in it."""
         return replace(self, graph=copy_of(self.graph))
 
     def graphs(self) -> tuple[fx.Graph, fx.Graph, fx.Graph]:
@@ -282,7 +282,7 @@ class LoopCall(InnerProgram, BodyCall):
     def runs(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]
     ) -> Generator[tuple[int, list[Any]], Sequence[Tensor], tuple[Tensor, ...]]:
-        """Yield which of the graphs runs on which inputs; take its results. Return the loop's."""
+        """Yield a graph's number and its inputs; take its results. Return the loop's."""
         now, ahead = rows[: len(rows) - self.ahead], rows[len(rows) - self.ahead :]
         step = -1 if self.loop.reverse else 1
         held, last, results = list[Any](), carries, list[Any]()
@@ -295,8 +295,10 @@ class LoopCall(InnerProgram, BodyCall):
             first = self.loop.length - 1 if self.loop.reverse else 0
             held = [*(yield 0, inputs(first, first))]
         for i in self.order(rows):
+            # A while_loop's first carry is its condition.
             if self.loop.ends and not carries[0]:
                 break
+            # Behind the last row there is nothing to compute ahead.
             is_last = self.held > 0 and not 0 <= i + step < self.loop.length
             values = yield 2 if is_last else 1, inputs(i, i if is_last else i + step)
             now_ = self.split(values, 0 if is_last else None)
@@ -314,20 +316,22 @@ class LoopCall(InnerProgram, BodyCall):
                     add_rows(total, x)
             for k, x in enumerate(stacked):
                 if self.loop.ends == "*":
+                    # Only a run knows how many rows there will be.
                     results[k] = torch.cat([results[k], x[None]])
                 else:
                     results[k][i] = x
         return (*last, *(results or self._without_iterations((*others, *carries))))
 
     def order(self, rows: Sequence[Tensor]) -> Iterable[int]:
-        """Return the rows, in the order of the iterations. A while_loop stacks those it has had."""
+        """Return the rows, in iteration order. A while_loop stacks those it has had."""
         if self.loop.ends == "*" and not rows:
             return count()
         order = range(len(rows[0]) if self.loop.ends == "*" else self.loop.length)
         return order[::-1] if self.loop.reverse else order
 
     def _without_iterations(self, values: Sequence[object]) -> list[Tensor]:
-        """Return the stacks and sums of a loop without iterations, on the device of values."""
+        """Return stacks and sums for a loop without iterations, on the device of `values`."""
+        # Nothing ran that could say where its results are.
         device = next(x.device for x in values if isinstance(x, Tensor))
         return [
             torch.zeros(
@@ -338,7 +342,7 @@ class LoopCall(InnerProgram, BodyCall):
 
 
 def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
-    """Return a copy of a graph with some of its results, without nodes of the others."""
+    """Return a graph's copy with some results, without the nodes that only others need."""
     copy = copy_of(graph)
     output = copy.output_node()
     values: Any = output.args[0]
@@ -351,6 +355,7 @@ def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
         if node not in needless:
             needless.add(node)
             stack += node.all_input_nodes
+    # Backwards: users go before their operands.
     for node in reversed(copy.nodes):
         if node in needless and not node.users and node.op == "call_function":
             copy.erase_node(node)
@@ -358,14 +363,14 @@ def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
 
 
 def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, BodyCall]]:
-    """Yield the loops and pipelines of a program of one device, without those in them."""
+    """Yield the loops and pipelines in one device's program, without those inside them."""
     for node in graph.nodes:
         if isinstance(node.target, BodyCall):
             yield node, node.target
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a body, with loops of its own."""
+    """Return a body's copy, with its own loops."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     copied.output_node().meta = dict(graph.output_node().meta)
@@ -374,12 +379,12 @@ def copy_of(graph: fx.Graph) -> fx.Graph:
 
 
 def copy_loops(graph: fx.Graph) -> None:
-    """Give a copy of a graph loops of its own."""
+    """Give a copied graph its own loops."""
     for node, call in loop_calls(graph):
         node.target = call.copy()
 
 
 def with_bodies(code: str, graph: fx.Graph) -> str:
-    """Return the code of a program of one device, with the bodies of its loops behind it."""
+    """Return the code of one device's program, with its loops' bodies behind it."""
     inner = [body.graph for _, call in loop_calls(graph) for body in call.bodies]
     return "\n".join((code, *(with_bodies(str(each), each) for each in inner)))

@@ -1,10 +1,10 @@
-"""Peers: a side channel between the ranks of a mesh. It says at once when a process has ended.
+"""Peers: a side channel between a mesh's ranks. It says at once when a process has ended.
 
 Every rank has TCP connections to the ranks that are 1, 2, 4, ... positions away. The kernel closes
-those of a killed process. Each rank passes news on, so they reach all survivors of any few deaths.
-The store of the process group is needed only to find the addresses: it may end with rank 0.
+a killed process's connections. Each rank passes news on, so they reach all survivors if few die.
+The process group's store is needed only to find the addresses: it may end with rank 0.
 
-Messages are lines of JSON. A connection begins with a token that the store alone tells.
+Messages are JSON lines. A connection begins with a token that the store alone tells.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Message = dict[str, Any]
 
 
 class Peers:
-    """The connections of this rank.
+    """This rank's connections.
 
     Args:
-        key: Prefix of the keys in the store, equal on all ranks.
-        processes: All ranks, in the order of the mesh.
-        rank: This one, of `processes`.
+        key: The keys' prefix in the store, equal on all ranks.
+        processes: All ranks, in mesh order.
+        rank: This one, among `processes`.
         store: Where the ranks find each other's addresses.
         handle: Called in `turn` with each message, and with {"kind": "closed", "rank": 3}.
     """
@@ -100,12 +100,12 @@ class Peers:
             self._receive(link)
 
     def listen_to(self, file: socket.socket | None) -> None:
-        """Wake `turn` when a file of another has something to read."""
+        """Wake `turn` when another's file has something to read."""
         if file is not None:
             self._poll.register(file, select.POLLIN)
 
     def wake(self) -> None:
-        """End the wait of `turn` in another thread."""
+        """End the wait in `turn`, which another thread runs."""
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -198,7 +198,7 @@ class Peers:
 
 
 class _Link:
-    """One connection. rank: that of the other end; negative before it has said so."""
+    """One connection. rank: the other end's; negative before it has said so."""
 
     def __init__(self, link: socket.socket) -> None:
         self.socket, self.rank = link, -1
@@ -245,14 +245,14 @@ def _line(message: Message) -> bytes:
 
 
 def _host_of(store: Any) -> str:
-    """Return the host of a TCPStore; that of this process for other stores."""
+    """Return a TCPStore's host; this process's for other stores."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
     return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
 
 
 def _local_address(store: Any) -> str:
-    """Return the address of this host on the way to the host of the store."""
+    """Return this host's address on the way to the store's host."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((_host_of(store), 9))  # Nothing is sent.
         return probe.getsockname()[0]

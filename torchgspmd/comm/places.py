@@ -1,4 +1,4 @@
-"""Where the threads of this process are: in which collective of which program, at which line."""
+"""Where this process's threads are: in which program and collective, at which line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch import fx
 from ..errors import line_in_file
 from .rank_failure import Status
 
-_STACK = 12  # Calls of a stack that are told.
-# What ranks wait for outside of programs, by the file and function of a frame, innermost first.
+_STACK = 12  # Stack entries that a report has.
+# Waits outside programs, by a frame's file and function, innermost first.
 _WAITS = {
     ("rank_check.py", "check"): "the comparison of the ranks",
     ("shared_plan.py", "_broadcast"): "the plan of rank 0",
@@ -35,18 +35,18 @@ Frames = Sequence[tuple[FrameType, int]]
 
 
 class Places:
-    """The programs of a mesh, and the places of threads in them."""
+    """A mesh's programs, and the places of threads in them."""
 
     def __init__(self) -> None:
         self._graphs: weakref.WeakValueDictionary[str, fx.Graph] = weakref.WeakValueDictionary()
+        # Weak: a discarded program must not be kept for reports.
         self._lines: weakref.WeakKeyDictionary[fx.Graph, _Lines] = weakref.WeakKeyDictionary()
 
     def watch(self, function: Any) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives.
 
-        function: a ProfiledCode, or forward of a GraphModule. Code that torch.compile compiled has
-            no nodes
-            that run.
+        function: a ProfiledCode, or a GraphModule's forward. Code that torch.compile compiled has
+        no nodes that run.
         """
         function = getattr(function, "plain", function)
         owner = getattr(function, "__self__", None)
@@ -57,7 +57,7 @@ class Places:
         return name
 
     def status(self, now: Status, program: str) -> tuple[Status, object]:
-        """Return the status of this rank, and an object that is equal while it waits there.
+        """Return this rank's status, and an object that is equal while it waits there.
 
         now: its step and phase. program: the one that began last.
         """
@@ -65,6 +65,7 @@ class Places:
         frames = _frames_of_threads()
         if threading.get_ident() != main:
             frames.pop(threading.get_ident(), None)
+        # The main thread first: if it waits, the user's line is the one to tell.
         for thread in sorted(frames, key=lambda t: t != main):
             status = self._status_of(now, program, [*outwards(frames[thread])])
             if status.waits_in:
@@ -74,7 +75,7 @@ class Places:
         return status, status
 
     def status_of_error(self, now: Status, program: str, error: BaseException) -> Status:
-        """Return the status of this rank at the time of an error."""
+        """Return this rank's status when an error was raised."""
         trace, frames = error.__traceback__, []
         while trace is not None:
             frames.append((trace.tb_frame, trace.tb_lineno))
@@ -82,11 +83,12 @@ class Places:
         return self._status_of(now, program, [*frames[::-1], *outwards(sys._getframe(1))])
 
     def _status_of(self, now: Status, program: str, frames: Frames) -> Status:
-        """Return the status of a thread. frames: with their lines, the innermost first."""
+        """Return a thread's status. frames: with their lines, the innermost first."""
         waits_in, at, last = "", "", ""
         for frame, line in frames:
             name = frame.f_code.co_filename
             if name in self._graphs and not last:
+                # A line of generated code is `name: type = call(...)`, with the node's name.
                 result = linecache.getline(name, line).partition("=")[0].partition(":")[0].strip()
                 kind, at, last = self._lines_of(self._graphs[name]).get(result, ("", "", ""))
                 waits_in = kind or waits_in
@@ -102,7 +104,7 @@ class Places:
     def _lines_of(self, graph: fx.Graph) -> _Lines:
         """Return for each node its collective, if it is one, its line, and the last one begun.
 
-        The last row is that of the whole graph.
+        The last row is the whole graph's.
         """
         if graph not in self._lines:
             rows, last = {}, ""
@@ -114,24 +116,24 @@ class Places:
         return self._lines[graph]
 
     def _last_of(self, program: str) -> str:
-        """Return the last collective of a program."""
+        """Return a program's last collective."""
         graph = self._graphs.get(program)
         return self._lines_of(graph)[""][2] if graph is not None else ""
 
 
 def stack_of_main() -> tuple[str, ...]:
-    """Return the innermost calls of the main thread, the last one last."""
+    """Return the main thread's innermost calls, the last one last."""
     frame = _frames_of_threads().get(threading.main_thread().ident or 0)
     rows = [row for row in traceback.extract_stack(frame) if row.line][-_STACK:]
     return tuple(f"{row.filename}:{row.lineno} in {row.name}: {row.line}" for row in rows)
 
 
 def _frames_of_threads() -> dict[int, FrameType]:
-    """Return the frame of each thread, of this one that of the caller's caller.
+    """Return each thread's frame; for this thread, the frame of the caller's caller.
 
-    A function that has its own frame in a variable is a circle of references, which has the frames
-    of other threads too, with the tensors in their variables. A collection of the circle takes
-    their attributes from DTensors that autograd alone holds: torch 2.9 counts no references of C++.
+    A function with its own frame in a variable makes a reference cycle. The cycle has other
+    threads' frames too, with the tensors in their variables. Collecting it takes attributes from
+    DTensors that autograd alone holds: torch 2.9 counts no references from C++.
     """
     frames = {
         thread: frame
@@ -142,14 +144,14 @@ def _frames_of_threads() -> dict[int, FrameType]:
 
 
 def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield the frames of a thread with their lines, the innermost first."""
+    """Yield a thread's frames with their lines, the innermost first."""
     while frame is not None:
         yield frame, frame.f_lineno
         frame = frame.f_back
 
 
 def _kind(node: fx.Node) -> str | None:
-    """Return the name of the collective that a node of a lowered program starts or waits for."""
+    """Return the name of the collective that a lowered program's node starts or waits for."""
     if node.op != "call_function":
         return None
     name = getattr(node.target, "__name__", str(node.target)).partition(".")[0]

@@ -1,4 +1,4 @@
-"""Process groups for the axes of a mesh, and the DeviceMesh on which parameters are stored."""
+"""Process groups for a mesh's axes, and the DeviceMesh on which parameters are stored."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from .watcher import watcher_of
 
 
 class ProcessGroups:
-    """The process groups of this rank; see groups_of.
+    """This rank's process groups; see groups_of.
 
     A group is created at its first use. All ranks have the same program, so they create groups in
     the same order.
     """
 
     def __init__(self, mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> None:
-        """Make those of a mesh of all processes, or of a part of them.
+        """Make them for a mesh with all processes, or with a part of them.
 
         device_type: where tensors are. With TORCHGSPMD_ASSUME_CUDA=1 programs are made as for CUDA.
         """
@@ -51,7 +51,7 @@ class ProcessGroups:
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available() and not self.is_fake
-        self.timeout: timedelta | None = None  # None: that of the default group
+        self.timeout: timedelta | None = None  # None: the default group's
         self.checks: Any = None  # the default group
         if part is not None:
             self.checks = self._new_group(range(mesh.size), "gloo" if needs_gloo else None)
@@ -65,7 +65,7 @@ class ProcessGroups:
         self.watcher = watcher_of(others, self.limit.total_seconds())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Limit waits in the groups of this mesh to that time; every rank has to call it."""
+        """Limit waits in this mesh's groups to that time; every rank has to call it."""
         self.timeout = timeout
         self._set_timeouts(timeout)
 
@@ -87,7 +87,8 @@ class ProcessGroups:
         self.watcher.limit = timeout.total_seconds()
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
-        """Return (name of the group over these axes, positions in it in the order of the axes)."""
+        """Return (name of the group over these axes, positions in it in axes order)."""
+        # a+b and b+a have the same members: one group serves both.
         ordered = self.mesh.in_order(axes)
         if ordered not in self.by_axes:
             self.by_axes[ordered] = (
@@ -101,7 +102,7 @@ class ProcessGroups:
     def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
         """Return groups for the messages between stages along an axis, one for each key.
 
-        On a GPU each has its own: the messages of a group are sent one after the other.
+        On a GPU each has its own: a group sends its messages one after the other.
         """
         if self.is_gloo and self.device_type != "cpu":
             raise ShardingError(
@@ -118,15 +119,15 @@ class ProcessGroups:
         return {key: self.directions[axis, key] for key in keys}
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in a group."""
+        """Count the ranks in a group."""
         return len(self.ranks(name))
 
     def position(self, name: str) -> int:
-        """Return the position of this rank in a group."""
+        """Return this rank's position in a group."""
         return self.ranks(name).index(self.rank)
 
     def ranks(self, name: str) -> list[int]:
-        """Return the ranks of a group, in its order."""
+        """Return a group's ranks, in its order."""
         return next(list(ranks) for other, ranks in self.by_axes.values() if other == name)
 
     def destroy(self) -> None:
@@ -146,7 +147,7 @@ class ProcessGroups:
         return self._new_groups(axes).group_name
 
     def _new_groups(self, axes: tuple[str, ...]) -> Any:
-        """Create the groups over some axes by one call, and return that of this rank."""
+        """Create the groups over some axes by one call, and return this rank's."""
         groups = [list(ranks) for ranks in self.mesh.groups(axes)]
         if len(self.processes) == dist.get_world_size() and _can_split(self.world):
             # A communicator that exists is split: all of its ranks take part.
@@ -158,7 +159,7 @@ class ProcessGroups:
         return mine
 
     def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
-        """Return a group of processes of this mesh, which they alone create."""
+        """Return a group of this mesh's processes, which they alone create."""
         ranks = [self.processes[i] for i in positions]
         return dist.new_group(
             ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
@@ -176,7 +177,7 @@ def assumes_cuda() -> bool:
 
 
 def backend_of(device_type: str) -> str:
-    """Return the backend of the default process group for tensors of a device; "" without one."""
+    """Return the default process group's backend for a device type; "" without one."""
     group: Any = dist.group.WORLD
     try:
         return group._get_backend(torch.device(device_type)).name()
@@ -185,7 +186,7 @@ def backend_of(device_type: str) -> str:
 
 
 def check_backend(device_type: str) -> None:
-    """Raise if the default process group cannot carry tensors of a device."""
+    """Raise if the default process group cannot carry tensors on a device type."""
     if not backend_of(device_type):
         on_cpu = device_type == "cpu"
         raise ShardingError(
@@ -199,7 +200,7 @@ def check_backend(device_type: str) -> None:
 
 
 def _set_timeout(group: object, timeout: timedelta) -> None:
-    """Set the time limit of a group's waits."""
+    """Limit a group's waits to that time."""
     set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
     (set_timeout or _set_pg_timeout)(timeout, group)
 
@@ -211,7 +212,7 @@ def _can_split(world: Any) -> bool:
 
 
 def _limit_of(group: Any) -> timedelta:
-    """Return the time limit of a group's waits, as far as it says."""
+    """Return the time limit for a group's waits, as far as it says."""
     try:
         return group._get_backend(torch.device("cpu")).options._timeout
     except (AttributeError, RuntimeError):
@@ -229,10 +230,10 @@ def groups_of(
     part: DeviceMesh | None = None,
     timeout: timedelta | None = None,
 ) -> ProcessGroups:
-    """Return the groups of a mesh, created once per default process group.
+    """Return a mesh's groups, created once per default process group.
 
-    They are reused since each group has threads and connections. part: a DeviceMesh of some of the
-    processes; None for all of them. timeout: when waits end, from now on; None: as it is.
+    They are reused since each group has threads and connections. part: a DeviceMesh with some
+    processes; None for all. timeout: when waits end, from now on; None: as it is.
     """
     if part is None:
         check_world(mesh)
@@ -240,6 +241,7 @@ def groups_of(
     processes = () if part is None else tuple(part.mesh.flatten().tolist())
     key = mesh, device_type, processes, assumes_cuda()
     groups = _GROUPS.get(key)
+    # A new default group is a new job: groups of the old one are gone.
     if groups is None or groups.world is not dist.group.WORLD:
         _evict()
         groups = _GROUPS[key] = ProcessGroups(mesh, device_type, part)
@@ -282,7 +284,7 @@ def _evict() -> None:
 
 
 def part_of(mesh: object) -> DeviceMesh | None:
-    """Return a DeviceMesh that some of the processes are on, this one among them; else None."""
+    """Return a DeviceMesh that only some processes are on, this one among them; else None."""
     if not isinstance(mesh, DeviceMesh) or mesh.mesh.numel() == dist.get_world_size():
         return None
     if dist.get_rank() not in mesh.mesh:
@@ -296,7 +298,7 @@ def part_of(mesh: object) -> DeviceMesh | None:
 
 
 def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
-    """Return the process groups of the mesh that has this DeviceMesh; None for other ones."""
+    """Return the process groups whose mesh has this DeviceMesh; None for other ones."""
     for groups in _GROUPS.values():
         if groups.device_mesh is device_mesh or groups.device_mesh == device_mesh:
             return groups
@@ -304,7 +306,7 @@ def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
 
 
 def check_world(mesh: Mesh) -> None:
-    """Raise ShardingError unless there is one process for every device of the mesh."""
+    """Raise ShardingError unless every device in the mesh has one process."""
     if not dist.is_initialized():
         raise ShardingError(
             "there is no process group",

@@ -1,10 +1,10 @@
-"""The code of a program, with ranges for torch.profiler while it runs.
+"""A program's code, with ranges for torch.profiler while it runs.
 
     forward | blocks | blocks.0 | blocks.0.up | all_gather blocks_0_up_weight, 4.00 MiB, data
 
-A range has the path of the module whose operations run in it; that of a collective names its
-payload. They stand in a second version of the code, which is made when a profiler first looks.
-Without a profiler a run costs one more question.
+A range has the path of the module whose operations run in it. A collective's range names its
+payload. They stand in a second version of the code, made when a profiler first looks. Without a
+profiler a run costs one more question.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from torch.fx.graph import CodeGen
 from ..compat.fx_nodes import copy_node
 from ..compat.private_apis import _profiler_enabled, is_missing
 
+# Asked once: `is_profiling` runs at every call of a program.
 _IS_MISSING = is_missing(_profiler_enabled)
 
 
 class ProfiledCode:
-    """A function that runs a graph. plain: `forward` of its GraphModule, without ranges.
+    """A function that runs a graph. plain: its GraphModule's `forward`, without ranges.
 
-    codegen: that of the graph, if it is not torch's own.
+    codegen: the graph's, if it is not torch's own.
     """
 
     def __init__(self, plain: Callable[..., Any], codegen: CodeGen | None = None) -> None:
@@ -57,12 +58,13 @@ def close_range(begun: Any) -> None:
 
 
 def with_ranges(graph: fx.Graph) -> fx.Graph:
-    """Return a copy of a graph whose nodes run inside of ranges."""
+    """Copy a graph; the copy's nodes run inside ranges."""
     result, new = fx.Graph(), dict[fx.Node, fx.Node]()
     opened: list[tuple[str, fx.Node]] = []
 
     def move_to(ranges: list[str]) -> None:
         common = 0
+        # Ranges nest: only those that the next node is not in are closed.
         while common < min(len(opened), len(ranges)) and opened[common][0] == ranges[common]:
             common += 1
         while len(opened) > common:
@@ -96,14 +98,14 @@ def within(ranges: Sequence[str]) -> Iterator[None]:
 
 
 def common_ranges(graph: fx.Graph) -> list[str]:
-    """Return the ranges that all operations of a graph are in, the outermost first."""
+    """Return the ranges that all operations in a graph share, the outermost first."""
     nodes = [n for n in graph.nodes if n.op == "call_function" and "backward" in n.meta]
     alike = zip(*map(ranges_of, nodes))
     return [texts[0] for texts in takewhile(lambda texts: len({*texts}) == 1, alike)]
 
 
 def ranges_of(node: fx.Node) -> list[str]:
-    """Return the ranges of a node, the outermost first."""
+    """Return a node's ranges, the outermost first."""
     path = node.meta.get("module", "")
     ranges = ["backward" if node.meta.get("backward") else "forward"]
     own, _, path = path.rpartition("/")

@@ -1,12 +1,12 @@
 """Check that all ranks are about to run the same program on the same values, by one small message.
 
-    up to FEW_RANKS     an all_to_all of the words of all ranks, which are compared
+    up to FEW_RANKS     an all_to_all with all ranks' words, which are compared
     more                an all_reduce of the largest and the smallest of each word
 
 An all_to_all connects each rank to each. On two gloo processes it takes 0.2 ms of CPU time up to
-256 bytes, an all_reduce 0.4 to 0.8 ms, a step of a small model 25 ms.
+256 bytes, an all_reduce 0.4 to 0.8 ms, a small model's step 25 ms.
 
-The first sum of a program may travel in the all_to_all: data parallelism sums only a loss before
+A program's first sum may travel in the all_to_all: data parallelism sums only a loss before
 its gradients.
 """
 
@@ -26,19 +26,19 @@ from torch import Tensor
 from .process_groups import ProcessGroups
 from .value_check import WORDS, Checksum, as_doubles, as_real, is_close, words, words_differ
 
-SAMPLE = 2**16  # Number of elements of a tensor that are compared before the first run.
-HEAD = 1 + WORDS  # Words of a message that are compared: the number, and those of checksums.
-FLOATS = 2  # Words of the checksums that are bits of doubles, the last ones.
+SAMPLE = 2**16  # Elements per tensor that are compared before the first run.
+HEAD = 1 + WORDS  # Compared words in a message: the number, and those of checksums.
+FLOATS = 2  # Checksum words that are bits of doubles, the last ones.
 FEW_RANKS = 8
-ROOM = 7  # Number of elements of a sum that a message has room for, used or not.
+ROOM = 7  # Elements of a sum that a message has room for, used or not.
 
 
 class RankCheck:
-    """One comparison between all ranks: of a 63-bit number, and of checksums of arguments.
+    """One comparison between all ranks: a 63-bit number, and checksums on arguments.
 
     Every rank calls `begin`, then `check`. on_difference: called on every rank if the numbers
     differ; it raises. on_other_values: called if only the checksums differ, by more than rounding.
-    compares: whether a message is sent that no sum of the program needs.
+    compares: whether a message is sent that none of the program's sums needs.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RankCheck:
         self.finish: Callable[[], None] = lambda: None
 
     def begin(self, term: Tensor | None = None) -> RankCheck:
-        """Send the number and `term`, this rank's term of a sum over all ranks that `fits`."""
+        """Send the number and `term`, this rank's part in a sum over all ranks that `fits`."""
         row = [self.number, *(words(self.values) if self.values else [0] * WORDS)]
         self.term = term
         # Between few ranks one exchange is faster than a reduction, and it can carry a small sum.
@@ -68,7 +68,7 @@ class RankCheck:
         return self
 
     def _exchange(self, row: list[int], term: Tensor | None) -> None:
-        """Send the words of this rank to each, and receive those of all."""
+        """Send this rank's words to each, and receive all ranks' words."""
         groups = self.groups
         message = torch.tensor([*row, *[0] * ROOM], device=groups.checked_on)
         message = message.repeat(groups.mesh.size, 1)
@@ -81,7 +81,7 @@ class RankCheck:
         )
 
     def _reduce(self, row: list[int]) -> None:
-        """Reduce the words to the largest of all ranks, and to the smallest."""
+        """Reduce the words to the largest over all ranks, and to the smallest."""
         # A largest and a smallest that are equal say that all are: one all_reduce at any number of
         # ranks.
         own = [*row[:-FLOATS], *map(_ordered, row[-FLOATS:])]
@@ -98,7 +98,7 @@ class RankCheck:
         )
 
     def check(self) -> None:
-        """Wait for the numbers of all ranks and compare them."""
+        """Wait for all ranks' numbers and compare them."""
         if self.work is not None:
             # A plain wait would hang if another rank has died.
             self.groups.watcher.run(self.work.wait)
@@ -114,14 +114,14 @@ class RankCheck:
                 self.on_other_values()
 
     def total(self) -> Tensor:
-        """Check the numbers and return the sum of the terms, the same on every rank."""
+        """Check the numbers and sum the terms, the same on every rank."""
         self.check()
         assert self.term is not None
         return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
 
 
 def _ordered(bits: int) -> int:
-    """Return an integer that orders the bits of a double as the numbers are; its own inverse."""
+    """Return an integer that orders a double's bits as the numbers are; its own inverse."""
     return bits if bits >= 0 else bits ^ (2**63 - 1)
 
 
@@ -136,9 +136,9 @@ def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], 
 
 
 def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
-    """Return the values of all ranks, as JSON has them: nothing that ranks send is unpickled.
+    """Return all ranks' values, as JSON has them: nothing that ranks send is unpickled.
 
-    mine: of dicts, lists, numbers and texts. Ranks that differ exchange their Accounts so
+    mine: dicts, lists, numbers and texts. Ranks that differ exchange their Accounts so
     (rank_mismatch.py).
     """
     if groups.is_fake:
@@ -157,7 +157,7 @@ def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
 
 
 def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Return (index, first rank) of every tensor whose values on a rank differ from rank 0's."""
+    """Return (index, first rank) for every tensor whose values on a rank differ from rank 0's."""
     rows = all_gather_rows(groups, [_fingerprint(t) for t in tensors])
     differences = [
         [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
@@ -166,9 +166,9 @@ def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, i
 
 
 def _fingerprint(tensor: Tensor) -> Checksum:
-    """Return a checksum of integers, or a norm and an irregular mean of floats.
+    """Return a checksum for integers, or a norm and an irregular mean for floats.
 
-    Of a large tensor only a sample is read.
+    Only a sample is read if the tensor is large.
     """
     values = tensor.detach().flatten()
     values = values[:: max(1, len(values) // SAMPLE)].cpu()
@@ -182,7 +182,7 @@ def _fingerprint(tensor: Tensor) -> Checksum:
 
 
 def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:
-    """Whether a sum of this shape over `ranks` ranks may travel in the message of a comparison.
+    """Whether a sum with this shape over `ranks` ranks may travel in a comparison's message.
 
     It must not delay the comparison.
     """

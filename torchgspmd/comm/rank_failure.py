@@ -1,4 +1,4 @@
-"""Fates of ranks, and the words of the error that the others raise: who, where, in which step."""
+"""Fates of ranks, and the error's words that the others raise: who, where, in which step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ANEW = "the connections are closed: start anew, from the last checkpoint"
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a rank, as others read it. step: calls of wrapped modules that have begun."""
+    """A rank's status, as others read it. step: wrapped-module calls that have begun."""
 
     step: int = 0
     phase: str = ""  # of the last program, one of PHASES
@@ -29,7 +29,7 @@ class Status:
 
     @property
     def moment(self) -> tuple[int, int]:
-        """Order of the statuses of one rank."""
+        """Orders one rank's statuses."""
         return self.step, PHASES.index(self.phase)
 
     @property
@@ -56,11 +56,11 @@ class Status:
 
 @dataclass(frozen=True)
 class Fate:
-    """How the part of a rank in the mesh has ended.
+    """How a rank's part in the mesh has ended.
 
-    kind: a row of WORDS. status: with the exact step and phase. seen: where it was last seen, up to
+    kind: a key in WORDS. status: with the exact step and phase. seen: where it was last seen, up to
     a second before. text: the exception that it raised, or how long `by` has waited for it. stack:
-    of Python, the innermost call last.
+    Python's, the innermost call last.
     """
 
     rank: int
@@ -73,12 +73,12 @@ class Fate:
     stack: tuple[str, ...] = ()
 
     def as_message(self) -> dict[str, object]:
-        """Return it as a message of Peers."""
+        """Return it as a message for Peers."""
         return {"kind": "fate", "fate": asdict(self)}
 
     @staticmethod
     def of_message(message: Mapping[str, object]) -> Fate:
-        """Return the fate that a message tells of."""
+        """Return the fate that a message tells."""
         return from_row(Fate, message["fate"])
 
     @property
@@ -92,7 +92,7 @@ class Fate:
 
 @dataclass(frozen=True)
 class Words:
-    """Words for one kind of fate. is_final: whether others end their waits at once."""
+    """Words for one fate kind. is_final: whether others end their waits at once."""
 
     what: str
     fix: str
@@ -124,7 +124,7 @@ WORDS = {
 
 
 def merged(old: Fate | None, new: Fate) -> Fate:
-    """Return one fate of two that were told of a rank: the first, with the latest status."""
+    """Merge two fates that were told about a rank: the first, with the latest status."""
     if old is None or not is_final(old) and is_final(new):
         return new
     return new if old.kind == new.kind and new.status.moment > old.status.moment else old
@@ -136,11 +136,12 @@ def is_final(fate: Fate) -> bool:
 
 
 def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> RankError:
-    """Return the error of a rank that has waited for others, and does not any longer.
+    """Return the error for a rank that has waited for others, and does not any longer.
 
     what: the first line if no fate is known.
     """
     known = sorted(fates, key=lambda f: f.rank)
+    # Ranks that gave up are victims: the error names the ranks that they waited for.
     causes = [f for f in known if is_final(f) and f.kind != "ended"]
     roots = causes or [f for f in known if f.kind == "left"] or known
     stacks = [f"\n        rank {f.rank}: {row}" for f in roots if f.by == rank for row in f.stack]
@@ -167,7 +168,7 @@ def _headlines(fates: list[Fate]) -> list[str]:
 
 
 def listed(ranks: Iterable[int]) -> str:
-    """Return the names of ranks."""
+    """Return ranks as words."""
     names = sorted(ranks)
     return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names[:8]))}" + (
         f" and {len(names) - 8} more" if len(names) > 8 else ""

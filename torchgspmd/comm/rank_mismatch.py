@@ -34,12 +34,12 @@ class Account:
     failure: str = ""  # the error of building it
 
     def of_all(self, groups: ProcessGroups) -> list[Account]:
-        """Return the accounts of all ranks."""
+        """Return all ranks' accounts."""
         return [from_row(Account, row) for row in all_gather_rows(groups, asdict(self))]
 
 
 def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
-    """Raise the ShardingError for the differences between the accounts of all ranks."""
+    """Raise the ShardingError for the differences between all ranks' accounts."""
     accounts = mine.of_all(groups)
     if any(account.does != accounts[0].does for account in accounts):
         raise RankError(
@@ -172,7 +172,7 @@ def _differences(models: Sequence[Description]) -> str:
 
 
 def _by_name(model: Description) -> dict[str, str]:
-    """Return the values by name; several values of one name are joined."""
+    """Return the values by name; several values under one name are joined."""
     table: dict[str, list[str]] = {}
     for name, value in model:
         table.setdefault(name, []).append(value)

@@ -26,6 +26,7 @@ class Reduction:
 
 REDUCTIONS = {
     "sum": Reduction("sum", operator.add, aten.add.Tensor, aten.add_.Tensor, aten.sum.dim_IntList),
+    # maximum has no in-place form.
     "max": Reduction(
         "max", torch.maximum, aten.maximum.default, aten.maximum.default, aten.amax.default
     ),
@@ -36,4 +37,5 @@ REDUCTIONS = {
         "product", operator.mul, aten.mul.Tensor, aten.mul_.Tensor, aten.prod.dim_int
     ),
 }
+# Lowered calls have torch's name for a reduction.
 BY_C10D_NAME = {reduction.c10d: reduction for reduction in REDUCTIONS.values()}

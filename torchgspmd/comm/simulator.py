@@ -1,7 +1,7 @@
-"""Lockstep simulator: all devices of a mesh in one process, without a process group.
+"""Lockstep simulator: a mesh's devices in one process, without a process group.
 
 Every node runs on each device before the next node. Values are lists with one tensor per device.
-Collectives are computed on these lists by `simulate` of their kinds.
+Collectives are computed on these lists by their kinds' `simulate`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .loop_call import BodyCall, LoopCall
 
 
 class Simulator(fx.Interpreter):
-    """Interpreter of a device program for all devices; inputs and results are lists over these."""
+    """Interprets a device program for all devices; inputs and results are lists over these."""
 
     def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
         super().__init__(program)
@@ -36,7 +36,7 @@ class Simulator(fx.Interpreter):
         return super().run_node(n)
 
     def run_devices(self, inputs: Sequence[list], sizes: Sequence[int] = ()) -> Any:
-        """Run on inputs of all devices. sizes: of arguments, those that the program takes."""
+        """Run on all devices' inputs. sizes: the argument sizes that the program takes."""
         coordinates = [self.mesh.coordinates(rank) for rank in range(self.mesh.size)]
         places = [[c[name] for c in coordinates] for name in self.mesh.names]
         places += [[size] * self.mesh.size for size in sizes]
@@ -73,17 +73,17 @@ class Simulator(fx.Interpreter):
         return _PerDevice(results)
 
     def call(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        """Return the result of an operation on one device."""
+        """Run an operation on one device; return its result."""
         return target(*args, **kwargs)
 
     def collective(
         self, kind: CollectiveKind, x: list[Tensor], arguments: Sequence[Any]
     ) -> list[Tensor]:
-        """Return the results of a collective on all devices."""
+        """Run a collective; return its results on all devices."""
         return kind.simulate(self.mesh, x, *arguments)
 
     def inner(self, graph: fx.Graph) -> Simulator:
-        """Return the simulator of a loop's body."""
+        """Return the simulator for a loop's body."""
         return Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
@@ -104,6 +104,7 @@ class Simulator(fx.Interpreter):
             if not inputs:
                 return _PerDevice(results)
             if results:
+                # Devices that left the loop would not take part in its collectives.
                 raise ShardingError(
                     f"{call.__name__} ends on {len(results)} of {len(loops)} devices",
                     where=where,
@@ -115,7 +116,7 @@ class Simulator(fx.Interpreter):
     def run_body(
         self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, int]
     ) -> list[list]:
-        """Run a body on all devices; return the results of each device."""
+        """Run a body on all devices; return each device's results."""
         values = self.inner(graph).run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]
 
@@ -124,11 +125,11 @@ class Simulator(fx.Interpreter):
 
 
 class _PerDevice(list):
-    """List with one value per device; other lists are arguments of an operation."""
+    """List with one value per device; other lists are an operation's arguments."""
 
 
 def _map(args: object, mine: Callable) -> Any:
-    """Replace the per-device values in arguments by those of one device."""
+    """Replace the per-device values in arguments by one device's."""
     if isinstance(args, _PerDevice):
         return mine(args)
     if isinstance(args, (tuple, list)):
@@ -145,10 +146,10 @@ def split_global(
     poison: bool = False,
     groups: Sequence[int] = (),
 ) -> list[Tensor]:
-    """Return the shards of a global tensor.
+    """Split a global tensor into its shards.
 
-    poison: pad with NaN to detect leaking padding. groups: for each dimension how many of its rows
-    stay together.
+    poison: pad with NaN to detect leaking padding. groups: for each dimension, how many rows stay
+    together.
     """
     shards, groups = [], groups or [1] * tensor.dim()
     for rank in range(mesh.size):

@@ -1,7 +1,7 @@
 """Stragglers: ranks for which the others wait, and the lines on stderr that name them.
 
 A rank that has waited for some seconds, or for much of the last seconds, asks all others where they
-are. Of those that wait, the first one writes. The next line needs twice the wait.
+are. The first rank among those that wait writes. The next line needs twice the wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from .json_rows import from_row
 from .rank_failure import Status, listed
 
-SOON, PLANNING = 3.0, 60.0  # Seconds of a wait before the others are asked; while one plans.
+SOON, PLANNING = 3.0, 60.0  # Seconds to wait before the others are asked; while one plans.
 WINDOW, TICK = 20, 0.25  # How many looks are counted, and the seconds between two.
 MUCH, LITTLE = 0.4, 0.1  # Parts of that time that the others wait, and a straggler does.
 ANSWER = 2.5  # Seconds in which a rank answers.
@@ -23,7 +23,7 @@ ANSWER = 2.5  # Seconds in which a rank answers.
 
 @dataclass(frozen=True)
 class Answer:
-    """Where a rank is. share: of the last seconds, in which it has waited. beside: see Peers."""
+    """Where a rank is. share: the part of the last seconds spent waiting. beside: see Peers."""
 
     rank: int
     host: str
@@ -33,17 +33,17 @@ class Answer:
     beside: Mapping[str, Any] = field(default_factory=dict)
 
     def as_message(self) -> dict[str, object]:
-        """Return it as a message of Peers."""
+        """Return it as a message for Peers."""
         return {"kind": "answer", "answer": asdict(self)}
 
     @staticmethod
     def of_message(message: Mapping[str, object]) -> Answer:
-        """Return the answer of a message."""
+        """Return the answer in a message."""
         return from_row(Answer, message["answer"])
 
 
 class Stragglers:
-    """The waits of this rank, and the answers of all."""
+    """This rank's waits, and all ranks' answers."""
 
     def __init__(self, rank: int, processes: Sequence[int]) -> None:
         self.rank, self.processes = rank, processes
@@ -77,7 +77,7 @@ class Stragglers:
         self._answers[answer.rank] = time.monotonic(), answer
 
     def fresh(self) -> dict[int, Answer]:
-        """Return the answers of the last seconds, besides that of this rank."""
+        """Return the answers from the last seconds, besides this rank's."""
         oldest = time.monotonic() - ANSWER
         return {r: a for r, (t, a) in self._answers.items() if t >= oldest and r != self.rank}
 
@@ -96,7 +96,7 @@ class Stragglers:
         return late if status.waits_in else {}
 
     def _seen(self, rank: int) -> Answer:
-        """Return the last known status of a rank that does not answer."""
+        """Return the last known status, for a rank that does not answer."""
         rows = [a.beside[str(rank)] for _, a in self._answers.values() if str(rank) in a.beside]
         known = [Answer(rank, str(row["host"]), from_row(Status, row["status"])) for row in rows]
         silent = Answer(rank, "unknown", Status())

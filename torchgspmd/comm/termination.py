@@ -1,9 +1,10 @@
-"""SIGTERM after the death of a rank: the others have time for the error that names it.
+"""SIGTERM after a rank's death: the others have time for the error that names it.
 
-torch.distributed.run ends all ranks by SIGTERM within 0.1 s of a death: before a RankError is
+torch.distributed.run ends all ranks by SIGTERM within 0.1 s after a death: before a RankError is
 raised. A process with watchers, whose SIGTERM nobody else handles, ends later: after GRACE if a
-rank has failed, else after the time in which it learns of that. Python's handlers run between two
-calls, which a wait in C++ is not: a thread reads the signal, and ends the process as it would have.
+rank has failed, else after the time in which it learns about that. Python's handlers run between
+two calls, which a wait in C++ is not: a thread reads the signal, and ends the process as it would
+have.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ GRACE, NEWS = 10.0, 0.5  # Seconds from the signal to the end, if a rank has fai
 
 
 class Termination:
-    """The signal of this process. file: the file that a thread polls for it, or None.
+    """This process's signal. file: the file that a thread polls for it, or None.
 
     The thread calls `decide` several times a second. It must live as long as the process group.
     """
@@ -64,7 +65,7 @@ class Termination:
                 _end()
 
     def forget(self) -> None:
-        """Handle nothing in a forked process: its signals would be read as those of this one."""
+        """Handle nothing in a forked process: its signals would be read as this one's."""
         if self.file is not None:
             self.file = None
             signal.set_wakeup_fd(-1)

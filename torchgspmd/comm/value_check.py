@@ -1,12 +1,12 @@
-"""Checksums of a program's arguments, for the comparison of the ranks (rank_check.py).
+"""Checksums on a program's arguments, to compare the ranks (rank_check.py).
 
-All values are read of integers up to INTEGERS elements and of floats up to FLOATS; of larger
-tensors a sample. The checksum of integers is exact. Floats may differ by rounding: theirs are two
-numbers, a norm and an irregular mean.
+All values are read in integer tensors up to INTEGERS elements, and in float tensors up to FLOATS.
+Larger tensors are sampled. Integers have an exact checksum. Floats may differ by rounding: theirs
+are two numbers, a norm and an irregular mean.
 
 The tensors are the caller's: no operation here writes to its operand unless it allocated it.
 
-Nobody waits for a GPU: checksums of its tensors are compared at the next call of the program.
+Nobody waits for a GPU: its tensors' checksums are compared at the program's next call.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ Checksum = int | tuple[float, float]
 
 
 class ArgumentValues:
-    """The checksums of the tensors that one program is called with.
+    """Checksums for the tensors that one program is called with.
 
-    names: of the tensors, "" for those that are not compared: a DTensor differs between ranks.
+    names: the tensors' names, "" for those that are not compared: a DTensor differs between ranks.
     """
 
     def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
@@ -46,7 +46,7 @@ class ArgumentValues:
         self.on_the_way: list[_Reading] = []
 
     def read(self, tensors: Sequence[Tensor]) -> dict[str, Checksum]:
-        """Return checksums by name: of this call, and of the one before for tensors of a GPU."""
+        """Return checksums by name: this call's, and the last call's for tensors on a GPU."""
         indices = self.small
         if self.large:
             turn = [*self.large[self.turn :], *self.large[: self.turn]][:TURN]
@@ -62,7 +62,7 @@ class ArgumentValues:
 
 
 class _Reading:
-    """Checksums of tensors of one device. event: when those of a GPU have arrived."""
+    """Checksums for tensors on one device. event: when a GPU's have arrived."""
 
     def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
         integers = [i for i in indices if _is_integer(tensors[i])]
@@ -81,7 +81,7 @@ class _Reading:
             self.event.record(torch.cuda.current_stream(device))
 
     def checksums(self) -> list[tuple[int, Checksum]]:
-        """Wait for the values and return the checksums by index of the tensor."""
+        """Wait for the values and return the checksums by tensor index."""
         if self.event:
             self.event.synchronize()
         sums, pairs = (each.tolist() for each in self.values)
@@ -95,7 +95,7 @@ class _Reading:
 
 
 def words(checksums: Mapping[str, Checksum]) -> list[int]:
-    """Return checksums as WORDS of a message: their number, one that is exact, two floats' bits."""
+    """Return checksums as WORDS in a message: their number, one that is exact, two floats' bits."""
     exact, norms, means = 0, 0.0, 0.0
     for i, value in enumerate(checksums.values(), 1):
         if isinstance(value, int):
@@ -117,7 +117,7 @@ def words_differ(one: Sequence[int], other: Sequence[int]) -> bool:
 
 
 def is_close(one: Checksum, other: Checksum) -> bool:
-    """Whether two checksums are equal; those of floats may differ by rounding."""
+    """Whether two checksums are equal; float ones may differ by rounding."""
     if isinstance(one, int) or isinstance(other, int):
         return one == other
     return math.isclose(one[0], other[0], rel_tol=ROUNDING) and abs(one[1] - other[1]) <= ROUNDING
@@ -126,7 +126,7 @@ def is_close(one: Checksum, other: Checksum) -> bool:
 def hash_of_bits(tensor: Tensor) -> Tensor:
     """Return a 0-d int64 tensor that depends on every bit: it is another if one bit is flipped.
 
-    Words of 8 bytes are summed modulo 2 ** 64, in COLUMNS sums with odd factors.
+    8-byte words are summed modulo 2 ** 64, in COLUMNS sums with odd factors.
     """
     flat = tensor.detach().reshape(-1)
     flat = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
@@ -143,7 +143,7 @@ def hash_of_bits(tensor: Tensor) -> Tensor:
 
 
 def _is_integer(tensor: Tensor) -> bool:
-    """Whether values are compared exactly: also those of one byte, such as float8."""
+    """Whether values are compared exactly: also one-byte ones, such as float8."""
     exact = tensor.element_size() == 1
     return exact or not (tensor.is_floating_point() or tensor.is_complex())
 
@@ -153,7 +153,7 @@ def _limit(tensor: Tensor) -> int:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """Return all values of a small tensor, of another those at irregular places, as a vector."""
+    """Return a vector: a small tensor's values, or a larger one's at irregular places."""
     limit = _limit(tensor)
     if _is_integer(tensor):  # take() has no kernel for uint16, uint32, uint64
         tensor = tensor.view(_BY_SIZE[tensor.element_size()])
@@ -163,33 +163,33 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _sum(tensor: Tensor) -> Tensor:
-    """Return a sum of integers with irregular factors, modulo 2 ** 64."""
+    """Sum integers with irregular factors, modulo 2 ** 64."""
     values = _sample(tensor).long()
     factors = _factors(len(values), values.device)
     return torch.dot(values, factors) if values.is_cpu else (values * factors).sum()
 
 
 def _squares_and_mean(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares, and a sum with irregular weights."""
+    """Sum the squares, and the values with irregular weights."""
     values = as_doubles(_sample(as_real(tensor)))
     return torch.dot(values, values), torch.dot(values, _weights(len(values), values.device))
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a tensor of floats; complex ones get a last dimension of two."""
+    """Return real floats; complex ones get a last dimension with size two."""
     tensor = tensor.resolve_conj()  # view_as_real refuses a lazy conjugate
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def as_doubles(values: Tensor) -> Tensor:
-    """Return floats as finite doubles, in memory of their own also where they are doubles."""
+    """Return floats as finite doubles, in new memory also where they are doubles."""
     finite = values.double().nan_to_num(posinf=_BOUND, neginf=-_BOUND)
     return finite.clamp(-_BOUND, _BOUND)
 
 
 @functools.lru_cache(64)
 def _places(count: int, device: torch.device) -> Tensor:
-    """Return SAMPLE indices below `count`, one in each of as many equal stretches."""
+    """Return SAMPLE indices below `count`, one per equal stretch."""
     ordinals = torch.arange(SAMPLE, dtype=torch.float64)
     within = (ordinals * _GOLDEN).frac_()
     return ((ordinals + within) * (count / SAMPLE)).long().clamp_(max=count - 1).to(device)

@@ -1,12 +1,12 @@
 """Watcher: which rank has died, raised, left or is late, for the error of those that wait for it.
 
-A thread of each process wakes four times a second. It looks where the other threads are
-(sys._current_frames), and tells its neighbors (peers.py). A step sends its number to two of them.
-When a process ends its connections close: the other threads end their waits, and `run` makes a
-RankError of the error that this is (rank_failure.py).
+One thread per process wakes four times a second. It looks where the other threads are
+(sys._current_frames), and tells its neighbors (peers.py). A step sends its number to two neighbors.
+When a process ends its connections close: the other threads end their waits, and `run` turns the
+error that this is into a RankError (rank_failure.py).
 
 A rank that lives and does not come is a straggler. After some seconds it gets a line on stderr, and
-after the time limit of the process groups (`timeout` of parallelize) the error.
+after the process groups' time limit (parallelize's `timeout`) the error.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say t
 
 
 class Watcher:
-    """The activity of one rank of a mesh, its thread, and the errors of waits that ended.
+    """One rank's activity in a mesh, its thread, and the errors for waits that ended.
 
-    step, phase, program: written by the programs that run. processes: those of the mesh, in the
+    step, phase, program: written by the programs that run. processes: the mesh's, as ranks in the
     world.
     """
 
@@ -88,7 +88,7 @@ class Watcher:
             self._peers.mark(kind="step", step=self.step, phase=phase)
 
     def now(self) -> Status:
-        """Return the step and phase of this rank."""
+        """Return this rank's step and phase."""
         return Status(self.step, self.phase, raised=self.raised)
 
     # ------------------------------------------------------------------------------- the thread
@@ -145,7 +145,7 @@ class Watcher:
                 self._fail(fate)
 
     def _judge_raised(self, status: Status) -> None:
-        """Take the exception of a call for the end of a rank that does not come any more."""
+        """Take a call's exception for the end of a rank that does not come any more."""
         for answer in self._stragglers.late(status).values():
             if answer.status.raised and answer.status.step == self.step and not self.raised:
                 now = replace(answer.status, at="")
@@ -173,7 +173,7 @@ class Watcher:
     def _has_closed(self, rank: int) -> None:
         """Tell all ranks that one has died, unless it has said farewell.
 
-        Of those that have lost it, the two beside it know its last step.
+        Among those that have lost it, the two beside it know its last step.
         """
         known, peers = self.fates.get(rank), self._peers
         if peers is None or known is not None and known.kind != "died":
@@ -199,7 +199,7 @@ class Watcher:
             self._fail(fate, is_news)
 
     def _fail(self, fate: Fate, is_news: bool = False) -> None:
-        """End the waits of this rank, and say why."""
+        """End this rank's waits, and say why."""
         if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
             print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
         self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
@@ -242,7 +242,7 @@ class Watcher:
             raise
 
     def explain(self, error: BaseException) -> None:
-        """Raise a RankError for the error of a wait that ended; return for any other error."""
+        """Raise a RankError if the error is from a wait that ended; else return."""
         text = str(error)
         if not isinstance(error, RuntimeError) or self._peers is None:
             return
@@ -270,7 +270,7 @@ class Watcher:
         raise error
 
     def failure(self, status: Status | None = None, what: str = "") -> RankError:
-        """Return the error that names the ranks that have failed. status: of this rank."""
+        """Return the error that names the ranks that have failed. status: this rank's."""
         if status is None:
             status, _ = self.places.status(self.now(), self.program)
         # Several ranks often die together: one error shall name all of them.
@@ -327,7 +327,7 @@ class Watcher:
 
 
 def watched(method: Callable) -> Callable:
-    """Return a method of an object with `_groups`, whose waits that end say for whom."""
+    """Wrap a method on an object with `_groups`: its waits that end say for whom."""
 
     @functools.wraps(method)
     def explaining(self: Any, *args: object) -> object:
@@ -348,7 +348,7 @@ def _in_flight() -> BaseException | None:
 
 
 def _named(error: BaseException) -> str:
-    """Return the type and first line of an exception, and the line of the user's code."""
+    """Return an exception's type and first line, and the line in the user's code."""
     line, at = str(error).partition("\n")[0][:300], user_line_of(error)
     return f"{type(error).__name__}: {line}" + (f" at {at}" if at else "")
 
@@ -357,7 +357,7 @@ _WATCHERS: dict[tuple[int, ...], Watcher] = {}
 
 
 def watcher_of(processes: Sequence[int], limit: float) -> Watcher:
-    """Return the watcher of some processes, one for all meshes of these."""
+    """Return the watcher for some processes, one for all their meshes."""
     watcher = _WATCHERS.get(tuple(processes))
     if watcher is None or watcher.world is not dist.group.WORLD:
         watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit)
@@ -373,7 +373,7 @@ def say_farewell() -> None:
 
 
 def explain(error: RuntimeError) -> None:
-    """Raise RankError for the error of a wait that ended, in whatever mesh; else return."""
+    """Raise RankError if the error is from a wait that ended, in whatever mesh; else return."""
     for watcher in _WATCHERS.values():
         if watcher.world is dist.group.WORLD:
             watcher.explain(error)

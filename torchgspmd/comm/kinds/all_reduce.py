@@ -44,6 +44,7 @@ def _lower(
     build: CollectiveBuilder, x: Any, shape: list[int], reduction: str, axes: str
 ) -> Lowering:
     name, _ = build.groups.group(split_axes(axes))
+    # In place saves memory, but only where nobody else reads the operand.
     op = c10d.all_reduce_.default if build.owns_operand() else c10d.all_reduce.default
     return (yield build.begin(op, shape, build.contiguous(x), REDUCTIONS[reduction].c10d, name))
 
@@ -58,7 +59,12 @@ def _lower_merged(
     name, _ = build.groups.group(split_axes(axes))
     size = sum(map(math.prod, shapes))
     total = yield build.begin(
-        c10d.all_reduce_.default, [size], build.flat(xs), REDUCTIONS[reduction].c10d, name
+        # `flat` copies, so that in place is safe here.
+        c10d.all_reduce_.default,
+        [size],
+        build.flat(xs),
+        REDUCTIONS[reduction].c10d,
+        name,
     )
     return build.unpack(total, shapes)
 

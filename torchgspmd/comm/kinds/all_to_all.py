@@ -27,6 +27,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
         for k, e in itertools.product(range(len(axes)), range(len(problem.shape))):
             major, moved = axes[:k], axes[k:]
             fine = spec.dims[e] + moved
+            # left == 0: only steps that end at the target count.
             if not left and (major, fine) != (after[d], after[e]):
                 continue
             if e != d and problem.nests(d, major, axes) and problem.nests(e, spec.dims[e], fine):
@@ -66,6 +67,7 @@ def _lower(
 ) -> Lowering:
     name, positions = build.groups.group(split_axes(axes))
     n = len(positions)
+    # [n, *shard]: row i goes to group member i.
     stacked, shard = build.to_front(x, shape, scatter_dim, n)
     stacked = build.in_group_order(stacked, positions)
     moved = yield build.begin(ALL_TO_ALL.op, [n, *shard], stacked, [1] * n, [1] * n, name)
