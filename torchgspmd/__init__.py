@@ -98,6 +98,7 @@ def __getattr__(name: str) -> Any:
         return import_module(f".{name}", __name__)
     if name not in _LATER:
         raise AttributeError(f"module 'torchgspmd' has no attribute '{name}'")
+    # The next access finds the name without this function.
     value = globals()[name] = getattr(import_module(f".{_LATER[name]}", __name__), name)
     return value
 

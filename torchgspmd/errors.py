@@ -1,4 +1,4 @@
-"""ShardingError, the exception for users' mistakes, and the search for the line of the mistake."""
+"""ShardingError, the exception for users' mistakes, and the search for the mistake's line."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _MAX_SHOWN = 20  # how many known words a message lists, if none is close
 
 
 class ShardingError(ValueError):
-    """A user's mistake: the fault, its place, the reason, a fix, and the result of trying that fix.
+    """A user's mistake: the fault, its place, the reason, a fix, and a trial of that fix.
 
-    Each is one line of the message. All but the first are optional.
+    Each is one line in the message. All but the first are optional.
 
     Args:
         what: The fault.
         where: The user's file:line.
-        why: The reason: the chain of operations, or the rule that is broken.
+        why: The reason: a chain of operations, or the rule that is broken.
         fix: The way out.
         tried: The plan with that fix: its collectives and the bytes that a device sends.
 
@@ -68,13 +68,13 @@ class ShardingError(ValueError):
 
 
 class RankError(ShardingError):
-    """A ShardingError of ranks that differ, or of one that is not there."""
+    """A ShardingError for ranks that differ, or for one that is not there."""
 
 
 def user_line() -> str | None:
-    """Return `file:line` of the innermost frame of user code.
+    """Return the innermost user frame as `file:line`.
 
-    Frames of torch, torchgspmd and the standard library are skipped.
+    Frames in torch, torchgspmd and the standard library are skipped.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -86,17 +86,18 @@ def user_line() -> str | None:
 
 
 def traced_line(entry: str) -> str | None:
-    """Return `file:line` of the innermost frame of user code, or of a library of models.
+    """Return the innermost frame in user code, or in a model library, as `file:line`.
 
-    The library's line counts if no user code is between it and the entry: it tells more of a model
-    than the one line that calls all of it.
+    The library's line counts if no user code is between it and the entry. It tells more about a
+    model than the one line that calls all of it.
 
     Args:
         entry: The file that calls the traced function.
 
     Returns:
-        The line; a library's file begins with the name of the library.
+        The line; a library's file begins with the library's name.
     """
+    # One walk outwards: the first library frame is kept in case no user frame comes.
     frame, library = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename
@@ -113,16 +114,16 @@ def traced_line(entry: str) -> str | None:
 
 
 def line_in_file(name: str, line: int) -> str | None:
-    """Return `file:line: code` of a line of user code; None for a line of a library."""
+    """Return a user line as `file:line: code`; None for a library's line."""
     if name.startswith(_PACKAGE) or any(part in name for part in _LIBRARIES):
         return None
     return f"{_shorten(name)}:{line}: {linecache.getline(name, line).strip()}".rstrip(": ")
 
 
 def user_line_of(error: BaseException) -> str | None:
-    """Return `file:line` of the innermost frame of user code in an error's traceback.
+    """Return the innermost user frame in an error's traceback as `file:line`.
 
-    If the error was raised in a library of models, the line there is named, too.
+    If a model library raised the error, the line there is named, too.
     """
     user, library = _user_frames(error)
     lines = [
@@ -132,11 +133,12 @@ def user_line_of(error: BaseException) -> str | None:
 
 
 def user_expression_of(error: BaseException) -> str | None:
-    """Return the text of the expression that the innermost frame of user code was in."""
+    """Return the expression that the innermost user frame was in, as text."""
     innermost = innermost_frame_of(error)
     if innermost is None or sys.version_info < (3, 11):
         return None
     frame = traceback.extract_tb(innermost, limit=1)[0]
+    # Without columns, or over several lines, no part of one line is the expression.
     if frame.colno is None or frame.end_colno is None or frame.end_lineno != frame.lineno:
         return None
     line = linecache.getline(frame.filename, frame.lineno or 0)
@@ -144,17 +146,18 @@ def user_expression_of(error: BaseException) -> str | None:
 
 
 def innermost_frame_of(error: BaseException) -> TracebackType | None:
-    """Return the innermost frame of an error that is user code, or of a library of models."""
+    """Return an error's innermost frame in user code, or in a model library."""
     user, library = _user_frames(error)
     return library or user
 
 
 def _user_frames(error: BaseException) -> tuple[TracebackType | None, TracebackType | None]:
-    """Return the innermost frames of user code and, behind it, of a library of models."""
+    """Return the innermost frame in user code and, behind it, the one in a model library."""
     user, library, trace = None, None, error.__traceback__
     while trace is not None:
         name = trace.tb_frame.f_code.co_filename
         if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+            # A library frame outside user code is not where the error was raised.
             user, library = trace, None
         elif not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES[:-1]):
             library = trace
@@ -165,6 +168,7 @@ def _user_frames(error: BaseException) -> tuple[TracebackType | None, TracebackT
 def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:
     """Return a sentence that names the closest known word, or else the first known words."""
     words = list(vocabulary)
+    # The closest word alone: an error names one way out.
     close = difflib.get_close_matches(word, words, n=1, cutoff=0.5)
     more = f" and {len(words) - _MAX_SHOWN} more" if len(words) > _MAX_SHOWN else ""
     return (

@@ -7,11 +7,11 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
     data?        sharded, and propagation may shard it further
     data:p1      as data, but propagated only after all marks of priority 0, that of the others
 
-and, for a value whose devices hold terms of a reduction that is still to be done, a last word
-`sum@model` (or max@, min@, prod@). The layout of a scalar is the empty string.
+and, for a value whose devices hold terms in a pending reduction, a last word `sum@model` (or max@,
+min@, prod@). A scalar's layout is the empty string.
 
-A dimension of size d over n devices is stored as ceil(d/n) rows on each. Rows past d are padding.
-If an operation needs other rows, its operand has a Window of that dimension, such as
+A dimension with size d over n devices is stored as ceil(d/n) rows on each. Rows past d are padding.
+If an operation needs other rows, its operand has a Window on that dimension, such as
 `s[8i-1:+10 in 0:64 else 0]`. Users do not write windows.
 """
 
@@ -33,16 +33,16 @@ SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
 @dataclass(frozen=True, eq=False)
 class ShardSpec(metaclass=Interned):
-    """The layout of a tensor: the mesh axes of every dimension, and of a pending reduction.
+    """A tensor's layout: mesh axes for every dimension, and for a pending reduction.
 
     Args:
         dims: For every dimension the axes that shard it, major first.
         open: For every dimension whether propagation may shard it further.
-        pending: Axes along which devices hold terms of a reduction that is still to be done.
-        reduction: The kind of that reduction: "sum", "max", "min" or "prod".
+        pending: Axes along which devices hold terms in a pending reduction.
+        reduction: That reduction's kind: "sum", "max", "min" or "prod".
         windows: For every dimension None, or the rows that a device holds in place of its shard.
             Empty if there are none.
-        priorities: For every dimension of a mark the round that propagates it; empty if all are 0.
+        priorities: For every dimension, a mark's propagation round; empty if all are 0.
 
     Example:
         >>> str(ShardSpec((("data",), ()), pending=("model",)))
@@ -67,7 +67,7 @@ class ShardSpec(metaclass=Interned):
             object.__setattr__(self, "priorities", ())
 
     def fields(self) -> SpecFields:
-        """Return all fields, the key of an interned spec.
+        """Return all fields, an interned spec's key.
 
         Returns:
             (dims, open, pending, reduction, windows, priorities).
@@ -79,14 +79,15 @@ class ShardSpec(metaclass=Interned):
         return self.dims, self.open, self.pending, self.reduction, self.windows, self.priorities
 
     def __reduce__(self) -> tuple[type[ShardSpec], SpecFields]:
+        # Through the constructor, so that an unpickled spec is the interned one.
         return ShardSpec, self.fields()
 
     @classmethod
     def replicated(cls, rank: int) -> ShardSpec:
-        """Return the layout of a tensor that every device has whole.
+        """Return the layout for a tensor that every device has whole.
 
         Args:
-            rank: Number of dimensions.
+            rank: The number of dimensions.
 
         Returns:
             The spec.
@@ -118,7 +119,7 @@ class ShardSpec(metaclass=Interned):
         """Parse a spec.
 
         Args:
-            spec: A string; or a sequence of None, axis name, tuple of axis names, UNCONSTRAINED.
+            spec: A string; or a sequence: None, axis names, tuples of axis names, UNCONSTRAINED.
 
         Returns:
             The spec. str() is the inverse.
@@ -137,6 +138,7 @@ class ShardSpec(metaclass=Interned):
         return cls(*parse_sequence(spec))
 
     def __str__(self) -> str:
+        # An open dimension without axes is "?" alone.
         words = [
             ("+".join(axes) or ("" if is_open else "_"))
             + "?" * is_open
@@ -184,8 +186,8 @@ class ShardSpec(metaclass=Interned):
         """Return the same layout with another pending reduction.
 
         Args:
-            axes: Axes of the reduction; () for none.
-            reduction: Its kind, by default that of this spec.
+            axes: The reduction's axes; () for none.
+            reduction: Its kind, by default this spec's.
 
         Returns:
             The spec.
@@ -214,7 +216,7 @@ class ShardSpec(metaclass=Interned):
         return ShardSpec(dims, self.open, self.pending, self.reduction, self.windows)
 
     def window(self, dim: int) -> Window | None:
-        """Return the rows of a dimension that a device holds in place of its shard.
+        """Return the rows that a device holds in place of a dimension's shard.
 
         Args:
             dim: The dimension.
@@ -229,7 +231,7 @@ class ShardSpec(metaclass=Interned):
         return self.windows[dim] if self.windows else None
 
     def with_window(self, dim: int, window: Window | None) -> ShardSpec:
-        """Return the same layout with another window of one dimension.
+        """Return the same layout with another window on one dimension.
 
         Args:
             dim: The dimension.
@@ -250,7 +252,7 @@ class ShardSpec(metaclass=Interned):
         """Return the same layout with other names for its axes.
 
         Args:
-            change: Maps the axes of a dimension, and the pending axes, to new ones.
+            change: Maps a dimension's axes, and the pending axes, to new ones.
 
         Returns:
             The spec.
@@ -269,10 +271,10 @@ class ShardSpec(metaclass=Interned):
         )
 
     def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
-        """Return the same layout with other priorities of its dimensions.
+        """Return the same layout with other priorities for its dimensions.
 
         Args:
-            priorities: One a dimension; empty for 0 everywhere.
+            priorities: One per dimension; empty for 0 everywhere.
 
         Returns:
             The spec.
@@ -298,7 +300,7 @@ class ShardSpec(metaclass=Interned):
         )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """Return the shape of one device's shard, padding included.
+        """Return one device's shard shape, padding included.
 
         Args:
             shape: The global shape.
@@ -321,7 +323,7 @@ class ShardSpec(metaclass=Interned):
         )
 
     def shards(self, mesh: Mesh) -> int:
-        """Return the number of different shards.
+        """Count the different shards.
 
         Args:
             mesh: The devices.
@@ -336,13 +338,13 @@ class ShardSpec(metaclass=Interned):
         return mesh.count(self.sharding_axes)
 
     def of_rank(self, rank: int) -> ShardSpec:
-        """Return the spec of a tensor of another rank: dimensions that no axis shards go or come.
+        """Return the spec for another rank: dimensions that no axis shards go or come.
 
         Args:
             rank: The number of dimensions.
 
         Returns:
-            The spec with the first of the sharded dimensions, each once.
+            The spec with the first sharded dimensions, each once.
 
         Example:
             >>> spec = ShardSpec.parse("_ model")
@@ -357,8 +359,8 @@ class ShardSpec(metaclass=Interned):
 
         Args:
             mesh: The devices.
-            shape: The global shape of the tensor.
-            what: The name of the tensor in messages.
+            shape: The tensor's global shape.
+            what: The tensor's name in messages.
 
         Returns:
             The spec itself.

@@ -1,8 +1,7 @@
-"""Nodes of torch.fx graphs: added without torch's search of their arguments for symbols; whose
-memory they write.
+"""torch.fx nodes: added without torch's search for symbols, and the memory that they write.
 
-`Graph.create_node` of torch 2.13 flattens all arguments to warn of symbols among them: 6 of 10 us.
-Programs have none.
+torch 2.13's `Graph.create_node` flattens all arguments to warn about symbols among them: 6 of 10
+us. Programs have none.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _UNSAFE = (
     aten.unsafe_split_with_sizes.default,
 )
 
-# Where in the user's program a node is from, and the collective that it is a part of.
+# Where in the user's program a node is from, and the collective that it belongs to.
 ORIGIN = ("source", "module", "backward", "collective")
 
 
@@ -39,7 +38,7 @@ def add_node(
     kwargs: Mapping[str, object],
     name: str | None = None,
 ) -> fx.Node:
-    """Add a node at the insert point of a graph, as `Graph.create_node` does."""
+    """Add a node at the graph's insert point, as `Graph.create_node` does."""
     node: Any = graph.create_node(op, target, None, None, name)
     node._update_args_kwargs(args, kwargs)
     return node
@@ -48,7 +47,7 @@ def add_node(
 def copy_node(
     graph: fx.Graph, node: fx.Node, new: Callable[[fx.Node], Any] = lambda node: node
 ) -> fx.Node:
-    """Add a copy of a node, as `Graph.node_copy` does. new: its operands there."""
+    """Add a node's copy, as `Graph.node_copy` does. new: its operands there."""
     args, kwargs = fx.map_arg(node.args, new), fx.map_arg(node.kwargs, new)
     result = add_node(graph, node.op, node.target, args, kwargs, node.name)
     result.meta.update(node.meta)
@@ -58,6 +57,7 @@ def copy_node(
 def drop_unused(graph: fx.Graph) -> None:
     """Erase nodes without users, as `Graph.eliminate_dead_code` does, which checks all first."""
     nodes: Any = graph.nodes
+    # Backwards: a user that is erased may leave its operands without users.
     for node in reversed(nodes):
         if not node.users and not node.is_impure():
             graph.erase_node(node)
@@ -66,9 +66,9 @@ def drop_unused(graph: fx.Graph) -> None:
 def inline(
     graph: fx.Graph, inner: fx.Graph, inputs: Sequence[fx.Node], meta: Mapping[str, object]
 ) -> Any:
-    """Copy a graph of calls to the insert point of another one. Return the arguments of its output.
+    """Copy a graph of calls to another one's insert point. Return its output's arguments.
 
-    inputs: in place of its placeholders. meta: of all copies, besides their values.
+    inputs: replace its placeholders. meta: all copies get it, besides their values.
     """
     values: dict[fx.Node, Any] = dict(zip(inner.find_nodes(op="placeholder"), inputs))
     for step in inner.nodes:
@@ -79,7 +79,7 @@ def inline(
 
 
 def allocates(node: fx.Node) -> bool:
-    """Return True if an operation returns memory of its own. Functions of Python say so: `owns`."""
+    """Return True if an operation returns its own memory. Python functions say so: `owns`."""
     op = node.target
     return getattr(op, "owns", False) or (
         isinstance(op, OpOverload)
@@ -92,6 +92,7 @@ def viewed_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands in whose memory the result may lie."""
     if allocates(node):
         return []
+    # Without a schema that tells, any operand's memory may be in the result.
     if not isinstance(node.target, OpOverload) or node.target in _UNSAFE:
         return written_operands(node) or node.all_input_nodes
     return _operands(node, lambda alias: True)
@@ -100,7 +101,7 @@ def viewed_operands(node: fx.Node) -> list[fx.Node]:
 def written_operands(node: fx.Node) -> list[fx.Node]:
     """Return the operands that a node writes to.
 
-    A function of Python writes to out= and, if its name ends with _, to its first argument, or to
+    A Python function writes to out= and, if its name ends with _, to its first argument, or to
     those whose positions it says: `writes`.
     """
     op: Any = node.target
@@ -113,7 +114,7 @@ def written_operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _operands(node: fx.Node, of_alias: Callable[[Any], bool]) -> list[fx.Node]:
-    """Return the operands whose arguments in the operation's schema have such an alias."""
+    """Return the operands whose schema arguments have such an alias."""
     op: Any = node.target
     arguments = op._schema.arguments
     given = {a.name: x for a, x in zip(arguments, node.args)} | {**node.kwargs}

@@ -1,4 +1,4 @@
-"""Modules that have moved. The old path of a public name works for one release, with a warning."""
+"""Modules that have moved. A public name's old path works for one release, with a warning."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ MOVED = {
 
 
 class MovedModule(ModuleType):
-    """The module at an old path: a name of it comes from the new path."""
+    """The module at an old path: its names come from the new path."""
 
     def __init__(self, old: str, new: str) -> None:
         super().__init__(old, f"Moved to {new}.")
         self._new = new
 
     def __getattr__(self, name: str) -> Any:
+        # Import machinery asks for these: they must not load the new module.
         if name.startswith("__"):
             raise AttributeError(name)
         value = getattr(import_module(self._new), name)
@@ -52,11 +53,12 @@ def _folders(package: str) -> list[str]:
 
 
 def install(package: str) -> None:
-    """Redirect imports of old paths to the new ones; attributes of the package stay."""
+    """Redirect imports from old paths to the new ones; the package's attributes stay."""
     for old, new in MOVED.items():
         names = old.split(".")
         for i in range(1, len(names) + 1):
             path = ".".join([package, *names[:i]])
+            # A folder that still exists has other modules too: it stays importable.
             is_here = i == 1 < len(names) and PathFinder.find_spec(path, _folders(package))
             if path not in sys.modules and not is_here:
                 sys.modules[path] = MovedModule(path, f"{package}.{new if i == len(names) else ''}")

@@ -1,8 +1,8 @@
-"""Operators of torch by name; one that this release lacks costs its own rule, and nothing else.
+"""torch's operators by name; one that this release lacks costs its own rule, and nothing else.
 
 aten.mm.default             the operator, as torch.ops.aten.mm.default
 aten.cholesky.default       an AbsentOperator on torch 2.15, which has no such operator. Tables may
-                            have it as a key; no node of a graph has it as a target.
+                            have it as a key; no graph's node has it as a target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ABSENT: dict[str, AbsentOperator] = {}  # operators looked up in vain, by name
 
 
 class AbsentOperator:
-    """The name of an operator that this torch does not have."""
+    """An operator name that this torch does not have."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -28,7 +28,7 @@ class AbsentOperator:
 
     @property
     def __name__(self) -> NoReturn:
-        """Raise as a call does: it is asked for the name of a node in a graph."""
+        """Raise as a call does: a graph asks for it to name a node."""
         raise self._error()
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
@@ -46,19 +46,20 @@ class AbsentOperator:
 
 
 class Packet:
-    """The overloads of one operator name, as attributes."""
+    """One operator name's overloads, as attributes."""
 
     def __init__(self, namespace: str, name: str, packet: Any) -> None:
         self._prefix, self._packet = f"{namespace}::{name}", packet
 
     def overloads(self) -> list[str]:
-        """Return the names of the overloads."""
+        """Return the overloads' names."""
         return [] if self._packet is None else self._packet.overloads()
 
     def __getattr__(self, overload: str) -> Any:
         op = getattr(self._packet, overload, None)
         if op is None:
             name = self._prefix if overload == "default" else f"{self._prefix}.{overload}"
+            # One object per name, so that tables find it as the same key.
             op = ABSENT.setdefault(name, AbsentOperator(name))
         setattr(self, overload, op)  # the next lookup finds the attribute
         return op
@@ -68,7 +69,7 @@ class Packet:
 
 
 class Namespace:
-    """The operators of one namespace, as attributes. Looking up a missing one raises nothing."""
+    """One namespace's operators, as attributes. Looking up a missing one raises nothing."""
 
     def __init__(self, name: str) -> None:
         self._name, self._ops = name, getattr(torch.ops, name)

@@ -1,4 +1,4 @@
-"""Patches of torch, one row each: the replaced name, why, and in which releases of torch.
+"""Patches to torch, one row each: the replaced name, why, and in which torch releases.
 
 A program that computes on meshes patches torch's DTensor while a wrapped module lives
 (dtensor/install.py). A capture patches library code (capture/trace_context.py).
@@ -18,15 +18,15 @@ import torch
 
 from .private_apis import CHECKED, release
 
-ABSENT = object()  # the value of an attribute that its owner inherits, or does not have
+ABSENT = object()  # stands for an attribute that its owner inherits, or does not have
 
 
 @dataclass(frozen=True)
 class Patch:
-    """A replaced attribute of a class, module or object, or a replaced entry of a dict.
+    """A replaced attribute in a class, module or object, or a replaced entry in a dict.
 
     replace: takes the present value, None if there is none, and returns the new one. why: the fault
-    without the patch. versions: the checked releases of torch that need it. feature: the folder of
+    without the patch. versions: the checked torch releases that need it. feature: the folder in
     features/ that the row belongs to; "core" for none.
     """
 
@@ -38,7 +38,7 @@ class Patch:
     feature: str = "core"
 
     def is_needed(self) -> bool:
-        """Whether this torch needs it. A release between checked ones is as the next of these."""
+        """Whether this torch needs it. A release between checked ones counts as the next."""
         return _nearest(torch.__version__) in map(release, self.versions)
 
     def value(self) -> Any:
@@ -58,12 +58,14 @@ class Patch:
     def apply(self) -> Callable[[], None]:
         """Replace the value; return a function that puts it back, unless it is another by then."""
         before = self.value()
+        # The replacement wraps an inherited method, but undoing must delete it from the owner.
         inherited = None if isinstance(self.owner, dict) else getattr(self.owner, self.name, None)
         after = self.replace(inherited if before is ABSENT else before)
         self._set(after)
 
         def undo() -> None:
             now = self.value()
+            # Another library may have patched it since: its patch stays.
             if now is not before and (now is after or now is ABSENT):
                 self._set(before)
 
@@ -81,7 +83,7 @@ class Patch:
 
 @cache
 def _nearest(version: str) -> tuple[int, int]:
-    """Return the checked release whose patches a version of torch needs."""
+    """Return the checked release whose patches a torch version needs."""
     checked, now = [*map(release, CHECKED)], release(version)
     return min((c for c in checked if c >= now), default=max(checked))
 
@@ -110,12 +112,12 @@ def table(patches: Iterable[Patch]) -> str:
 
 
 class Installation:
-    """Patches that are applied while any of their holders lives."""
+    """Patches that are applied while any holder lives."""
 
     def __init__(self) -> None:
         self._holders: dict[int, weakref.finalize] = {}  # by id
         self._applied: ExitStack | None = None
-        self._thread = 0  # Some flags of torch are of a thread, which has to undo them.
+        self._thread = 0  # Some torch flags belong to a thread, which has to undo them.
         self._lock = threading.RLock()
 
     @property
@@ -129,6 +131,7 @@ class Installation:
             for holder in holders:
                 if id(holder) not in self._holders:
                     finalizer = weakref.finalize(holder, self._release, id(holder))
+                    # At exit nobody needs the patches undone, and torch may be half gone.
                     finalizer.atexit = False
                     self._holders[id(holder)] = finalizer
             if self._holders and self._applied is None:

@@ -1,10 +1,10 @@
-"""Table of the private APIs of torch that the package uses: checked versions and purposes.
+"""Table: torch's private APIs that the package uses, with checked versions and purposes.
 
-    from ..compat.private_apis import FunctionalTensor      # the class, function or module of a row
+    from ..compat.private_apis import FunctionalTensor      # a row's class, function or module
 
 An import never raises. A class replaces an API that this torch lacks. Calling that class, or
-reading an attribute of it, raises a ShardingError. `require("plan")` raises before anything starts.
-A test compares the table with the names in the sources, both ways.
+reading an attribute from it, raises a ShardingError. `require("plan")` raises before anything
+starts. A test compares the table with the names in the sources, both ways.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ PLAN, PARALLELIZE, XLA, NOTHING = "plan", "parallelize", "backend 'xla'", ""
 
 @dataclass(frozen=True)
 class PrivateApi:
-    """A private API of torch.
+    """A private torch API.
 
     path: dotted, from `torch`. needed_for: the part that does not work at all without the API.
-    lost: further losses. versions: those of CHECKED that have it.
+    lost: further losses. versions: those in CHECKED that have it.
     """
 
     path: str
@@ -44,19 +44,19 @@ class PrivateApi:
 
     @property
     def name(self) -> str:
-        """The last name of the path."""
+        """The path's last name."""
         return self.path.rpartition(".")[2]
 
     @property
     def is_of_xla(self) -> bool:
-        """True for an API of torch_xla."""
+        """True for a torch_xla API."""
         return self.path.startswith("torch_xla.")
 
 
 def _rows(
     needed_for: str, owner: str, names: str, lost: str = "", versions: tuple[str, ...] = CHECKED
 ) -> tuple[PrivateApi, ...]:
-    """Return one row for each of the names, all attributes of one owner."""
+    """Return one row per name, all attributes on one owner."""
     return tuple(
         PrivateApi(f"{owner}.{name}", needed_for, lost, versions) for name in names.split()
     )
@@ -244,25 +244,26 @@ _BY_NAME = {api.name: api for api in TABLE}
 
 @cache
 def release(version: str) -> tuple[int, int]:
-    """Return (major, minor) of a version."""
+    """Split a version into (major, minor)."""
     major, minor, *_ = version.partition("+")[0].split(".")
     return int(major), int(minor)
 
 
 def lookup(api: PrivateApi) -> Any:
-    """Return the object of a row. Raise AttributeError or ImportError if this torch lacks it."""
+    """Return a row's object. Raise AttributeError or ImportError if this torch lacks it."""
     first, *rest = api.path.split(".")
     owner, path = importlib.import_module(first), first
     for name in rest[:-1]:
         path = f"{path}.{name}"
         owner = _submodule_or_attribute(owner, name, path)
+    # Attributes that __init__ sets are on no class, so instances are judged by their code.
     if hasattr(owner, rest[-1]) or not isinstance(owner, type):
         return _submodule_or_attribute(owner, rest[-1], api.path)
     return _check_instance_attribute(owner, rest[-1])
 
 
 def _submodule_or_attribute(owner: object, name: str, path: str) -> object:
-    """Return the submodule of that name, or else the attribute.
+    """Return the submodule with that name, or else the attribute.
 
     torch._higher_order_ops has both for flex_attention: a function hides the module.
     """
@@ -275,7 +276,7 @@ def _submodule_or_attribute(owner: object, name: str, path: str) -> object:
 
 
 def _check_instance_attribute(owner: type, name: str) -> None:
-    """Raise an AttributeError if instances of a class have no such attribute.
+    """Raise an AttributeError if a class's instances have no such attribute.
 
     They have it if the class annotates it or its methods mention it.
     """
@@ -292,7 +293,7 @@ def _check_instance_attribute(owner: type, name: str) -> None:
 
 
 def is_there(api: PrivateApi) -> bool:
-    """True if this torch has the API of a row."""
+    """True if this torch has a row's API."""
     try:
         lookup(api)
     except (AttributeError, ImportError):
@@ -301,7 +302,7 @@ def is_there(api: PrivateApi) -> bool:
 
 
 class _Missing(type):
-    """Metaclass of the classes that stand for missing APIs."""
+    """Metaclass for the classes that stand for missing APIs."""
 
     api: PrivateApi
 
@@ -320,7 +321,7 @@ def is_missing(imported: object) -> bool:
 
 
 def error_without(*apis: PrivateApi) -> ShardingError:
-    """Return the error for a use of missing APIs."""
+    """Return the error for using missing APIs."""
     names = ", ".join(a.path for a in apis)
     lost = next((a.needed_for or a.lost for a in apis if a.needed_for or a.lost), "")
     return ShardingError(
@@ -333,7 +334,7 @@ def error_without(*apis: PrivateApi) -> ShardingError:
 
 
 def __getattr__(name: str) -> Any:
-    """Return the API of that name, or the class that stands for it."""
+    """Return the API with that name, or the class that stands for it."""
     if name not in _BY_NAME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     api = _BY_NAME[name]
@@ -341,6 +342,7 @@ def __getattr__(name: str) -> Any:
         result = lookup(api)
     except (AttributeError, ImportError):
         result = _Missing(name, (), {"api": api})
+    # The next import finds the name without this function.
     globals()[name] = result
     return result
 

@@ -1,4 +1,4 @@
-"""Compare the installed version of torch with those that the package was checked on."""
+"""Compare the installed torch version with those that the package was checked on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def is_newer() -> bool:
 
 
 def is_checked() -> bool:
-    """True if the tests pass on this release of torch."""
+    """True if the tests pass on this torch release."""
     return release(torch.__version__) in map(release, CHECKED)
 
 
@@ -34,6 +34,7 @@ def check_torch(*needed_for: str) -> None:
 @cache
 def _warn_if_newer() -> None:
     if is_newer() and os.environ.get("RANK", "0") == "0":
+        # Without the build's suffix, such as +cu126, which says nothing about APIs.
         version = ".".join(map(str, release(torch.__version__)))
         logging.getLogger("torchgspmd").warning(
             "torch %s is newer than what torchgspmd was checked on", version

@@ -1,6 +1,6 @@
-"""The values that the first process has of small tensors, on all processes, in one message an axis.
+"""The first process's values for small tensors, on all processes, in one message per axis.
 
-A message for each of them takes 0.4 ms on gloo processes: 20 ms for the model of `make demo`.
+A message for each tensor takes 0.4 ms on gloo processes: 20 ms for the model in `make demo`.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-_SMALL = 1 << 20  # bytes of a tensor that travels with others
-_MESSAGE = 1 << 26  # bytes of a message
+_SMALL = 1 << 20  # bytes in a tensor that travels with others
+_MESSAGE = 1 << 26  # bytes in a message
 
 
 def first_values(tensors: Iterable[Tensor], device_mesh: DeviceMesh) -> dict[int, Tensor]:
     """Return the first process's values of small tensors, by id. Large ones are left out."""
     values: dict[int, Tensor] = {}
     small = [t for t in tensors if _is_small(t, device_mesh)]
-    # Those of large elements first, so that all are aligned.
+    # Large elements first, so that all are aligned.
     small.sort(key=lambda t: t.element_size(), reverse=True)
     for group in _messages(small):
         message = torch.cat([_as_bytes(t) for t in group])
+        # Along one axis after the other: each message then reaches the ranks of the next one.
         for dim, size in enumerate(device_mesh.shape):
             if size > 1:
                 axis = device_mesh.get_group(dim)
@@ -35,7 +36,7 @@ def first_values(tensors: Iterable[Tensor], device_mesh: DeviceMesh) -> dict[int
 
 
 def _is_small(tensor: Tensor, device_mesh: DeviceMesh) -> bool:
-    """Return whether a tensor is a small contiguous one on a device of the mesh."""
+    """Return whether a tensor is a small contiguous one on a device in the mesh."""
     return (
         tensor.device.type == device_mesh.device_type
         and tensor.layout is torch.strided
@@ -46,7 +47,7 @@ def _is_small(tensor: Tensor, device_mesh: DeviceMesh) -> bool:
 
 
 def _messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield tensors in groups of limited size, each on one device."""
+    """Yield tensors in groups with limited size, each on one device."""
     group: list[Tensor] = []
     size = 0
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""fully_shard of torch.distributed.fsdp (FSDP2) refuses parameters that are on a mesh already."""
+"""torch.distributed.fsdp's fully_shard (FSDP2) refuses parameters that are on a mesh already."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .ours import is_ours
 
 
 def with_refusal(before: Callable) -> Callable:
-    """Wrap FSDP2's check of a parameter that it is about to shard; it has sent nothing then."""
+    """Wrap FSDP2's check on a parameter that it is about to shard; it has sent nothing then."""
 
     @functools.wraps(before)
     def verify(name: str, parameter: nn.Parameter) -> None:

@@ -1,7 +1,7 @@
-"""The patches of torch's DTensor: operations of one-device programs that it lacks or gets wrong.
+"""Patches to torch's DTensor: operations in one-device programs that it lacks or gets wrong.
 
 Applied with the first module that parallelize wraps. Undone when no wrapped module lives, and none
-of their parameters, buffers and tensors of a state_dict. All act for our DTensors only (ours.py).
+of their parameters, buffers and state_dict tensors. All act for our DTensors only (ours.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
 def _operators(names: dict[str, str]) -> list[object]:
-    """Return operators, from the names of each overload."""
+    """Return operators, from names by overload."""
     return [
         getattr(getattr(aten, name), overload)
         for overload, line in names.items()
@@ -76,6 +76,7 @@ def _handled(
     return [
         Patch(handlers(), op, for_ours(handler), why, versions)
         for op in operators
+        # An operator that this torch lacks needs no handler: nothing can call it.
         if not isinstance(op, AbsentOperator)
     ]
 
@@ -251,7 +252,7 @@ PATCHES = (
 
 
 def _held_method(before: Callable) -> Callable:
-    """Wrap Optimizer.state_dict: the patches are applied while a tensor of the state lives."""
+    """Wrap Optimizer.state_dict: the patches are applied while one of its tensors lives."""
 
     @functools.wraps(before)
     def state_dict(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
@@ -265,6 +266,6 @@ def _held_method(before: Callable) -> Callable:
 def hold(module: Any, tensors: Iterable[Any]) -> None:
     """Apply the patches, unless they are applied, while the module or one of the tensors lives.
 
-    Of a tensor that is the local one: torch.utils.swap_tensors takes no tensor with a weakref.
+    A DTensor is held by its local tensor: torch.utils.swap_tensors takes no tensor with a weakref.
     """
     INSTALLATION.hold(PATCHES, module, *(t._local_tensor for t in tensors if is_ours(t)))

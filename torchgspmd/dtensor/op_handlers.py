@@ -1,6 +1,6 @@
 """Operations and methods that torch's DTensor computes wrong, or not at all, for our DTensors.
 
-Each is for the row of install.py that names the fault. A plain tensor beside a DTensor is the whole
+Each is for the row in install.py that names the fault. A plain tensor beside a DTensor is the whole
 tensor, the same on every rank.
 """
 
@@ -57,17 +57,17 @@ def format_number(self: DTensor, spec: str) -> str:
 
 
 def numpy(self: Any, **options: Any) -> Any:
-    """Return the values of the whole tensor as an array."""
+    """Return the whole tensor's values as an array."""
     return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
 
 
 def tolist(self: DTensor) -> list:
-    """Return the values of the whole tensor as lists."""
+    """Return the whole tensor's values as lists."""
     return full_tensor(self).tolist()
 
 
 def item(op: OpOverload, args: tuple, kwargs: dict) -> object:
-    """Return the number of a DTensor, with its pending reduction."""
+    """Return a DTensor's number, with its pending reduction."""
     return full_tensor(args[0]).item()
 
 
@@ -87,6 +87,7 @@ def in_place(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def _can_stay_pending(op: OpOverload, args: tuple) -> bool:
     """Whether a pending sum stays valid under an in-place operation."""
+    # A sum of terms commutes with linear operations: the terms can be changed one by one.
     pending = [p for p in args[0].placements if p.is_partial()]
     if not pending or any(p != Partial() for p in pending):
         return not pending
@@ -112,14 +113,14 @@ def reduce_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def without_pending(args: tuple) -> tuple:
-    """Return the arguments of an operation in place, on one or more DTensors, reduced."""
+    """Return an in-place operation's arguments, one or more DTensors, reduced."""
     is_list = isinstance(args[0], (list, tuple))
     first = [*map(_reduce_in_place, args[0])] if is_list else _reduce_in_place(args[0])
     return first, *map(_reduce, args[1:])
 
 
 def _reduce(value: object) -> Any:
-    """Return a DTensor, or a list of them, without pending reductions."""
+    """Return a DTensor, or a list with DTensors, without pending reductions."""
     if isinstance(value, (list, tuple)):
         return [*map(_reduce, value)]
     if (
@@ -136,6 +137,7 @@ def _reduce(value: object) -> Any:
 def _reduce_in_place(tensor: DTensor) -> DTensor:
     reduced = _reduce(tensor)
     if reduced is not tensor:
+        # The same object, since the caller keeps a reference to it.
         tensor._local_tensor, tensor._spec = reduced._local_tensor, reduced._spec
     return tensor
 
@@ -147,7 +149,7 @@ def scan(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Gather along a replicated dimension; DTensor's result of a sharded one is unusable."""
+    """Gather along a replicated dimension; on a sharded one DTensor's result is unusable."""
     tensor, dim, *rest = args
     if isinstance(tensor, DTensor) and any(
         p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements
@@ -189,18 +191,20 @@ def convolution(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 def mean_from_sum(gradients: int) -> Handler:
     """Return a handler that computes a mean loss, or its gradient, from the summed loss.
 
-    gradients: the number of gradients before the operands.
+    gradients: how many gradients stand before the operands.
     """
 
     def compute(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         arguments = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
         if arguments.get("reduction", _MEAN) != _MEAN:
             return as_before(op, args, kwargs)
+        # Operands broadcast, and the mean divides by the elements of the result.
         count = math.prod(
             torch.broadcast_shapes(*(t.shape for t in args[gradients : gradients + 2]))
         )
         arguments["reduction"] = _SUM
         if gradients:
+            # The gradient of a mean is that of the sum over the count.
             arguments["grad_output"] = args[0] / count
         result = as_before(op, (), arguments)
         return result if gradients else result / count

@@ -1,7 +1,7 @@
-"""Which DTensors are ours, and handlers of their operations.
+"""Which DTensors are ours, and handlers for their operations.
 
-A DTensor is ours if its mesh equals that of a module of parallelize. All others are the user's:
-their operations are torch's, also while our patches are applied.
+A DTensor is ours if its mesh equals a parallelized module's mesh. All others are the user's: their
+operations are torch's, also while our patches are applied.
 """
 
 from __future__ import annotations
@@ -16,34 +16,35 @@ from ..compat.patches import Installation
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 
-INSTALLATION = Installation()  # the patches of this process; install.py has their table
+INSTALLATION = Installation()  # this process's patches; install.py has their table
 Handler = Callable[[OpOverload, tuple, dict], Any]
 
 
 def handlers() -> dict[Any, Handler]:
-    """Return the handlers of DTensor's operations, by operation."""
+    """Return DTensor's handlers, by operation."""
     return DTensor._op_dispatcher._custom_op_handlers
 
 
 def is_ours(tensor: object) -> bool:
-    """Whether a value is a DTensor on a mesh of parallelize."""
+    """Whether a value is a DTensor on one of parallelize's meshes."""
     return isinstance(tensor, DTensor) and find_groups(tensor._spec.mesh) is not None
 
 
 def our_dtensors(args: tuple, kwargs: dict) -> list[DTensor]:
-    """Return the DTensors on meshes of parallelize among the arguments of an operation."""
+    """Return the DTensors on parallelize's meshes among an operation's arguments."""
     return [*filter(is_ours, pytree.tree_leaves((args, kwargs)))]
 
 
 def groups_of_ours(tensor: DTensor) -> ProcessGroups:
-    """Return the process groups of the mesh of one of our DTensors."""
+    """Return the process groups for the mesh that our DTensor is on."""
     groups = find_groups(tensor.device_mesh)
     assert groups is not None
     return groups
 
 
 def acts_on_ours(args: tuple, kwargs: dict) -> bool:
-    """Whether the first DTensor among the arguments of an operation is ours."""
+    """Whether the first DTensor among an operation's arguments is ours."""
+    # No tree search: this runs at every operation on any DTensor.
     for value in (*args, *kwargs.values()):
         if isinstance(value, DTensor):
             return is_ours(value)
@@ -55,7 +56,7 @@ def acts_on_ours(args: tuple, kwargs: dict) -> bool:
 
 
 def explain_wait(error: RuntimeError, args: tuple, kwargs: dict) -> None:
-    """Raise RankError for the error of a wait that ended, in an operation on our DTensors."""
+    """Raise RankError if the error is from a wait that ended in an operation on our DTensors."""
     for tensor in our_dtensors(args, kwargs)[:1]:
         groups_of_ours(tensor).watcher.explain(error)
 
@@ -63,6 +64,7 @@ def explain_wait(error: RuntimeError, args: tuple, kwargs: dict) -> None:
 def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Run an operation as torch's DTensor does, without its handler."""
     table = handlers()
+    # Out of the table during the call, or the call would come back here.
     handler = table.pop(op, None)  # None: another thread runs the operation.
     try:
         return op(*args, **kwargs)
@@ -72,7 +74,7 @@ def as_before(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def for_ours(function: Handler) -> Callable[[Handler | None], Handler]:
-    """Return the replacement of a handler: `function` for our DTensors, as before for others."""
+    """Return a handler's replacement: `function` for our DTensors, as before for others."""
 
     def replace(torch_handler: Handler | None) -> Handler:
         others = torch_handler or as_before
@@ -92,7 +94,7 @@ def for_ours(function: Handler) -> Callable[[Handler | None], Handler]:
 
 
 def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
-    """Return the replacement of a method: `function` for our DTensors, as before for others."""
+    """Return a method's replacement: `function` for our DTensors, as before for others."""
 
     def replace(before: Callable) -> Callable:
         def method(self: DTensor, *args: object, **kwargs: object) -> Any:

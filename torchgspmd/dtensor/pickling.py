@@ -1,4 +1,4 @@
-"""Pickling of our DTensors: one that every device has whole is an ordinary tensor, and a sharded
+"""Pickling for our DTensors: one that every device has whole is an ordinary tensor, and a sharded
 one is refused, since each rank would write its own part.
 
 torch.save(model.state_dict(), path)            on one rank, in every second training script
@@ -18,12 +18,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..errors import ShardingError, user_line
 from .ours import is_ours
 
-_OF_PARTS = "torch.distributed.checkpoint"  # writes the part of each rank, and knows it
+_OF_PARTS = "torch.distributed.checkpoint"  # writes each rank's part, and knows it
 _FILES = "safetensors"
 
 
 def reduce_method(before: Callable) -> Callable:
-    """Wrap DTensor.__reduce_ex__: a whole DTensor of ours is pickled as an ordinary tensor.
+    """Wrap DTensor.__reduce_ex__: our whole DTensors are pickled as ordinary tensors.
 
     Raise ShardingError for a sharded one.
     """
@@ -49,10 +49,9 @@ def storage_method(before: Callable) -> Callable:
 
 
 def pointer_method(before: Callable) -> Callable:
-    """Wrap DTensor.data_ptr: that of the values for safetensors, and 0 for others.
+    """Wrap DTensor.data_ptr: the values' for safetensors, and 0 for others.
 
-    torch's is the offset of a gradient in a bucket. copy.deepcopy takes it for memory unless it is
-    0.
+    torch's is a gradient's offset in a bucket. copy.deepcopy takes it for memory unless it is 0.
     """
 
     @functools.wraps(before)
@@ -65,9 +64,9 @@ def pointer_method(before: Callable) -> Callable:
 
 
 def ordinary(tensor: DTensor) -> Tensor:
-    """Return a DTensor that every device has whole as the tensor of this device.
+    """Return a DTensor that every device has whole as this device's tensor.
 
-    Raise ShardingError if this device has a part of it, or a term of a sum.
+    Raise ShardingError if this device has a part, or a term in a sum.
     """
     if is_sharded(tensor):
         raise _error(tensor)
@@ -78,7 +77,8 @@ def ordinary(tensor: DTensor) -> Tensor:
 
 
 def is_sharded(tensor: DTensor) -> bool:
-    """Return whether a device has a part of a DTensor, or a term of a sum."""
+    """Return whether a device has a DTensor's part, or a term in a sum."""
+    # An axis with one device leaves a tensor whole, whatever its placement.
     sizes = zip(tensor.placements, tensor.device_mesh.shape)
     return any(p.is_partial() or p.is_shard() and size > 1 for p, size in sizes)
 
@@ -110,11 +110,12 @@ def _copies() -> bool:
 
 
 def _is_called_by(package: str) -> bool:
-    """Return whether a function of a package is among the callers."""
+    """Return whether a package's function is among the callers."""
     return any(name == package or name.startswith(package + ".") for name in _callers())
 
 
 def _callers() -> Iterator[str]:
+    # Neither pickle nor safetensors says who calls: the stack alone does.
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")

@@ -1,12 +1,11 @@
-"""Random numbers on DTensors: the numbers of one device, of which every rank takes its shard.
+"""Random numbers on DTensors: one device's numbers, from which every rank takes its shard.
 
-    model.to_empty(device="cpu"); model.reset_parameters()    # after parallelize of a meta model
+    model.to_empty(device="cpu"); model.reset_parameters()    # after parallelize on a meta model
     p.add_(torch.randn_like(p), alpha=0.01)
     F.dropout(y, 0.1)                                         # y: a sharded result
 
 torch's DTensor draws the same numbers in every shard on CPUs. On GPUs its numbers depend on the
-mesh. Here each rank draws the numbers of the whole tensor. Ranks compare the states of their
-generators first.
+mesh. Here each rank draws the whole tensor's numbers. Ranks compare their generators' states first.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ DRAWING = (*_FILLED, *_LIKE, *_OTHERS)
 
 
 def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Draw the numbers of a whole tensor and return or store this rank's shard."""
+    """Draw a whole tensor's numbers and return or store this rank's shard."""
     one = our_dtensors(args, kwargs)[0]
+    # No numbers, so no generator to compare.
     if one.device.type == "meta":
         return as_before(op, args, kwargs)
     groups = groups_of_ours(one)
@@ -73,11 +73,13 @@ def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     )
     check_ranks(
         groups,
+        # The line too: ranks may be about to draw different tensors in equal states.
         state ^ zlib.crc32(does.encode()),
         lambda: raise_difference(groups, Account(does, generator=state)),
     )
     if op in _OTHERS:
         return run_replicated(op, args, kwargs, one)
+    # Strides too: torch fills in memory order, and one device has these strides.
     whole = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     values = op(whole, *args[1:], **kwargs)
     if op in _LIKE:
@@ -87,7 +89,7 @@ def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 
 def _state_hash(generator: torch.Generator | None, device: torch.device) -> int:
-    """Return a hash of the state of a generator; None: the default one of the device."""
+    """Hash a generator's state; None: the device's default generator."""
     if generator is not None:
         state: Tensor = generator.get_state()
     else:

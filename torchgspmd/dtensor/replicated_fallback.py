@@ -1,11 +1,11 @@
-"""Fallback for operations that torch's DTensor cannot shard: compute them on whole tensors.
+"""For operations that torch's DTensor cannot shard: compute them on whole tensors.
 
     torch._foreach_copy_(ps, qs)            no sharding strategy
     g.norm().add_(eps)                      in place on a pending tensor
     torch.linalg.qr(p), p[g > 0]            sharding propagation failed
 
 The fallback is correct, not fast. Tensors written in place are sharded again; results are
-replicated. Optimizers and loops written for one device need it. Programs of parallelize do not.
+replicated. Optimizers and loops written for one device need it. parallelize's programs do not.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
 
 
 def is_distributed(tensor: DTensor) -> bool:
-    """Whether devices of a mesh of parallelize have different shards or terms of a tensor."""
+    """Whether the devices in one of parallelize's meshes have different shards or terms."""
     return find_groups(tensor.device_mesh) is not None and not all(
         p.is_replicate() for p in tensor.placements
     )
 
 
 def full_tensor(tensor: DTensor) -> Tensor:
-    """Return the whole values of a DTensor; all ranks must call it if the tensor is sharded."""
+    """Return a DTensor's whole values; all ranks must call it if the tensor is sharded."""
     if not is_distributed(tensor):
         return tensor.to_local()
     values = tensor.full_tensor()  # It has gaps if a minor dimension was gathered.
@@ -48,7 +48,7 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 
 def check_read_by_all(tensor: DTensor) -> None:
-    """Raise ShardingError on every rank, before any of them waits, unless all ranks read it."""
+    """Raise ShardingError on every rank, before any rank waits, unless all ranks read it."""
     groups = groups_of_ours(tensor)
     does = f"reads a DTensor, of which each device has a part, at {user_line()}"
     same = f"reads {list(tensor.shape)}, {tensor.dtype}, {tensor.placements}"
@@ -71,7 +71,7 @@ def gather_method(before: Callable) -> Callable:
 
 
 def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
-    """Return whole values as a DTensor with the layout of another; nothing is sent."""
+    """Return whole values as a DTensor with another's layout; nothing is sent."""
     return distribute_tensor(
         values.detach().to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
     )
@@ -105,11 +105,11 @@ def with_fallback(before: Callable) -> Callable:
 
 
 class UsersFlag:
-    """Stand-in for DTensor's flag of implicit replication, which is on for our DTensors.
+    """Stand-in for DTensor's implicit-replication flag, which is on for our DTensors.
 
     It has the value that the user gave the flag, and the user's DTensors follow it. One exception:
-    torch's C++ code reads the flag itself. If it has the layout of an operation on two replicated
-    DTensors in its cache, a plain tensor of the same shape may replace one of them.
+    torch's C++ code reads the flag itself. Its cache may have the layout for an operation on two
+    replicated DTensors. A plain tensor with the same shape may then replace one of them.
     """
 
     def __init__(self, before: object) -> None:
@@ -123,7 +123,7 @@ class UsersFlag:
 
 
 def with_replication(before: Any) -> Callable:
-    """Wrap the function that makes the layout of a plain tensor: beside ours it is replicated."""
+    """Wrap the function that gives a plain tensor its layout: beside ours it is replicated."""
     allowing = SimpleNamespace(_allow_implicit_replication=True)
 
     @functools.wraps(before)
@@ -140,6 +140,7 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
 
     def unwrap(value: object) -> Any:
         if isinstance(value, DTensor):
+            # An argument that occurs twice stays one tensor, as in-place operations need.
             return wholes.setdefault(id(value), (value, full_tensor(value)))[1]
         return value
 
@@ -148,7 +149,10 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
         if isinstance(value, DTensor):
             store_full(value, wholes[id(value)][1])
     owners = {
-        id(values): tensor for tensor, values in wholes.values() if values.shape == tensor.shape
+        # A result that is an operand (x.add_) is the caller's DTensor again.
+        id(values): tensor
+        for tensor, values in wholes.values()
+        if values.shape == tensor.shape
     }
 
     def wrap(value: object) -> Any:
@@ -177,6 +181,7 @@ def _mutated_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list:
 
 def store_full(tensor: DTensor, values: Tensor) -> None:
     """Store whole values in a DTensor, sharded again; a pending one becomes replicated."""
+    # The operation has written to the local tensor itself.
     if values is tensor._local_tensor:
         return
     if values.shape == tensor.shape and not any(p.is_partial() for p in tensor.placements):

@@ -1,4 +1,4 @@
-"""Storage of parameters as DTensors, and its conversion to the shards that a program computes on.
+"""Stores parameters as DTensors, and converts these to the shards that a program computes on.
 
 On a dimension that does not divide, DTensor stores short last shards. A program has equal shards
 with padding.
@@ -33,6 +33,7 @@ def storable(spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh) -> ShardSpec:
     """
     dims = []
     for size, axes in zip(shape, spec.dims):
+        # DTensor knows mesh order alone, and nests uneven blocks otherwise than a ShardSpec.
         while len(axes) > 1 and (
             isinstance(size, OpenSize)
             or size % mesh.count(axes)
@@ -47,18 +48,19 @@ def storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) ->
     """Return the layout in which a marked parameter or buffer is stored."""
     if mark is None:
         return ShardSpec.replicated(len(shape))
+    # An axis with one device would only forbid the axes behind it.
     trimmed = ShardSpec(tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in mark.dims))
     return storable(trimmed, shape, mesh)
 
 
 def placements(spec: ShardSpec, mesh: Mesh) -> list[Placement]:
-    """Return the DTensor placements of a layout, one per mesh axis."""
+    """Return a layout's DTensor placements, one per mesh axis."""
     dim_of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
     return [Shard(dim_of[name]) if name in dim_of else Replicate() for name in mesh.names]
 
 
 def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
-    """Return the layout of a DTensor on the plan's mesh.
+    """Return a DTensor's layout on the plan's mesh.
 
     Raise ShardingError for a DTensor on another mesh or with a pending sum.
     """
@@ -120,7 +122,7 @@ def _shard(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh)
 def stored_shape(
     spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, coordinates: Coordinates
 ) -> tuple[int, ...]:
-    """Return the shape of the shard that a DTensor stores on one device, without padding."""
+    """Return the shard shape that a DTensor stores on one device, without padding."""
     result = []
     for size, axes in zip(shape, spec.dims):
         rows = -(-size // mesh.count(axes))
@@ -133,10 +135,11 @@ def shard_module(
 ) -> None:
     """Replace a module's parameters and buffers by DTensors; tied ones stay tied.
 
-    They are set as attributes, since recurrent layers keep lists of their weights.
+    They are set as attributes, since recurrent layers keep their weights in lists.
     """
     replacements: dict[int, Tensor] = {}
     tensors = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    # By id: tied parameters are sent once.
     plain = (t for t in tensors.values() if not isinstance(t, DTensor))
     values = first_values(plain, device_mesh)
     for prefix, owner in module.named_modules():
@@ -160,16 +163,16 @@ def shard_module(
 
 
 def _become_parameter(tensor: DTensor, requires_grad: bool) -> None:
-    """Make a parameter of a new tensor, without the detach() of nn.Parameter.
+    """Turn a new tensor into a parameter, without nn.Parameter's detach().
 
-    DTensor propagates layouts for one of each shape, 3 ms.
+    For a detach, DTensor propagates layouts once per shape, 3 ms.
     """
     tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
     tensor.requires_grad_(requires_grad)
 
 
 def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
-    """Shard the whole tensors of a state_dict, the same on every rank; nothing is sent."""
+    """Shard a state_dict's whole tensors, the same on every rank; nothing is sent."""
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
         loaded = state.get(prefix + name)
         if (
@@ -184,12 +187,12 @@ def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor, or the plain tensor itself."""
+    """Return a DTensor's local shard, or the plain tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def whole_of(tensor: Tensor) -> Tensor:
-    """Return the whole values of a DTensor, or the plain tensor itself."""
+    """Return a DTensor's whole values, or the plain tensor itself."""
     if not isinstance(tensor, DTensor):
         return tensor
     replicated = [Replicate()] * tensor.device_mesh.ndim
@@ -197,7 +200,7 @@ def whole_of(tensor: Tensor) -> Tensor:
 
 
 def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
-    """Return a gradient as a DTensor with the layout of its parameter.
+    """Return a gradient as a DTensor with its parameter's layout.
 
     `__new__` skips `__init__`, which does nothing and takes 3 of 5 us.
     """
@@ -228,7 +231,8 @@ def takes_gradient(parameter: DTensor, accumulator: object) -> bool:
 def wrap_local(
     local: Tensor, spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, device_mesh: DeviceMesh
 ) -> DTensor:
-    """Return a stored shard as a DTensor of global shape; the conversion is differentiable."""
+    """Return a stored shard as a global DTensor; the conversion is differentiable."""
+    # A program's results are contiguous, and so is the global tensor that they stand for.
     stride = tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
     return DTensor.from_local(
         local,
@@ -244,8 +248,10 @@ def pad_stored(
     graph: fx.Graph, node: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]
 ) -> None:
     """Pad an input that is a stored shard to the shape that the program expects."""
+    # Most shards divide: their programs get no node more.
     if stored != padded:
         sizes = reversed(list(zip(stored, padded)))
+        # F.pad's order: the last dimension first, rows before and behind.
         pads = [p for size, padded_size in sizes for p in (0, padded_size - size)]
         insert_after(
             graph, node, lambda: graph.call_function(aten.constant_pad_nd.default, (node, pads))
@@ -262,7 +268,7 @@ def slice_global(
 ) -> None:
     """Slice an input that is a global tensor to this device's shard.
 
-    group: how many rows of a dimension stay together, of which it may insert the node.
+    group: returns how many rows in a dimension stay together; it may insert that node.
     """
 
     def slices() -> fx.Node:
@@ -300,8 +306,9 @@ def memory_format(tensor: Tensor) -> torch.memory_format:
 
 
 def insert_after(graph: fx.Graph, node: fx.Node, create: Callable[[], fx.Node]) -> None:
-    """Insert nodes before the first operation; all other users of `node` use their result."""
+    """Insert nodes before the first operation; all other users take their result."""
     users = list(node.users)
+    # Placeholders stay together at the front, as fx demands of a graph's inputs.
     first = next(n for n in graph.nodes if n.op != "placeholder")
     with graph.inserting_before(first):
         replacement = create()

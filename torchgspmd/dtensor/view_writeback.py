@@ -1,4 +1,4 @@
-"""Write-back of views: in-place changes of a DTensor's view change its base, too.
+"""Write-back: in-place changes to a DTensor's view change its base, too.
 
     w[3] = 0, w[3].zero_()
     for q in w.chunk(3): nn.init.xavier_uniform_(q)
@@ -92,13 +92,13 @@ MUTATIONS += [
 
 
 def replace_data(tensor: DTensor, other: DTensor) -> None:
-    """Give a DTensor the shape, the layout and the memory of another one."""
+    """Give a DTensor another one's shape, layout and memory."""
     _DATA.__set__(tensor, other)
     tensor._local_tensor, tensor._spec = other._local_tensor.detach(), other._spec
 
 
 def in_place_reshape_method(method: Callable) -> Callable:
-    """Return a method such as t_ that also updates the shape of a DTensor."""
+    """Return a method such as t_ that also updates a DTensor's shape."""
     name = method.__name__.removesuffix("_")
 
     @functools.wraps(method)
@@ -115,7 +115,7 @@ def in_place_reshape_method(method: Callable) -> Callable:
 
 
 def slice_base(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Run a slicing operation and record the base of its results."""
+    """Run a slicing operation and record its results' base."""
     base, spec = args[0], args[0]._spec
     if torch.__version__ < "2.10":
         base._spec = copy(spec)  # The view gets this one and changes its shape.
@@ -138,7 +138,7 @@ def _nth(results: Any, i: int) -> Tensor:
 
 
 def reshape_method(method: Callable) -> Callable:
-    """Return a view method that records the base of its result."""
+    """Return a view method that records its result's base."""
 
     @functools.wraps(method)
     def reshape(self: DTensor, *args: object, **kwargs: object) -> DTensor:
@@ -155,14 +155,14 @@ def reshape_method(method: Callable) -> Callable:
 
 
 def _views_may_copy(base: DTensor) -> bool:
-    """Whether views of a DTensor may share no memory with it or with its own base."""
+    """Whether a DTensor's views may share no memory with it or with its own base."""
     return is_ours(base) and (is_distributed(base) or hasattr(base, "_view_of"))
 
 
 def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None:
-    """Record (base, view) in a view that shares no memory; view: computes the part of whole values.
+    """Record (base, view) in a view that shares no memory; view: maps whole values to the part.
 
-    A view of a view records the outermost base.
+    A view's view records the outermost base.
     """
     if hasattr(base, "_view_of"):
         owner, before = base._view_of
@@ -174,7 +174,7 @@ def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None
 
 
 def mutation_method(method: Callable) -> Callable:
-    """Return an in-place method that also changes the base of a view."""
+    """Return an in-place method that also changes a view's base."""
 
     @functools.wraps(method)
     def mutate(self: DTensor, *args: object, **kwargs: object) -> object:
@@ -186,7 +186,7 @@ def mutation_method(method: Callable) -> Callable:
 
 
 def _write_back(part: DTensor) -> None:
-    """Write the values of a changed view into its base."""
+    """Write a changed view's values into its base."""
     owner, view = getattr(part, "_view_of", (None, None))
     if owner is None or view is None:
         return
@@ -198,6 +198,7 @@ def _write_back(part: DTensor) -> None:
             fix="assign to entries (y[..., 0] = 0), which it knows of, "
             "or make a new tensor (torch.where, torch.cat)",
         )
+    # The base is gathered again: it may have changed since the view was taken.
     values = full_tensor(owner)
     view(values).copy_(full_tensor(part))
     _COPY(owner, distribute_like(owner, values))
@@ -233,6 +234,7 @@ def setitem_method(setitem: Callable) -> Callable:
             entries = tuple(
                 _replicate(e) for e in (index if isinstance(index, tuple) else (index,))
             )
+            # A copy: a replicated tensor is its own gathered form.
             values = _replicate(self).clone()
             setitem(values, entries, _replicate(value))
             _COPY(

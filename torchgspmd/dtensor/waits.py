@@ -27,11 +27,12 @@ def redistribute_method(before: Callable) -> Callable:
 
 
 def with_explained_waits(before: Callable) -> Callable:
-    """Wrap the function that redistributes the operands of an operation, as `redistribute`."""
+    """Wrap the function that redistributes an operation's operands, as `redistribute`."""
 
     @functools.wraps(before)
     def redistribute(op_info: Any, *args: object, **options: object) -> None:
         meshes = (getattr(spec, "mesh", None) for spec in op_info.flat_args_schema)
+        # Operands that are no DTensors have no spec.
         mesh = next((mesh for mesh in meshes if mesh is not None), None)
         return _explained(mesh, before, op_info, *args, **options)
 
@@ -39,7 +40,7 @@ def with_explained_waits(before: Callable) -> Callable:
 
 
 def with_explained_wait(before: Callable) -> Callable:
-    """Wrap the method that waits for a tensor of redistribute(async_op=True)."""
+    """Wrap the method that waits for redistribute(async_op=True)'s tensor."""
 
     @functools.wraps(before)
     def trigger_wait(self: object) -> Any:
@@ -60,6 +61,7 @@ def with_farewell(before: Callable) -> Callable:
 
     @functools.wraps(before)
     def destroy(group: object = None) -> None:
+        # None is the default group; other groups end while this process lives on.
         if group is None:
             say_farewell()
         return before(group)
@@ -68,7 +70,7 @@ def with_farewell(before: Callable) -> Callable:
 
 
 def _explained(mesh: Any, function: Callable, *args: object, **options: object) -> Any:
-    """Call a function; if the mesh is of parallelize, a wait that ends in it says for whom."""
+    """Call a function; on one of parallelize's meshes, a wait that ends says for whom."""
     groups = find_groups(mesh) if mesh is not None else None
     if groups is None:
         return function(*args, **options)
