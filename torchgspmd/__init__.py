@@ -13,6 +13,7 @@ from .layout.spec_notation import UNCONSTRAINED
 from .shard_spec import ShardSpec
 
 if TYPE_CHECKING:
+    # The names of _LATER, for type checkers alone: nothing is loaded here.
     from .comm.collective import Collective
     from .comm.hardware import Hardware
     from .compiler.api import Plan, plan
@@ -94,6 +95,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
 
 
 def __getattr__(name: str) -> Any:
+    # A submodule is no attribute of its package before it is imported.
     if name in ("nn", "tools"):
         return import_module(f".{name}", __name__)
     if name not in _LATER:

@@ -101,11 +101,13 @@ def traced_line(entry: str) -> str | None:
     frame, library = sys._getframe(1), None
     while frame is not None:
         name = frame.f_code.co_filename
+        # Frames outside of the entry belong to the caller, not to the model.
         if library and name == entry:
             return library
         if not name.startswith(_PACKAGE):
             if not any(part in name for part in _LIBRARIES):
                 return f"{_shorten(name)}:{frame.f_lineno}"
+            # Libraries of models lie below lib/python3 too, so the last of _LIBRARIES is left out.
             inside = name.partition(_INSTALLED)[2]
             if inside and library is None and not any(part in name for part in _LIBRARIES[:-1]):
                 library = f"{inside}:{frame.f_lineno}"
@@ -137,6 +139,7 @@ def user_expression_of(error: BaseException) -> str | None:
     innermost = innermost_frame_of(error)
     if innermost is None or sys.version_info < (3, 11):
         return None
+    # extract_tb computes the columns, which a traceback object lacks.
     frame = traceback.extract_tb(innermost, limit=1)[0]
     # Without columns, or over several lines, no part of one line is the expression.
     if frame.colno is None or frame.end_colno is None or frame.end_lineno != frame.lineno:
@@ -180,5 +183,6 @@ def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:
 
 def _shorten(path: str) -> str:
     """Return a path relative to the working directory, if it is below that."""
+    # A path with leading ../ would be no shorter, and hard to open.
     short = os.path.relpath(path) if os.path.isabs(path) else path
     return path if short.startswith("..") else short

@@ -1,5 +1,6 @@
 """The names that a model is written with: `gspmd.nn.stack`, also `gspmd.stack`."""
 
+# "x as x" is a re-export for type checkers.
 from .model_api import collectives as collectives
 from .model_api import moe as moe
 from .model_api.manual import manual as manual

@@ -57,6 +57,7 @@ class ShardSpec(metaclass=Interned):
     priorities: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        # Defaults in full, so that equal layouts have equal fields.
         if not self.open:
             object.__setattr__(self, "open", (False,) * len(self.dims))
         if not self.pending:
@@ -313,6 +314,7 @@ class ShardSpec(metaclass=Interned):
             >>> ShardSpec.parse("data _").local_shape([5, 8], Mesh(data=2))
             (3, 8)
         """
+        # Rounded up, so that all devices have equal shards, as collectives need.
         rows = tuple(
             -(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims)
         )

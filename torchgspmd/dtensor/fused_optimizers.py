@@ -54,6 +54,7 @@ def foreach_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Reduce pending operands, then run an operation in place on lists of local tensors."""
     args = without_pending(args)
     numbers = [a for a in args if isinstance(a, Tensor)]
+    # A scale, for example: each rank has to have the same one.
     if all(_is_whole_number(a) for a in numbers) and _same_layouts(_lists(args)):
         _on_local_tensors(op, args, kwargs)
         return None  # as the operator does; torch's function returns the list

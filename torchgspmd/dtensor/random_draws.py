@@ -77,6 +77,7 @@ def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         state ^ zlib.crc32(does.encode()),
         lambda: raise_difference(groups, Account(does, generator=state)),
     )
+    # Their numbers depend on the values of their operands.
     if op in _OTHERS:
         return run_replicated(op, args, kwargs, one)
     # Strides too: torch fills in memory order, and one device has these strides.

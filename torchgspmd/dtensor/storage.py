@@ -99,6 +99,7 @@ def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceM
 @torch.no_grad()
 def _shard(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
     """Return a tensor whose values all ranks have as a DTensor; nothing is sent."""
+    # The mesh may be a part of the processes: a rank is no position in it.
     position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
     coordinates, local = mesh.coordinates(position), tensor
     sizes = stored_shape(spec, tuple(tensor.shape), mesh, coordinates)

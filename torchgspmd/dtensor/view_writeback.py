@@ -168,6 +168,7 @@ def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None
         owner, before = base._view_of
         part._view_of = owner, lambda values: view(before(values))
     elif not _share_memory(part, base):
+        # On meta, where the question costs no memory.
         one = torch.empty_strided(base.shape, base.stride(), device="meta")
         if _storage(view(one)) == _storage(one):  # On one device the result is a view, not a copy.
             part._view_of = base, view

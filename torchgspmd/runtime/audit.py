@@ -1,4 +1,4 @@
-"""Audit: common values of the ranks, compared every few calls by one small message.
+"""Audit: values that ranks have in common, compared every few calls by one small message.
 
     a parameter, buffer or optimizer state   ranks that differ only along axes which do not shard
                                              it have equal bits
@@ -6,8 +6,8 @@
     the loss of the call before              all ranks have nearly the same
     a parameter that is trained              it has no NaN
 
-The words of a rank are a sum of hashes for each set of sharding axes: so many words as the mesh has
-sets of axes. Which tensor and which rank differs is asked only when words do.
+A rank's words are sums of hashes, one per set of sharding axes: as many words as the mesh has such
+sets. Which tensor and which rank differs is asked only when words do.
 
 On the CPU the message is sent before the forward and read behind it. A GPU's words are sent behind
 the forward and read at the next call, so that no rank waits for its kernels.
@@ -42,7 +42,7 @@ _LARGEST_LOSS = 16  # elements of a result that may be a loss
 
 
 class Audit:
-    """The comparisons of one module on a mesh. every: calls from one to the next."""
+    """One module's comparisons on a mesh. every: calls from one to the next."""
 
     def __init__(self, model: nn.Module, groups: ProcessGroups, every: int) -> None:
         self.model, self.groups, self.every, self.calls = model, groups, every, 0
@@ -51,16 +51,18 @@ class Audit:
         self._loss: list[Tensor] = []
         self._norms: tuple[list[str], Tensor | None] = [], None
         self._reading: Reading | None = None
+        # Weak: the hook is global, and would keep the module alive.
         own = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, *_: object) -> None:
             if (audit := own()) is not None and audit._updates(optimizer):
                 audit.optimizers.add(optimizer)
 
+        # An optimizer is found when it steps: nothing else says which ones train this module.
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def of_copy(self, model: nn.Module) -> Audit:
-        """Return the audit of a copy of the module."""
+        """Return the audit for a copy of the module."""
         return Audit(model, self.groups, self.every)
 
     def _updates(self, optimizer: Optimizer) -> bool:
@@ -68,14 +70,14 @@ class Audit:
         return first is not None and any(first is p for p in self.model.parameters())
 
     def run(self, program: JointProgram, call: ModuleCall, rank_check: RankCheck) -> object:
-        """Run a call, and compare the values of its audit."""
+        """Run a call, and compare its audit's values."""
         self._begin(program)
         result = program(call.leaves, call.passed, rank_check)
         self._end_forward(pytree.tree_leaves(result))
         return result
 
     def _begin(self, program: JointProgram) -> None:
-        """Compare at every k-th call, of which this is one or not; note gradients before it."""
+        """Compare if this is a k-th call; note gradients at the call before it."""
         self._finish()
         self.calls += 1
         program.on_gradients = None
@@ -92,12 +94,13 @@ class Audit:
             program.on_gradients = weakref.WeakMethod(self._take_gradients)
 
     def _end_forward(self, results: Sequence[object]) -> None:
-        """Read the CPU's message, or send that of a GPU. results: of the call."""
+        """Read the CPU's message, or send a GPU's. results: the call's."""
         if self._reading is not None:
             if self.groups.device_type == "cpu":
                 self._finish()
             else:
                 self._reading.send()
+        # A loss is small and whole; comparing larger results would cost time.
         small = (r for r in results if isinstance(r, Tensor) and not isinstance(r, DTensor))
         self._loss = [
             r.detach() for r in small if r.is_floating_point() and r.numel() <= _LARGEST_LOSS
@@ -117,6 +120,7 @@ class Audit:
             if inputs[i].kind == PARAMETER and isinstance(g, Tensor) and g.numel()
         ]
         if named:
+            # One kernel for all, in float32: half-precision sums would differ by rounding alone.
             norms = aten._foreach_norm.Scalar([g.float() for _, g in named], 2)
             self._norms = [name for name, _ in named], torch.stack(list(norms))
 
@@ -130,6 +134,7 @@ class Audit:
         for i, name in enumerate(names if norms is not None else ()):
             if name in found:
                 axes, local = found[name]
+                # The root: replicas sum their terms in other orders.
                 tolerance = math.sqrt(torch.finfo(local.dtype).eps)
                 value = norms[i].double()  # pyright: ignore[reportOptionalSubscript]
                 items.append(Item(f"the gradient of {name}", axes, local, value, tolerance))
@@ -139,7 +144,7 @@ class Audit:
         return items
 
     def _nans(self) -> tuple[list[str], list[Tensor]]:
-        """Return names of trained parameters, and for each shard whether it has a NaN."""
+        """Return trained parameters' names, and for each shard whether it has a NaN."""
         trained = [
             (name, local_of(p.detach()))
             for name, p in self.model.named_parameters()
@@ -147,6 +152,7 @@ class Audit:
         ]
         if not trained:
             return [], []
+        # A norm is NaN if any element is, and all norms take one pass.
         norms = aten._foreach_norm.Scalar([local for _, local in trained], 2)
         return [name for name, _ in trained], [norm.isnan().long() for norm in norms]
 
@@ -154,6 +160,7 @@ class Audit:
         """Yield each tensor that has replicas: its name, the axes that shard it, its shard."""
         names = dict[int, str]()
         for name, tensor in named_tensors(self.model):
+            # Tied tensors are one value.
             if id(tensor) in names:
                 continue
             names[id(tensor)] = name
@@ -171,8 +178,8 @@ class Audit:
     def _axes_of(self, tensor: Tensor, parameter: Tensor | None) -> int | None:
         """Return the axes that shard a tensor, as bits; None if no other rank has the same.
 
-        parameter: of an optimizer state. A plain state has the layout of the parameter's shard if
-        it has its shape.
+        parameter: the one that an optimizer state belongs to. A plain state has the layout of the
+        parameter's shard if it has its shape.
         """
         if not isinstance(tensor, DTensor) and parameter is not None and tensor.dim():
             is_shard = local_of(parameter).shape == tensor.shape
@@ -185,4 +192,5 @@ class Audit:
         elif parameter is None:
             return None
         bits = sum(1 << i for i, name in enumerate(self.axes) if name in sharding)
+        # Sharded over all axes: no other rank has the same rows.
         return None if bits == (1 << len(self.axes)) - 1 or not local_of(tensor).numel() else bits

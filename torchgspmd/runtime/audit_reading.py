@@ -1,4 +1,4 @@
-"""One message of an audit (audit.py): the words of each rank, their comparison, and the error."""
+"""One audit message (audit.py): each rank's words, their comparison, and the error."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from ..errors import RankError, user_line
 from ..layout.mesh import Mesh
 
 SHOWN = 3  # how many names an error lists besides the first
-CHUNKS = 1024  # parts of a tensor whose hashes tell where it differs
+CHUNKS = 1024  # tensor parts whose hashes tell where it differs
 _ODD, _WORD = 0x1E3779B97F4A7C15, 2**64
-_HEAD, _HELD = 2, 2  # words before those of sets of axes: how many items, NaN; words of each set
+_HEAD, _HELD = 2, 2  # words before the sets' own: how many items, NaN; words per set
 
 
 class Item(NamedTuple):
     """A value that ranks hold in common. axes: those that shard it, as bits.
 
-    value: a hash of its bits, or a double that may differ by rounding; `tolerance` says which.
+    value: a hash over its bits, or a double that may differ by rounding; `tolerance` says which.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Item(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """The word of its set of axes: 0 for hashes, 1 for doubles."""
+        """Its word within its axis set: 0 for hashes, 1 for doubles."""
         return int(self.tolerance > 0)
 
 
 class Reading:
-    """The values of one audit: read, sent, compared."""
+    """One audit's values: read, sent, compared."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Reading:
         call: int,
         every: int,
     ) -> None:
-        """Begin to read. nans: for each name of a parameter, whether its shard has a NaN."""
+        """Begin to read. nans: for each parameter name, whether its shard has a NaN."""
         self.groups, self.items, self.names, self.call = groups, items, names, call
         self.every, self.axes = every, axes_of(groups.mesh)
         self.where, self.work = user_line(), None
@@ -67,6 +67,7 @@ class Reading:
         self.arrived: list[tuple[list[int], Tensor, Any]] = []
         for device, indices in by_device.items():
             values = torch.stack([read[i] for i in indices])
+            # Copied without a wait: the values are read at the next call.
             event = torch.cuda.Event() if device.type == "cuda" else None
             values = values.to("cpu", non_blocking=event is not None)
             if event is not None:
@@ -74,7 +75,7 @@ class Reading:
             self.arrived.append((indices, values, event))
 
     def send(self) -> None:
-        """Send the words of this rank to all."""
+        """Send this rank's words to all."""
         self.values = [0] * (len(self.items) + len(self.names))
         for indices, values, event in self.arrived:
             if event is not None:
@@ -90,7 +91,7 @@ class Reading:
             self.work = dist.all_gather(self.rows, words, group=groups.checks, async_op=True)
 
     def _words(self) -> list[int]:
-        """Return a sum for each set of axes and kind, behind the number of all items."""
+        """Return a sum for each axis set and kind, behind the number of all items."""
         sums = [0] * (_HELD << len(self.axes))
         doubles = [0.0] * len(sums)
         for i, (item, value) in enumerate(zip(self.items, self.values)):
@@ -98,6 +99,8 @@ class Reading:
             if item.kind:
                 doubles[place] += _double(value)
             else:
+                # An odd factor per item: two items that are swapped, or differ oppositely, change
+                # the sum.
                 sums[place] += value * (2 * i + 1) * _ODD
         held = [_bits(doubles[i]) if i % _HELD else _signed(total) for i, total in enumerate(sums)]
         flags = self.values[len(self.items) :]
@@ -105,7 +108,7 @@ class Reading:
         return [len(self.items), first, *held]
 
     def finish(self) -> None:
-        """Wait for the words of all ranks and compare them."""
+        """Wait for all ranks' words and compare them."""
         groups = self.groups
         if self.work is not None:
             groups.watcher.run(self.work.wait)
@@ -142,9 +145,10 @@ class Reading:
         )
 
     def _raise_difference(self) -> None:
-        """Ask all ranks for the values of each item, and raise the error that names the first."""
+        """Ask all ranks for each item's values, and raise the error that names the first."""
         groups = self.groups
         rows = all_gather_rows(groups, self.values)
+        # Hashes first: a flipped bit in a weight is the cause of a gradient that differs.
         order = sorted(range(len(self.items)), key=lambda i: self.items[i].kind)
         found = list[tuple[Item, dict[int, int]]]()
         for i in order:
@@ -160,10 +164,11 @@ class Reading:
     def _error(self, item: Item, found: Mapping[int, int], others: Sequence[str]) -> RankError:
         """Return the error for an item. found: its value on each rank that holds it in common.
 
-        others: names of differing values, too.
+        others: names whose values differ, too.
         """
         groups, call, every = self.groups, self.call, self.every
         ordered = Counter(found.values()).most_common()
+        # The value that most ranks hold is taken for right.
         wrong = [rank for rank, value in found.items() if value != ordered[0][0]]
         right = [rank for rank, value in found.items() if value == ordered[0][0]]
         hosts = all_gather_rows(groups, socket.gethostname())
@@ -195,6 +200,7 @@ def _first_difference(groups: ProcessGroups, item: Item, wrong: int, right: int)
     size = -(-flat.numel() // CHUNKS)
     hashes = all_gather_rows(groups, [int(hash_of_bits(part)) for part in flat.split(size)])
     pairs = enumerate(zip(hashes[wrong], hashes[right]))
+    # Two rounds: 1,024 hashes, then one part, in place of the whole tensor.
     chunk = next((i for i, (one, other) in pairs if one != other), None)
     if chunk is None:
         return "it has equal bits again"
@@ -212,12 +218,12 @@ def _first_difference(groups: ProcessGroups, item: Item, wrong: int, right: int)
 
 
 def axes_of(mesh: Mesh) -> list[str]:
-    """Return the axes of more than one device, in the order of the bits of `Item.axes`."""
+    """Return the axes with more than one device, in the bit order of `Item.axes`."""
     return [name for name, size in mesh.axes if size > 1]
 
 
 def replicas(mesh: Mesh, axes: Sequence[str], sharding: int) -> list[list[int]]:
-    """Return the groups of ranks that hold one value. sharding: bits of the axes that shard it."""
+    """Return the rank groups that hold one value. sharding: the axes that shard it, as bits."""
     groups: dict[tuple, list[int]] = {}
     for rank in range(mesh.size):
         coordinates = mesh.coordinates(rank)
@@ -227,10 +233,11 @@ def replicas(mesh: Mesh, axes: Sequence[str], sharding: int) -> list[list[int]]:
 
 
 def _differ(column: Sequence[int], tolerance: float) -> bool:
-    """Whether words of ranks differ: hashes at all, doubles by more than rounding."""
+    """Whether ranks' words differ: hashes at all, doubles by more than rounding."""
     if not tolerance:
         return len({*column}) > 1
     numbers = [*map(_double, column)]
+    # NaN on all ranks is alike: a loss may be NaN for a reason of the model.
     if any(map(math.isnan, numbers)):
         return not all(map(math.isnan, numbers))
     return max(numbers) - min(numbers) > tolerance * max(map(abs, numbers))

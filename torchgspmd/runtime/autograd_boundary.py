@@ -1,4 +1,4 @@
-"""Boundary of autograd and a program: tensors without gradients, no second-order gradients."""
+"""Between autograd and a program: tensors without gradients, no second-order gradients."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ def detach_aliases(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> 
     """Detach outputs without a gradient that alias one with a gradient: y.detach() beside y."""
     if len(outputs) == len(differentiable):
         return outputs
+    # One object cannot be marked as non-differentiable and still get a gradient.
     with_gradient = {id(outputs[i]) for i in differentiable}
     return [
         y.detach() if id(y) in with_gradient and i not in differentiable else y
@@ -24,7 +25,7 @@ def detach_aliases(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> 
 
 
 def detach_inputs(inputs: list[Tensor], indices: Sequence[int]) -> list[Tensor]:
-    """Return the inputs, detached at `indices`: the program computes no gradients of these.
+    """Return the inputs, detached at `indices`: the program computes no gradients for these.
 
     Example: forward uses only `self.hidden.detach()`. The backward must not go on there.
     """
@@ -37,31 +38,33 @@ def detach_inputs(inputs: list[Tensor], indices: Sequence[int]) -> list[Tensor]:
 def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Sequence[Tensor]:
     """Return the tensors that forward saved, for a backward from these outputs.
 
-    groups: the independent graph of each output (Captured.parts). Tensors stay saved until each
+    groups: each output's independent graph (Captured.parts). Tensors stay saved until each
     graph has had a backward. Eager PyTorch frees no graph without a backward either.
     """
     if not groups:
         return ctx.saved_tensors
     saved, before = getattr(ctx, "pending_saved", None) or (ctx.saved_tensors, set())
+    # torch frees all saved tensors at the first backward, though other outputs may need theirs.
     used = before | {groups[i] for i in outputs}
     ctx.pending_saved = None if used == {*groups.values()} else (saved, used)
     return saved
 
 
 def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[object], object]:
-    """Return values without lists of rows, with the rows in their place; and the way back."""
+    """Return values with each row list replaced by its rows; and the way back."""
+    # Autograd saves tensors only.
     if not any(isinstance(value, list) for value in saved):
         return saved, None
     return pytree.tree_flatten([*saved])
 
 
 def rows_of_tensors(values: Sequence[Any], lists: Any) -> Sequence[Any]:
-    """Return values with their lists of rows again."""
+    """Return values with their row lists again."""
     return values if lists is None else pytree.tree_unflatten(values, lists)
 
 
 def forbid_double_backward(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the gradients of a backward with create_graph=True; differentiating them is an error.
+    """Return the gradients for create_graph=True; differentiating them is an error.
 
     The backward program is not differentiable, so a second backward would silently lose a term.
     """

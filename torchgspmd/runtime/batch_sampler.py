@@ -1,4 +1,4 @@
-"""The rows of each global batch that one process loads: those of its place along the batch axes."""
+"""The rows that one process loads from each global batch, by its place along the batch axes."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ LAST = ("drop", "repeat")
 
 
 class BatchSampler(Sampler[list[int]]):
-    """Indices for a DataLoader: each process loads its rows of every global batch, and no others.
+    """Indices for a DataLoader: each process loads its rows in every global batch, and no others.
 
-    Processes that differ along other axes than those of the batch, such as "model", load the same
-    rows. The global batches are the same on every mesh. `shard_batch` joins the rows loaded by all
-    processes to one global tensor.
+    Processes that differ only along axes that do not divide the batch, such as "model", load the
+    same rows. The global batches are the same on every mesh. `shard_batch` joins the rows loaded by
+    all processes to one global tensor.
 
     Args:
         data: The data set, or its length.
-        batch_size: Rows of a global batch.
-        mesh: The mesh of the module, also as torch's DeviceMesh.
+        batch_size: Rows in a global batch.
+        mesh: The module's mesh, also as torch's DeviceMesh.
         axes: Axes that divide the batch, such as "data" or ("host", "data"). "auto": those that
             in_specs="auto" takes.
         shuffle: Whether the order is random, another one in each epoch.
-        seed: Of the order; the same on every rank.
-        last: "drop" leaves out the rows that fill no batch. "repeat" fills it with the first rows
-            of the epoch, which then count twice.
+        seed: The order's seed; the same on every rank.
+        last: "drop" leaves out the rows that fill no batch. "repeat" fills it with the epoch's
+            first rows, which then count twice.
 
     Raises:
         ShardingError: The axes do not divide the batch, or the data fill no batch.
@@ -70,6 +70,7 @@ class BatchSampler(Sampler[list[int]]):
         for name in names:
             mesh.check_axis(name)
         shards = mesh.count(names)
+        # A part counts its own processes from 0.
         rank = _rank(mesh) if part is None else part.mesh.flatten().tolist().index(dist.get_rank())
         place = mesh.index(names, mesh.coordinates(rank))
         if last not in LAST:
@@ -94,15 +95,16 @@ class BatchSampler(Sampler[list[int]]):
         self.epoch = self.first = 0
 
     def __len__(self) -> int:
-        """Return the batches of an epoch."""
+        """Count the batches in an epoch."""
         batches, rest = divmod(self.length, self.batch_size)
         return batches + (rest > 0 and self.last == "repeat")
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the rows of this process, batch by batch; then the next epoch begins."""
+        """Yield this process's rows, batch by batch; then the next epoch begins."""
         order = self._order(self.epoch)
         while self.first < len(self):
             at = self.first * self.batch_size
+            # Before the yield: state_dict then says which batch comes next.
             self.first += 1
             yield order[at : at + self.batch_size][self._rows]
         self.epoch, self.first = self.epoch + 1, 0
@@ -111,8 +113,8 @@ class BatchSampler(Sampler[list[int]]):
         """Go on as after so many batches, counted over all epochs.
 
         Args:
-            step: The number of steps that the run has had. Count those that were trained, since
-                workers of a DataLoader are ahead of them.
+            step: The number of steps that the run has had. Count those that were trained, since a
+                DataLoader's workers are ahead of them.
 
         Example:
             >>> sampler = gspmd.BatchSampler(8, 4, Mesh(data=1))
@@ -146,8 +148,9 @@ class BatchSampler(Sampler[list[int]]):
         self.epoch, self.first = int(state["epoch"]), int(state["first"])
 
     def _order(self, epoch: int) -> list[int]:
-        """Return all rows of an epoch, in the order of the global batches."""
+        """Return an epoch's rows, in the order of the global batches."""
         if self.shuffle:
+            # A generator of its own leaves the global one alone, and is equal on all ranks.
             draw = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
             order = torch.randperm(self.length, generator=draw).tolist()
         else:
@@ -160,7 +163,7 @@ class BatchSampler(Sampler[list[int]]):
 
 
 def _rank(mesh: Mesh) -> int:
-    """Return the place of this process in the mesh; 0 where there is one device and no group."""
+    """Return this process's place in the mesh; 0 where there is one device and no group."""
     if dist.is_initialized():
         return dist.get_rank()
     if mesh.size == 1:

@@ -1,4 +1,4 @@
-"""Carry optimizers over that were made before parallelize: they hold the parameters of then."""
+"""Carry over optimizers made before parallelize: they hold the former parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..compat.private_apis import _patch_step_function, is_missing
 
 
 def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Put the parameters of a wrapped model in place of the former ones, with their states.
+    """Put a wrapped model's parameters in place of the former ones, with their states.
 
     before: the parameters and buffers by name, as they were when the model was not wrapped.
     """
@@ -31,6 +31,7 @@ def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
         for group in optimizer.param_groups:
             # In place: LBFGS has this list under a second name.
             group["params"][:] = [stored.get(p, p) for p in group["params"]]
+        # A list: the loop changes the dict's keys.
         for old in [p for p in optimizer.state if p in stored]:
             state = optimizer.state.pop(old)
             optimizer.state[stored[old]] = {
@@ -39,7 +40,7 @@ def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
 
 
 def _optimizers() -> Iterator[Optimizer]:
-    """Yield all optimizers of this process. A proxy's __class__ is not asked."""
+    """Yield all optimizers in this process. A proxy's __class__ is not asked."""
     return (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
 
 
@@ -51,7 +52,7 @@ def _classes(cls: type) -> Iterator[type]:
 
 
 def _has_instances(cls: Any) -> bool:
-    """Return whether an optimizer may be of this class: the first one wraps the method step.
+    """Return whether this class may have instances: the first one wraps the method step.
 
     To look for optimizers among all objects takes 70 ms.
     """
@@ -59,9 +60,10 @@ def _has_instances(cls: Any) -> bool:
 
 
 def _like(value: object, old: Tensor, stored: Mapping[Tensor, Tensor]) -> object:
-    """Return a state of a parameter where the parameter is now; a buffer is there already."""
+    """Return a parameter's state where the parameter is now; a buffer is there already."""
     if isinstance(value, Tensor) and value in stored:
         return stored[value]
+    # A step count, or a factor that has another shape, is the same for all shards.
     if not isinstance(value, Tensor) or value.shape != old.shape:
         return value
     new = stored[old]

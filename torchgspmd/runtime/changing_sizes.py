@@ -4,7 +4,7 @@
     call 2    tokens [8, 96]               a program in which the second size is a symbol
     call 3    tokens [8, 200]              the same
 
-A cache that grows has another size at every token, and sequences that are not padded have many.
+A growing cache has another size at every token, and sequences that are not padded have many.
 Where the first program has windows, dimensions that it shards have their numbers in each program.
 """
 
@@ -21,7 +21,7 @@ from ..compiler.plan import Plan
 from ..errors import user_line, user_line_of
 
 MOST = 16  # the most shapes that a call is compared with
-MANY = 4  # so many sizes of one dimension are warned of; a last batch that is smaller makes two
+MANY = 4  # so many sizes in one dimension cause a warning; a last batch that is smaller makes two
 
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -29,9 +29,9 @@ Dim = tuple[int, int]  # a tensor, and a dimension of it
 
 
 class Lengths:
-    """Shapes of calls that are alike but for sizes, and which of these are symbols.
+    """The shapes in calls that are alike but for sizes, and which sizes are symbols.
 
-    first: the key of the first call, whose program has numbers.
+    first: the first call's key, whose program has numbers.
     """
 
     def __init__(self, shapes: Shapes, first: tuple) -> None:
@@ -40,14 +40,15 @@ class Lengths:
         self.is_symbolic = True  # until a program cannot be made so
 
     def sizes_for(self, shapes: Shapes, free: Callable[[tuple], set[Dim]]) -> ArgumentSizes | None:
-        """Return which sizes of a call are symbols; None if it is not one of these calls.
+        """Return which sizes in a call are symbols; None if it is not one of these calls.
 
-        free: the dimensions that may be symbols in programs like that of a key.
+        free: the dimensions that may be symbols in programs like a key's.
         """
         base = self.calls[0]
         if all(self.sizes.fits(i, shape, base[i]) for i, shape in enumerate(shapes)):
             if self.sizes.values(shapes) is not None:
                 return self.sizes
+        # Sizes that were symbols stay symbols: a program for all calls is the aim.
         changed = {
             (i, d)
             for i, (shape, other) in enumerate(zip(shapes, base))
@@ -58,6 +59,7 @@ class Lengths:
             return None
         if (
             not self.is_symbolic
+            # Sizes such as 0 and 1 broadcast, so they get programs of their own.
             or min(call[i][d] for call in (base, shapes) for i, d in changed) < LEAST
         ):
             return ArgumentSizes()
@@ -67,7 +69,7 @@ class Lengths:
 
 
 class SizeHistory:
-    """All shapes that a module was called with, by the common part of the calls."""
+    """All shapes that a module was called with, by the calls' common part."""
 
     def __init__(self) -> None:
         self.alike: dict[tuple, list[Lengths]] = {}
@@ -75,31 +77,32 @@ class SizeHistory:
     def sizes_for(
         self, shared: tuple, shapes: Shapes, key: tuple, free: Callable[[tuple], set[Dim]]
     ) -> ArgumentSizes:
-        """Return which sizes of a call are symbols of its program.
+        """Return which of a call's sizes are symbols in its program.
 
-        shared: the key without sizes. key: that of a program for the sizes.
+        shared: the key without sizes. key: a program's key for these sizes.
         """
         known = self.alike.setdefault(shared, [])
         for lengths in known:
             sizes = lengths.sizes_for(shapes, free)
             if sizes is not None:
                 return sizes
+        # Each call is compared with all of these.
         if len(known) < MOST:
             known.append(Lengths(shapes, key))
         return ArgumentSizes()
 
     def use_numbers(self, sizes: ArgumentSizes) -> None:
-        """Use programs for the numbers of calls with these sizes."""
+        """Give calls with these sizes one program per number from now on."""
         for lengths in itertools.chain.from_iterable(self.alike.values()):
             if lengths.sizes is sizes:
                 lengths.sizes, lengths.is_symbolic = ArgumentSizes(), False
 
 
 def free_dims(plan: Plan) -> set[Dim]:
-    """Return the dimensions of a plan's arguments whose sizes may be symbols in another program.
+    """Return a plan's argument dimensions whose sizes may be symbols in another program.
 
-    Windows are those of a number of rows: a program for all would gather them. All ranks have to
-    say the same, and a plan that was sent has the layouts of its values alone.
+    Windows fit one number of rows: a program for all would gather them. All ranks have to say the
+    same, and a plan that was sent has its values' layouts alone.
     """
     inputs = zip(plan.captured.inputs, plan.input_layouts)
     layouts = [spec for each, spec in inputs if each.kind == ARGUMENT]
@@ -114,9 +117,10 @@ def free_dims(plan: Plan) -> set[Dim]:
 
 
 def _common(calls: Sequence[Shapes], changed: Iterable[Dim]) -> ArgumentSizes:
-    """Return the sizes of dimensions: those that have grown alike are one, and a number."""
+    """Return the dimensions' sizes: those that have grown alike are one symbol, plus a number."""
     dims: dict[Dim, tuple[str, int]] = {}
     names: dict[tuple[int, ...], tuple[str, int]] = {}
+    # The smallest size first, so that others are it plus a number that is not negative.
     for i, d in sorted(changed, key=lambda dim: calls[0][dim[0]][dim[1]]):
         size = calls[0][i][d]
         growth = tuple(call[i][d] - size for call in calls)
@@ -126,13 +130,13 @@ def _common(calls: Sequence[Shapes], changed: Iterable[Dim]) -> ArgumentSizes:
 
 
 def kind_of(leaf: Any) -> Any:
-    """Return the key of a leaf without its sizes."""
+    """Return a leaf's key without its sizes."""
     shape = _shape(leaf)
     return leaf if shape is None else (len(shape), *leaf[1:])
 
 
 def without_sizes(leaf_keys: Sequence[Any], sizes: ArgumentSizes) -> Iterator[object]:
-    """Yield the keys of leaves, with the names of sizes that are symbols."""
+    """Yield the leaves' keys, with names for sizes that are symbols."""
     tensor = 0
     for key in leaf_keys:
         shape = _shape(key)
@@ -158,10 +162,11 @@ def warn_of_numbers(error: Exception) -> None:
 def warn_of_sizes(key: tuple, others: Iterable[tuple], names: Sequence[str]) -> None:
     """Warn if a program is the fourth, eighth, sixteenth ... for calls that differ in sizes only.
 
-    key: that of the call, whose second entry has the keys of the leaves. names: those of the
-    tensors among the leaves.
+    key: the call's, whose second entry has the leaves' keys. names: those of the tensors among the
+    leaves.
     """
     alike = [leaves for leaves in (other[1] for other in others if _alike(other, key))]
+    # At powers of two, so that a long run prints a few lines.
     if len(alike) < MANY or len(alike) & (len(alike) - 1):
         return
     tensors = [leaf for leaf in zip(*alike) if _shape(leaf[0]) is not None]
@@ -179,7 +184,7 @@ def warn_of_sizes(key: tuple, others: Iterable[tuple], names: Sequence[str]) -> 
 
 
 def _alike(key: tuple, other: tuple) -> bool:
-    """Return whether the keys of two calls are equal but for sizes of tensors."""
+    """Return whether two calls' keys are equal but for tensor sizes."""
     if key[0] != other[0] or key[2:] != other[2:] or len(key[1]) != len(other[1]):
         return False
     return all(
@@ -193,6 +198,6 @@ def _alike(key: tuple, other: tuple) -> bool:
 
 
 def _shape(leaf: Any) -> tuple[int, ...] | None:
-    """Return the shape in the key of a tensor; None for any other leaf."""
+    """Return the shape in a tensor's key; None for any other leaf."""
     is_tensor = isinstance(leaf, tuple) and bool(leaf) and isinstance(leaf[0], tuple)
     return leaf[0] if is_tensor and all(type(n) is int for n in leaf[0]) else None

@@ -1,6 +1,6 @@
 """save and load: a training run in a folder, by torch.distributed.checkpoint.
 
-    folder/.metadata, *.distcp    tensors: of the model, of the optimizer, of other states
+    folder/.metadata, *.distcp    tensors: the model's, the optimizer's, other states'
     folder/gspmd.json             the step, states without tensors, sizes and checksums of files
 
 A folder becomes a checkpoint by one rename, so a process that dies while it writes leaves the
@@ -49,16 +49,16 @@ def save(
 
     Args:
         folder: The folder that the checkpoint becomes, on a file system that all processes see.
-            One of that name is moved aside first, and removed when the new one stands there.
+            One with that name is moved aside first, and removed when the new one stands there.
         model: The result of `parallelize`.
         optimizer: The optimizer of its parameters, or all of them.
-        step: The number of steps behind it.
+        step: How many steps lie behind it.
         states: Objects with state_dict and load_state_dict, by name: a scheduler, a scaler, a
-            loader. Their states are those of rank 0.
-        keep: How many checkpoints of the run stay, this one and those of the latest steps: of
-            folders beside it whose names differ in numbers alone; None: all.
+            loader. Rank 0's states are written.
+        keep: How many of the run's checkpoints stay, this one and the latest steps' among them.
+            They are folders beside it whose names differ in numbers alone. None: all.
         asynchronous: Whether training goes on while files are written. Values are copied to the CPU
-            before the call returns, and a thread with a process group of its own writes them.
+            before the call returns, and a thread with its own process group writes them.
 
     Returns:
         With asynchronous=True a Future: `result()` waits until this rank has written, on rank 0
@@ -95,10 +95,11 @@ def save(
 def content_of(
     model: nn.Module, optimizer: Optimizers, step: int, states: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a checkpoint, and the step and states without their tensors."""
+    """Return a checkpoint's tensors, and the step and states without their tensors."""
     tensors = dict[str, Tensor]()
     plain = {name: as_plain(each.state_dict(), name, tensors) for name, each in states.items()}
     weights, state, fresh = state_of(model, optimizer)
+    # Without torch's places to read into, which have counted a step.
     state["state"] = {n: each for n, each in state.get("state", {}).items() if n not in fresh}
     content = {"model": weights, "optimizer": state, "rng": torch.get_rng_state()}
     return {**content, "states": tensors}, {"step": step, "states": plain, "fresh": fresh}
@@ -110,13 +111,13 @@ def write_said(folder: Path, said: dict[str, Any]) -> None:
 
 
 def _prepare(writing: Path) -> None:
-    """Make the folder of the new checkpoint, without files of a dead process; rank 0 does it."""
+    """Make the new checkpoint's folder, without a dead process's files; rank 0 does it."""
     if _rank() == 0:
         make_own(writing, _TOKEN)
 
 
 def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
-    """Make a checkpoint from the files of all ranks; rank 0 does it."""
+    """Make a checkpoint from all ranks' files; rank 0 does it."""
     if _rank() != 0:
         return
     writing = path.with_name(path.name + WRITING)
@@ -127,6 +128,7 @@ def _complete(path: Path, said: dict[str, Any], keep: int | None) -> None:
     except OSError as error:
         raise _not_written(path, error) from error
     if path.exists():
+        # A rename over a folder that has files fails, and a removal first could lose both.
         old = path.with_name(path.name + WRITING + ".old")
         path.rename(old)
         writing.rename(path)
@@ -211,20 +213,21 @@ def load(
 ) -> int:
     """Read a checkpoint into a model, an optimizer and other states, and return its step.
 
-    Call it on every rank. The generator of random numbers goes on as it was.
+    Call it on every rank. The random number generator goes on as it was.
 
     Args:
-        folder: A checkpoint, or a folder of checkpoints: that of the latest step is read.
+        folder: A checkpoint, or a folder with checkpoints: the one with the latest step is read.
         model: The result of `parallelize`, on any mesh.
         optimizer: The optimizer of its parameters, or all of them.
         states: The objects whose states `save` got, by the same names.
 
     Returns:
-        The number of steps behind the checkpoint.
+        How many steps lie behind the checkpoint.
 
     Raises:
-        ShardingError: There is no checkpoint, it lacks a state, or a file of it is missing or has
-            other bytes than were written. The text names the file and the newest whole checkpoint.
+        ShardingError: There is no checkpoint, it lacks a state, or one of its files is missing or
+            has other bytes than were written. The text names the file and the newest whole
+            checkpoint.
 
     Example:
         >>> import tempfile, torch.distributed as dist
@@ -242,6 +245,8 @@ def load(
     if not (path / FILE).exists():
         for file in sorted(path.glob(f"*/{FILE}")):
             if WRITING not in file.parent.name:
+                # It raises for a damaged file: the latest checkpoint must not be passed over in
+                # silence.
                 _read(file)
         found = checkpoints_in(path)
         if not found:
@@ -292,7 +297,7 @@ def checkpoints_in(folder: Path) -> list[Path]:
 
 
 def _fault(path: Path, said: Mapping[str, Any]) -> str:
-    """Return the fault of a file of a checkpoint, or ""; each rank reads a share of the files."""
+    """Return the fault in a checkpoint's files, or ""; each rank reads a share."""
     sums, ranks = said.get("files", {}), dist.get_world_size() if dist.is_initialized() else 1
     fault = fault_of(path, sums, sorted(sums)[_rank() :: ranks])
     return next(filter(None, gathered(fault)), "")
@@ -326,7 +331,7 @@ def _is_of_a_run(other: Path, path: Path) -> bool:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return the contents of a file; raise ShardingError if it is no file of save."""
+    """Return a file's contents; raise ShardingError if save has not written it."""
     said = parsed(file)
     if said is None:
         raise ShardingError(
@@ -339,7 +344,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def parsed(file: Path) -> dict[str, Any] | None:
-    """Return the contents of a file: a step, sums, states of which `as_plain` made JSON."""
+    """Return a file's contents: a step, sums, states that `as_plain` turned into JSON."""
     try:
         said = json.loads(file.read_text())
         is_right = said.pop("checksum") == _checksum(said)
@@ -370,7 +375,7 @@ def failure_of(function: Callable[[], object]) -> BaseException | None:
 
 
 def meet(failure: BaseException | None) -> None:
-    """Wait for all ranks. An error of one of them is an error of all: none would wait for it."""
+    """Wait for all ranks. If one has an error, all raise it: else they would wait for it."""
     said = None if failure is None else f"{type(failure).__name__}: {failure}"
     texts = gathered(said)
     if failure is not None:
@@ -386,7 +391,7 @@ def meet(failure: BaseException | None) -> None:
 
 
 def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return the values of all ranks."""
+    """Return all ranks' values."""
     values = [value]
     if dist.is_initialized():
         values *= dist.get_world_size()

@@ -1,7 +1,7 @@
-"""The files of a checkpoint: checksums beside each rank's files, faults, and who writes.
+"""A checkpoint's files: checksums beside each rank's files, faults, and who writes.
 
-A rank puts the sizes and checksums of its files into a file of sums before rank 0 is told that it
-has written. Then rank 0 puts all of them into gspmd.json. A reader looks at its share of the files.
+A rank puts its files' sizes and checksums into a sum file before rank 0 is told that it has
+written. Then rank 0 puts all into gspmd.json. A reader looks at its share.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torch.futures import Future
 from ..errors import ShardingError, user_line
 
 SUMS, OWNER, METADATA = ".sums", ".owner", ".metadata"
-_FRESH = 60.0  # seconds since the last write of a process of another host, if it still writes
+_FRESH = 60.0  # seconds since another host's process has written last, if it still writes
 _PART = 1 << 22  # bytes that are read at once
 
-Sums = Mapping[str, tuple[int, int]]  # bytes and checksum of each file
+Sums = Mapping[str, tuple[int, int]]  # bytes and checksum, by file
 
 
 class CheckedWriter(FileSystemWriter):
-    """Writer of the files of one rank that leaves their sizes and checksums beside them."""
+    """Writes one rank's files, and leaves their sizes and checksums beside them."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.folder = folder
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
-        """Write the files of this rank, then the file of their sums."""
+        """Write this rank's files, then the file with their sums."""
         written = super().write_data(plan, planner)
         names = {result.storage_data.relative_path for result in written.wait()}
         sums = {name: sum_of(self.folder / name) for name in sorted(names)}
@@ -45,7 +45,7 @@ class CheckedWriter(FileSystemWriter):
 
 
 def sum_of(file: Path) -> tuple[int, int]:
-    """Return the size of a file and the checksum of its bytes."""
+    """Return a file's size and the checksum over its bytes."""
     size, checksum = 0, 0
     with file.open("rb") as opened:
         while part := opened.read(_PART):
@@ -67,18 +67,19 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def are_sums(value: object) -> bool:
-    """Return whether a value of JSON has sizes and checksums by the names of files."""
+    """Return whether a JSON value has sizes and checksums by file names."""
     return isinstance(value, dict) and all(
         isinstance(each, list)
         and len(each) == 2
         and all(type(n) is int for n in each)
+        # A name with a folder in it could lead out of the checkpoint.
         and Path(name).name == name
         for name, each in value.items()
     )
 
 
 def fault_of(folder: Path, sums: Sums, names: Iterable[str]) -> str:
-    """Return the fault of the first damaged file among some; "" if they are whole."""
+    """Return the first damaged file's fault; "" if all are whole."""
     for name in names:
         file, (size, checksum) = folder / name, sums[name]
         try:
@@ -95,7 +96,7 @@ def fault_of(folder: Path, sums: Sums, names: Iterable[str]) -> str:
 
 
 def make_own(writing: Path, token: str) -> None:
-    """Make the folder that is written into, without the files of a dead process.
+    """Make the folder that is written into, without a dead process's files.
 
     Raises:
         ShardingError: Another process that lives writes into it.
@@ -103,6 +104,7 @@ def make_own(writing: Path, token: str) -> None:
     owner = writing / OWNER
     if owner.exists():
         host, pid, other = (owner.read_text().split() + ["", "0", ""])[:3]
+        # The same token is a former attempt of this process.
         if other != token and _lives(host, int(pid), writing):
             raise _shared(writing, f"process {pid} on host {host} writes it")
     shutil.rmtree(writing, ignore_errors=True)
@@ -111,7 +113,7 @@ def make_own(writing: Path, token: str) -> None:
 
 
 def release(writing: Path, token: str) -> None:
-    """Take the mark of its writer out of a folder that becomes a checkpoint.
+    """Take the writer's mark out of a folder that becomes a checkpoint.
 
     Raises:
         ShardingError: Another process has written into it.
@@ -134,13 +136,16 @@ def _shared(writing: Path, why: str) -> ShardingError:
 
 
 def _lives(host: str, pid: int, writing: Path) -> bool:
-    """Return whether the writer of a folder may still write: of another host, whether it has."""
+    """Return whether a folder's writer may still write; on another host, whether it has lately."""
     if host != socket.gethostname():
+        # A process on another host cannot be asked.
         times = [each.stat().st_mtime for each in writing.iterdir()]
         return time.time() - max(times, default=0.0) < _FRESH
+    # An earlier save of this process, which has failed.
     if pid == os.getpid():
         return False
     try:
+        # Signal 0 only asks whether the process is there.
         os.kill(pid, 0)
     except ProcessLookupError:
         return False

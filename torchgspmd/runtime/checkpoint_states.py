@@ -1,4 +1,4 @@
-"""States of schedulers, scalers and loaders as data: JSON, with their tensors beside it."""
+"""Schedulers', scalers' and loaders' states as data: JSON, with their tensors beside it."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def is_plain_state(value: Any) -> bool:
     if not isinstance(content, list):
         return False
     if kind == "tensor":
+        # The file may be damaged or foreign: its form is checked before anything is made of it.
         number, dtype, shape = content if len(content) == 3 else (None, None, ())
         sizes = shape if isinstance(shape, list) else [None]
         return isinstance(number, str) and dtype in _DTYPES and all(type(n) is int for n in sizes)
@@ -41,6 +42,7 @@ def as_plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
         return {"tensor": [number, str(value.dtype).removeprefix("torch."), [*value.shape]]}
     if isinstance(value, Mapping):
         pairs = [[as_plain(k, name, tensors), as_plain(v, name, tensors)] for k, v in value.items()]
+        # Pairs, since JSON would turn keys that are numbers into texts.
         return {"dict": pairs}
     if isinstance(value, (list, tuple)):
         return {type(value).__name__: [as_plain(each, name, tensors) for each in value]}
@@ -55,7 +57,7 @@ def as_plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def allocate_state(value: Any, tensors: dict[str, Tensor]) -> None:
-    """Make the tensors of a state, to be read into."""
+    """Make a state's tensors, to be read into."""
     if isinstance(value, dict):
         ((kind, content),) = value.items()
         if kind == "tensor":
@@ -67,7 +69,7 @@ def allocate_state(value: Any, tensors: dict[str, Tensor]) -> None:
 
 
 def as_state(value: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return a state of which `as_plain` made JSON."""
+    """Return the state that `as_plain` turned into JSON."""
     if not isinstance(value, dict):
         return value
     ((kind, content),) = value.items()

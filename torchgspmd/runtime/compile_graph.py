@@ -1,8 +1,8 @@
-"""Compile a graph of one device: as Python code, or by Inductor.
+"""Compile one device's graph: as Python code, or by Inductor.
 
-Inductor compiles the parts between loops, and the body of a loop by itself. The loop stays a loop,
+Inductor compiles the parts between loops, and a loop's body by itself. The loop stays a loop,
 so the compiled code does not grow with its iterations. Where a part communicates, Inductor keeps
-the order of the plan: what stands between a start and its wait hides the message.
+the plan's order: what stands between a start and its wait hides the message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 
-# Options of Inductor for programs that communicate: its passes for locality and memory move a wait
+# Inductor's options for programs that communicate: its passes for locality and memory move a wait
 # to right behind its start.
 IN_ORDER = {"reorder_for_locality": False, "reorder_for_peak_memory": False}
 
@@ -55,6 +55,7 @@ def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[[list], Any]:
     for name, piece in list(split.named_children()):
         if isinstance(piece, fx.GraphModule) and not any(loop_calls(piece.graph)):
             setattr(split, name, CompiledPiece(piece))
+    # Inputs are freed after their last use between the pieces too.
     split.graph.set_codegen(BoxedCodeGen())
     split.recompile()
     return split.forward
@@ -77,6 +78,7 @@ class CompiledPiece(nn.Module):
     def run(self, inputs: list) -> Any:
         """Run it. The list is emptied, so that each input is freed after its last use."""
         key = _layout(inputs)
+        # Inductor assumes the strides that it was compiled with.
         if key not in self.compiled:
             self.compiled[key] = self._compile(inputs)
         with within(self.ranges):
@@ -100,7 +102,7 @@ def _returns_tuple(program: fx.GraphModule) -> bool:
 
 
 def _with_tuple(program: fx.GraphModule) -> fx.GraphModule:
-    """Return the program with a tuple of results, as split_module does not make for one."""
+    """Return the program with its result in a tuple, which split_module omits for one."""
     if _returns_tuple(program):
         return program
     graph = copy.deepcopy(program.graph)
@@ -135,6 +137,7 @@ def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
     now = 0
     for node in graph.nodes:
         if isinstance(node.target, BodyCall):
+            # Loops get odd numbers, the operations between them even ones.
             now += 2
             pieces[node] = now - 1
         elif node.target is getitem and isinstance(node.args[0].target, BodyCall):

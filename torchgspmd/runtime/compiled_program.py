@@ -1,4 +1,4 @@
-"""CompiledProgram: the forward and backward graph of one call, between its caller and autograd."""
+"""CompiledProgram: one call's forward and backward graph, between its caller and autograd."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .partial_backward import PartialBackward, is_asked_for
 
 
 class CompiledProgram:
-    """The forward and backward graph of one call of a module on a mesh.
+    """One call's forward and backward graph, for a module on a mesh.
 
-    A backend compiles them. forward: takes the inputs; returns the outputs, the new values of
-    mutated inputs and the values for the backward. backward: takes a list of that and of the
-    gradients of outputs, and empties it; returns the gradients of inputs and the observed values.
+    A backend compiles them. forward: takes the inputs; returns the outputs, mutated inputs' new
+    values and the values for the backward. backward: takes a list with the values for it, then the
+    outputs' gradients, and empties it; returns the inputs' gradients and the observed values.
     """
 
     forward: Callable[..., Sequence[Any]]
@@ -55,11 +55,11 @@ class CompiledProgram:
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
 
     def place(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Return the arguments and tensors of attributes as the program takes them."""
+        """Return the tensors in arguments and attributes as the program takes them."""
         return tensors
 
     def sizes_taken(self, flat: Sequence[Tensor]) -> list[int]:
-        """Return the sizes of arguments that the program takes, before its tensors."""
+        """Return the argument sizes that the program takes, before its tensors."""
         return []
 
     def wrap(self, output: int, value: Tensor) -> Tensor:
@@ -78,6 +78,7 @@ class CompiledProgram:
         """Run a call (args, kwargs) with these leaves."""
         state, tensors = self.inputs(leaves)
         if self.mutated:
+            # A tensor that is written must not come in under a second name.
             self.captured.check_aliases([*state, *tensors])
         placed = self.place(tensors)
         flat = [*state, *placed]
@@ -91,7 +92,7 @@ class CompiledProgram:
 
     @torch.no_grad()
     def _copy_back(self, tensors: list[Tensor], placed: list[Tensor]) -> None:
-        """Copy the mutated arguments that were placed into those of the caller."""
+        """Copy the mutated arguments that were placed into the caller's."""
         for index in (i - len(self.slots) for i in self.mutated if i >= len(self.slots)):
             if tensors[index] is not placed[index]:
                 tensors[index].copy_(placed[index])
@@ -106,9 +107,9 @@ class CompiledProgram:
         return results[: self.outputs], results[count:]
 
     def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
-        """Return the gradients that autograd needs; None for others, if they are all of a kind.
+        """Return the gradients that autograd needs; None for others, if they are all of one kind.
 
-        grads: those of the outputs, as autograd passes them. boxed: see `backward`.
+        grads: the outputs', as autograd passes them. boxed: see `backward`.
         """
         if self.argument_gradients and self.parameter_gradients and not self.captured.observed:
             nodes = [node for node, _ in ctx.next_functions]
@@ -119,6 +120,7 @@ class CompiledProgram:
                     return results
             elif not is_asked_for(nodes[i] for i in self.argument_gradients):
                 shared, before = getattr(ctx, "shared", (None, ()))
+                # Only the same backward goes on: other gradients need both pieces anew.
                 pieces = self.in_pieces() if all(map(is_, grads, before)) else None
                 if shared is not None and pieces is not None:
                     ctx.shared = None, ()
@@ -126,7 +128,7 @@ class CompiledProgram:
         return self.backward(boxed)
 
     def in_pieces(self) -> PartialBackward | None:
-        """Return the pieces of the backward; None if it cannot be run in pieces."""
+        """Return the backward's pieces; None if it cannot be run in pieces."""
         return None
 
     def observe(self, values: Sequence[Tensor]) -> None:
@@ -137,11 +139,12 @@ class CompiledProgram:
 
 @contextmanager
 def unwritten(tensors: Sequence[object], besides: Collection[int] = ()) -> Generator[None]:
-    """Raise AssertionError, for a bug of torchgspmd, if the block writes to one of the tensors.
+    """Raise AssertionError, for a bug in torchgspmd, if the block writes to one of the tensors.
 
-    besides: the indices of those that the user's own program writes to.
+    besides: the indices that the user's own program writes to.
     """
     shards = [local_of(t) for t in tensors if isinstance(t, Tensor)]
+    # Inference tensors count no versions.
     before = [None if t.is_inference() else t._version for t in shards]
     yield
     written = [
@@ -153,7 +156,7 @@ def unwritten(tensors: Sequence[object], besides: Collection[int] = ()) -> Gener
 
 
 class _Run(torch.autograd.Function):
-    """Autograd node of a whole program."""
+    """Autograd node for a whole program."""
 
     @staticmethod
     def forward(ctx: Any, program: CompiledProgram, *flat: Tensor) -> tuple[Tensor, ...]:
@@ -169,6 +172,7 @@ class _Run(torch.autograd.Function):
             saved = [v if isinstance(v, Tensor) else None for v in saved]
         ctx.save_for_backward(*saved)
         ctx.count = len(flat)
+        # A gradient that is None says that an output was not used.
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(
             *[
@@ -214,6 +218,7 @@ class _Run(torch.autograd.Function):
         )
         flat: list[Tensor | None] = [None] * ctx.count
         nodes = ctx.next_functions
+        # Gradients are recorded in a backward with create_graph=True only.
         first_order = not torch.is_grad_enabled()
         for index, like, value in zip(program.gradient_inputs, ctx.flat, gradients):
             if like is not None and value is not None:

@@ -1,4 +1,4 @@
-"""full_state_dict: the whole state of a sharded model on the CPU, as one device's model has it."""
+"""full_state_dict: a sharded model's whole state on the CPU, as one device's model has it."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
 
-Table = dict[str, Any]  # tensors or None: of parameters or buffers of a module, by name
+Table = dict[str, Any]  # tensors or None: a module's parameters or buffers, by name
 
 
 def full_state_dict(
     model: nn.Module, optimizer: Optimizer | None = None, rank0_only: bool = True
 ) -> dict[str, Any]:
-    """Return the state of a model on a mesh as the one-device model has it, on the CPU.
+    """Return a mesh model's state as the one-device model has it, on the CPU.
 
-    Call it identically on every rank. Names are those of the unwrapped model, and tensors are plain
+    Call it identically on every rank. Names are the unwrapped model's, and tensors are plain
     and contiguous, without padding: the one-device model loads them with strict=True. Tied
     weights share their memory. The values are copies: training may go on while they are written.
-    One tensor is gathered at a time, through memory of the CPU, so that a device needs no more
+    One tensor is gathered at a time, through CPU memory, so that a device needs no more
     memory than its shards.
 
     Args:
         model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
-        optimizer: The optimizer of its parameters, if its state is wanted too.
-        rank0_only: Whether rank 0 of the mesh alone gets the state; the others get {}.
+        optimizer: Its parameters' optimizer, if its state is wanted too.
+        rank0_only: Whether the mesh's rank 0 alone gets the state; the others get {}.
 
     Returns:
         The model's state_dict. With an optimizer {"model": the model's state_dict, "optimizer": the
-        optimizer's state_dict}. An optimizer whose parameters are those of the one-device model in
-        the same order can load the latter by `load_state_dict`.
+        optimizer's state_dict}. An optimizer with the one-device model's parameters in the same
+        order can load the latter by `load_state_dict`.
 
     Raises:
         ShardingError: The ranks call it differently, the model is not on a mesh of processes, or a
@@ -79,12 +79,14 @@ def full_state_dict(
     gather = Gather(groups_of_state(tensors, "full_state_dict"), rank0_only)
     wholes = {id(t): gather.whole(t) for _, t in stored.values()}
     leaves = [gather.whole(t) if isinstance(t, Tensor) else t for t in leaves]
+    # Behind the last gather: until here the other ranks need this one.
     if not gather.keeps:
         return {}
     with in_place_of(tables, wholes):
         state = model.state_dict()
     for name, value in state.items():
         if isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes:
+            # A view would be saved with the whole storage behind it.
             state[name] = value.clone(memory_format=torch.contiguous_format)
     if optimizer is None:
         return state
@@ -92,9 +94,9 @@ def full_state_dict(
 
 
 def tables_of(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
-    """Yield each module's tables of parameters and of buffers, with their part of the state_dict.
+    """Yield each module's parameter and buffer tables, with their part in the state_dict.
 
-    The second is by the names of state_dict.
+    The second has the state_dict's names.
     """
     for prefix, module in model.named_modules():
         owner = module._model if isinstance(module, ModuleProxy) else module
@@ -111,7 +113,7 @@ def tables_of(model: nn.Module) -> Iterator[tuple[Table, dict[str, Tensor]]]:
 
 
 def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGroups:
-    """Return the groups of the mesh. Raise ShardingError on every rank if one has other tensors."""
+    """Return the mesh's groups. Raise ShardingError on every rank if one has other tensors."""
     ours = (t for _, t in tensors if isinstance(t, DTensor) and is_ours(t))
     groups = next((find_groups(t.device_mesh) for t in ours), None)
     if groups is None:
@@ -133,6 +135,7 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
         if isinstance(t, DTensor):
             spec_of(t, groups.mesh)  # raises for one that no gather is known for
     account = Account(f"calls {caller} at {user_line()}", model=described)
+    # Compared first: ranks that gather other tensors would wait for ever.
     number = zlib.crc32(str(described).encode())
     groups.watcher.run(check_ranks, groups, number, lambda: raise_difference(groups, account))
     return groups
@@ -151,7 +154,7 @@ class Gather:
 
     @torch.no_grad()
     def whole(self, tensor: Tensor) -> Tensor | None:
-        """Return a tensor on the CPU, in memory of its own; None if this rank does not get it."""
+        """Return a tensor on the CPU, in its own memory; None if this rank does not get it."""
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
         if not isinstance(tensor, DTensor) or not is_sharded(tensor):
             copy = torch.empty(local.shape, dtype=local.dtype, device="cpu") if self.keeps else None
@@ -159,6 +162,7 @@ class Gather:
         spec, shape = spec_of(tensor, self.mesh), tuple(tensor.shape)
         result = torch.empty(shape, dtype=tensor.dtype) if self.keeps else None
         axes = spec.sharding_axes
+        # Rank by rank: at most one shard is in flight, so memory stays bounded.
         for rank in range(self.mesh.size):
             at = self.mesh.coordinates(rank)
             sizes = stored_shape(spec, shape, self.mesh, at)
@@ -170,7 +174,7 @@ class Gather:
         return result
 
     def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
-        """Return the shard of a rank where it is wanted. It travels as bytes, for all dtypes."""
+        """Return a rank's shard where it is wanted. It travels as bytes, for all dtypes."""
         groups = self.groups
         is_mine, source = rank == groups.rank, groups.processes[rank]
         if not is_mine and not self.keeps or is_mine and self.rank0_only and rank == 0:
@@ -193,7 +197,7 @@ class Gather:
 def part_of_shard(
     spec: ShardSpec, shape: tuple[int, ...], mesh: Mesh, at: Coordinates
 ) -> tuple[slice, ...]:
-    """Return where the part of a whole tensor begins and ends that a device stores."""
+    """Return where a device's part in a whole tensor begins and ends."""
     sizes, found = stored_shape(spec, shape, mesh, at), []
     for axes, size, count in zip(spec.dims, sizes, shape):
         begin = min(mesh.index(axes, at) * -(-count // mesh.count(axes)), count) if axes else 0
@@ -205,7 +209,7 @@ def part_of_shard(
 def in_place_of(
     tables: list[tuple[Table, dict[str, Tensor]]], wholes: dict[int, Tensor | None]
 ) -> Iterator[None]:
-    """Have whole tensors in the tables, so that the hooks of state_dict see one device's model."""
+    """Have whole tensors in the tables, so that state_dict's hooks see one device's model."""
     before = [dict(table) for table, _ in tables]
     replaced: dict[int, Tensor] = {}
     try:
@@ -218,6 +222,7 @@ def in_place_of(
                         if isinstance(tensor, nn.Parameter)
                         else whole
                     )
+                    # Tied tensors stay tied in the file.
                     table[name] = replaced.setdefault(id(tensor), new)
         yield
     finally:

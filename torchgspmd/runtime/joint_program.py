@@ -1,4 +1,4 @@
-"""JointProgram: the compiled forward and backward of one call of a sharded module."""
+"""JointProgram: one call's compiled forward and backward, for a sharded module."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from .partial_backward import PartialBackward
 
 
 class JointProgram(CompiledProgram):
-    """The forward and backward graph of this rank for one call, with conversions of its inputs."""
+    """This rank's forward and backward graph for one call, with input conversions."""
 
     pieces: PartialBackward | None  # of the backward, when they are asked for
-    sizes: tuple[int, ...] = ()  # of the arguments of the last call
+    sizes: tuple[int, ...] = ()  # the last call's arguments
     # Reads gradients of this rank, in the order of gradient_inputs: a weak reference to a method.
     on_gradients: Callable[[], Callable[[JointProgram, Sequence[Any]], None] | None] | None = None
 
@@ -43,6 +43,7 @@ class JointProgram(CompiledProgram):
         self.plan, self.groups, self.signature = plan, groups, signature
         self.by_values, self.draws = plan.is_dynamic, plan.draws
         names = [i.name for i in self.captured.inputs if i.kind == ARGUMENT]
+        # A DTensor is not compared: ranks hold different shards.
         plain = ["" if isinstance(t, DTensor) else name for name, t in zip(names, tensors)]
         arguments = len(plain) - len(self.captured.state_inputs)
         self.values = ArgumentValues(plain[:arguments], tensors)
@@ -92,6 +93,7 @@ class JointProgram(CompiledProgram):
         return backward
 
     def in_pieces(self) -> PartialBackward | None:
+        # Compiled when a schedule first asks: most backwards run in one piece.
         if self.pieces is None:
             inputs = self.captured.inputs
             of_arguments = [
@@ -102,6 +104,7 @@ class JointProgram(CompiledProgram):
 
     def place(self, tensors: list[Tensor]) -> list[Tensor]:
         """Start the rank check. The program takes the tensors as they are."""
+        # Begun early, so that its message is on its way during the forward.
         if not self.carries:
             self.rank_check.begin()
         return tensors

@@ -26,18 +26,17 @@ Source = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | str | Path
 def load_full_state_dict(
     model: nn.Module, source: Source | None, optimizer: Optimizer | None = None
 ) -> None:
-    """Load the state of one device into a model on a mesh. Rank 0 alone needs it.
+    """Load one device's state into a model on a mesh. Rank 0 alone needs it.
 
-    Call it on every rank. One tensor travels at a time, through memory of the CPU. A model on meta
-    gets its memory first. Numbers are cast to the dtype of the parameter, as load_state_dict does.
+    Call it on every rank. One tensor travels at a time, through CPU memory. A model on meta
+    gets its memory first. Numbers are cast to the parameter's dtype, as load_state_dict does.
 
     Args:
         model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
-        source: On rank 0 of the mesh a state_dict, pairs of a name and a tensor, or the path of a
-            file of torch.save or of safetensors. A folder of such files will do, too. Ignored on
-            other ranks. With an optimizer {"model": ..., "optimizer": ...}, as full_state_dict
-            returns.
-        optimizer: The optimizer of the model's parameters, if it is to get its state too.
+        source: On the mesh's rank 0 a state_dict, (name, tensor) pairs, or a path: a file from
+            torch.save or safetensors, or a folder with such files. Ignored on other ranks. With an
+            optimizer {"model": ..., "optimizer": ...}, as full_state_dict returns.
+        optimizer: The model parameters' optimizer, if it is to get its state too.
 
     Raises:
         ShardingError: On every rank, if names or shapes are others than the model's. Pairs are
@@ -68,7 +67,7 @@ def load_full_state_dict(
 
 
 def stored_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the contents of a state_dict, by name. A model on meta gets its memory."""
+    """Return a state_dict's contents, by name. A model on meta gets its memory."""
     targets = {name: t for _, tensors in tables_of(model) for name, t in tensors.items()}
     if any(t.is_meta for t in targets.values()):
         model.to_empty(device=_device_of(targets))
@@ -82,13 +81,13 @@ def _device_of(targets: Mapping[str, Tensor]) -> str:
 
 
 def without_tied(missing: Mapping[str, object], targets: Mapping[str, Tensor]) -> dict[str, None]:
-    """Leave out names of tensors that came by another name."""
+    """Leave out names whose tensors came by another name."""
     came = {id(t) for name, t in targets.items() if name not in missing}
     return {name: None for name in missing if id(targets[name]) not in came}
 
 
 class _Load:
-    """Sends whole tensors of rank 0, of which each rank keeps its part."""
+    """Sends rank 0's whole tensors; each rank keeps its part."""
 
     def __init__(self, groups: ProcessGroups) -> None:
         self.groups, self.is_first = groups, groups.rank == 0
@@ -97,6 +96,7 @@ class _Load:
         """Load parameters, buffers and extra states."""
         pairs = iter(_pairs(source)) if self.is_first else iter(())
         extra: dict[str, Any] = {}
+        # A dict keeps the order of the model for the error's text.
         missing = dict[str, None](dict.fromkeys(targets))
         while (item := self._next(pairs, targets, extra)) is not None:
             name, value = item
@@ -109,7 +109,7 @@ class _Load:
             model.load_state_dict(extra, strict=False)
 
     def _extra(self, extra: dict[str, Any]) -> dict[str, Any]:
-        """Return the values of get_extra_state, which every rank gets: JSON has to hold them."""
+        """Return get_extra_state's values, which every rank gets: JSON has to hold them."""
         changed = (name for name, value in extra.items() if not _is_json(value))
         name = next(changed, None)
         self.agree("" if name is None else f"'{name}' is no number, text, list or dict of these")
@@ -118,7 +118,7 @@ class _Load:
     def _next(
         self, pairs: Iterator, targets: dict[str, Tensor], extra: dict
     ) -> tuple[str, Tensor | None] | None:
-        """Return the next name of rank 0, and there the tensor; None at the end."""
+        """Return rank 0's next name, and there the tensor; None at the end."""
         name, value, problem = None, None, ""
         try:
             for name, value in pairs:
@@ -156,10 +156,11 @@ class _Load:
 
     @torch.no_grad()
     def put(self, target: Tensor, whole: Tensor | None) -> None:
-        """Write a whole tensor of rank 0 into a tensor of the model."""
+        """Write rank 0's whole tensor into one of the model's."""
         groups, shape = self.groups, tuple(target.shape)
         made = torch.empty(shape, dtype=target.dtype) if whole is None else whole.detach()
         made = made.to(groups.checked_on, target.dtype).contiguous()
+        # As bytes, since gloo lacks some dtypes.
         message = made.view(-1).view(torch.uint8)
         if groups.mesh.size > 1 and made.numel():
             groups.watcher.run(dist.broadcast, message, groups.processes[0], group=groups.checks)
@@ -170,7 +171,7 @@ class _Load:
         local.copy_(made)
 
     def optimizer(self, optimizer: Optimizer, given: Any) -> None:
-        """Load the state of an optimizer, by the order of its parameters."""
+        """Load an optimizer's state, by the order of its parameters."""
         described = _described(given) if self.is_first else None
         self.agree("" if _is_json(described) else "the optimizer's state holds other than numbers")
         described = self._said(described)
@@ -186,12 +187,14 @@ class _Load:
                 loaded.setdefault(number, {})[key] = value
                 continue
             p, kind = parameters[number], _DTYPES[dtype]
+            # A state with its parameter's shape is sharded as the parameter.
             is_like = [*p.shape] == shape
             made = torch.zeros_like(p, dtype=kind) if is_like else torch.zeros(shape, dtype=kind)
             self.put(made, given["state"][number][key] if self.is_first else None)
             loaded.setdefault(number, {})[key] = made.detach()
         groups = optimizer.state_dict()["param_groups"]
         for group, values in zip(groups, described["groups"]):
+            # JSON has made lists of tuples, such as betas.
             group |= {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
         optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
@@ -239,7 +242,7 @@ def names_of(names: Iterable[str]) -> str:
 
 
 def _pairs(source: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the names and values of a source. Nothing that a file says is executed."""
+    """Yield a source's names and values. Nothing that a file says is executed."""
     if isinstance(source, (str, Path)):
         path = Path(source)
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
@@ -268,4 +271,5 @@ def _file(file: Path) -> Iterator[tuple[str, Any]]:
             for name in tensors.keys():
                 yield name, tensors.get_tensor(name)
         return
+    # Mapped: a tensor is read when it is sent, so the file need not fit into memory.
     yield from torch.load(file, map_location="cpu", mmap=True, weights_only=True).items()

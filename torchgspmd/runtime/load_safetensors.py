@@ -1,4 +1,4 @@
-"""load_safetensors: files of safetensors into a model on a mesh; each rank reads its own bytes."""
+"""load_safetensors: safetensors files into a model on a mesh; each rank reads its own bytes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ def load_safetensors(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> list[str]:
-    """Load files of safetensors into a model on a mesh. Each rank reads the bytes of its shards.
+    """Load safetensors files into a model on a mesh. Each rank reads its shards' bytes.
 
-    Call it identically on every rank; each of them sees the folder. Nothing is sent but the
-    comparison of the ranks. A model on meta gets its memory first. Numbers are cast to the dtype
-    of the parameter.
+    Call it identically on every rank; each rank sees the folder. The ranks send nothing but their
+    comparison. A model on meta gets its memory first. Numbers are cast to the parameter's dtype.
 
     Args:
         model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
@@ -64,6 +63,7 @@ def load_safetensors(
         True
         >>> dist.destroy_process_group()
     """
+    # safetensors is optional: only this call needs it.
     safe_open: Any = import_module("safetensors").safe_open
     targets = stored_tensors(model)
     groups = groups_of_state([*targets.items()], "load_safetensors")
@@ -76,6 +76,7 @@ def load_safetensors(
     if strict and not problem:
         both = (("the files lack", lacking), ("the model has no", unknown))
         problem = "; ".join(f"{verb} {names_of(names)}" for verb, names in both if names)
+    # Before anything is written: a rank alone would be left with half a model.
     _agree(groups, problem)
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -87,7 +88,7 @@ def load_safetensors(
 
 
 def _files(path: Path) -> list[Path]:
-    """Return the files of a folder, those that an index names if there is one."""
+    """Return a folder's files, those that an index names if there is one."""
     if path.is_file():
         return [path]
     if (index := path / INDEX).exists():
@@ -122,7 +123,7 @@ def _compare(
 
 
 def _agree(groups: ProcessGroups, problem: str) -> None:
-    """Raise on every rank if one of them has a problem."""
+    """Raise on every rank if one has a problem."""
     problems = all_gather_rows(groups, problem)
     first = next((rank for rank, each in enumerate(problems) if each), None)
     if first is not None:
@@ -137,7 +138,8 @@ def _agree(groups: ProcessGroups, problem: str) -> None:
 
 @torch.no_grad()
 def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> None:
-    """Read the part of a tensor that this rank has."""
+    """Read this rank's part in a tensor."""
+    # get_slice cannot slice a scalar.
     if not isinstance(target, DTensor) or not target.dim():
         local = target.to_local() if isinstance(target, DTensor) else target
         local.copy_(tensors.get_tensor(name))

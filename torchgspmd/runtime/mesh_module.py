@@ -44,11 +44,11 @@ from .submodule_calls import install_calls
 
 
 class ModuleCall(NamedTuple):
-    """A call of a module: its arguments, the same with their objects opened, and its key.
+    """A module call: its arguments, the same with their objects opened, and its key.
 
-    varying: the numbers among the leaves that are inputs of the program; None if there are none.
-    sizes: which sizes of the tensors are symbols in the program. leaf_keys: the keys of the
-    leaves with all sizes as numbers.
+    varying: the numbers among the leaves that are program inputs; None if there are none. sizes:
+    which tensor sizes are symbols in the program. leaf_keys: the leaves' keys with all sizes as
+    numbers.
     """
 
     passed: tuple[tuple, dict]
@@ -62,20 +62,20 @@ class ModuleCall(NamedTuple):
 
     @property
     def shapes(self) -> Shapes:
-        """Return the shapes of the tensors among the leaves."""
+        """Return the tensor shapes among the leaves."""
         return tuple(tuple(x.shape) for x in self.leaves if isinstance(x, Tensor))
 
     @property
     def numbers(self) -> dict:
-        """Return the present values of the numbers that vary."""
+        """Return the varying numbers' present values."""
         return self.varying.now if self.varying else {}
 
 
 class MeshModule(ModuleProxy):
-    """Module of parallelize. A backend states how it compiles (`_build`) and runs (`_run`).
+    """Base of parallelize's modules. A backend says how it compiles (`_build`) and runs (`_run`).
 
-    plan: the Plan of the latest call; None before the first, and where there is none.
-    planning_seconds: the time to compile the latest new program.
+    plan: the latest call's Plan; None before the first, and where there is none. planning_seconds:
+    the time to compile the latest new program.
     """
 
     runs_submodules = False  # whether a submodule that is called directly runs on the mesh
@@ -99,7 +99,7 @@ class MeshModule(ModuleProxy):
             _options=options,
             _hooks=hooks,
             _history=SizeHistory(),
-            _layout=None,  # of parallelize: a MeshLayout
+            _layout=None,  # parallelize's, a MeshLayout
             plan=None,
             planning_seconds=0.0,
             **attributes,
@@ -117,16 +117,16 @@ class MeshModule(ModuleProxy):
         return module
 
     def _called(self, module: nn.Module) -> nn.Module:
-        """Return the module that computes a call of the model itself, or of a submodule of it.
+        """Return the module that computes a direct call, on the model itself or on a submodule.
 
-        The model's own hooks run outside of such a call.
+        The model's own hooks run outside such a call.
         """
         # Hooks run around the whole call, in eager mode; inside, the program has none of them.
         has_hooks = module._forward_hooks or module._forward_pre_hooks
         return self if module is self._model and not has_hooks else self._submodule(module)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
-        """Return the module that computes a direct call of a submodule."""
+        """Return the module that computes a submodule's direct call."""
         raise NotImplementedError
 
     @not_compiled
@@ -155,6 +155,7 @@ class MeshModule(ModuleProxy):
 
     def _call(self, args: tuple, kwargs: dict) -> ModuleCall:
         passed = args, kwargs
+        # The common call passes plain tensors alone, and needs no tree.
         if kwargs or not all(isinstance(a, Tensor) and a.layout is torch.strided for a in args):
             args, kwargs = opened(passed)
             leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -185,6 +186,7 @@ class MeshModule(ModuleProxy):
             leaf_keys=key[1],
         )
         dynamic = self._options.dynamic
+        # A program for these very numbers is the fastest.
         if dynamic is False or dynamic is True and key in self._programs:
             return call
         sizes = self._sizes(call)
@@ -194,7 +196,7 @@ class MeshModule(ModuleProxy):
         return call._replace(key=(tree, keys, *rest), sizes=sizes)
 
     def _sizes(self, call: ModuleCall) -> ArgumentSizes:
-        """Return which sizes of a call are symbols."""
+        """Return which of a call's sizes are symbols."""
         if self._options.dynamic is not True:
             names = leaf_names(self._model, call.args, call.kwargs)
             return sizes_of(self._options.dynamic, names, call.leaves, programs_for_small=True)
@@ -203,7 +205,7 @@ class MeshModule(ModuleProxy):
         return self._history.sizes_for(shared, call.shapes, call.key, self._symbol_dims)
 
     def _symbol_dims(self, key: tuple) -> set[tuple[int, int]]:
-        """Return the dimensions of tensors whose sizes may be symbols in programs like a key's."""
+        """Return the tensor dimensions that may be symbols in programs like a key's."""
         return set()
 
     def _timed_build(self, call: ModuleCall) -> CompiledProgram:
@@ -216,11 +218,11 @@ class MeshModule(ModuleProxy):
         return program
 
     def _build(self, call: ModuleCall) -> CompiledProgram:
-        """Compile the program of a call."""
+        """Compile a call's program."""
         raise NotImplementedError
 
     def _run(self, program: object, call: ModuleCall) -> Any:
-        """Run the program of a call."""
+        """Run a call's program."""
         raise NotImplementedError
 
     def _unrolls(self) -> bool:
@@ -228,7 +230,7 @@ class MeshModule(ModuleProxy):
         return False
 
     def _capture(self, call: ModuleCall) -> tuple[Captured, list[ShardSpec | None]]:
-        """Return the captured program of a call, and the layouts required of its arguments."""
+        """Return a call's captured program, and the layouts that its arguments need."""
         with unrolling() if self._unrolls() else nullcontext():
             captured = capture(
                 self._model,

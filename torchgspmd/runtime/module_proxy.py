@@ -58,15 +58,17 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
         rows = [n // mesh.count(axes) for n, axes in zip(parameter.shape, spec.dims)]
         dim = max(
             range(parameter.dim()),
+            # Long enough; on no other axis; without padding; the largest: in this order.
             key=lambda d: (rows[d] >= count, not spec.dims[d], rows[d] % count == 0, rows[d]),
         )
+        # In mesh order, the only one that a DTensor can store.
         axes = tuple(a for a in mesh.names if a == axis or a in spec.dims[dim])
         updated = spec.with_dim(dim, axes).with_priorities(mark.priorities)
         mark_sharding(parameter, mesh, updated)
 
 
 def leaf_key(leaf: object) -> Any:
-    """Return the key of an argument: all properties on which a compiled program depends."""
+    """Return an argument's key: all properties on which a compiled program depends."""
     if isinstance(leaf, DTensor):
         return tuple(leaf.shape), leaf.dtype, leaf.requires_grad, leaf.placements
     if isinstance(leaf, Tensor):
@@ -77,14 +79,14 @@ def leaf_key(leaf: object) -> Any:
 
 
 class ModuleProxy(nn.Module):
-    """Proxy of a model: an instance of its class that answers as the model, but for calls.
+    """A model's proxy: an instance of its class that answers as the model, but for calls.
 
     It caches programs and notices when the model has changed since a program was compiled:
     submodules, hooks, shapes and dtypes (`_structure_version`), attributes that forward reads
     (capture/state/guards.py), modes and frozen parameters.
     """
 
-    _of: type[nn.Module] | None = None  # the class of the model
+    _of: type[nn.Module] | None = None  # the model's class
 
     def __new__(cls, *args: object, **kwargs: object) -> Any:
         if cls._of is not None:  # type(self)(...) in a method of the model: another of its kind
@@ -92,6 +94,7 @@ class ModuleProxy(nn.Module):
         return object.__new__(class_for(cls, type(args[0])))
 
     def __init__(self, model: nn.Module) -> None:
+        # Not nn.Module.__init__: a proxy has hooks for its calls, and no parameters of its own.
         hooks = {name: value for name, value in vars(nn.Module()).items() if name in OWN}
         self.__dict__.update(hooks, _programs={}, _version_of={}, _state=State())
         self._attach(model)
@@ -101,7 +104,7 @@ class ModuleProxy(nn.Module):
         self._read_structure()
 
     def _read_structure(self) -> None:
-        """Record the modules, hooks, parameters and buffers of the model."""
+        """Record the model's modules, hooks, parameters and buffers."""
         everything = list(self._model.modules())
         tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
         hooks = [table for m in everything for table in (m._forward_pre_hooks, m._forward_hooks)]
@@ -123,29 +126,30 @@ class ModuleProxy(nn.Module):
         )
 
     def _kind(self, name: str, value: object) -> Any:
-        """Return the key of a parameter, buffer, submodule or None that programs depend on."""
+        """Return the key on which programs depend, for a parameter, buffer, submodule or None."""
         return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
 
     def _structure_version(self) -> int:
-        """Return a number for the model's modules, hooks and kinds of parameters and buffers."""
+        """Return a number for the model's modules, hooks, and parameter and buffer kinds."""
         values = [*chain.from_iterable(map(dict.values, self._tables))]
+        # By identity, in C: this runs at every call.
         if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
             self._read_structure()
         return self._version
 
     def _description(self) -> list[tuple[str, str]]:
-        """Return (name, value) of dependencies of programs besides the attributes forward reads.
+        """Return (name, value) for programs' dependencies besides attributes that forward reads.
 
         Names and values are the same in every process.
         """
         return [*module_description(self._model)]
 
     def _attribute_prefixes(self) -> dict[int, str]:
-        """Return the prefix of attribute names by the id of a submodule."""
+        """Return attribute name prefixes, by submodule id."""
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
     def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
-        """Return the program for calls of a key; compile one if no cached one's guards hold."""
+        """Return the program for a call key; compile one if no cached one's guards hold."""
         if is_transforming():
             raise ShardingError(
                 "torch.func transforms a module on a mesh",
@@ -159,6 +163,7 @@ class ModuleProxy(nn.Module):
                 return program
         for program in self._all_programs():
             for source, value in program.captured.reads.changed():
+                # A number that has changed becomes an input of the next program.
                 self._state.vary(source, value)
         if len(programs) == MAX_PROGRAMS:
             names = ", ".join(
@@ -172,6 +177,7 @@ class ModuleProxy(nn.Module):
                 "calls: pass it to forward as a tensor, or register a buffer and copy_() into it",
                 stacklevel=3,
             )
+            # The oldest goes: memory must not grow with the calls.
             del programs[0]
         programs.append(compile_program())
         return programs[-1]
@@ -219,6 +225,7 @@ class ModuleProxy(nn.Module):
 
     def named_modules(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Module]]:
         for name, module in self._model.named_modules(*args, **kwargs):
+            # Callers expect to find the module that they have asked.
             yield name, self if module is self._model else module
 
     def __deepcopy__(self, memo: dict) -> ModuleProxy:
@@ -254,9 +261,9 @@ class ModuleProxy(nn.Module):
         )
 
     def _trainable(self) -> tuple[bool, ...]:
-        """Return requires_grad of each parameter."""
+        """Return each parameter's requires_grad."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
-        """Return the training mode of each module."""
+        """Return each module's training mode."""
         return tuple(map(_TRAINING, self._everything))

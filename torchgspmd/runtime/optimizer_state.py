@@ -1,6 +1,6 @@
-"""The state of optimizers in checkpoints, by the names of parameters.
+"""Optimizers' state in checkpoints, by parameter names.
 
-Where an optimizer has no state, torch's get_state_dict makes one by a step with gradients of zero.
+Where an optimizer has no state, torch's get_state_dict makes one by a step with zero gradients.
 That is not the state before the first step: AdamW has counted one. It is a place to read into.
 """
 
@@ -20,10 +20,11 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 def state_of(
     model: nn.Module, optimizers: Optimizers
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Return weights, states of optimizers, and the parameters that have no state yet, by name.
+    """Return weights, optimizer states, and the parameters that have no state yet, by name.
 
-    The optimizers stay as they are. States of those parameters are places to read into.
+    The optimizers stay as they are. Those parameters' states are places to read into.
     """
+    # Before torch's step, which gives every parameter a state.
     known = {id(p) for each in _listed(optimizers) for p in each.state}
     with _without_gradients(optimizers):
         found: Any = get_state_dict(model, _listed(optimizers))
@@ -56,6 +57,7 @@ def _named(
     optimizers: Optimizers, state: Mapping[str, Any]
 ) -> Iterator[tuple[Optimizer, Tensor, str]]:
     """Yield (optimizer, parameter, name)."""
+    # torch names parameters by their order in the groups.
     groups = [(each, group) for each in _listed(optimizers) for group in each.param_groups]
     for (each, group), named in zip(groups, state.get("param_groups", ()), strict=True):
         for parameter, name in zip(group["params"], named["params"], strict=True):
@@ -63,7 +65,7 @@ def _named(
 
 
 def _forget(optimizers: Optimizers, state: Mapping[str, Any], names: Collection[str]) -> None:
-    """Take the states of these parameters out of the optimizers."""
+    """Take these parameters' states out of the optimizers."""
     chosen = {*names}
     for each, parameter, name in [*_named(optimizers, state)]:
         if name in chosen:
@@ -72,7 +74,7 @@ def _forget(optimizers: Optimizers, state: Mapping[str, Any], names: Collection[
 
 @contextmanager
 def _without_gradients(optimizers: Optimizers) -> Generator[None, None, None]:
-    """Set gradients aside: torch makes no state of an optimizer whose parameters have some."""
+    """Set gradients aside: torch makes no state for an optimizer whose parameters have some."""
     groups = [group for each in _listed(optimizers) for group in each.param_groups]
     gradients = [(p, p.grad) for group in groups for p in group["params"]]
     for parameter, _ in gradients:

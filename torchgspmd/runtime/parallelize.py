@@ -1,4 +1,4 @@
-"""parallelize and shard_batch: put a module and its batches on the devices of a mesh."""
+"""parallelize and shard_batch: put a module and its batches on a mesh."""
 
 from __future__ import annotations
 
@@ -42,23 +42,24 @@ def parallelize(
     out_specs: object = None,
     **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
-    """Return a module with the same forward that computes on a mesh; every process calls it alike.
+    """Return a module with the same forward that computes on a mesh.
 
-    Parameters and buffers become DTensors with rank 0's values, laid out as marked or replicated.
-    The returned module answers as the model does: its class, attributes, methods and state_dict.
-    Optimizers of the model's parameters get those of the returned module, with their states.
+    Call it identically on every rank. Parameters and buffers become DTensors with rank 0's values,
+    laid out as marked or replicated. The returned module answers as the model does: its class,
+    attributes, methods and state_dict. Optimizers made before get the returned module's parameters,
+    with their states.
 
     Plain tensor arguments are the global batch, the same on every rank. DTensor arguments keep
     their layout. Results are whole tensors unless out_specs gives a layout: then they are DTensors.
 
     Args:
-        model: The module for one device, with marks of mark_sharding on its parameters.
+        model: The module for one device, with mark_sharding's marks on its parameters.
         mesh: The mesh, with one process per device, also as torch's DeviceMesh, or a Layout on one:
             specs have logical names then. A part of a DeviceMesh (`devices["model"]`) puts the
-            model on the processes of that part; each part has a model of its own.
-        in_specs: Layouts of the arguments: a tuple, or a mapping by name. "auto": the axes of the
-            batch ("data", "dp", ...) divide the leading dimension of each tensor.
-        out_specs: Layouts of the results. A DTensor has the nearest layout that it can express:
+            model on that part's processes; each part has its own model.
+        in_specs: The arguments' layouts: a tuple, or a mapping by name. "auto": the batch axes
+            ("data", "dp", ...) divide each tensor's leading dimension.
+        out_specs: The results' layouts. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
             "same" leaves results as they are computed.
         {options}
@@ -68,7 +69,7 @@ def parallelize(
 
     Raises:
         ShardingError: There is no process group with one process per device, or programs or
-            shapes of arguments differ between ranks.
+            argument shapes differ between ranks.
 
     Example:
         >>> import torch.distributed as dist  # here one process; under torchrun one a device
@@ -96,6 +97,7 @@ def parallelize(
             fix="wrap the outermost module, once",
         )
     check_module(model)
+    # The wrapped module has other tensors: optimizers are matched by name.
     before = dict(named_tensors(model))
     with bound(layout):
         if chosen.shard_updates is not None:
@@ -112,13 +114,14 @@ def parallelize(
 def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tensor:
     """Return the global batch, a DTensor whose shard on this rank is `local`; nothing is sent.
 
-    In a process that runs on XLA, `local` is the batch of this host. Its rows go to the host's
+    In a process that runs on XLA, `local` is this host's batch. Its rows go to the host's
     devices, and the result is one XLA tensor.
 
     Args:
-        local: The rows that a DistributedSampler gives this rank, of the same shape on every rank.
-        mesh: The mesh of the module, also as torch's DeviceMesh.
-        spec: The layout. The global size of a sharded dimension is the local size times the shards.
+        local: The rows that a DistributedSampler gives this rank, with the same shape on every
+            rank.
+        mesh: The module's mesh, also as torch's DeviceMesh.
+        spec: The layout. A sharded dimension's global size is the local size times the shards.
 
     Returns:
         The global batch, a DTensor; an XLA tensor in a process that runs on XLA.
@@ -138,6 +141,7 @@ def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tenso
         return place_batch(local, mesh, spec)
     groups = groups_of(mesh, local.device.type, part)
     parsed = ShardSpec.parse(spec).check(mesh, local.shape, "the batch")
+    # Every rank has as many rows, so the global size needs no message.
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
     if storable(parsed, shape, mesh) != parsed.closed():
         raise ShardingError(

@@ -1,10 +1,10 @@
-"""A backward in two pieces: gradients of the arguments, and later those of the parameters.
+"""A backward in two pieces: argument gradients, and later parameter gradients.
 
     cotangents, saved -> gradients of arguments, values that both pieces need
     these values, saved -> gradients of parameters
 
-Zero-bubble schedules of pipelines ask for the first, send it to the stage before, and ask for the
-second when they would wait otherwise. The first alone is torch.autograd.grad of inputs.
+Zero-bubble pipeline schedules ask for the first, send it to the stage before, and ask for the
+second when they would wait otherwise. The first alone is torch.autograd.grad for inputs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Run = Callable[[list], Sequence[Any]]
 
 
 class PartialBackward:
-    """The pieces of a backward graph. compile: returns the function of a graph.
+    """A backward graph's pieces. compile: returns a graph's function.
 
-    of_arguments: the outputs that are gradients of arguments.
+    of_arguments: the outputs that are argument gradients.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class PartialBackward:
         ours = [value for i, value in enumerate(returned) if i in self.of_arguments]
         others = [value for i, value in enumerate(returned) if i not in self.of_arguments]
         first, later = _needed_for(ours), _needed_for(others)
+        # Values on the border only: what a shared value is computed from stays in the first piece.
         shared = [
             n
             for n in graph.nodes
@@ -44,17 +45,17 @@ class PartialBackward:
         self.later = compile(_piece(graph, later - first, shared, others))
 
     def gradients_of_arguments(self, boxed: list) -> tuple[list, list]:
-        """Return the gradients of arguments, and the values for the second piece."""
+        """Return the argument gradients, and the values for the second piece."""
         results = self.first(boxed)
         return self._all(results[: self.count], True), list(results[self.count :])
 
     def gradients_of_parameters(self, boxed: list, shared: list) -> list:
-        """Return the other gradients. shared: of the first piece."""
+        """Return the other gradients. shared: the first piece's."""
         boxed += shared
         return self._all(self.later(boxed), False)
 
     def _all(self, values: Sequence[object], of_arguments: bool) -> list:
-        """Return values with None for the gradients of the other piece."""
+        """Return values with None for the other piece's gradients."""
         rest = iter(values)
         return [
             next(rest) if (i in self.of_arguments) == of_arguments else None
@@ -76,8 +77,9 @@ def _needed_for(values: Sequence[object]) -> set[fx.Node]:
 def _piece(
     graph: fx.Graph, nodes: set[fx.Node], inputs: list[fx.Node], outputs: Sequence[object]
 ) -> fx.Graph:
-    """Return the graph of some nodes. inputs: besides those of the whole graph."""
+    """Return some nodes' graph. inputs: besides the whole graph's."""
     piece, copies = fx.Graph(), {}
+    # Both pieces get the same list of inputs, so both have all placeholders.
     for node in graph.find_nodes(op="placeholder"):
         copies[node] = piece.node_copy(node)
     for node in inputs:

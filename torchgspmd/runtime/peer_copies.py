@@ -1,11 +1,11 @@
-"""Copies of a run in the memory of its hosts: every shard on its own host and on the next one.
+"""A run's copies in its hosts' memory: every shard on its own host and on the next one.
 
     /dev/shm/torchgspmd-<user>-<run>/<start>/step-40/    the files of a checkpoint, of this host's
                                                          ranks and of their neighbors'
 
-A neighbor of a rank is the rank as many positions before it as a host has ranks. After the loss of
-a host all files are still somewhere; hosts send one another those that they lack. A folder becomes
-a copy by one rename, so a process that dies meanwhile leaves the copy before.
+A rank's neighbor is the rank as many positions before it as a host has ranks. If one host is lost,
+all files are still somewhere; hosts send one another those that they lack. A folder becomes a copy
+by one rename, so a process that dies meanwhile leaves the copy before.
 """
 
 from __future__ import annotations
@@ -39,20 +39,21 @@ KEPT = 2  # copies that a host holds: one is whole while the next one is written
 
 
 class PeerCopies:
-    """The copies of one run on this host. Every rank makes one, in the same order.
+    """One run's copies on this host. Every rank makes one, in the same order.
 
-    root: a folder in memory that the ranks of a host share, and no others.
+    root: a folder in memory that a host's ranks share, and no others.
     """
 
     def __init__(self, root: Path) -> None:
         self.root, self.rank, self.ranks = root, dist.get_rank(), dist.get_world_size()
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
-        self.leads = self.rank % self.local_ranks == 0  # of the ranks of this host
+        self.leads = self.rank % self.local_ranks == 0  # among this host's ranks
+        # Files are bytes on the host, also where the model is on GPUs.
         self.group: Any = dist.new_group(backend="gloo")
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, model: nn.Module, optimizer: Optimizers, step: int, states: Any) -> None:
-        """Copy the run to memory, and the files of this rank to the next host."""
+        """Copy the run to memory, and this rank's files to the next host."""
         content, said = content_of(model, optimizer, step, states or {})
         path = self.root / f"step-{step}"
         writing = path.with_name(path.name + WRITING)
@@ -66,14 +67,16 @@ class PeerCopies:
         meet(failure_of(lambda: self._complete(writing, path, said)))
 
     def _clear(self, writing: Path) -> None:
+        # The ranks of a host share the folder.
         if self.leads:
             shutil.rmtree(writing, ignore_errors=True)
             writing.mkdir(parents=True)
 
     def _exchange(self, writing: Path) -> None:
-        """Send the files of this rank to the host of its neighbor, the metadata to all hosts."""
+        """Send this rank's files to its neighbor's host, the metadata to all hosts."""
         if self.ranks == self.local_ranks:
             return
+        # torch.distributed.checkpoint names a rank's files __<rank>_<number>.distcp.
         own = {file.name: file.read_bytes() for file in writing.glob(f"__{self.rank}_*")}
         metadata: list[Any] = [(writing / METADATA).read_bytes() if self.rank == 0 else None]
         dist.broadcast_object_list(metadata, src=0, group=self.group)
@@ -84,11 +87,12 @@ class PeerCopies:
             (writing / name).write_bytes(data)
 
     def _from_neighbor(self, own: dict[str, bytes]) -> dict[str, bytes]:
-        """Return the files of the rank before this one that is on another host."""
+        """Return the files from the rank that is one host before this one."""
         to = (self.rank + self.local_ranks) % self.ranks
         source = (self.rank - self.local_ranks) % self.ranks
         sizes: list[Any] = gathered({name: len(data) for name, data in own.items()}, self.group)
         files = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes[source].items()}
+        # All at once: sends that wait for each other round a ring would never end.
         works = [
             dist.isend(torch.frombuffer(bytearray(data), dtype=torch.uint8), to, group=self.group)
             for data in own.values()
@@ -105,7 +109,7 @@ class PeerCopies:
         return {name: buffer.numpy().tobytes() for name, buffer in files.items()}
 
     def _complete(self, writing: Path, path: Path, said: dict[str, Any]) -> None:
-        """Make a copy of the folder; the first rank of each host does it."""
+        """Turn the folder into a copy; each host's first rank does it."""
         mine = collect_sums(writing) if self.leads else {}
         sums = {name: each for part in gathered(mine, self.group) for name, each in part.items()}
         if not self.leads:
@@ -117,7 +121,7 @@ class PeerCopies:
             shutil.rmtree(old)
 
     def newest(self) -> int:
-        """Return the newest step of which hosts hold all files; -1 if there is none."""
+        """Return the newest step whose files are all on some host; -1 if there is none."""
         mine: dict[int, list[str]] = {}
         wanted: dict[int, list[str]] = {}
         for path in checkpoints_in(self.root) if self.leads else ():
@@ -137,7 +141,7 @@ class PeerCopies:
         return max(complete, default=-1)
 
     def load(self, step: int, model: nn.Module, optimizer: Optimizers, states: Any) -> None:
-        """Load the copy of a step; hosts first send one another the files that they lack."""
+        """Load a step's copy; hosts first send one another the files that they lack."""
         path = self.root / f"step-{step}"
         names = sorted({name for each in self.held for name in each.get(step, ())})
         for name in [*names, FILE]:
@@ -147,6 +151,7 @@ class PeerCopies:
                 if name in (*each.get(step, ()), *[FILE] * (step in each))
             ]
             lacks = self.leads and self.rank not in holders
+            # Mostly no host lacks a file: then nothing is sent.
             if not any(gathered(lacks, self.group)):
                 continue
             data: list[Any] = [None]
@@ -156,5 +161,6 @@ class PeerCopies:
             if lacks:
                 path.mkdir(parents=True, exist_ok=True)
                 (path / name).write_bytes(data[0])
+        # No rank reads before its host has all files.
         dist.barrier(group=self.group)
         load(path, model, optimizer, states=states)

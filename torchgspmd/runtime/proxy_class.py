@@ -1,4 +1,4 @@
-"""The class of a model's proxy: a subclass of the model's class, with the model's attributes."""
+"""A model proxy's class: a subclass of the model's class, with the model's attributes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 class _Delegate:
-    """Attribute of a proxy that is the model's own."""
+    """A proxy's attribute that is the model's own."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -32,7 +32,7 @@ class _Delegate:
 
 
 def of_model(proxy: object, name: str) -> Any:
-    """Return an attribute of the model. A method that returns the model returns the proxy."""
+    """Return one of the model's attributes. A method that returns the model returns the proxy."""
     model = proxy.__dict__["_model"]
     attribute = getattr(model, name)
     if not isinstance(attribute, MethodType) or attribute.__self__ is not model:
@@ -47,11 +47,11 @@ def of_model(proxy: object, name: str) -> Any:
 
 
 def _names_in(method: str) -> tuple[str, ...]:
-    """Return the names that the code of a method of nn.Module uses."""
+    """Return the names that an nn.Module method uses in its code."""
     return getattr(getattr(vars(nn.Module).get(method), "__code__", None), "co_names", ())
 
 
-# What a proxy has of its own of nn.Module: calls, their hooks, and the name.
+# What a proxy does not take from the model: calls, their hooks, and the name.
 _CALLS = re.compile(r"forward|.*_forward.*|.*backward.*|_\w*call_impl|modules|_get_name")
 _MODULE = vars(nn.Module()).keys() | vars(nn.Module).keys()
 # to, double and the like call _apply, which a proxy has.
@@ -81,7 +81,7 @@ def _delegates(proxy: type, model: type) -> Iterator[str]:
 
 
 def _with_signature(function: Callable, like: Callable) -> Callable:
-    """Return a copy of a function that shows another's signature; inspect.signature reads it."""
+    """Copy a function; the copy shows another's signature; inspect.signature reads it."""
     copied = FunctionType(
         function.__code__,
         function.__globals__,
@@ -95,7 +95,7 @@ def _with_signature(function: Callable, like: Callable) -> Callable:
 
 @cache
 def class_for(proxy: type, model: type) -> type:
-    """Return the class of a model's proxy: a subclass of the model's, with the model's methods."""
+    """Return a model proxy's class: a subclass of the model's, with the model's methods."""
     namespace: dict[str, Any] = {name: _Delegate(name) for name in _delegates(proxy, model)}
     namespace |= {"_of": model, "__module__": proxy.__module__, "__doc__": proxy.__doc__}
     namespace["forward"] = _with_signature(proxy.forward, model.forward)

@@ -1,4 +1,4 @@
-"""ShardedModule: a module that computes on the devices of a mesh, one process each."""
+"""ShardedModule: a module that computes on a mesh, with one process per device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _CALLS = "calls a module"
 
 
 class ShardedModule(MeshModule):
-    """Module of parallelize, with the model's names of parameters, buffers and submodules."""
+    """The module that parallelize returns, with the model's names for tensors and submodules."""
 
     runs_submodules = True
 
@@ -71,7 +71,7 @@ class ShardedModule(MeshModule):
         """Store the model's tensors as DTensors.
 
         hooks: whether programs include the model's own hooks; those of submodules they do. part: a
-        DeviceMesh of some of the processes.
+        DeviceMesh with some processes.
         """
         tensors = [*model.parameters(), *model.buffers()]
         device = next(
@@ -210,7 +210,7 @@ class ShardedModule(MeshModule):
     ) -> NoReturn:
         """Raise, on every rank, the ShardingError for ranks about to run different programs.
 
-        compiled: the program of this rank, if all ranks have built theirs.
+        compiled: this rank's program, if all ranks have built theirs.
         """
         key, numbers = call.key, call.numbers
         arguments = [*filter(None, map(_argument_text, call.leaf_keys))]
@@ -258,7 +258,7 @@ class ShardedModule(MeshModule):
 
     @watched
     def _build(self, call: ModuleCall) -> JointProgram:
-        """Compile the program of a call and check that all ranks compile the same."""
+        """Compile a call's program and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
         text = as_text((call.key[:2], call.key[3:], call.numbers))
         self._groups.watcher.begin("", "planning")
@@ -269,7 +269,7 @@ class ShardedModule(MeshModule):
             return self._build_planned(call, text)
 
     def _build_planned(self, call: ModuleCall, text: str) -> JointProgram:
-        """Compile the program of a call, which all ranks are about to plan."""
+        """Compile a call's program, which all ranks are about to plan."""
         try:
             plan, checksum, tensors = self._plan_call(call, text)
         except Exception as error:
@@ -311,7 +311,7 @@ class ShardedModule(MeshModule):
         )
 
     def _plan_call(self, call: ModuleCall, text: str) -> tuple[Plan, str | None, list[Tensor]]:
-        """Return the plan, the checksum of its text if all ranks got that, and its tensors."""
+        """Return the plan, its text's checksum if all ranks got that, and its tensors."""
         plan, checksum = shared_plan(
             self._groups,
             self._model,
@@ -322,7 +322,7 @@ class ShardedModule(MeshModule):
         return plan, checksum, self._tensors(call, plan.captured)
 
     def _identity(self, call: ModuleCall, text: str) -> Identity | str:
-        """Return the key of the plan of a call, or why the plan is for this rank alone."""
+        """Return the key for a call's plan, or why the plan is for this rank alone."""
         if int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0:
             return "TORCHGSPMD_DUMP prints what passes do"
         if not is_default():
@@ -375,17 +375,17 @@ class ShardedModule(MeshModule):
 
 
 def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
-    """Return the stored layout of a parameter or buffer; a plain tensor is replicated."""
+    """Return a parameter's or buffer's stored layout; a plain tensor is replicated."""
     return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
 
 
 def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:
-    """Hold the patches of DTensor while a tensor of a state_dict lives."""
+    """Hold DTensor's patches while a state_dict's tensor lives."""
     hold(module, state.values())
 
 
 def _argument_text(key: object) -> str | None:
-    """Return the shape of a tensor, a number or a text from an argument's key, else None."""
+    """Return a tensor's shape, a number or a text from an argument's key, else None."""
     if isinstance(key, tuple) and isinstance(key[0], tuple):
         return str(list(key[0]))
     return as_text(key)[:40] if isinstance(key, str) and key != "None" else None

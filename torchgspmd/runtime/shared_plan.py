@@ -1,4 +1,4 @@
-"""One process plans: rank 0, unless the plan of an earlier start is there; the others receive it.
+"""One process plans: rank 0, unless an earlier start's plan is there; the others receive it.
 
 before   every rank has checked that all call the module alike
 after    every rank has the plan; a rank for which rank 0's does not hold has planned for itself
@@ -6,7 +6,7 @@ ensures  all ranks take part in one broadcast, whatever fails
 
 Rank 0 sends text (plan_cache/), in which nothing is evaluated. Each rank compares its own model and
 code before it takes the plan. Afterwards all ranks compare their programs. Why a process plans is a
-line of the log "torchgspmd", at level INFO.
+line in the log "torchgspmd", at level INFO.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NO_TEXT = "no text: "  # begins a file that says why a program has none
 
 
 class SharedPlan(NamedTuple):
-    """A plan, and the checksum of its text; None if it is not from the text that rank 0 sent."""
+    """A plan, and its text's checksum; None if it is not from the text that rank 0 sent."""
 
     plan: Plan
     checksum: str | None = None
@@ -51,7 +51,7 @@ def shared_plan(
     identity: Identity | str,
     plan_here: PlanHere,
 ) -> SharedPlan:
-    """Return the plan of a call. identity: a text says why the plan is for this rank alone.
+    """Return a call's plan. identity: a text says why the plan is for this rank alone.
 
     plan_here: plans in this process; it calls its argument before it communicates, so that the
     other ranks do not wait for rank 0, but plan too.
@@ -91,7 +91,7 @@ def compare(
 
 
 def _nothing() -> None:
-    """Do nothing: this rank has received the message of rank 0."""
+    """Do nothing: this rank has received rank 0's message."""
 
 
 class _Sender:
@@ -131,6 +131,7 @@ class _Sender:
         """Plan, send the text and write it."""
         text = ""
         try:
+            # Whatever has failed, the other ranks wait for one message.
             plan = self.plan_here(lambda: self._send(None, ""))
             why = "it stores arguments" if self.has_sent else ""
             if not why:
@@ -140,11 +141,12 @@ class _Sender:
             self._send(None, "")
         if why:
             _log(self.model, f"the other ranks plan too: {why}")
+        # Written also without a text, so that the next start does not try.
         files.write(identity.text, text or f"{_NO_TEXT}{why}")
         return SharedPlan(plan, _checksum(text) if text else None)
 
     def _encode(self, plan: Plan) -> tuple[str, str]:
-        """Return the text of a plan; if it has none, an empty one and the reason."""
+        """Return a plan's text; if it has none, an empty one and the reason."""
         if self.state.learnt:
             return "", self.state.learnt
         try:
@@ -155,6 +157,7 @@ class _Sender:
     def _send(self, identity: Identity | None, text: str) -> None:
         """Send a plan, or that there is none, unless one was sent."""
         if not self.has_sent:
+            # Before the send: a second message would be taken for the next plan's.
             self.has_sent = True
             broadcast_text(self.groups, packed(identity, text) if identity else None)
 
@@ -169,13 +172,14 @@ def _checksum(text: str) -> str:
 
 
 def broadcast_text(groups: ProcessGroups, message: str | None) -> str | None:
-    """Return the message of rank 0."""
+    """Return rank 0's message."""
     if groups.mesh.size == 1:
         return message
     group, first = cast("dist.ProcessGroup | None", groups.checks), groups.processes[0]
     data = bytearray((message or "").encode())
     size = torch.tensor([len(data)], device=groups.checked_on)
     dist.broadcast(size, src=first, group=group)
+    # The size goes first, since the others do not know it.
     if not (count := int(size)):
         return None
     content = torch.empty(count, dtype=torch.uint8)
@@ -188,7 +192,7 @@ def broadcast_text(groups: ProcessGroups, message: str | None) -> str | None:
 
 @without_gc()
 def _decode(text: str, model: nn.Module, groups: ProcessGroups) -> Plan:
-    """Return the plan of a text.
+    """Return a text's plan.
 
     Raises:
         Stale: It is not for this process.
@@ -200,13 +204,13 @@ def _decode(text: str, model: nn.Module, groups: ProcessGroups) -> Plan:
 
 
 def packed(key: Identity, text: str) -> str:
-    """Return the message of a plan: a checksum, and behind it the key and the text."""
+    """Return a plan's message: a checksum, and behind it the key and the text."""
     content = f"{json.dumps([key.call, key.code])}\n{text}"
     return f"{_checksum(content)}\n{content}"
 
 
 def unpacked(message: str) -> tuple[str, dict[str, str], str]:
-    """Return Identity.call, Identity.code and the text of a message.
+    """Return Identity.call, Identity.code and the text from a message.
 
     Raises:
         Stale: It is not as it was sent.

@@ -27,14 +27,14 @@ from ..shard_spec import ShardSpec
 
 
 class Stored(BaseException):
-    """Inputs of a call have become DTensors: it has another key now. It is no failure."""
+    """A call's inputs have become DTensors: it has another key now. It is no failure."""
 
 
 class MarkedInputs:
-    """The whole tensors with a mark that the program of a call changes or replaces."""
+    """The marked whole tensors that a call's program changes or replaces."""
 
     def __init__(self, captured: Captured, tensors: Sequence[Tensor], mesh: Mesh) -> None:
-        """Find them. tensors: those of the arguments, then those of the state."""
+        """Find them. tensors: the arguments', then the state's."""
         arguments = (i for i, each in enumerate(captured.inputs) if each.kind == ARGUMENT)
         positions = {i: position for position, i in enumerate(arguments)}
         self.arguments = len(tensors) - len(captured.state_inputs)
@@ -53,12 +53,13 @@ class MarkedInputs:
                     self.changed.add(position)
 
     def places(self, tensors: Sequence[Tensor], passed: Any) -> dict[int, Source]:
-        """Return where they are, by position; warn of one that cannot be replaced there.
+        """Return where they are, by position; warn about one that cannot be replaced there.
 
-        passed: the (args, kwargs) of the call.
+        passed: the call's (args, kwargs).
         """
         in_arguments, places = tensor_sources(passed), {}
         for position, spec in self.specs.items():
+            # A later call may come without the state's tensors.
             if position >= len(tensors):
                 break
             tensor = tensors[position]
@@ -81,7 +82,7 @@ class MarkedInputs:
     ) -> bool:
         """Put DTensors in their place. Return whether there was one.
 
-        tensors: those of the arguments, with or without those of the state.
+        tensors: the arguments', with or without the state's.
         """
         places = self.places(tensors, passed)
         for position, source in places.items():
@@ -90,7 +91,7 @@ class MarkedInputs:
 
 
 def _obstacle(tensor: Tensor, source: Source | None, is_changed: bool) -> str | None:
-    """Say why a DTensor cannot take the place of a tensor, and how to mend it; None if it can.
+    """Say why a DTensor cannot take a tensor's place, and how to mend it; None if it can.
 
     is_changed: in place, and not replaced by another tensor.
     """
@@ -99,6 +100,7 @@ def _obstacle(tensor: Tensor, source: Source | None, is_changed: bool) -> str | 
             "an argument itself stays the caller's tensor; pass it in a list, a dict or an "
             "object, or as a DTensor (torch's distribute_tensor)"
         )
+    # A DTensor in its place would not change the tensor that it is a view of.
     if is_changed and tensor._base is not None:
         return "it is a view of another tensor; clone() it"
     return "it requires a gradient" if tensor.requires_grad else None
@@ -112,6 +114,7 @@ def _stored(tensor: Tensor, spec: ShardSpec, mesh: Mesh, groups: ProcessGroups) 
     for dim, (size, rows, axes) in enumerate(zip(shape, rows_here, spec.dims)):
         start = mesh.index(axes, groups.coordinates) * -(-size // mesh.count(axes))
         local = local.narrow(dim, min(start, size), rows)
+    # A view would keep the whole tensor alive.
     local = local.clone(memory_format=torch.contiguous_format)
     stored = wrap_local(local, spec, shape, mesh, groups.device_mesh)
     copy_mark(tensor, stored)

@@ -1,7 +1,7 @@
-"""Direct calls of a sharded model and of its submodules: `model.encoder(x)`, also from `generate`.
+"""Direct calls to a sharded model and its submodules: `model.encoder(x)`, also from `generate`.
 
-Inside a program, a module's forward is traced as usual. Outside, it is a program of its own on the
-same parameters.
+Inside a program, a module's forward is traced as usual. Outside, it is its own program on the same
+parameters.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PARAMETRIZATIONS = "parametrizations"
 def install_calls(
     model: nn.Module, wrap: Callable[[nn.Module], nn.Module], submodules: bool = True
 ) -> None:
-    """Replace the forward of a model, and of its submodules; wrap: returns the new function."""
+    """Replace the model's forward, and its submodules'; wrap: returns the new function."""
     for name, module in model.named_modules() if submodules else [("", model)]:
         has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
         if has_forward and _PARAMETRIZATIONS not in name.split("."):
@@ -30,9 +30,9 @@ def install_calls(
 
 
 class SubmoduleCall:
-    """Replacement of a submodule's forward.
+    """Replaces a submodule's forward.
 
-    own_forward: the forward that was set on the instance before; None: that of its class.
+    own_forward: the forward that was set on the instance before; None: its class's.
     """
 
     def __init__(
@@ -52,6 +52,7 @@ class SubmoduleCall:
                 if self.own_forward
                 else type(self.module).forward(self.module, *args, **kwargs)
             )
+        # Made at the first direct call: most submodules never get one.
         if self.wrapped is None:
             self.wrapped = self.wrap(self.module)
         return self.wrapped.forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A warning of the first call: replicated or gathered work that no mark asks for."""
+"""The first call's warning: replicated or gathered work that no mark asks for."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
-LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and a mark of biases common.
+LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and marked biases are common.
 SHOWN = 3
 
 
 def warn_of_idle_axes(mesh: Mesh, idle: Sequence[str]) -> bool:
-    """Warn of axes that divide nothing; return whether there are any."""
+    """Warn about axes that divide nothing; return whether there are any."""
     for line in idle_axes_text(mesh, idle):
         warnings.warn(line, stacklevel=6)
     return bool(idle)
 
 
 def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
-    """Warn of the results that are large; return whether there are any. results: of a plan."""
+    """Warn about large results; return whether there are any. results: a plan's."""
     large = [(name, sent) for name, sent in results if sent >= LARGE_OP]
     for name, sent in large:
         warnings.warn(
@@ -37,7 +37,7 @@ def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
 
 
 def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
-    """Warn of the largest of a plan's replicated_ops; return whether there was any to warn of.
+    """Warn about the largest of a plan's replicated_ops; return whether there was any.
 
     replicated: the largest is first.
     """
@@ -46,6 +46,7 @@ def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
     ]
     if not large:
         return False
+    # Three are shown: the first ones are most of the cost.
     count = f"{len(large)} operations and weights" if len(large) > 1 else "one operation or weight"
     lines = [
         f"no mark asks for it: {count} of this program, at {user_line()}, "

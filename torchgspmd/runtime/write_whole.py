@@ -13,11 +13,11 @@ from ..errors import ShardingError, user_line
 from .full_state import Gather, groups_of_state, in_place_of, tables_of
 from .shared_plan import broadcast_text
 
-WRITERS = ("save_pretrained",)  # methods by which models of other libraries write themselves
+WRITERS = ("save_pretrained",)  # methods by which other libraries' models write themselves
 
 
 def install_writers(model: nn.Module) -> None:
-    """Make the methods of a model and its submodules that write them write whole tensors."""
+    """Make the writing methods on a model and its submodules write whole tensors."""
     for module in model.modules():
         for name in WRITERS:
             if name not in module.__dict__ and hasattr(type(module), name):
@@ -25,7 +25,7 @@ def install_writers(model: nn.Module) -> None:
 
 
 class WholeWriter:
-    """Replacement of a method that writes a model: every rank calls it, and rank 0 writes."""
+    """Replaces a method that writes a model: every rank calls it, and rank 0 writes."""
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self.module, self.name = module, name
@@ -44,14 +44,14 @@ class WholeWriter:
 def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
     """Call a function on rank 0, where the model has whole tensors on the CPU meanwhile.
 
-    Call it identically on every rank. An error of the function is an error of every rank.
+    Call it identically on every rank. If the function raises, every rank raises.
 
     Args:
         model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
         write: The function that writes files. It may call write_whole for the same model again.
 
     Returns:
-        The result of the function on rank 0 of the mesh, None on the others.
+        The function's result on the mesh's rank 0, None on the others.
     """
     tables = [*tables_of(model)]
     stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}

@@ -1,4 +1,4 @@
-"""XlaModule: backend "xla" of parallelize, with one process per host through torch_xla."""
+"""XlaModule: parallelize's backend "xla", with one process per host through torch_xla."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from .module_proxy import mark_on
 
 
 class XlaModule(MeshModule):
-    """Module of parallelize with backend "xla"; parameters are XLA tensors, laid out as marked.
+    """The module that backend "xla" returns; parameters are XLA tensors, laid out as marked.
 
     Execution is lazy: forward, backward and optimizer are one XLA program per step. It runs after
     an optimizer step or when a value is read. planning_seconds: the time to prepare the latest new
@@ -66,6 +66,7 @@ class XlaModule(MeshModule):
             "xla",
             in_specs,
             out_specs,
+            # XLA compiles for fixed sizes.
             replace(options, dynamic=False),
             _device=device,
             _specs=specs,
@@ -112,6 +113,7 @@ class XlaModule(MeshModule):
     def _build(self, call: ModuleCall) -> _Program:
         """Compile the program of a call."""
         mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")
+        # Captured on the CPU, with the casts that autocast asks for on XLA.
         with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("xla")):
             captured, required = self._capture(call)
         request = Request(
@@ -129,14 +131,16 @@ class XlaModule(MeshModule):
         return _Program(annotated, self._model, mesh, self._device, self._options.pin)
 
     def _pin_changed(self) -> None:
-        """Pin the layouts of parameters and buffers again if any was assigned or loaded."""
+        """Pin parameter and buffer layouts again if any was assigned or loaded."""
         tensors = [table[key] for table, key, _ in self._placed]
+        # Nearly always: nothing but a step or a load changes them.
         if self._versions == [(id(t), t._version) for t in tensors]:
             return
         for tensor, (_, key, spec) in zip(tensors, self._placed):
             if tensor.device != self._device:
                 raise self._device_error(key, tensor)
             pin(tensor, self._mesh, spec)
+        # Before the next program, which would be compiled for the other layouts.
         sync()
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
 
@@ -166,6 +170,7 @@ class XlaModule(MeshModule):
                 ):
                     pin(tensor, self._mesh, specs[id(parameter)])
         if mine:
+            # The step has written to parameters, and torch_xla may have changed their layouts.
             self.__dict__["_versions"] = None
             self._pin_changed()
 
@@ -181,7 +186,7 @@ def _after_step(module: weakref.ref) -> Any:
 
 
 class _Program(CompiledProgram):
-    """The forward and backward graph of lazy operations for one call."""
+    """One call's forward and backward graph, with lazy operations."""
 
     def __init__(
         self, annotated: Program, model: nn.Module, mesh: Mesh, device: torch.device, pin: str
@@ -200,6 +205,7 @@ class _Program(CompiledProgram):
         pinned |= {
             i: placed[o.input] for i, o in enumerate(outputs) if o.kind in (GRADIENT, MUTATION)
         }
+        # Before `lower`, which copies these marks to its nodes.
         mark_repeated(graph)
         graph = lower(graph, mesh, device, pin, pinned)
         forward, backward = split_joint(
@@ -228,6 +234,7 @@ class _ReportingGraph:
         self.module, self.new = module, True
 
     def __call__(self, *inputs: object) -> Any:
+        # The captured program has the casts already.
         with torch.autocast("xla", enabled=False):
             if not self.new:
                 return self.module.forward(*inputs)

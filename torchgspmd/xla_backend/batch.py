@@ -1,4 +1,4 @@
-"""Join the batches of all hosts to one tensor on XLA; a host sends its rows to its devices."""
+"""Join all hosts' batches to one tensor on XLA; a host sends its rows to its devices."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from .sharding import check, device_order, op_sharding
 
 
 def place_batch(local: Tensor, mesh: Mesh, spec: SpecLike) -> Tensor:
-    """Return the global batch on XLA. local: the rows of this host."""
+    """Return the global batch on XLA. local: this host's rows."""
     import torch_xla
 
     start(mesh, backward=False)
     parsed = check(
         ShardSpec.parse(spec).check(mesh, local.shape, "the batch").closed(), mesh, "the batch"
     )
+    # The mesh counts devices slice by slice, torch_xla by their ids.
     rank = {id: i for i, id in enumerate(device_order())}
     shape, shards = parts(
         local.detach().cpu(), parsed, mesh, [mesh.coordinates(rank[id]) for id in own_devices()]
@@ -41,16 +42,17 @@ def own_devices() -> list[int]:
 def parts(
     local: Tensor, spec: ShardSpec, mesh: Mesh, devices: Sequence[Coordinates]
 ) -> tuple[list[int], list[Tensor]]:
-    """Return (global shape, the shard of every device of this host).
+    """Return (global shape, the shards on this host's devices).
 
-    local: the rows of the shards that this host's devices hold, in order. devices: their
-    coordinates. The global size of a dimension is the rows of this host * shards / shards of this
-    host. The last shards are padded with zeros.
+    local: the rows in the shards that this host's devices hold, in order. devices: their
+    coordinates. A dimension's global size is this host's rows * all shards / this host's shards.
+    The last shards are padded with zeros.
     """
     places = [tuple(mesh.index(axes, device) for axes in spec.dims) for device in devices]
     own = [sorted(set(indices)) for indices in zip(*places)]  # this host's shards, by dimension
     shape = []
     for d, (size, axes) in enumerate(zip(local.shape, spec.dims)):
+        # A host with all shards may have a short last one: the global size is its own.
         if len(own[d]) < mesh.count(axes) and size % len(own[d]):
             raise ShardingError(
                 f"dimension {d} of a host's batch has {size} rows, "
@@ -67,7 +69,7 @@ def parts(
 
 
 def _shard(local: Tensor, rows: Sequence[int], place: Sequence[int]) -> Tensor:
-    """Return the shard at a place in a grid of shards of `rows` rows each, padded with zeros."""
+    """Return the shard at a place in a grid; each has `rows` rows, padded with zeros."""
     part = local
     for d, (count, index) in enumerate(zip(rows, place)):
         begin = min(index * count, local.shape[d])

@@ -1,12 +1,12 @@
-"""Layouts of the operands of convolutions, in which XLA's partitioner computes them right.
+"""Layouts for convolution operands, in which XLA's partitioner computes them right.
 
 A weight's gradient is summed over all devices if a spatial dimension is sharded, also over those
-that have the same parts. On a mesh `time=4,model=2` the gradient of a convolution sharded along
-time alone is twice too large. So the axes that no spatial dimension has shard the batch, and no two
+that have the same parts. On a mesh `time=4,model=2` a convolution sharded along time alone has a
+gradient twice too large. So the axes that no spatial dimension has shard the batch, and no two
 devices have the same parts.
 
 A convolution whose output channels, windows and batch (or other windows) are sharded at once gets
-rows of wrong devices in its windows. So its weight is whole, and XLA takes the part that a device
+rows from wrong devices in its windows. So its weight is whole, and XLA takes the part that a device
 needs.
 
 before   %w = convolution_backward(%grad, %x, ...)    grad, x: _ _ time _
@@ -23,7 +23,7 @@ from ..shard_spec import Axes, ShardSpec
 
 
 def operand_specs(node: fx.Node, mesh: Mesh) -> dict[fx.Node, ShardSpec]:
-    """Return the layouts to annotate on operands of an operation, for this operation alone."""
+    """Return the layouts to annotate on an operation's operands, for this operation alone."""
     if node.target is aten.convolution_backward.default:
         grad, x = node.args[:2]
         spec = _of_weight_gradient(_spec(grad), _spec(x), node.args[9], mesh)
@@ -34,7 +34,8 @@ def operand_specs(node: fx.Node, mesh: Mesh) -> dict[fx.Node, ShardSpec]:
 
 
 def _of_weight_gradient(grad: ShardSpec, x: ShardSpec, groups: int, mesh: Mesh) -> ShardSpec | None:
-    """Return the layout of both operands; None if no spatial dimension is sharded."""
+    """Return one layout for both operands; None if no spatial dimension is sharded."""
+    # Sub-axes as axes of their own, so that "taken" is exact.
     fine = mesh.divided(grad.sharding_axes + x.sharding_axes)
     grads, xs = (spec.map_axes(fine.refine).dims for spec in (grad, x))
     taken: set[str] = set()
@@ -61,6 +62,7 @@ def _is_sharded_thrice(node: fx.Node, mesh: Mesh) -> bool:
     window = node.args[1].meta["val"].shape[2:]
     rows = [size > 1 for n, size in enumerate(window) if _shards(mesh, x, y, n + 2) > 1]
     outer = max(mesh.count(w.dims[1 if node.args[6] else 0]), mesh.count(y.dims[1]))
+    # A window of one row needs no neighbours, so it does not count.
     return outer > 1 and any(rows) and len(rows) + (_shards(mesh, x, y, 0) > 1) > 1
 
 

@@ -1,4 +1,4 @@
-"""Parse the collectives in the text of a partitioned XLA program: kind, mesh axes, bytes.
+"""Parse the collectives in a partitioned XLA program's text: kind, mesh axes, bytes.
 
 XLA on a TPU or GPU turns an all-reduce whose result is only sliced into a reduce-scatter. XLA:CPU
 does not; such an all-reduce is counted as reduce_scatter here.
@@ -46,33 +46,34 @@ _LINE = re.compile(
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of an XLA program."""
+    """One line in an XLA program."""
 
     name: str
     op: str
-    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # (element type, dimensions) of every result
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # (element type, dimensions), one per result
     operands: tuple[str, ...]
     number: str  # of a parameter
     rest: str  # attributes
 
     @property
     def bytes(self) -> int:
-        """Bytes of all results."""
+        """Bytes in all results."""
         return sum(math.prod(dims) * _BYTES[kind] for kind, dims in self.shapes)
 
     @property
     def size(self) -> int:
-        """Elements of all results."""
+        """Elements in all results."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
 
 class HloModule:
-    """The instructions of an XLA module, by computation, and the users of each."""
+    """An XLA module's instructions, by computation, and their users."""
 
     def __init__(self, text: str) -> None:
         self.computations: dict[str, dict[str, Instruction]] = {}
         current: dict[str, Instruction] = {}
         for line in text.splitlines():
+            # Comments such as /*index=5*/ stand inside of shapes.
             line = re.sub(r"/\*.*?\*/", "", line)
             head = re.match(r"^(?:ENTRY )?%([\w.\-]+) \(.*\{$", line)
             if head:
@@ -84,14 +85,14 @@ class HloModule:
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
     def collectives(self) -> Iterator[tuple[str, Instruction]]:
-        """Yield (computation, instruction) of every collective."""
+        """Yield (computation, instruction) for every collective."""
         for name, body in self.computations.items():
             for instruction in body.values():
                 if instruction.op in KINDS:
                     yield name, instruction
 
     def is_scattered(self, computation: str, value: Instruction, group: int) -> bool:
-        """True if a value is only used in equal slices, one for each device of the group."""
+        """True if a value is only used in equal slices, one per device in the group."""
         users = self.users[computation].get(value.name, [])
         return bool(users) and all(self._slices(computation, user, value, group) for user in users)
 
@@ -104,6 +105,7 @@ class HloModule:
         if user.op != "fusion" or called is None:
             return False
         places = {str(i) for i, name in enumerate(user.operands) if name == value.name}
+        # A fusion has the slices in its own computation.
         inner = [
             i
             for i in self.computations[called[1]].values()
@@ -129,7 +131,7 @@ def _instruction(match: re.Match) -> Instruction:
 
 
 def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
-    """Return the instructions that use each value of a computation."""
+    """Return the instructions that use each value in a computation."""
     users: dict[str, list[Instruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):
@@ -138,7 +140,7 @@ def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
 
 
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
-    """Return every collective of a program, in the order of its text."""
+    """Return every collective in a program, in text order."""
     program = HloModule(text)
     return tuple(
         _collective(program, computation, instruction, mesh)
@@ -153,6 +155,7 @@ def _collective(
     has_pairs = "source_target_pairs" in rest
     groups = _pairs(rest) if has_pairs else _groups(rest)
     axes = _axes(groups, mesh)
+    # Pairs name two devices each, however many devices exchange.
     size = mesh.count(axes) if has_pairs else len(groups[0])
     payload = kind.payload_from(instruction.bytes, size)
     if kind.sliced and program.is_scattered(computation, instruction, size):

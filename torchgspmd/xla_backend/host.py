@@ -1,4 +1,4 @@
-"""Warn of operations that torch_xla runs on the host.
+"""Warn about operations that torch_xla runs on the host.
 
 Their results are right, but their operands are gathered and the step is cut in two.
 """
@@ -16,7 +16,8 @@ _READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 
 
 def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> object:
-    """Return the result of `run`; warn of each operation of the graph that ran on the host."""
+    """Return `run`'s result; warn about each operation in the graph that ran on the host."""
+    # torch_xla counts for the whole process, other models included.
     before = _host_counts()
     result = run()
     for name, count in _host_counts().items():

@@ -63,7 +63,7 @@ def lower(
 ) -> fx.Graph:
     """Return a copy of the graph for XLA.
 
-    pin: as in Options. outputs: layouts of results by position; they are always annotated.
+    pin: as in Options. outputs: result layouts by position; they are always annotated.
     """
     _check_supported(graph)
     lowered, new = fx.Graph(), {}
@@ -82,7 +82,7 @@ def lower(
 
 
 def _value(new: dict[fx.Node, fx.Node], value: object) -> object:
-    """Return the copy of a node; any other value as it is."""
+    """Return a node's copy; any other value as it is."""
     return new[value] if isinstance(value, fx.Node) else value
 
 
@@ -98,6 +98,7 @@ def _lower_node(
         source = new[node.args[0]]
         return (
             source
+            # XLA has no pending sums: it reduces where it needs the result.
             if node.meta["spec"].pending
             else _annotated(graph, source, mesh, node.meta["spec"])
         )
@@ -121,7 +122,7 @@ def _lower_node(
 def _with_operands(
     graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node], mesh: Mesh
 ) -> dict[fx.Node, fx.Node]:
-    """Return the new nodes, with the operands of a convolution as XLA needs them."""
+    """Return the new nodes, with a convolution's operands as XLA needs them."""
     specs = operand_specs(node, mesh)
     return {**new, **{x: _annotated(graph, new[x], mesh, spec) for x, spec in specs.items()}}
 
@@ -135,6 +136,7 @@ def _copy_node(
         for key in ("val", "source", "backward", "captured", "again")
         if key in node.meta
     }
+    # The program was captured on the CPU.
     if "device" in copy.kwargs:
         copy.kwargs = {**copy.kwargs, "device": device}
     if node.target in _LOWERINGS:
@@ -144,10 +146,13 @@ def _copy_node(
 
 def _annotated(graph: fx.Graph, value: fx.Node, mesh: Mesh, spec: ShardSpec) -> fx.Node:
     """Return the value with an annotation, if XLA can express the layout."""
+    # Without an annotation XLA chooses the layout, as for any other value.
     if not expressible(spec):
         return value
     node = graph.call_function(annotate, (value, str(mesh), str(spec.plain().closed())))
+    # An annotation is new, so it repeats nothing in the forward.
     node.meta = {key: item for key, item in value.meta.items() if key != "again"}
+    # The annotated value stands for the captured one from here on.
     value.meta.pop("captured", None)
     return node
 
@@ -161,7 +166,7 @@ _LOWERINGS: dict[Any, Callable] = {torch.ops.torchgspmd.einsum.default: _einsum}
 
 
 def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
-    """Return the constants of a captured graph, on a device."""
+    """Return a captured graph's constants, on a device."""
     moved = nn.Module()
     for name, value in vars(constants).items():
         if isinstance(value, Tensor):

@@ -1,4 +1,4 @@
-"""Keep XLA from merging a recomputation of checkpointing with the first computation.
+"""Keep XLA from merging a checkpoint's recomputation with the first computation.
 
 Merged, the value would stay in memory from the forward to the backward.
 
@@ -22,7 +22,7 @@ from ..fx_passes.ir import Rules, is_operation
 
 
 def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
-    """Set meta["again"] on nodes of the backward that repeat a node of the forward.
+    """Set meta["again"] on backward nodes that repeat a forward node.
 
     They repeat it if they compute the same from equal inputs. Only regions with a contraction are
     marked: others cost little.
@@ -36,6 +36,7 @@ def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
             continue
         key = (
             node.target,
+            # Inputs are equal if they are one node, or a repetition of one.
             repr(fx.map_arg((node.args, dict(node.kwargs)), lambda n: id(twin.get(n, n)))),
         )
         original = first.setdefault(key, node)
@@ -49,7 +50,8 @@ def mark_repeated(graph: fx.Graph, rules: Rules | None = None) -> None:
 
 
 def separate(graph: fx.Graph) -> fx.Graph:
-    """Insert a barrier before every region of the backward that mark_repeated has marked."""
+    """Insert a barrier before every backward region that mark_repeated has marked."""
+    # A list: the loop inserts nodes into the graph that `_runs` walks.
     for region in list(_runs(graph, {n for n in graph.nodes if n.meta.get("again")})):
         inside = set(region)
         inputs = list(
@@ -83,7 +85,7 @@ def _latest_value(node: fx.Node, excluded: list[fx.Node]) -> list[fx.Node]:
 
 
 def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> Iterator[list[fx.Node]]:
-    """Yield the longest runs of chosen nodes that follow one another."""
+    """Yield the longest runs in which chosen nodes follow one another."""
     run: list[fx.Node] = []
     for node in graph.nodes:
         if node in chosen:
@@ -94,9 +96,10 @@ def _runs(graph: fx.Graph, chosen: set[fx.Node]) -> Iterator[list[fx.Node]]:
 
 
 def barrier(values: list[Tensor]) -> list[Tensor]:
-    """Return the same values; no user of them runs before all of them are computed."""
+    """Return the same values; no user runs before all are computed."""
     import torch_xla.core.xla_model as xm
 
+    # optimization_barrier_ writes to its operands.
     copies = [v.clone() for v in values]
     xm.optimization_barrier_(copies)
     return copies

@@ -28,10 +28,10 @@ def is_started() -> bool:
 
 
 def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
-    """Start XLA in SPMD mode, if it is not started; return the device that stands for all of them.
+    """Start XLA in SPMD mode, if it is not started; return the device that stands for all.
 
     backward: whether autograd is to run on it. Raise a ShardingError if the mesh does not have all
-    devices of XLA, or if autograd cannot run.
+    XLA devices, or if autograd cannot run.
     """
     _start()
     if backward:
@@ -77,8 +77,9 @@ def _start() -> None:
 def _check_backward() -> None:
     """Raise a ShardingError if autograd has no queue for XLA.
 
-    The autograd engine creates the queues of all devices at the first backward of a process.
+    The autograd engine creates all devices' queues at a process's first backward.
     """
+    # A trial, since torch does not say for which devices it has queues.
     x = torch.zeros((), device="xla", requires_grad=True)
     try:
         (x * 1).backward()

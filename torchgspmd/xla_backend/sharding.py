@@ -1,7 +1,7 @@
 """Convert a ShardSpec to torch_xla's annotation and to XLA's text for a layout, and back.
 
-XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`. The first list is the number
-of tiles along every dimension. The second list is the devices in row-major order of the tiles. With
+XLA writes `{devices=[4,1,2]0,1,2,3,4,5,6,7 last_tile_dim_replicate}`. The first list has the tiles
+along every dimension. The second list has the devices, tile by tile in row-major order. With
 last_tile_dim_replicate the last number counts devices that hold equal tiles.
 """
 
@@ -24,7 +24,7 @@ MOST_DIMS = 5  # torch_xla 2.9 cannot shard tensors with more dimensions
 
 
 def check(spec: ShardSpec, mesh: Mesh, what: str, where: str | None = None) -> ShardSpec:
-    """Return the spec without axes of size 1. Raise if torch_xla cannot express it."""
+    """Return the spec without size-1 axes. Raise if torch_xla cannot express it."""
     if spec.pending:
         raise ShardingError(
             f"{what}: XLA has no layout '{spec}' with a pending reduction", where=where
@@ -45,7 +45,7 @@ def expressible(spec: ShardSpec) -> bool:
 
 
 def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
-    """Return a copy of x with a layout: the form of a mark in a graph for XLA."""
+    """Return a copy of x with a layout: a mark's form in a graph for XLA."""
     import torch_xla
 
     y = x.clone()  # x keeps its own layout
@@ -55,13 +55,13 @@ def annotate(x: Tensor, mesh: str, spec: str) -> Tensor:
 
 @cache
 def op_sharding(mesh: str, spec: str) -> Any:
-    """Return XLA's own form of a layout, an OpSharding."""
+    """Return a layout in XLA's own form, an OpSharding."""
     grid, entries = in_xla(Mesh.parse(mesh), ShardSpec.parse(spec))
     return grid.get_op_sharding(entries)
 
 
 def in_xla(mesh: Mesh, spec: ShardSpec) -> tuple[Any, tuple]:
-    """Return torch_xla's mesh and spec: None, a name, or a tuple of names (major first)."""
+    """Return torch_xla's mesh and spec: None, a name, or a names tuple (major first)."""
     fine = mesh.divided(spec.sharding_axes)  # sub-axes are axes there
     dims = spec.map_axes(fine.refine).dims
     return _xla_mesh(fine), tuple(
@@ -79,9 +79,9 @@ def _xla_mesh(mesh: Mesh) -> Any:
 
 
 def device_order() -> list[int]:
-    """Return the ids of all devices, those of one slice together.
+    """Return all device ids, one slice after the other.
 
-    So the first axes of a mesh run over the slow network between slices.
+    So a mesh's first axes run over the slow network between slices.
     """
     import torch_xla.runtime as xr
 
@@ -90,7 +90,7 @@ def device_order() -> list[int]:
 
 
 def layout_text(tensor: Tensor) -> str:
-    """Return XLA's text for the layout of a tensor.
+    """Return XLA's text for a tensor's layout.
 
     It is empty for a lazy value without an annotation.
     """
@@ -111,6 +111,7 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
         [mesh.count(rest)] if mesh.count(rest) > 1 else []
     )
     major_first = (*spec.sharding_axes, *rest)
+    # Row-major over the axes of the layout, which need not be those of the mesh.
     devices = [
         order[mesh.rank(dict(zip(major_first, place)))]
         for place in itertools.product(*(range(mesh.count((a,))) for a in major_first))
@@ -120,15 +121,17 @@ def text_of(spec: ShardSpec, mesh: Mesh, order: tuple[int, ...]) -> str:
 
 
 def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> ShardSpec | None:
-    """Return the layout of XLA's text; None if no axes or sub-axes of the mesh express it."""
+    """Return the layout that XLA's text says; None if no axes or sub-axes express it."""
     if text == "{replicated}":
         return ShardSpec.replicated(rank)
     tiles = re.match(r"\{devices=\[([\d,]+)\]", text)
     if tiles is None:
         return None
     counts = [int(n) for n in tiles[1].split(",")][:rank]
+    # Tiles along the last, replicated entry alone.
     if math.prod(counts) == 1:
         return ShardSpec.replicated(rank)
+    # The mesh itself first: most layouts need no sub-axes, and there are fewer candidates.
     fine = mesh.split({name: tuple(_primes(size)) for name, size in mesh.axes})
     matches = (
         spec
@@ -140,7 +143,7 @@ def spec_of_text(text: str, rank: int, mesh: Mesh, order: tuple[int, ...]) -> Sh
 
 
 def _primes(size: int) -> Iterator[int]:
-    """Yield the prime factors of a number."""
+    """Yield a number's prime factors."""
     for n in range(2, size + 1):
         while size % n == 0:
             size //= n
@@ -161,5 +164,6 @@ def _candidates(counts: list[int], mesh: Mesh) -> Iterator[ShardSpec]:
     ]
     for dims in itertools.product(*choices):
         flat = [a for axes in dims for a in axes]
+        # An axis shards one dimension only.
         if len(set(flat)) == len(flat):
             yield ShardSpec(dims)

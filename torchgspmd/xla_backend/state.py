@@ -15,7 +15,7 @@ from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .sharding import annotate, device_order, in_xla, layout_text, text_of
 
-# (a module's table of parameters or buffers, the name in that table, the layout)
+# (a module's table, of parameters or buffers; the name in that table; the layout)
 Slot = tuple[dict, str, ShardSpec]
 
 
@@ -30,6 +30,7 @@ def place(
     slots: dict[int, Slot] = {}
     for name, tensor in named_tensors(model):
         table, key = slot_of(model, name)
+        # By id: tied parameters become one tensor.
         if id(tensor) not in placed:
             stored = (
                 tensor.detach()
@@ -48,7 +49,7 @@ def place(
 
 
 def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.device) -> Tensor:
-    """Send every device its shard of a tensor. A tensor on XLA stays as it is."""
+    """Send every device its shard. A tensor on XLA stays as it is."""
     import torch_xla.distributed.spmd as xs
 
     if isinstance(tensor, DTensor):
@@ -81,10 +82,11 @@ def sync() -> None:
 
 
 def program_text(tensors: list[Tensor]) -> str:
-    """Return the partitioned and optimized program of lazy tensors, without running it."""
+    """Return lazy tensors' partitioned and optimized program, without running it."""
     import torch_xla
 
     before = os.environ.get("XLA_DUMP_POST_OPTIMIZATIONS")
+    # Else the text is that before XLA's partitioner.
     os.environ["XLA_DUMP_POST_OPTIMIZATIONS"] = "1"
     try:
         return torch_xla._XLAC._get_xla_tensors_hlo(tensors)

@@ -53,6 +53,7 @@ def _lower(build: CollectiveBuilder, x: object, shape: list[int], dim: int, axes
         n,
         name,
     )
+    # Shards arrive in process group order, which need not be that of the axes.
     stacked = build.reorder(build.call(aten.reshape.default, gathered, [n, *shape]), positions)
     return build.contiguous(build.from_front(stacked, shape, dim, n))
 

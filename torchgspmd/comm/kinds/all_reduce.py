@@ -74,6 +74,7 @@ def _over_gloo(collective: GlooRewriter) -> None:
     if collective.swaps:
         in_place = collective.node.target is c10d.all_reduce_.default
         arrived = collective.swap(collective.shape)
+        # Later nodes may read the operand of an all_reduce_ for its result.
         op = reduction.of_two_in_place if in_place else reduction.of_two
         collective.replace_result(arrived, op, collective.x, arrived)
     elif collective.is_unsupported:

@@ -72,6 +72,7 @@ def _lower(
     name, positions = build.groups.group(split_axes(axes))
     n, me = len(positions), build.mesh.index(split_axes(axes), build.groups.coordinates)
     of_all = [list(window.pieces(index, size, n, shape[dim])) for index in range(n)]
+    # The all_to_all takes its sizes in process group order.
     peers = sorted(range(n), key=positions.__getitem__)
     required = of_all[me]
     sends = [[(row, rows) for owner, row, _, rows in of_all[j] if owner == me != j] for j in peers]

@@ -36,6 +36,7 @@ def _moves(problem: ReshardProblem, spec: ShardSpec, left: float) -> Iterator[St
             fine = spec.dims[d] + order
             if not left and fine != problem.after.dims[d]:
                 continue
+            # One row over several devices would be padding on all but one.
             if problem.shape[d] > 1 and problem.nests(d, spec.dims[d], fine):
                 payload = problem.padded_bytes(spec, d, order)
                 if 0 < left <= reduce_scatter.sent(payload, problem.mesh.count(order)):
