@@ -1,1 +1,1 @@
-"""Features: each folder adds rows to the tables of the core, which knows none of them by name."""
+"""Features: each folder adds rows to the core's tables; the core knows none by name."""

@@ -1,7 +1,7 @@
-"""The place where the tables KINDS, RULES, REWRITES and PATCHES are put together.
+"""The module that puts the tables KINDS, RULES, REWRITES and PATCHES together.
 
-The import of a feature's rows adds them. PIPELINE (fx_passes/pipeline.py), a page of its own, has
-the passes of features in their places. Nothing else of the core imports a feature.
+Importing a feature's rows adds them. PIPELINE (fx_passes/pipeline.py), a page of its own, lists
+features' passes among the core's. Nothing else in the core imports a feature.
 """
 
 from .attention import rows as attention

@@ -1,11 +1,11 @@
-"""Put rings in the place of gathered keys and values, and of the sums of their gradients.
+"""Replace gathered keys and values, and the sums over their gradients, by rings.
 
 before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)     meta["ring"]
 after    %y = ring_attention(%q, %k, %v, (None, (), (), ()), seq, ...)
 before   %k_g = all_gather(%k, 2, seq);    %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
          %dk_rs = reduce_scatter(%dk, sum, 2, seq)
 after    %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
-needs    ring_keys, the program of one device, before start_wait
+needs    ring_keys, the local program, before start_wait
 ensures  no device has all keys; one text for any number of devices
 source   Ring Attention, arXiv 2310.01889
 """
@@ -23,7 +23,8 @@ from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
 from .ring_keys import RINGS, Ring
 
-_TRIMS = (aten.contiguous.default, aten.narrow.default)  # what cuts off padding behind a gather
+# Operations that cut off padding behind a gather.
+_TRIMS = (aten.contiguous.default, aten.narrow.default)
 
 
 def attention_rings(graph: fx.Graph) -> fx.Graph:
@@ -35,7 +36,8 @@ def attention_rings(graph: fx.Graph) -> fx.Graph:
 
 
 def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
-    """Replace an operation, its gathers and the reduce_scatters of its gradients."""
+    """Fuse an operation with its gathers and the reduce_scatters behind it."""
+    # Keys and values follow the queries among the operands.
     place = ring.queries + 1
     chains = [_chain(x, ring) for x in node.args[place : place + 2]]
     gathers = [chain[-1] for chain in chains]
@@ -43,6 +45,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
     operands = list(ring.operands(node.args))
     operands[place : place + 2] = [k, v]
     causal, scale, options = ring.arguments(node.args)
+    # The region is the last list: flex_attention has a list of buffers before it.
     region = next(a for a in reversed(node.args) if isinstance(a, list))
     axes = gathers[0].args[-1]
     results = {u.args[1]: u for u in node.users}
@@ -70,6 +73,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
         "step": replace(
             steps[0], payload=sum(s.payload for s in steps), sent=sum(s.sent for s in steps)
         ),
+        # The float32 result, or the gradient of q, has 4 bytes an element.
         "bytes": (5 if ring.scatters else 2) * moved + 4 * bytes_of(q) // q.meta["dtype"].itemsize,
     }
     for i, step in enumerate(scattered, start=1):

@@ -1,4 +1,4 @@
-"""Put tokens of causal attention into an order that gives all devices the same work.
+"""Reorder the tokens of causal attention, so that all devices have the same work.
 
 before   %x = embedding(%w, %tokens)                 tokens: seq
          %q, %k, %v = ... %x
@@ -8,14 +8,13 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %q, %k, %v = ... %x
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
 needs    a propagated graph, rules
-source   ours. The order is that of Ring Flash Attention (zigzag.py).
+source   ours, with the order that Ring Flash Attention uses (zigzag.py)
 
-An operation that has the same rule for all tokens (a norm, a product, a loss) takes them in any
-order. So the values between attention and the inputs of a program may be in zigzag order as well,
-and it is the tokens that devices exchange, not the queries. The operations with that order are on
-one side of the cheapest cut. It lies between causal attention and operations that need tokens in
-their own order: inputs, outputs, positions. Cut values are exchanged. Attention on the other side
-costs the time that devices wait for others.
+A norm, a product or a loss has the same rule for all tokens, so it takes them in any order. The
+values between attention and the program's inputs may therefore be in zigzag order as well. Devices
+then exchange tokens, not queries. A minimum cut separates the two orders. It lies between causal
+attention and operations that need tokens in their own order: inputs, outputs, positions. A value on
+the cut is exchanged. Attention on the natural side costs the time that devices wait for others.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ZigzagOrder(NamedTuple):
 
 
 class TokenDim(NamedTuple):
-    """A dimension of a value that tokens lie along. outer: sequences behind one another in it."""
+    """The dimension of a value along which tokens lie. outer: the sequences along it."""
 
     value: fx.Node
     dim: int
@@ -65,7 +64,8 @@ class Tokens(NamedTuple):
     outer: int
 
 
-NATURAL, ZIGZAG = "natural", "zigzag"  # the sides of a cut
+# The sides of a cut.
+NATURAL, ZIGZAG = "natural", "zigzag"
 
 
 def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants) -> bool:
@@ -82,10 +82,10 @@ def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostCons
 
 
 def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
-    """Return the order that would balance an operation, and how many shards differ in work.
+    """Return the order that balances an operation, and how many shards differ in work.
 
-    These are fewer if another factor gets a part of the axes. None if all have the same work, or
-    if they cannot be halved.
+    Fewer shards differ if another factor takes over some axes. The result is None if all have the
+    same work, or if they cannot be halved.
     """
     balance = op.rule.balance
     cuts = {*axes_along(op, balance.factors[0], layouts)} if balance else set()
@@ -93,6 +93,7 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
         return None
     count, rows = layouts.mesh.count(cuts.pop()), op.rule.sizes[balance.factors[0]]
     rest = count
+    # Heads that take over axes leave fewer shards along the queries.
     if instead := op.rule.instead:
         others = [layouts.mesh.count(axes) for axes in axes_along(op, instead.other, layouts)]
         part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
@@ -104,7 +105,7 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
 
 
 class _Reordering:
-    """Finds the operations that are to be in one order, and reorders them."""
+    """Chooses the operations to reorder, and reorders them."""
 
     def __init__(
         self,
@@ -126,9 +127,9 @@ class _Reordering:
                 self.users[value].append((op, i))
 
     def run(self, attention: dict[fx.Node, int]) -> bool:
-        """Cut, and rewrite. Returns whether some attention is balanced.
+        """Cut and rewrite; return whether any attention is balanced.
 
-        attention: operations to balance, each with how many shards differ in work.
+        attention: operations to balance, each with the number of shards that differ in work.
         """
         rules = {node: self.ops[node].rule for node in attention}
         self.attention = {node: rule.balance for node, rule in rules.items() if rule.balance}
@@ -145,17 +146,17 @@ class _Reordering:
         return bool(chosen)
 
     def _saving(self, node: fx.Node, shards: int) -> float:
-        """Return the excess work of the last device, in bytes on the wire."""
+        """Return the last device's excess work, in bytes on the wire."""
         result = next(v for v in self.ops[node].results if v is not None)
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
         # The last device has all scores of its rows, an even share is about half of that.
         flops = self.attention[node].flops / n * (1 - 1 / shards)
         return flops * runs(node) / self.constants.link_flops_per_byte
 
-    # --------------------------------------------------------------------------------- what is cut
+    # --------------------------------------------------------------------------------- the cut
 
     def _add_values(self, begin: list[Tokens]) -> list[TokenDim]:
-        """Add all values that tokens come to from `begin`; return them."""
+        """Add all values that tokens reach from `begin`, and return them."""
         seen, places, queue = set(begin), dict[TokenDim, None](), [*begin]
         while queue:
             for place in self._places(queue.pop()):
@@ -168,11 +169,12 @@ class _Reordering:
         return [*places]
 
     def _add_value(self, place: TokenDim) -> list[Tokens]:
-        """Add the cost of exchanging the tokens of a value; return the node that has them."""
+        """Add the cost of exchanging a value's tokens; return the operations that hold them."""
         producer = self._producer(place)
         users = [(op.node, self._tokens(op, i, place)) for op, i in self.users[place.value]]
         users += [(user, NATURAL) for user in place.value.users if user.op == "output"]
         cost, any_user, all_users = self._cost(place), (place, "any"), (place, "all")
+        # One exchange serves all users on the other side, so two nodes a value make it count once.
         self.cut.add(producer, all_users, cost)
         self.cut.add(any_user, producer, cost)
         first: dict[fx.Node, Any] = {}
@@ -203,7 +205,7 @@ class _Reordering:
         return self._tokens(op, at, place)
 
     def _tokens(self, op: Op, tensor: int, place: TokenDim) -> object:
-        """Return the holder of the tokens of an operation's tensor; NATURAL if positions count."""
+        """Return the holder of an operation's tokens; NATURAL if it needs their positions."""
         factor, outer = self._factor(op, tensor, place)
         if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:
             return Tokens(op.node, "", 1)
@@ -214,7 +216,7 @@ class _Reordering:
         return Tokens(op.node, factor, outer)
 
     def _factor(self, op: Op, tensor: int, place: TokenDim) -> tuple[str, int]:
-        """Return the factor with all tokens of a dimension, and the sequences along it, or ""."""
+        """Return the factor that has all tokens along a dimension, and its sequences, or ""."""
         dims: Dims = (*op.rule.operands, *op.rule.results)[tensor]
         inner = place.value.meta["val"].shape[place.dim] // (place.outer * self.order.rows)
         before = 1
@@ -229,7 +231,7 @@ class _Reordering:
         return "", 1
 
     def _places(self, tokens: Tokens) -> Iterator[TokenDim]:
-        """Yield the values of an operation that have its tokens."""
+        """Yield an operation's values that have its tokens."""
         op = self.ops[tokens.node]
         factors = (tokens.factor,)
         if tokens.factor == "":
@@ -242,13 +244,13 @@ class _Reordering:
                         before = math.prod(op.rule.sizes[f] for f in names[:i])
                         yield TokenDim(value, d, before * tokens.outer)
 
-    # -------------------------------------------------------------------------- what is exchanged
+    # -------------------------------------------------------------------------- exchanges
 
     def _exchange(self, place: TokenDim, reordered: set[Any]) -> None:
-        """Exchange the tokens of a value for the operations that have another order than it."""
+        """Exchange a value's tokens for the operations on the other side."""
         here, value = self._producer(place) in reordered, place.value
         if here:
-            value.meta.pop("captured", None)  # it has other rows than that of the program
+            value.meta.pop("captured", None)  # its rows are not in the program's order
         users = [
             op.node
             for op, i in self.users[value]
@@ -261,10 +263,11 @@ class _Reordering:
             user.replace_input_with(now, self.operands[user, value])
 
     def _exchanged(self, value: fx.Node, place: TokenDim, users: list[fx.Node]) -> fx.Node:
-        """Return a value with the tokens of a place in the other order."""
+        """Return a value with its tokens exchanged."""
         key = value, place
         if key not in self.exchanged:
             after, backward = value, all(user.meta.get("backward", False) for user in users)
+            # Placeholders stay together at the beginning.
             while after.next.op == "placeholder":
                 after = after.next
             with self.graph.inserting_before(after.next):
@@ -272,9 +275,10 @@ class _Reordering:
         return self.exchanged[key]
 
     def _emit_exchange(self, value: fx.Node, place: TokenDim, backward: bool) -> fx.Node:
-        """Add the operations of an exchange.
+        """Add the operations that exchange tokens.
 
-        Keys in zigzag order are marked: all of them would be gathered first, for less bytes, and
+        Keys in zigzag order get a mark. Without it they would be gathered first, which sends less,
+        and
         could not travel round a ring.
         """
         meta = {"source": None, **origin_of(value), "backward": backward}
@@ -295,7 +299,7 @@ class _Reordering:
         return result
 
     def _keys(self, op: Op, place: TokenDim) -> bool:
-        """Return whether a place is that of keys, or of their gradient, of balanced attention."""
+        """Return whether a place has keys, or their gradient, in balanced attention."""
         rows = self.attention[op.node].factors[1:] if op.node in self.attention else ()
         tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
         return any(

@@ -1,10 +1,10 @@
-"""AttentionCall: the operands of attention by name, for operators, kernels, rings and rules.
+"""AttentionCall: attention's operands by name, for operators, kernels, rings and rules.
 
     op(*args)                call = AttentionCall(*args)
     op_backward(*args)       call, upstream = of_backward(*args)
     op_parts(*args)          call, count = of_parts(*args)
 
-The fields stand in the order of the operators' schemas. In a graph their values are nodes.
+The fields have the schemas' order. In a graph their values are nodes.
 """
 
 from __future__ import annotations
@@ -32,13 +32,15 @@ def backward_schema(rest: str) -> str:
 
 
 class AttentionCall(NamedTuple):
-    """A call of attention, or of a part of one.
+    """A call to attention, whole or in part.
 
     mask: [..., h g, s, t], or 1 for each; True for visible scores, or added to the scores. region:
-    the positions of the first query and the first key, and the numbers of queries and keys in all.
-    Those behind the last are padding. With dropout also that of the first and the number in all of
-    each dimension before the queries, where heads are two: heads of keys, and groups
-    (`tiles.Place`). seed: the weights that dropout leaves out follow from it and from positions.
+    the positions at which queries and keys begin, and how many there are in all; positions behind
+    these are padding. With dropout a region goes on with `tiles.Place` for the dimensions before
+    the
+    queries: where they begin, then their full sizes. Heads are two dimensions there: heads for
+    keys,
+    and groups. seed: with positions, it decides which weights dropout leaves out.
     """
 
     q: Tensor
@@ -53,18 +55,19 @@ class AttentionCall(NamedTuple):
 
     @property
     def modifiers(self) -> tuple[Any, ...]:
-        """The last arguments of an operator: those of dropout, none without it."""
+        """The last arguments of an operator: the seed and the dropout, if there is any."""
         return () if self.seed is None else (self.seed, self.dropout)
 
     @property
     def options(self) -> tuple[Any, ...]:
-        """The arguments behind v, without dropout where there is none."""
+        """The arguments behind v; without a seed, dropout's are left out."""
         return (self.causal, self.scale, self.mask, self.region, *self.modifiers)
 
     def in_block(self, rows: slice, columns: slice) -> AttentionCall:
-        """Return the call of some queries and some keys."""
+        """Return the call for some queries and some keys."""
         mask = self.mask
         if mask is not None:
+            # A dimension of size 1 broadcasts, so it has nothing to cut.
             mask = mask[..., rows if mask.shape[-2] > 1 else slice(None), :]
             mask = mask[..., columns if mask.shape[-1] > 1 else slice(None)]
         return self._replace(
@@ -76,7 +79,7 @@ class AttentionCall(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The operands of a backward besides the call's. out, lse: for all keys, not for a part.
+    """A backward operator's operands besides the call's. out, lse: for all keys, not for a part.
 
     grad, out: [..., h g, s, e]   lse: [..., h g, s]
     """
@@ -86,18 +89,18 @@ class Upstream(NamedTuple):
     lse: Tensor
 
     def in_rows(self, rows: slice) -> Upstream:
-        """Return the operands of some queries."""
+        """Return the operands for some queries."""
         return Upstream(self.grad[..., rows, :], self.out[..., rows, :], self.lse[..., rows])
 
 
 def of_backward(
     grad: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *options: Any
 ) -> tuple[AttentionCall, Upstream]:
-    """Return the call of a backward operator's arguments."""
+    """Split a backward operator's arguments into the call and the rest."""
     return AttentionCall(q, k, v, *options), Upstream(grad, out, lse)
 
 
 def of_parts(*args: Any) -> tuple[AttentionCall, int]:
-    """Return the call of the arguments of attention_parts, and the number of parts."""
+    """Split the arguments of attention_parts into the call and the number of parts."""
     at = AttentionCall._fields.index("region") + 1
     return AttentionCall(*args[:at], *args[at + 1 :]), args[at]

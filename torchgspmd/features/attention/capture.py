@@ -1,9 +1,9 @@
-"""Attention of PyTorch as operations that keep their dimensions.
+"""PyTorch's attention as operations that keep their dimensions.
 
     F.scaled_dot_product_attention(q, k, v)     attention(q, k, v, False, 0.1)
     nn.MultiheadAttention                       with batch, position and head as dimensions
 
-PyTorch flattens [position, batch] and [batch, head], which would lose a layout of the batch.
+PyTorch flattens [position, batch] and [batch, head], which would lose the batch's layout.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ def _attention(
 ) -> object:
     """Run F.scaled_dot_product_attention as one node, or as einsums and a softmax.
 
-    It is one node without a gradient of the mask. Backends that take graphs alone take no dropout
-    of our own, nor does torch.vmap.
+    A mask that needs a gradient takes einsums. So does dropout under torch.vmap, and for backends
+    that take only graphs.
     """
+    # PyTorch broadcasts other leading dimensions, or reports them.
     if query.dim() < 3 or (query.shape[:-2] != key.shape[:-2] and not enable_gqa):
         return DECLINED
     if query.shape[-1] != key.shape[-1]:  # an error of PyTorch's own
@@ -147,6 +148,7 @@ def multi_head_attention(
         _project(x if x.dim() == 3 else x.unsqueeze(1), w, b, num_heads)
         for x, w, b in zip(inputs, weights, biases)
     )
+    # With is_causal, attn_mask is promised to be the causal mask, so it need not be read.
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(attn_mask, key_padding_mask, q)
     dropout = dropout_p if training else 0.0
@@ -204,6 +206,7 @@ def _without_weights(
 def _with_weights(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
 ) -> tuple[Tensor, Tensor]:
+    # Where it returns weights, PyTorch scales q instead of the scores.
     scores = torch.einsum("nhld,nhsd->nhls", q * math.sqrt(1 / q.shape[-1]), k)
     weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
     return torch.einsum("nhls,nhsd->nhld", weights.to(v.dtype), v), weights

@@ -1,11 +1,11 @@
-"""flex_attention of torch as one operation of ours, with its functions as expressions.
+"""torch's flex_attention as one operation of ours, with its functions as expressions.
 
     flex_attention(q, k, v, score_mod, block_mask)
     ->  flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "aten.add.Tensor(score, ...)", ...)
 
-mask_mod and score_mod are traced for one element, whose positions are tensors of no dimension.
-Other values that they read are buffers. Operations that are no function of the element alone, and
-buffers that need a gradient, leave it to PyTorch's own computation, a softmax of all scores.
+mask_mod and score_mod are traced for one element, with 0-d tensors as its positions. Other values
+that they read are buffers. PyTorch's own computation, a softmax over all scores, remains for two
+cases: operations that depend on more than the element, and buffers that need a gradient.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _POSITIONS = ("b", "h", "q", "k")
 
 
 class _NotElementwise(Exception):
-    """A function that is no expression of one element."""
+    """The function is no expression of one element."""
 
 
 class _Buffers(TorchFunctionMode):
-    """Notes the tensors that a function reads and has not computed; or puts others there.
+    """Notes the tensors that a function reads and has not computed; or replaces them.
 
-    Indices without dimensions are not asked for their value.
+    It never reads the values of 0-d indices.
     """
 
     def __init__(self, own: Sequence[Tensor], replaced: dict[int, Tensor] | None = None) -> None:
@@ -58,6 +58,7 @@ class _Buffers(TorchFunctionMode):
         args, kwargs = pytree.tree_map(self._operand, (args, kwargs or {}))
         if func is Tensor.__bool__:
             raise _NotElementwise("a branch on values")
+        # x[i] would read the index's value; aten.index keeps it symbolic.
         if func is Tensor.__getitem__:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
             if all(isinstance(i, Tensor) for i in index):
@@ -65,12 +66,13 @@ class _Buffers(TorchFunctionMode):
         result = func(*args, **kwargs)
         for x in pytree.tree_leaves(result):
             if isinstance(x, Tensor):
+                # The table also keeps results alive: the id of a freed tensor may come again.
                 self.own[id(x)] = x
         return result
 
 
 def _operands(dtype: torch.dtype, names: Sequence[str]) -> list[Tensor]:
-    """Return stand-ins: positions, and scores of a dtype."""
+    """Return stand-ins: positions, and scores in a dtype."""
     positions = (torch.zeros((), dtype=torch.int64) for _ in iter(int, 1))
     return [next(positions) if n in _POSITIONS else torch.ones((), dtype=dtype) for n in names]
 
@@ -84,7 +86,7 @@ def _buffers_of(function: Callable, dtype: torch.dtype, names: Sequence[str]) ->
 
 
 class _Expression:
-    """The expression of a graph of operations that have no dimension."""
+    """The expression that a graph of 0-d operations computes."""
 
     def __init__(self, graph: fx.GraphModule, names: Sequence[str]) -> None:
         self.module, self.texts, self.count = graph, dict[fx.Node, str](), 0
@@ -107,9 +109,11 @@ class _Expression:
         else:
             self._check(node)
             args = [self._of(a) for a in node.args]
+            # Stand-ins are on the CPU, but the expression runs where the scores are.
             kept = {k: v for k, v in node.kwargs.items() if k not in _PLACEMENT}
             args += [f"{k}={self._of(v)}" for k, v in kept.items()]
             text = f"{node.target}({', '.join(args)})"
+        # A name for a value with several users, so that it is computed once.
         if len(node.users) > 1:
             name, self.count = f"t{self.count}", self.count + 1
             self.texts[node] = name
@@ -132,7 +136,7 @@ _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 def _expression(
     function: Callable, dtype: torch.dtype, names: Sequence[str], buffers: dict[int, Tensor]
 ) -> str:
-    """Return a function of one element as an expression."""
+    """Return the expression of a function for one element."""
 
     def run(*args: Tensor) -> Tensor:
         own, rest = args[: len(names)], args[len(names) :]
@@ -147,12 +151,13 @@ def _expression(
 
 
 def _gradient_of(score_mod: Callable) -> Callable:
-    """Return the function of a score's gradient."""
+    """Return the function that computes a score's gradient."""
 
     def gradient(grad: Tensor, score: Tensor, *positions: Tensor) -> Tensor:
         with torch.enable_grad():
             score = score.detach().requires_grad_()
             changed = score_mod(score, *positions)
+        # A score_mod may ignore the score, so that nothing flows back.
         if not changed.requires_grad:
             return torch.zeros_like(grad)
         return torch.autograd.grad(changed, score, grad)[0]
@@ -167,7 +172,7 @@ def _itself(tensor: Tensor) -> Tensor:
 def _functions(
     q: Tensor, score_mod: Callable, mask_mod: Callable
 ) -> tuple[list[Tensor], list[str]]:
-    """Return the buffers, and the expressions of the mask, the score and its gradient."""
+    """Return the buffers, and the expressions for the mask, the score and its gradient."""
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     score, grad = ("score", *_POSITIONS), ("grad", "score", *_POSITIONS)
     # A checkpoint around the call is not to see what the functions save for their own gradient.
@@ -184,6 +189,7 @@ def _functions(
                 (_gradient_of(score_mod), grad),
             )
         ]
+    # torch's noop_mask, as traced: every score is seen.
     if texts[0] == "aten.new_ones.default(b, [], dtype=torch.bool)":
         texts[0] = ""
     if texts[1] == "score":
@@ -201,7 +207,7 @@ def flexible_attention(
     kernel_options: dict[str, object],
     *buffers: object,
 ) -> Any:
-    """Run the higher-order operation of flex_attention as one of ours."""
+    """Run torch's higher-order flex_attention as our operation."""
     arguments = (query, key, value, score_mod, block_mask, scale, kernel_options, *buffers)
     fits = query.shape[:1] == key.shape[:1] and not any(buffers)
     if not fits or kernel_options.get(RETURNS) or is_unrolling() or get_interpreter_stack():
@@ -214,11 +220,12 @@ def flexible_attention(
     return out, lse, lse
 
 
-RETURNS = "returns_statistics"  # an option: whether the caller has the logsumexp or the maximum
+# An option: whether the caller gets the logsumexp or the maximum.
+RETURNS = "returns_statistics"
 
 
 def with_returns(options_of: Callable) -> Callable:
-    """Return `_apply_kernel_options` of torch, which also says whether statistics are returned."""
+    """Wrap torch's `_apply_kernel_options`, to add whether statistics are returned."""
 
     def options(*args: object) -> dict[str, Any]:
         returns = bool(args[3]) or any(x is not None for x in args[5:])

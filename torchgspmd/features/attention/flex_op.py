@@ -1,14 +1,14 @@
-"""Attention with a user's functions of positions: those of torch's flex_attention.
+"""Attention with a user's functions of positions, as torch's flex_attention has them.
 
     out, lse = flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "", "", scale, region)
 
-    mask        of b, h, q, k: what is seen; tiles in which nothing is seen are not computed
-    score       of score, b, h, q, k: the score that takes its place
-    gradient    of grad, score, b, h, q, k: that of the score
+    mask        from b, h, q, k: whether a score is seen; tiles without seen scores are skipped
+    score       from score, b, h, q, k: the new score
+    gradient    from grad, score, b, h, q, k: the gradient for the old score
 
-The functions are expressions of elementwise operations, written by flex_capture.py. An
-empty one changes nothing. b, h, q and k are positions in all shards together; u0, u1, ... are the
-buffers. Names that an expression assigns are t0, t1, ...
+flex_capture.py writes the functions, as expressions with elementwise operations. An empty one
+changes nothing. b, h, q and k are positions over all shards; u0, u1, ... are the buffers.
+Expressions assign to t0, t1, ...
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .tiles import Place, Tiles, empty_gradients, empty_results
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 
 
-# Operations besides elementwise ones that have no dimension in, and none out.
+# Operations besides elementwise ones whose operands and results are 0-d.
 OF_NO_DIMENSION = {
     aten.scalar_tensor.default,
     aten.full.default,
@@ -64,10 +64,10 @@ _PLAIN = (bool, int, float, str, type(None))
 
 @cache
 def _compiled(text: str) -> CodeType:
-    """Return the code of an expression, which a file of a plan may have.
+    """Return an expression's code. Its text may come from a saved plan, so it is checked.
 
     Raises:
-        ShardingError: It is none of elementwise operations.
+        ShardingError: It uses more than elementwise operations.
     """
     try:
         tree = ast.parse(text, mode="eval")
@@ -84,7 +84,7 @@ def _compiled(text: str) -> CodeType:
 
 
 def _is_expression(node: ast.AST) -> bool:
-    """Return whether code is operators of numbers, variables and other such expressions."""
+    """Return whether code consists of elementwise operators, numbers and variables."""
     if isinstance(node, ast.Constant):
         return type(node.value) in _PLAIN
     if isinstance(node, ast.Name):
@@ -104,7 +104,7 @@ def _is_expression(node: ast.AST) -> bool:
 
 
 def _operator(node: ast.AST) -> object:
-    """Return the operator of a name such as aten.ge.Tensor, or None."""
+    """Return the operator that a name such as aten.ge.Tensor means, or None."""
     names = ast.unparse(node).split(".")
     if len(names) != 3 or names[0] != "aten" or not all(map(str.isidentifier, names)):
         return None
@@ -119,7 +119,7 @@ def is_elementwise(op: object) -> bool:
 
 
 class Flex(NamedTuple):
-    """A ScoreChange by expressions. buffers: tensors that they read, whole."""
+    """A ScoreChange by expressions. buffers: the tensors that they read, not sharded."""
 
     buffers: Sequence[Tensor]
     mask: str
@@ -134,12 +134,13 @@ class Flex(NamedTuple):
         device: torch.device,
         **values: Tensor,
     ) -> Tensor:
-        """Return the value of an expression at the positions of a tile."""
+        """Evaluate an expression at a tile's positions."""
         of = [
             torch.arange(first, first + size, device=device)
             for first, size in zip(place.first, shape)
         ]
         batch, heads, groups, queries, keys = of
+        # Tiles have heads as [heads of keys, groups]; a user's h counts the heads of queries.
         heads = heads.view(-1, 1) * place.whole[2] + groups
         last = place.whole[0] - 1, place.whole[1] * place.whole[2] - 1
         names = {f"u{i}": x if x.dim() else x.view(1) for i, x in enumerate(self.buffers)}
@@ -150,6 +151,7 @@ class Flex(NamedTuple):
             "k": keys,
             **values,
         }
+        # eval is safe here: _compiled accepts elementwise operators and variables alone.
         return eval(_compiled(text), {**_NAMES, **names})
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
@@ -176,7 +178,7 @@ class Flex(NamedTuple):
 
 
 def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
-    """Return the tiles of a call. functions: the buffers and the three expressions."""
+    """Return a call's tiles. functions: the buffers and the three expressions."""
     return Tiles(call, Flex(*functions))
 
 
@@ -184,7 +186,7 @@ _REST = "Tensor[] buffers, str mask, str score, str gradient, float scale, SymIn
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
-    """Return the tiles of an operator's call. rest: as _REST."""
+    """Return the tiles for an operator's arguments. rest: as _REST."""
     *functions, scale = rest[:5]
     call = AttentionCall(q, k, v, False, scale, region=rest[5] if len(rest) > 5 else None)
     return flex_tiles(call, functions)
@@ -194,9 +196,9 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
     "torchgspmd::flex_attention", mutates_args=(), schema=forward_schema(_REST)
 )
 def flex_attention(*args: Any) -> Results:
-    """Return softmax of the changed scores, times v, and the logsumexp of these scores.
+    """Return softmax(changed scores) v, and the logsumexp of these scores.
 
-    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as of `attention` with dropout.
+    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as `attention` has it with dropout.
     """
     out, lse = _tiles(*args).forward()
     return out.contiguous(), lse
@@ -211,7 +213,7 @@ flex_attention.register_fake(empty_results)
 def flex_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
 ) -> Gradients:
-    """Return the gradients of q, k and v."""
+    """Return the gradients for q, k and v."""
     return _tiles(q, k, v, *rest).backward(Upstream(grad, out, lse))
 
 

@@ -1,14 +1,14 @@
-"""Attention of all queries of a block to its keys, by PyTorch's kernels or by products.
+"""Attention within one block, by PyTorch's kernels or by products.
 
-    CPU         FLASH_CPU; PRODUCTS where the width of values is another
+    CPU         FLASH_CPU; PRODUCTS where values have another width than keys
     CUDA        CUDNN on Hopper and later for half precision: twice as fast as the next two
                 FLASH for half precision without a mask
                 EFFICIENT for masks and float32
                 PRODUCTS for the rest
 
-Kernels have 4 dimensions, so leading dimensions become one. CUDNN and FLASH compute groups of heads
-without a mask in one call: with one, cuDNN's gradient of GQA is wrong (torch 2.11 on an H200). Else
-the groups that share a head of keys are called one after the other.
+Kernels have 4 dimensions, so leading dimensions become one. CUDNN and FLASH compute head groups in
+one call, without a mask. With a mask, cuDNN's gradient for GQA is wrong (torch 2.11 on an H200).
+Otherwise the groups that share a head of keys are called one after the other.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ AMPERE, HOPPER = (8, 0), (9, 0)  # compute capabilities
 
 
 def kernel(call: AttentionCall) -> Results:
-    """Compute one block. Heads of queries share one of keys in groups, which are not expanded."""
+    """Compute one block. Groups of query heads share a key head, which is not expanded."""
     chosen, q, mask = _kernel_of(call), call.q, call.mask
     if q.dim() == 4 and q.shape[-3] == call.k.shape[-3]:
         out, lse = chosen.forward(call)
@@ -50,7 +50,7 @@ def kernel(call: AttentionCall) -> Results:
 
 
 def backward_kernel(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """Compute the gradients of one block."""
+    """Compute the gradients for one block."""
     chosen, q, k, v = _kernel_of(call), call.q, call.k, call.v
     if q.dim() == 4 and q.shape[-3] == k.shape[-3]:
         return chosen.backward(call, upstream)
@@ -66,12 +66,13 @@ def backward_kernel(call: AttentionCall, upstream: Upstream) -> Gradients:
         for group, (grad, out, lse) in zip(_groups(call), zip(*(_split(x, call) for x in rows)))
     ]
     q_grad = _joined([piece[0] for piece in pieces], call)
+    # Groups share keys and values, so these gradients are sums over the groups.
     k_grad, v_grad = (cast(Tensor, sum(piece[i] for piece in pieces)) for i in (1, 2))
     return q_grad, k_grad.view(k.shape), v_grad.view(v.shape)
 
 
 def _seen(mask: Tensor) -> Tensor:
-    """Return which queries see a key."""
+    """Mark the queries that see a key."""
     return mask.any(-1) if mask.dtype == torch.bool else (mask != -math.inf).any(-1)
 
 
@@ -89,18 +90,18 @@ def _folds(call: AttentionCall) -> bool:
 
 
 def _of_heads(x: Tensor, k: Tensor) -> Tensor:
-    """Return rows of queries as [b, heads of keys, groups, s, ...]."""
+    """Return query rows as [b, heads of keys, groups, s, ...]."""
     heads = k.shape[-3]
     return x.reshape(-1, heads, x.shape[-3] // heads, *x.shape[-2:])
 
 
 def _split(rows: Tensor, call: AttentionCall) -> list[Tensor]:
-    """Return rows of queries for each call of `_groups`."""
+    """Split query rows as `_groups` splits the call."""
     return [rows.flatten(2, 3)] if _folds(call) else [*rows.unbind(2)]
 
 
 def _groups(call: AttentionCall) -> list[AttentionCall]:
-    """Return calls of a kernel, each with as many heads of queries as of keys, in 4 dimensions."""
+    """Return kernel calls in 4 dimensions, each with as many query heads as key heads."""
     lead, heads, mask = call.q.shape[:-3], call.k.shape[-3], call.mask
     rows = _of_heads(call.q, call.k)
     call, queries = call._replace(k=_flat(call.k), v=_flat(call.v)), _split(rows, call)
@@ -118,7 +119,7 @@ def _groups(call: AttentionCall) -> list[AttentionCall]:
 
 
 def _joined(pieces: Sequence[Tensor], call: AttentionCall) -> Tensor:
-    """Return results of `_groups` in the shape of the queries."""
+    """Join results from `_groups` into the queries' shape."""
     joined = pieces[0] if _folds(call) else torch.stack(list(pieces), 2)  # [b, h, g s, ...]
     tail = pieces[0].shape[3:]
     return joined.reshape(*call.q.shape[:-1], *tail)
@@ -161,6 +162,7 @@ def _on_gpu(call: AttentionCall) -> Results:
 
 
 def _backward_on_gpu(call: AttentionCall, up: Upstream) -> Gradients:
+    # exp(score - inf) is 0, so padded rows add nothing to a gradient.
     padded = torch.nn.functional.pad(up.lse, (0, -up.lse.shape[-1] % LSE_ROWS), value=float("inf"))
     return aten._scaled_dot_product_efficient_attention_backward(
         *_contiguous_rows(up.grad, call.q, call.k, call.v),
@@ -223,25 +225,25 @@ def _backward_by_cudnn(call: AttentionCall, up: Upstream) -> Gradients:
 
 
 def _no_dropout(q: Tensor) -> Iterator[Tensor]:
-    """Return the seed and the offset of a dropout that is off."""
+    """Return a seed and an offset for dropout that is off."""
     return (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
 
 
 def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors with contiguous rows, which kernels need and do not check."""
+    """Make rows contiguous, which kernels need and do not check."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
 
 
 def _heads_inside(out: Tensor) -> Tensor:
     """Return a result in the memory [b, s, h, e], as the memory-efficient kernel writes it.
 
-    Its backward for half precision reads it so, whatever the strides are.
+    Its half-precision backward reads it so, whatever the strides are.
     """
     return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _aligned(call: AttentionCall) -> Tensor | None:
-    """Return a mask whose rows begin at multiples of BIAS_COLUMNS, of all heads and queries."""
+    """Return a mask for all heads and queries, whose rows begin at multiples of BIAS_COLUMNS."""
     added = added_mask(call.mask, call.q)
     if added is None:
         return None
@@ -286,7 +288,7 @@ def _kernel_of(call: AttentionCall) -> Kernel:
 
 
 def _is_for_flash(call: AttentionCall) -> bool:
-    """Return whether FlashAttention applies. It has the diagonal of a square alone."""
+    """Return whether FlashAttention applies. Its causal mask needs a square."""
     q, width = call.q, call.q.shape[-1]
     return (
         q.dtype in (torch.float16, torch.bfloat16)
@@ -297,7 +299,7 @@ def _is_for_flash(call: AttentionCall) -> bool:
 
 
 def _is_for_cudnn(call: AttentionCall) -> bool:
-    """Return whether cuDNN has the abilities of FlashAttention. It adds in an order that varies."""
+    """Return whether cuDNN may replace FlashAttention. Its summation order varies."""
     return (
         call.q.shape[-1] <= CUDNN_WIDTH
         and min(call.q.shape[-2], call.k.shape[-2]) > 1

@@ -1,14 +1,14 @@
-"""Attention of a part of the queries to a part of the keys, with the logsumexp that merges parts.
+"""Attention between some queries and some keys, with the logsumexp that merges such parts.
 
     out, lse = attention(q, k, v, causal, scale, mask, region, seed, dropout)
 
     q [..., h g, s, d]   k [..., h, t, d]   v [..., h, t, e]   mask [..., h g, s, t], or 1 for each
     out [..., h g, s, e]   lse [..., h g, s]                   call.py has all operands by name
 
-Results for several parts of the keys merge by weights: out = sum_i out_i exp(lse_i - lse), where
-lse = log sum_i exp(lse_i). Given the merged out and lse, the gradients of parts are sums. PyTorch's
-kernels compute blocks that a causal mask leaves whole or cuts along their diagonal; blocks that it
-leaves nothing of are not computed. Source: FlashAttention-2 (arXiv 2307.08691) and Flash-Decoding.
+Results for several key ranges merge by weights: out = sum_i out_i exp(lse_i - lse), where
+lse = log sum_i exp(lse_i). Given the merged out and lse, the gradients are sums over the ranges.
+PyTorch's kernels compute blocks that a causal mask leaves whole or cuts along their diagonal. Fully
+masked blocks are skipped. Source: FlashAttention-2 (arXiv 2307.08691) and Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -45,11 +45,13 @@ class Block(NamedTuple):
 
 
 def visible_blocks(s: int, t: int, offset: int, causal: bool) -> list[Block]:
-    """Return the blocks of s queries and t keys to compute. Query i sees keys up to i + offset."""
+    """Return the blocks to compute for s queries and t keys. Query i sees keys up to i + offset."""
     if not causal:
         return [Block(0, 0, t, False)] if s > 0 and t > 0 else []
+    # Queries before `row` see no key.
     row = max(0, -offset)
     shift = offset + row
+    # All rows see the keys left of the diagonal; the square on it is cut.
     blocks = [Block(row, 0, min(shift, t), False), Block(row, shift, min(t, shift + s - row), True)]
     return [block for block in blocks if block.row < s and block.start < block.stop]
 
@@ -68,6 +70,7 @@ def computed(call: AttentionCall) -> Results:
             q.shape[:-1], -math.inf, dtype=lse_dtype(q)
         )
     out, lse = results[0] if len(results) == 1 else merge(*results)
+    # The blocks leave out queries without keys and padding: these get 0 and -inf.
     before = max(0, -offset) if call.causal else 0
     around = (before, q.shape[-2] - s)
     if any(around):
@@ -77,7 +80,7 @@ def computed(call: AttentionCall) -> Results:
 
 
 def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """Compute the gradients of a call by kernels; with dropout by tiles."""
+    """Compute a call's gradients by kernels; with dropout by tiles."""
     s, t, offset = _extent(call)
     if call.seed is not None:
         return Tiles(call, Dropout(call.seed, call.dropout)).backward(upstream)
@@ -91,6 +94,7 @@ def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
         for block in blocks
     ]
     sizes = (call.q.shape[-2], call.k.shape[-2])
+    # One block is all of the call, so nothing is added up.
     if len(blocks) == 1 and (blocks[0][:3], (s, t)) == ((0, 0, t), sizes):
         return results[0]
     totals = [
@@ -104,7 +108,7 @@ def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
 
 
 def _extent(call: AttentionCall) -> tuple[int, int, int]:
-    """Return the numbers of queries and keys without padding, and by how much queries are ahead."""
+    """Return how many queries and keys are no padding, and how far queries are ahead."""
     s, t = call.q.shape[-2], call.k.shape[-2]
     if call.region is None:
         return s, t, 0
@@ -121,12 +125,12 @@ def _block(call: AttentionCall, block: Block, s: int) -> AttentionCall:
 
 
 def attention_in_blocks(*args: Any) -> Results:
-    """Compute `attention` past PyTorch's registry of operators."""
+    """Compute `attention` past PyTorch's operator registry."""
     return computed(AttentionCall(*args))
 
 
 def attention_backward_in_blocks(*args: object) -> Gradients:
-    """Compute `attention_backward` past PyTorch's registry of operators."""
+    """Compute `attention_backward` past PyTorch's operator registry."""
     return gradients(*of_backward(*args))
 
 
@@ -136,7 +140,7 @@ def attention_backward_in_blocks(*args: object) -> Gradients:
     schema=forward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
 def attention(*args: object) -> Results:
-    """Return softmax(q k^T * scale + mask) v, and the logsumexp of the scores.
+    """Return softmax(q k^T * scale + mask) v, and the scores' logsumexp.
 
     A query that sees no key has a result of 0 and a logsumexp of -inf.
     """
@@ -153,7 +157,7 @@ def attention(*args: object) -> Results:
     ),
 )
 def attention_parts(*args: object) -> Results:
-    """Return `attention` for each of `count` parts of the keys, in a new first dimension."""
+    """Return `attention` for each of `count` key ranges, in a new first dimension."""
     call, count = of_parts(*args)
     query, key, *rest = cast("Sequence[int]", call.region)
     rows = call.k.shape[-2] // count
@@ -182,7 +186,7 @@ attention.register_fake(empty_results)
     schema=backward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
 def attention_backward(*args: object) -> Gradients:
-    """Return the gradients of q, k and v."""
+    """Return the gradients for q, k and v."""
     q_grad, k_grad, v_grad = (g.contiguous() for g in attention_backward_in_blocks(*args))
     return q_grad, k_grad, v_grad
 
@@ -202,6 +206,7 @@ def _attention_backward(ctx: Any, grad: Tensor, _: Any) -> tuple:
     options = () if mask is None else (mask,)
     if seed is not None:
         options = (mask, None, seed, ctx.dropout)
+    # No region: autograd runs before the program is sharded.
     grads = attention_backward(grad, *tensors, ctx.causal, ctx.scale, *options)
     return (*grads, *(None,) * 6)
 
@@ -211,7 +216,7 @@ attention.register_autograd(_attention_backward, setup_context=_attention_contex
 
 @attention.register_vmap
 def _attention_of_batch(info: Any, in_dims: tuple, *args: Any) -> tuple[Results, tuple[int, int]]:
-    """Compute all calls of torch.vmap at once, as one more leading dimension."""
+    """Compute all calls under torch.vmap at once, as one more leading dimension."""
     call, dims = AttentionCall(*args), AttentionCall(*in_dims)
     q, k, v = (
         x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -220,5 +225,6 @@ def _attention_of_batch(info: Any, in_dims: tuple, *args: Any) -> tuple[Results,
     mask, dim = call.mask, cast("int | None", dims.mask)
     if mask is not None and dim is not None:
         mask = mask.movedim(dim, 0)
+        # The batch stays first; broadcast dimensions go behind it.
         mask = mask[(slice(None), *(None,) * (q.dim() - mask.dim()))]
     return attention(*call._replace(q=q, k=k, v=v, mask=mask)), (0, 0)

@@ -1,4 +1,4 @@
-"""The passes of attention, as rows of PIPELINE call them."""
+"""Attention's passes, as rows of PIPELINE call them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .op import (
 )
 from .ring_keys import mark_rings
 
-# past PyTorch's registry of operators
+# Direct calls, which skip the overhead of PyTorch's operator registry.
 _IN_BLOCKS = {
     attention._opoverload: attention_in_blocks,
     attention_backward._opoverload: attention_backward_in_blocks,
@@ -23,7 +23,7 @@ _IN_BLOCKS = {
 
 
 def balance_attention(program: Program) -> fx.Graph | None:
-    """Put tokens into an order that gives all devices the same work under a causal mask."""
+    """Reorder tokens so that all devices have the same work under a causal mask."""
     constants = program.request.constants
     changed = balance(program.graph, program.layouts, program.rules, constants)
     return program.graph if changed else None
@@ -32,18 +32,19 @@ def balance_attention(program: Program) -> fx.Graph | None:
 def ring_keys(program: Program) -> fx.Graph | None:
     """Mark attention whose keys travel round a ring."""
     request = program.request
+    # With regather="all" memory counts alone, so no ring has to hide its transfers.
     flops = 0.0 if request.regather == "all" else request.constants.link_flops_per_byte
     changed = request.regather != "never" and mark_rings(program.graph, program.mesh, flops)
     return program.graph if changed else None
 
 
 def attention_rings(program: Program) -> fx.Graph:
-    """Put rings in the place of gathers, where `ring_keys` marked attention."""
+    """Replace gathers by rings, where `ring_keys` marked attention."""
     return rings.attention_rings(program.graph)
 
 
 def attention_kernels(program: Program) -> fx.Graph:
-    """Call PyTorch's kernels block by block, past its registry of operators."""
+    """Call PyTorch's kernels block by block, past its operator registry."""
     for node in program.graph.nodes if program.request.device in ("cpu", "cuda") else ():
         if node.target in _IN_BLOCKS and not _has_dropout(node):
             node.target = _IN_BLOCKS[node.target]
@@ -51,6 +52,6 @@ def attention_kernels(program: Program) -> fx.Graph:
 
 
 def _has_dropout(node: fx.Node) -> bool:
-    """Return True if attention is computed tile by tile. A compiler is not to trace that."""
+    """Return True if attention is computed tile by tile, which a compiler should not trace."""
     names = [argument.name for argument in node.target._schema.arguments]
     return any(node.args[names.index("seed") :])

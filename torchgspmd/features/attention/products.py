@@ -1,4 +1,4 @@
-"""Attention by products, for calls without a kernel of PyTorch, some rows of scores at a time."""
+"""Attention by products, for calls that no PyTorch kernel takes, some score rows at a time."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from ...rules.custom_ops.nd import einsum
 from .call import AttentionCall, Gradients, Results, Upstream
 
-SCORES = 1 << 24  # elements of the scores that are computed at a time
+# Score elements that are computed at a time.
+SCORES = 1 << 24
 
 
 def added_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
-    """Return a mask in 4 dimensions that is added to scores."""
+    """Return a 4-d mask that is added to scores."""
     if mask is None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
@@ -26,7 +27,7 @@ def added_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def in_rows(call: AttentionCall) -> Results:
-    """Compute some rows of scores at a time."""
+    """Compute some score rows at a time."""
     out, lse = zip(*(attention_by_products(piece) for _, piece in _pieces(call)))
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -40,7 +41,7 @@ def backward_in_rows(call: AttentionCall, upstream: Upstream) -> Gradients:
 
 
 def _pieces(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
-    """Yield calls for some queries each, with a causal mask as a part of the mask."""
+    """Yield calls for some queries each, with the causal mask as part of their mask."""
     (b, h, s), t = call.q.shape[:3], call.k.shape[2]
     step = max(1, SCORES // max(1, b * h * t))
     for row in range(0, s, step):
@@ -61,6 +62,7 @@ def attention_by_products(call: AttentionCall) -> Results:
     lead, heads = _letters(q, k)
     scores = _scores(call, _grouped(q, k, 3), lead)
     lse = scores.logsumexp(-1)
+    # A row that sees no key has lse = -inf; -inf - -inf would be NaN.
     finite = lse if call.mask is None else torch.where(lse == -math.inf, 0, lse)
     weights = (scores - finite.unsqueeze(-1)).exp()
     out = einsum(f"{lead}st,{heads}te->{lead}se", weights.to(v.dtype), v)
@@ -75,10 +77,12 @@ def gradients_by_products(call: AttentionCall, upstream: Upstream) -> Gradients:
     lse = _grouped(upstream.lse, k, 2)
     scores = _scores(call, q, lead)
     if call.mask is not None:
+        # Rows that see no key get the weights exp(scores - inf) = 0.
         lse = torch.where(lse == -math.inf, math.inf, lse)
     weights = (scores - lse.unsqueeze(-1)).exp()  # [b, h, s, t]
     grad_v = einsum(f"{lead}st,{lead}se->{heads}te", weights.to(grad.dtype), grad)
     grad_weights = einsum(f"{lead}se,{heads}te->{lead}st", grad, v).to(weights.dtype)
+    # sum_t weights * grad_weights = sum_e grad * out, which needs no [s, t] (FlashAttention).
     mean = (grad * out).to(weights.dtype).sum(-1, True)  # [b, h, s, 1]
     grad_scores = (weights * (grad_weights - mean) * call.scale).to(q.dtype)
     return (
@@ -89,13 +93,13 @@ def gradients_by_products(call: AttentionCall, upstream: Upstream) -> Gradients:
 
 
 def _letters(q: Tensor, k: Tensor) -> tuple[str, str]:
-    """Return the letters of the dimensions of q before its rows, and of those of k."""
+    """Return the letters for q's dimensions before its rows, and for those of k."""
     heads = "abchijkl"[: k.dim() - 2]
     return heads + ("g" if q.shape[-3] != k.shape[-3] else ""), heads
 
 
 def _grouped(x: Tensor, k: Tensor, dims: int) -> Tensor:
-    """Take heads of queries apart into heads of keys and groups. dims: from the heads on."""
+    """Split query heads into key heads and groups. dims: the dimensions from the heads on."""
     heads = x.shape[-dims]
     if heads == k.shape[-3]:
         return x
@@ -104,9 +108,9 @@ def _grouped(x: Tensor, k: Tensor, dims: int) -> Tensor:
 
 
 def _scores(call: AttentionCall, q: Tensor, lead: str) -> Tensor:
-    """Return masked scores, with groups of heads as a dimension of their own.
+    """Return masked scores, with head groups as a dimension of their own.
 
-    q: with such a dimension. lead: the letters of its dimensions before its rows.
+    q: with such a dimension. lead: the letters of q's dimensions before its rows.
     """
     k, mask = call.k, call.mask
     heads = _letters(call.q, k)[1]

@@ -1,9 +1,10 @@
-"""Keys and values that a program repeats for groups of queries, as attention takes them unrepeated.
+"""Keys and values that a program repeats for query groups, as attention takes them unrepeated.
 
     k[:, :, None].expand(b, n, g, s, d).reshape(b, n * g, s, d)         repeat_interleave(k, g, 1)
 
-A result of these remembers its unrepeated value, also behind a transpose. Attention then leaves the
-repetition out, whose result nobody else needs.
+Such a result remembers its unrepeated value, also behind a transpose. Attention reads that value,
+so
+the repetition has no user left.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ _NAME = "_torchgspmd_repeats"
 class _Repeats(NamedTuple):
     """The tensor that another one repeats along a dimension.
 
-    expanded: the dimension is not merged yet. versions: those of the tensor and of its base; one
-    that is changed in place has another one.
+    expanded: the dimension is not merged yet. versions: the tensor's and its base's, which a change
+    in
+    place raises.
     """
 
     base: Tensor
@@ -37,7 +39,7 @@ def _mark(result: Tensor, base: Tensor, dim: int, expanded: bool = False) -> Ten
 
 
 def _repeats_of(x: Tensor, expanded: bool = False) -> _Repeats | None:
-    """Return the repetition that a tensor is, if neither has been changed since."""
+    """Return the repetition behind a tensor, if neither has changed since."""
     repeats: _Repeats | None = getattr(x, _NAME, None)
     if repeats is None or repeats.expanded != expanded:
         return None
@@ -45,7 +47,7 @@ def _repeats_of(x: Tensor, expanded: bool = False) -> _Repeats | None:
 
 
 def unrepeated(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the keys and values [..., heads, t, d] whose heads are repeated; else these."""
+    """Return keys and values [..., heads, t, d] before their heads are repeated, if they are."""
     repeats = [_repeats_of(x) for x in (key, value)]
     bases = [
         x if r is None or r.dim != x.dim() - 3 else r.base for x, r in zip((key, value), repeats)
@@ -55,10 +57,11 @@ def unrepeated(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 @rewrite("product", Tensor.expand)
 def _expand(input: Tensor, *size: Any) -> Any:
-    """Remember the input where one inner dimension of size 1 is expanded."""
+    """Remember the input if one inner dimension expands from size 1."""
     result = input.expand(*size)
     if result.dim() != input.dim():
         return result
+    # An expanded dimension 0 has none before it to be merged with.
     changed = [d for d, (a, b) in enumerate(zip(input.shape, result.shape)) if a != b]
     if len(changed) == 1 and changed[0] > 0:
         return _mark(result, input, changed[0], expanded=True)

@@ -1,13 +1,13 @@
-"""Attention whose keys and values travel round a ring, while each device computes with a block.
+"""Attention whose keys and values travel round a ring while each device computes with a block.
 
-    forward    In step t device i has block i - t of keys and values, and sends it to device i + 1.
+    forward    In step t device i has keys and values from block i - t, and sends them to i + 1.
                Results for blocks are merged by their logsumexp, in float32.
-    backward   Keys and values travel again. From step 1 on device i adds its term to the gradient
-               of block i - t, which came from device i - 1, and sends it on. The last one sends it
-               home, where the term of step 0 is added.
+    backward   Keys and values travel again. From step 1 on device i receives the gradient for
+               block i - t from device i - 1, adds its term, and sends it on. The last device sends
+               it home, where step 0's term is added.
 
-The bytes of gathers and reduce_scatters are sent, and nobody has all keys. Blocks that only later
-queries see stay away from earlier ones. In zigzag order (zigzag.py) a causal
+The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
+only later queries see are not sent to earlier ones. In zigzag order (zigzag.py) a causal
 mask leaves all devices the same work.
 Source: Ring Attention, arXiv 2310.01889.
 """
@@ -39,8 +39,8 @@ from .zigzag import Merged
 class RingOptions(NamedTuple):
     """Operands that do not travel.
 
-    place: of the dimensions before the queries, as in a region. dropout: the seed and the
-    probability, or nothing. functions: the buffers and expressions of flex_attention, or nothing.
+    place: for the dimensions before the queries, as in a region. dropout: the seed and the
+    probability, or nothing. functions: flex_attention's buffers and expressions, or nothing.
     """
 
     mask: Tensor | None = None
@@ -50,9 +50,9 @@ class RingOptions(NamedTuple):
 
 
 class RingCall(NamedTuple):
-    """The arguments of a ring behind its tensors, in the order in which they stand in a graph.
+    """A ring's arguments behind its tensors, in a graph's order.
 
-    queries, keys: of all devices together. shards: for which tokens are in zigzag order.
+    queries, keys: over all devices. shards: how many shards are in zigzag order.
     """
 
     options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
@@ -65,12 +65,12 @@ class RingCall(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> RingCall:
-        """Return the call of the arguments of a ring, whose first ones are tensors."""
+        """Return the call in a ring's arguments, whose first ones are tensors."""
         return cls(*args[-len(cls._fields) :])
 
 
 class _Part(NamedTuple):
-    """Queries and keys of a block, and their call."""
+    """Some queries and keys of a block, and their call."""
 
     rows: slice
     columns: slice
@@ -90,7 +90,7 @@ class _Part(NamedTuple):
 
 
 def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> Iterator[_Part]:
-    """Yield the parts of a block to compute. call: of all queries and keys of the device."""
+    """Yield the parts of a block to compute. call: with all queries and keys on the device."""
     options = RingOptions(*ring.options)
     if blocks.shards:
         for rows, columns, region in blocks.visible(block):
@@ -99,6 +99,7 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> I
             yield _Part(rows, columns, some, ())
         return
     first = block * blocks.width
+    # The mask does not travel: each device has the columns for all keys.
     mask = options.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
@@ -109,12 +110,13 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> I
 
 
 def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
-    """Compute the result and its logsumexp of one device."""
+    """Compute one device's result and logsumexp."""
     merged = Merged(call.q, call.v)
     own = [call.k, call.v]
     block: list[Tensor] | None = own
     size = call.k.numel() + call.v.numel()
     for step in range(blocks.n):
+        # The next block travels while this one is computed.
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
         if block is not None:
             here = call._replace(k=block[0], v=block[1])
@@ -127,7 +129,7 @@ def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
 
 
 def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: RingCall) -> Steps:
-    """Compute the gradients of q, of k and of v of one device."""
+    """Compute one device's gradients for q, k and v."""
     q, k, v = call.q, call.k, call.v
     q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
     size = k.numel() + v.numel()
@@ -147,6 +149,7 @@ def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: Rin
                 for total, other in zip(grads, others):
                     total[..., part.columns, :] += other
             term = packed(grads)
+        # The sum that was handed over in the last step has arrived by now.
         if handed is not None:
             came = handed[1]()
             if (source := (blocks.me + handed[0]) % blocks.n) in came:
@@ -173,7 +176,7 @@ def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: Rin
 
 
 def _on_rank(steps: Steps, like: Tensor, name: str, ranks: Sequence[int]) -> Any:
-    """Run the steps of one device, whose messages go to a process group. like: has their dtype."""
+    """Run one device's steps over a process group. like: a tensor with the messages' dtype."""
     try:
         message = next(steps)
         while True:
@@ -189,7 +192,8 @@ def _sent(
     name: str,
     ranks: Sequence[int],
 ) -> Arrival:
-    """Start to send a message. ranks: of positions in the ring, in the process group."""
+    """Start to send a message. ranks: the process group's rank at each ring position."""
+    # all_to_all_single takes pieces by rank, not by position in the ring.
     order = sorted(range(len(ranks)), key=ranks.__getitem__)
     pieces = [sends[p] for p in order if p in sends]
     counts = [receives.get(p, 0) for p in order]
@@ -206,7 +210,7 @@ def _sent(
 
 
 def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
-    """Run the steps of all devices in lockstep."""
+    """Run all devices' steps in lockstep."""
     results: list[Any] = [None] * mesh.size
     for group in mesh.groups(split_axes(axes)):
         arrivals: list[Any] = [None] * len(group)
@@ -279,7 +283,7 @@ def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: object) -> list[An
 
 
 def _of_device(argument: Any, rank: int) -> Any:
-    """Return a device's part of an argument, which may be a tuple of such."""
+    """Return a device's part of an argument, which may be a tuple."""
     if isinstance(argument, tuple):
         return tuple(_of_device(a, rank) for a in cast("tuple[Any, ...]", argument))
     return cast("list[Any]", argument)[rank] if isinstance(argument, list) else argument
@@ -290,11 +294,13 @@ def _lower(runs: Callable[..., object], build: CollectiveBuilder, *args: object)
 
 
 def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: object) -> int:
+    # k is one block, and each device computes with n blocks.
     return 2 * math.prod(q[:-1]) * n * k[-2] * (q[-1] + v[-1])
 
 
 def _backward_flops(n: int, grad: Any, *shapes: Any) -> int:
     q, k, v = shapes[:3]
+    # Three products have width d (scores, gradients for q and k), two have width e.
     return 2 * math.prod(q[:-1]) * n * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 

@@ -1,4 +1,4 @@
-"""Where the blocks of keys are that travel round a ring, and the messages that devices exchange."""
+"""Locate the key blocks that travel round a ring, and write the messages that devices exchange."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .zigzag import runs_of_rows
 
-# Position in the ring -> what is sent to it; position -> how many elements are received from it.
+# Position in the ring -> tensor to send; position -> elements to receive.
 Message = tuple[dict[int, Tensor], dict[int, int]]
 Arrival = Callable[[], dict[int, Tensor]]
 Steps = Generator[Message, Arrival, Any]
@@ -20,10 +20,10 @@ Rows = tuple[slice, slice, list[int] | None]  # of queries, of keys; their regio
 
 @dataclass(frozen=True)
 class Blocks:
-    """Where the blocks of a ring are, and who needs them.
+    """Where a ring's blocks are, and who needs them.
 
-    n, me: devices, and the position of this one. queries, keys: of all devices together.
-    rows, width: queries and keys of one device. shards: for which they are in zigzag order.
+    n, me: the number of devices, and this one's position. queries, keys: over all devices.
+    rows, width: queries and keys on one device. shards: how many are in zigzag order.
     """
 
     n: int
@@ -44,13 +44,13 @@ class Blocks:
         return (self.me - 1) % self.n
 
     def needed(self, block: int, device: int) -> bool:
-        """Return whether queries of a device see keys of a block."""
+        """Return whether a device's queries see any key in a block."""
         return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
 
     def visible(self, block: int) -> list[Rows]:
-        """Return the rows of this device and of a block to compute, in zigzag order.
+        """Return the rows to compute between this device and a block, in zigzag order.
 
-        Together as many as can be: rows that follow one another and see the same keys.
+        Adjacent rows that see the same keys are joined.
         """
         mine, theirs = self._runs(self.me, self.rows), self._runs(block, self.width)
         cut: list[Rows] = []
@@ -59,6 +59,7 @@ class Blocks:
             last = first + rows.stop - rows.start - 1
             seen: list[slice] = []
             for columns, start in theirs:
+                # Keys that end at the first query are seen whole; the diagonal cuts the next ones.
                 if start + columns.stop - columns.start - 1 <= first:
                     seen.append(columns)
                 elif start <= last:
@@ -72,11 +73,11 @@ class Blocks:
         ]
 
     def _runs(self, device: int, rows: int) -> list[tuple[slice, int]]:
-        """Return the rows of a device that follow one another, with their first position."""
+        """Return a device's runs of adjacent rows, with their first positions."""
         return [*runs_of_rows(device * rows, rows, self.shards or 1, self.queries)]
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
-        """Return the message that takes blocks of keys and values to their next devices."""
+        """Return the message that passes keys and values on to the next device."""
         mine, coming = (self.me - step) % self.n, (self.before - step) % self.n
         sends = self.needed(mine, self.after)
         return (
@@ -85,13 +86,14 @@ class Blocks:
         )
 
     def hand_over(self, step: int, term: Tensor | None, size: int) -> Message:
-        """Return the message that takes sums of gradients on, or home after the last device."""
+        """Return the message that hands a gradient on, or home from the last device."""
         block, coming = (self.me - step) % self.n, (self.before - step) % self.n
         on = self.after == block or self.needed(block, self.after)
         receives: dict[int, int] = {}
         if self.needed(coming, self.before) and self.needed(coming, self.me):
             receives[self.before] = size
-        last = (self.me + step) % self.n  # the device that has this one's block now
+        # The device that has this one's block now.
+        last = (self.me + step) % self.n
         next_one = (last + 1) % self.n
         if self.needed(self.me, last) and (
             next_one == self.me or not self.needed(self.me, next_one)
@@ -101,7 +103,7 @@ class Blocks:
 
 
 def _joined(slices: Sequence[slice]) -> list[slice]:
-    """Return slices in their order, those that follow one another as one."""
+    """Join adjacent slices."""
     result: list[slice] = []
     for each in slices:
         if result and result[-1].stop == each.start:

@@ -1,17 +1,17 @@
-"""Mark the attention whose keys and values are to travel round a ring, and have them travel twice.
+"""Mark the attention whose keys and values travel round a ring, and send them twice.
 
 before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)
                                            %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
 after    %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)              ring
          %k_g_1 = all_gather(%k, 2, seq);  %dq, ... = attention_backward(..., %k_g_1)  ring
 needs    the partitioned program
-ensures  attention_rings.py can put a ring in the place of gathers and reduce_scatters
+ensures  attention_rings.py can replace gathers and reduce_scatters by a ring
 source   Ring Attention, arXiv 2310.01889
 
-A ring sends the bytes of the gathers, and keeps no more than two blocks. Its transfers are hidden
-if a device computes with a block for longer than the next one is on its way. Only then, or if
-memory is asked for, keys are sent again in the backward. A loop stacks the shards that its backward
-gathers. The table RINGS says which operations a ring computes, and how.
+A ring sends as many bytes as the gathers, and keeps at most two blocks. A transfer is hidden if a
+device computes with one block for longer than the next block travels. Only then, or to save
+memory, keys are sent again in the backward. A loop stacks the shards that its backward gathers. The
+table RINGS names the operations that a ring computes, and how.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
 
 class Ring(NamedTuple):
-    """How an operation is computed in a ring.
+    """How a ring computes an operation.
 
-    factor: of the queries, which the axes of the ring shard. queries: their place among the
-    operands; keys and values follow. scatters: the steps of the gradients of these. shards: the
-    place of the number of shards for which tokens are in zigzag order; None if they are not.
-    arguments: returns causal, the scale, and the options of a ring.
+    factor: for the queries, which the ring's axes shard. queries: their index among the operands;
+    keys and values follow. scatters: the collective that reduces the gradients of k and v. shards:
+    the index of the shard count if tokens are in zigzag order, else None. arguments: returns
+    causal,
+    the scale, and the ring's options.
     """
 
     kind: FusedKind
@@ -50,7 +51,7 @@ class Ring(NamedTuple):
     arguments: Arguments
 
     def operands(self, args: tuple[object, ...]) -> tuple[Any, ...]:
-        """Return the tensors of a call, but for those of the options."""
+        """Return a call's tensors, without those in the options."""
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
@@ -68,12 +69,12 @@ def _of_call(call: AttentionCall) -> tuple[bool, float, RingOptions]:
 
 
 def _zigzag(scale: int) -> Arguments:
-    """Return `arguments` of a call in zigzag order, which has the scale at this place."""
+    """Return `arguments` for a call in zigzag order. scale: the index of the scale."""
     return lambda args: (True, args[scale], RingOptions())
 
 
 def _flex(at: int) -> Arguments:
-    """Return `arguments` of a call that has buffers, and functions of positions, at this place."""
+    """Return `arguments` for a call with buffers and functions. at: the index of the buffers."""
 
     def arguments(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
         buffers, *texts, scale = args[at : at + 5]
@@ -106,9 +107,9 @@ RINGS: dict[Any, Ring] = {
 
 
 def mark_rings(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
-    """Rewrite the graph in place. Returns whether anything changed.
+    """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: operations of a device in the time of a byte sent. 0: memory counts, not time.
+    flops_per_byte: FLOPs of a device while it sends a byte. 0: memory counts, not time.
     """
     changed = False
     for node in list(graph.nodes):
@@ -143,7 +144,7 @@ def _axes(node: fx.Node, ring: Ring) -> Axes:
 
 
 def _fits(node: fx.Node, ring: Ring) -> bool:
-    """Return whether all that a node gathers, and that is summed of it, is along its queries."""
+    """Return whether a node gathers, and reduces, only along its queries' axes."""
     axes, gathers = "+".join(_axes(node, ring)), _gathers(node, ring)
     rows = gathers[0].meta["val"].dim() - 2
     if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
@@ -155,7 +156,7 @@ def _fits(node: fx.Node, ring: Ring) -> bool:
 
 
 def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
-    """Return the reduce_scatters of the gradients; None in the place of another step."""
+    """Return the gradients' reduce_scatters; None for another step."""
     if ring.scatters is None:
         return []
     axes, steps = "+".join(_axes(node, ring)), []
@@ -170,17 +171,17 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
 
 
 def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> bool:
-    """Return whether a device computes with a block for longer than the next is on its way."""
+    """Return whether a device computes with one block for longer than the next one travels."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
-    # Two products, of a multiplication and an addition for each score and channel. A causal mask
+    # Two products, each a multiplication and an addition for each score and channel. A causal mask
     # leaves half.
     flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
     return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 
 
 def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
-    """Mark the users of gathers, each of which gets gathers of its own."""
+    """Mark the users of gathers, and give each its own gathers."""
     for i, user in enumerate(users):
         user.meta["ring"] = True
         with graph.inserting_before(user):
@@ -192,7 +193,7 @@ def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> No
 
 
 def _returns(stack: fx.Node) -> bool:
-    """Return whether keys that a loop stacks return in its backward, to attention alone."""
+    """Return whether the loop's backward passes stacked keys to attention alone."""
     users = [(row, user) for row in stack.users for user in row.users]
     return all(row.target is ROW for row in stack.users) and all(
         user.target in RINGS and row in _gathers(user, RINGS[user.target]) for row, user in users
@@ -200,7 +201,7 @@ def _returns(stack: fx.Node) -> bool:
 
 
 def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
-    """Stack shards of keys in a loop, and gather them where its backward takes a row."""
+    """Stack key shards in a loop, and gather them where its backward takes a row."""
     gather: Any = mark_of(stack).value
     shard = gather.args[0]
     spec: ShardSpec = shard.meta["spec"]
@@ -217,7 +218,7 @@ def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
 
 
 def _lay_out(node: fx.Node, operand: ShardSpec, result: ShardSpec) -> None:
-    """Set the layouts of an operation with one operand, whose factors are its dimensions."""
+    """Set the layouts around an operation with one operand, whose factors are its dimensions."""
     dims = node.meta["rule"].operands[0]
     node.meta |= {
         "operand_specs": (operand,),

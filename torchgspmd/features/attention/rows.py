@@ -45,10 +45,12 @@ def _attention_backward_on_xla(*args: object) -> Gradients:
 
 
 def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    # Two products, each a multiplication and an addition: scores, and weights times v.
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
 def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    # Five products: the scores again, and the gradients for weights, v, q and k.
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 

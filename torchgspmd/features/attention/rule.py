@@ -2,14 +2,14 @@
 
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
-A device that has some of the queries computes by their positions, with all keys. A causal mask
-leaves later queries more to do, unless tokens are in zigzag order (zigzag.py). A device that has
-some of the keys computes a part for all queries. Parts are merged by sums, weighted by their
-logsumexp, so keys need no gather. Then the part is a dimension `p` of its own. Gradients are sums
-over queries, or over keys, of terms that need nothing but the merged result.
+A device with some queries computes by their positions, with all keys. A causal mask leaves later
+queries more to do, unless tokens are in zigzag order (zigzag.py). A device with some keys computes
+a part for all queries. Sums merge the parts, weighted by their logsumexp, so keys need no gather.
+The part is then a dimension `p`. Gradients are sums over queries, or over keys, and their terms
+need nothing but the merged result.
 
-Attention with functions of positions (flex_attention) computes queries by their positions in all,
-with all keys and whole buffers:
+Attention with position functions (flex_attention) computes queries by their global positions, with
+all keys and replicated buffers:
 
     b (h g) s d, b h t d, b h t e, buffers -> b (h g) s e, b (h g) s
 """
@@ -43,11 +43,12 @@ from .call import AttentionCall, of_backward, of_parts
 from .tiles import merge_parts
 
 ours = torch.ops.torchgspmd
-LSE_ITEMSIZE = 4  # bytes of an element of a result that is merged
+# Bytes per element in a result that is merged.
+LSE_ITEMSIZE = 4
 
 
 class Names:
-    """The factors of the tensors of one call. keys: of the dimension of the keys."""
+    """Factors for the tensors of one call. keys: the factors along the keys."""
 
     def __init__(self, q: Sequence[int], k: Sequence[int], keys: Sequence[str] = ("t",)) -> None:
         lead = ["b"] if len(q) == 4 else factors("b", len(q) - 3)
@@ -61,17 +62,17 @@ class Names:
         self.out: DimNames = [*self.rows, "e"]
 
     def mask(self, mask: Tensor) -> DimNames:
-        """Return the factors of a mask, whose dimensions of size 1 have none."""
+        """Return a mask's factors; a dimension with size 1 has none."""
         names = [*self.rows, self.k[-2]][-mask.dim() :] if mask.dim() else []
         return [name if size > 1 else "" for name, size in zip(names, mask.shape)]
 
     def others(self, call: AttentionCall) -> list[DimNames]:
-        """Return the factors of the operands behind the queries, keys and values."""
+        """Return the factors for the operands behind q, k and v."""
         masks = [] if call.mask is None else [self.mask(call.mask)]
         return masks if call.seed is None else [*masks, []]
 
     def local(self, emit: Any, along: str, call: AttentionCall) -> LocalForm:
-        """Return the local form of a call by positions: with dropout, by those of heads, too."""
+        """Return a call's local form by positions; dropout also needs the positions of heads."""
         if call.seed is None:
             return LocalForm(emit, when=along)
         return LocalForm(emit, when=[*along.split(), *self.before], positional=along)
@@ -95,16 +96,17 @@ def _attention(call: Call) -> FactorRule:
 
 
 def _split_of(call: Call) -> Split | None:
-    """Return that a forward is split by keys, if merging results sends less than keys."""
+    """Split a forward by keys, if merging results sends less than gathering keys."""
     q, k, v = call.tensors[:3]
+    # The result and its logsumexp: e + 1 numbers a query.
     merged = q[..., 0].numel() * (v.shape[-1] + 1) * max(LSE_ITEMSIZE, q.itemsize)
     return Split(merges="t") if 2 * merged < k.nbytes + v.nbytes else None
 
 
 def _balance(call: Call, operands: int) -> Balance | None:
-    """Return how causal attention of a sequence to itself is balanced.
+    """Describe how causal self-attention is balanced.
 
-    operands: how many there are without a mask. causal and the scale follow.
+    operands: their number without a mask. causal and the scale follow them.
     """
     q, k, v = call.tensors[:3] if operands == 3 else call.tensors[1:4]
     if q.shape[-2] != k.shape[-2] or len(call.tensors) > operands or not call.args[operands]:
@@ -117,11 +119,12 @@ def _balance(call: Call, operands: int) -> Balance | None:
         rows = q.shape[-2]
         return target, (*args[:operands], args[operands + 1], shards, [0, 0, rows, rows])
 
+    # A causal mask leaves half the scores.
     return Balance(("s", "t"), products * widths / 2, zigzag)
 
 
 def instead(q: Tensor, k: Tensor) -> Instead:
-    """Return that heads may be sharded in place of queries: queries and results move, too."""
+    """Allow sharding heads in place of queries, though queries and results move, too."""
     return Instead("s", "h", 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel())
 
 
@@ -205,9 +208,9 @@ def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Nod
 
 
 def place_of(local: LocalBuilder, q: int) -> list[object]:
-    """Return the part of a region for the dimensions before the queries.
+    """Return the region's part for the dimensions before the queries.
 
-    q: the place of the queries among the operands.
+    q: the index of the queries among the operands.
     """
     sizes = (local.global_shape(q), local.global_shape(q + 1))
     whole = [*sizes[1][:-2], sizes[0][-3] // sizes[1][-3]]
@@ -220,7 +223,7 @@ def results_of(local: LocalBuilder, op: object, *args: object) -> list[fx.Node]:
 
 
 def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries and keys; gradients are terms of sums."""
+    """Compute the device's queries and keys; gradients are terms to add up."""
     call, _ = of_backward(*args)
     region = [
         local.start("s"),
@@ -234,7 +237,7 @@ def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.No
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's parts of the keys."""
+    """Compute the device's key ranges."""
     call, _ = of_parts(*args)
     query, key, *sizes = args[6]
     rows = local.rule.sizes.get("t", 1)
@@ -256,9 +259,10 @@ def _split_keys(
     *modifiers: object,
     shards: int,
 ) -> object:
-    """Compute parts of the keys, and merge them."""
+    """Compute key ranges apart, and merge their results."""
     keys = k.shape[-2]
     missing = -keys % shards
+    # The region has the number of keys without padding, so padding is never seen.
     if missing:
         k, v = (aten.constant_pad_nd(x, [0, 0, 0, missing]) for x in (k, v))
         if mask is not None and mask.shape[-1] > 1:
@@ -272,7 +276,7 @@ def _split_keys(
 
 
 def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
-    """Return the factors of each buffer, and all of these, which every device needs whole."""
+    """Return the factors for each buffer, and a list of them all: none may be sharded."""
     names = [factors(f"u{i}_", x.dim()) for i, x in enumerate(buffers)]
     return [*names], [name for dims in names for name in dims]
 
@@ -314,11 +318,11 @@ def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
 
 
 def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries and keys; gradients are terms of sums."""
+    """Compute the device's queries and keys; gradients are terms to add up."""
     return results_of(local, local.node.target, *args[:11], _region(local, 1))
 
 
 def _region(local: LocalBuilder, q: int) -> list[object]:
-    """Return the region of a device. q: the place of the queries among the operands."""
+    """Return a device's region. q: the index of the queries among the operands."""
     sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
     return [local.start("s"), local.start("t"), *sizes, *place_of(local, q)]

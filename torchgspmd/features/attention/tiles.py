@@ -1,10 +1,10 @@
-"""Attention by tiles of its scores, for score changes that no kernel of PyTorch takes.
+"""Attention by tiles of its scores, for score changes that no PyTorch kernel takes.
 
     tile        queries [row, row + TILE_ROWS), keys [column, column + ...): its scores, as products
     dropout     weights are left out by their global positions, so the mesh changes nothing
 
-A tile's scores live as long as the tile. Results for tiles of the keys merge by their logsumexp,
-which dropout does not change. So no device has the scores or the dropout of all keys at once.
+A tile's scores live as long as the tile. Results for key tiles merge by their logsumexp, which
+dropout does not change. So no device ever has the scores or the dropout for all keys.
 
 out = sum_i out_i exp(lse_i - lse), where lse = log sum_i exp(lse_i). Weights are float32 or wider.
 """
@@ -22,32 +22,34 @@ from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import dropout_mask
 from .call import AttentionCall, Gradients, Results, Upstream
 
-TILE = 1 << 22  # elements of the scores that are computed at a time
-TILE_KEYS = 1 << 10  # keys of a tile, at most
+# Score elements that are computed at a time.
+TILE = 1 << 22
+# Keys in a tile, at most.
+TILE_KEYS = 1 << 10
 
 
 class ScoreChange(Protocol):
-    """A change of a tile. shape: of its scores [*lead, heads of keys, groups, s, t]."""
+    """A change to a tile's scores. shape: theirs, [*lead, heads of keys, groups, s, t]."""
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
-        """Return which scores of a tile are seen: those of a mask, all, or none."""
+        """Return the mask for a tile; True if all scores are seen, False if none are."""
         ...
 
     def scores(self, scores: Tensor, place: Place) -> Tensor:
-        """Return the scores that take the place of these."""
+        """Return the changed scores."""
         ...
 
     def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
-        """Return the gradient of the scores, from that of those in their place."""
+        """Return the gradient for the scores, given that for the changed scores."""
         ...
 
     def factors(self, weights: Tensor, place: Place) -> Tensor | None:
-        """Return the factors of the weights."""
+        """Return factors for the weights, or None."""
         ...
 
 
 class Dropout(NamedTuple):
-    """A ScoreChange: the weights that are left out. seed: a number; p: the probability."""
+    """A ScoreChange that leaves weights out. seed: a number; p: the probability."""
 
     seed: Tensor
     p: float
@@ -68,7 +70,7 @@ class Dropout(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a shard of queries and keys begins, and the sizes of all shards together.
+    """Where a shard's queries and keys begin, and the sizes over all shards.
 
     first, whole: [*lead, heads of keys, groups, queries, keys], as the scores have them.
     """
@@ -78,7 +80,7 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, call: AttentionCall) -> Place:
-        """Return the place that a region says; without one, the shard is everything."""
+        """Return the place that a region gives; without one, the shard is everything."""
         q, k = call.q, call.k
         lead = (*k.shape[:-2], q.shape[-3] // k.shape[-3])
         if call.region is None:
@@ -89,7 +91,7 @@ class Place(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Some queries and some keys of a shard, and the place of its scores among those of all."""
+    """Some of a shard's queries and keys, and where their scores begin."""
 
     rows: slice
     columns: slice
@@ -97,9 +99,9 @@ class _Tile(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """The scores of a tile [*lead, heads of keys, groups, s, t], before and after a change.
+    """A tile's scores [*lead, heads of keys, groups, s, t], before and after a change.
 
-    seen: which of them are not -inf, if the change says so.
+    seen: which ones are not -inf, if the change says so.
     """
 
     raw: Tensor
@@ -108,7 +110,7 @@ class _Scores(NamedTuple):
 
 
 class Tiles:
-    """The tiles of one call: `attention` of a shard of queries and keys, with a change."""
+    """The tiles in one call: `attention` for a shard's queries and keys, with a change."""
 
     def __init__(self, call: AttentionCall, change: ScoreChange) -> None:
         self.call, self.change = call, change
@@ -117,16 +119,18 @@ class Tiles:
         self.lead = self.heads + "g"
 
     def _tiles(self) -> Iterator[_Tile]:
-        """Return the tiles that have scores, those of one range of queries after the other."""
+        """Yield the tiles that have scores, one query range after the other."""
         (*before, query, key), whole = self.place
         s, t = (
             min(x.shape[-2], size - first)
             for x, first, size in zip(self.call[:2], (query, key), whole[-2:])
         )
         wide = max(1, min(t, TILE_KEYS))
+        # As many rows as keep a tile within TILE scores, over all its heads.
         tall = max(1, TILE // max(1, self.call.q[..., 0, 0].numel() * wide))
         for row in range(0, max(s, 0), tall):
             rows = slice(row, min(row + tall, s))
+            # A causal mask skips the tiles right of the diagonal.
             visible = min(t, query + rows.stop - key) if self.call.causal else t
             for column in range(0, max(visible, 0), wide):
                 columns = slice(column, min(column + wide, visible))
@@ -134,11 +138,11 @@ class Tiles:
                 yield _Tile(rows, columns, Place(first, whole))
 
     def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
-        """Take heads of queries apart into heads of keys and groups. dims: from the heads on."""
+        """Split query heads into key heads and groups. dims: the dimensions from the heads on."""
         return x.unflatten(-dims, (self.call.k.shape[-3], -1))
 
     def _scores(self, tile: _Tile) -> _Scores | None:
-        """Return the scores of a tile; None if no query sees a key."""
+        """Return a tile's scores; None if no query sees a key."""
         q, k = self._grouped(self.call.q[..., tile.rows, :]), self.call.k[..., tile.columns, :]
         seen = self.change.seen((*q.shape[:-1], k.shape[-2]), tile.place, q.device)
         if seen is False or isinstance(seen, Tensor) and not seen.any():
@@ -160,7 +164,7 @@ class Tiles:
         return _Scores(raw, changed, seen)
 
     def _mask(self, tile: _Tile) -> Tensor | None:
-        """Return the mask of a tile, with groups of heads as a dimension of their own."""
+        """Return a tile's mask, with head groups as a dimension of their own."""
         mask = self.call.in_block(tile.rows, tile.columns).mask
         if mask is None or mask.dim() == 2:
             return mask
@@ -175,6 +179,7 @@ class Tiles:
             if (scores := self._scores(tile)) is None:
                 continue
             total = scores.changed.logsumexp(-1)
+            # A row that sees no key has lse = -inf; -inf - -inf would be NaN.
             finite = torch.where(total == -math.inf, 0, total)
             weights = (scores.changed - finite.unsqueeze(-1)).exp()
             factors = self.change.factors(weights, tile.place)
@@ -187,13 +192,14 @@ class Tiles:
         return out.to(q.dtype), lse
 
     def backward(self, upstream: Upstream) -> Gradients:
-        """Return the gradients of q, k and v."""
+        """Return the gradients for q, k and v."""
         grad, out, lse = upstream
         lead, heads, k, v = self.lead, self.heads, self.call.k, self.call.v
         q_grad, k_grad, v_grad = (
             torch.zeros_like(x, dtype=self.dtype, memory_format=torch.contiguous_format)
             for x in (self.call.q, k, v)
         )
+        # sum_t weights * grad_weights = sum_e grad * out, which needs no [s, t] (FlashAttention).
         mean = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1, True)  # [.., h g, s, 1]
         lse = torch.where(lse == -math.inf, math.inf, lse).unsqueeze(-1)
         for tile in self._tiles():
@@ -221,11 +227,11 @@ class Tiles:
         return cast(Gradients, tuple(grads))
 
 
-# ------------------------------------------------- results for parts of the keys become one
+# ------------------------------------------------- merging
 
 
 def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Merge the results for all parts of the keys, which are the first dimension."""
+    """Merge the results for all key ranges, which are the first dimension."""
     top = lse.amax(0)
     top = torch.where(top == -math.inf, 0.0, top)
     weights = (lse - top).exp()
@@ -236,7 +242,7 @@ def merge_parts(out: Tensor, lse: Tensor, dtype: torch.dtype) -> tuple[Tensor, T
 
 
 def merge(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge the results for two parts of the keys. Weights are float32 or wider."""
+    """Merge the results for two key ranges. Weights are float32 or wider."""
     lse = torch.logaddexp(first[1], second[1])
     finite = torch.where(lse == -math.inf, 0, lse)
     out = sum(o.to(x.dtype) * (x - finite).exp().unsqueeze(-1) for o, x in (first, second))
@@ -255,5 +261,5 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 def empty_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
-    """Return tensors like the gradients of q, k and v."""
+    """Return tensors like the gradients for q, k and v."""
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

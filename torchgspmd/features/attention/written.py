@@ -1,12 +1,13 @@
-"""Attention that a program writes by hand, as the operation that does not keep its scores.
+"""Attention that a program writes by hand, as one operation that does not keep its scores.
 
     scores = q @ k.mT * scale + mask                       marked: what they are computed from
     weights = F.dropout(scores.softmax(-1), p)             marked: the scores, and the seed
     y = weights @ v                                        attention(q, k, v, False, scale, mask)
 
-Nobody needs the scores then. A trace whose program uses weights elsewhere, too, is repeated, and
-leaves these as they are. So are softmaxes in another dtype than float32 and float64 or than that of
-the scores. So are masks that need a gradient, and scores that are not larger than their operands.
+Nobody needs the scores then. If the program also uses the weights elsewhere, the trace is repeated
+and leaves them as they are. The rewriting also skips softmaxes in a dtype other than the scores'
+own, or than float32 and float64. It skips masks that need a gradient, and scores that are not
+larger than their operands.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _NAME = "_torchgspmd_attention"
 
 
 class _Scores(NamedTuple):
-    """q, k: [*lead, s, d], [*lead, t, d]. masks: boolean, or added. versions: of all of these."""
+    """q, k: [*lead, s, d], [*lead, t, d]. masks: boolean, or added. versions: one a tensor."""
 
     q: Tensor
     k: Tensor
@@ -44,7 +45,7 @@ class _Scores(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """site: the line of the softmax. dropout: the seed and p, if there is any."""
+    """site: the softmax's source line. dropout: the seed and p, if there is any."""
 
     scores: _Scores
     site: str
@@ -61,7 +62,7 @@ def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
 
 
 def _mark_of(x: object) -> tuple[int | None, object]:
-    """Return the mark of a tensor; a symbolic number, which would be read, has none."""
+    """Return a tensor's mark. A symbolic number has none: looking would read it."""
     return getattr(x, _NAME, (None, None)) if isinstance(x, Tensor) else (None, None)
 
 
@@ -118,7 +119,7 @@ def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
 
 
 def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Declined:
-    """Return the product of weights and values as attention: "bhst,bthe->bshe"."""
+    """Compute weights times values as attention: "bhst,bthe->bshe"."""
     if (weights := _weights_of(a)) is None or (sites := current_sites()) is None:
         return DECLINED
     left, right, out = split_equation(equation)
@@ -140,14 +141,14 @@ def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Decli
 
 
 def _pays(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether scores are more than queries, keys, values and results."""
+    """Return whether there are more scores than queries, keys, values and results together."""
     (s, d), (t, e) = q.shape[-2:], v.shape[-2:]
     sizes = (*q.shape, *k.shape, *v.shape)
     return all(type(n) is int for n in sizes) and s * t > (s + t) * (d + e)
 
 
 def _joined(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """Return masks as one, of at least two dimensions."""
+    """Join masks into one with at least two dimensions."""
     if not masks:
         return None
     if all(m.dtype == torch.bool for m in masks):
@@ -173,6 +174,7 @@ def _is_number(x: object) -> bool:
 
 
 def _scaled(result: Tensor, scores: _Scores | None, factor: float) -> Tensor:
+    # A factor behind a mask would scale the mask, too.
     if scores is None or scores.masks or not math.isfinite(factor):
         return result
     return _mark(result, scores._replace(scale=scores.scale * factor))
@@ -237,6 +239,7 @@ def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 
         return DECLINED
     meta = fx_traceback.get_current_meta()
     site = str(user_line())
+    # The softmax carries its line: if its result is used elsewhere, the trace is repeated.
     before = meta.get("custom")
     meta["custom"] = {**(before or {}), SITE: site}
     result = input.softmax(-1)
@@ -248,7 +251,7 @@ def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 
 def _dropout(
     input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | Declined:
-    """Draw for weights as `native_dropout` is decomposed, from a seed that attention takes too."""
+    """Draw dropout as the decomposed `native_dropout` does, from a seed that attention shares."""
     weights = _weights_of(input)
     if weights is None or inplace or weights.dropout or not 0 <= p < 1:
         return DECLINED

@@ -1,12 +1,12 @@
-"""Causal attention of tokens in an order that gives all shards the same work.
+"""Causal attention with tokens in an order that gives all shards the same work.
 
     shard       0     1     2     3            chunk 7 sees all keys, chunk 0 almost none
     chunks     0 7   2 5   4 3   6 1
 
-Of 2 n chunks, shard i has number 2 i. In the place of number 2 i + 1 it has the one that is as far
-from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one, and the order is its own
-inverse. Source: the zigzag order of Ring Flash Attention; Striped Attention (arXiv 2311.09431) has
-another one.
+There are 2 n chunks. Shard i has chunk 2 i, and in place of chunk 2 i + 1 the one that is as far
+from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one chunk, and the order is its own
+inverse. Source: the zigzag order of Ring Flash Attention. Striped Attention (arXiv 2311.09431) has
+another order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tiles import empty_gradients, empty_results, lse_dtype, merge
 
 
 class Merged:
-    """The results for the parts of the keys so far, in float32 or wider."""
+    """The merged results for the keys so far, in float32 or wider."""
 
     def __init__(self, q: Tensor, v: Tensor) -> None:
         shape, self.dtype = q.shape[:-1], q.dtype
@@ -31,35 +31,37 @@ class Merged:
         self.lse = q.new_full(shape, -math.inf, dtype=lse_dtype(q))
 
     def add(self, rows: slice, results: Results) -> None:
-        """Merge the results of some queries for further keys."""
+        """Merge some queries' results for further keys."""
         before = self.out[..., rows, :], self.lse[..., rows]
         self.out[..., rows, :], self.lse[..., rows] = merge(before, results)
 
     def result(self) -> Results:
-        """Return the result in the dtype of the queries, and the logsumexp."""
+        """Return the result in the queries' dtype, and the logsumexp."""
         return self.out.to(self.dtype), self.lse
 
 
 def zigzag(x: Tensor, dim: int, shards: int, outer: int = 1) -> Tensor:
-    """Return x with the rows of a dimension in zigzag order, or in their own again.
+    """Put the rows along a dimension into zigzag order, or back into their own.
 
-    outer: so many sequences stand behind one another in the dimension.
+    outer: the number of sequences along the dimension.
     """
     sizes = (outer, shards, 2, -1) if outer > 1 else (shards, 2, -1)
-    chunks, at = x.unflatten(dim, sizes), dim + len(sizes) - 3  # the dimension of shards
+    # The dimension of shards.
+    chunks, at = x.unflatten(dim, sizes), dim + len(sizes) - 3
     even, odd = (chunks.select(at + 1, i) for i in range(2))
     return torch.stack([even, odd.flip(at)], at + 1).flatten(dim, at + 2)
 
 
 def runs_of_rows(first: int, rows: int, shards: int, total: int) -> Iterator[tuple[slice, int]]:
-    """Yield the rows of a device that follow one another, with the position of their first token.
+    """Yield a device's runs of adjacent rows, with the position of their first token.
 
-    first: the row of all that the device's first one is. Rows behind the last are padding.
+    first: the index of the device's first row over all shards. Rows behind the last are padding.
     """
     chunk, row, end = total // (2 * shards), first, min(first + rows, total)
     while row < end:
         place, ahead = divmod(row, chunk)
         stop = min(end, (place + 1) * chunk)
+        # The chunk at place 2 i + 1 is 2 n - (2 i + 1).
         number = 2 * shards - place if place % 2 else place
         yield slice(row - first, stop - first), number * chunk + ahead
         row = stop
@@ -69,11 +71,12 @@ def runs_of_rows(first: int, rows: int, shards: int, total: int) -> Iterator[tup
 def zigzag_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int, region: Sequence[int]
 ) -> Results:
-    """Return causal `attention` of queries to all keys, where tokens are in zigzag order.
+    """Return causal `attention` between queries and all keys, with tokens in zigzag order.
 
-    region: the rows of the first query and the first key, and the numbers of all queries and keys.
+    region: the first query's row and the first key's, and how many queries and keys there are.
     """
     total = region[2]
+    # All keys are here: in their own order, a run of queries sees one range.
     k, v = (zigzag(x, x.dim() - 2, shards) for x in (k, v))
     out = q.new_zeros([*q.shape[:-1], v.shape[-1]])
     lse = q.new_full(q.shape[:-1], -math.inf, dtype=lse_dtype(q))
@@ -99,7 +102,7 @@ def zigzag_attention_backward(
     shards: int,
     region: Sequence[int],
 ) -> Gradients:
-    """Return the gradients of q, k and v of `zigzag_attention`: terms, for some of the keys."""
+    """Return terms of `zigzag_attention`'s gradients for q, k and v, from some keys."""
     total, keys = region[2], k.shape[-2]
     whole = keys == total
     if whole:

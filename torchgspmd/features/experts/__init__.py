@@ -1,1 +1,1 @@
-"""Experts: products of groups of rows, each where the matrix of its group is."""
+"""Experts: products of row groups, each on the device that has the group's matrix."""

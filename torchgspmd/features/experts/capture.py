@@ -1,4 +1,4 @@
-"""Products of groups of PyTorch as operations for all types."""
+"""PyTorch's grouped products, as operations for all types."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _groups(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Any:
-    """Run grouped_mm for all types. PyTorch's captures bfloat16 alone, in aligned rows."""
+    """Run grouped_mm for all types. PyTorch's own takes only bfloat16 in aligned rows."""
     if bias is not None or mat_a.dtype != mat_b.dtype:
         return DECLINED
     if offs is None:

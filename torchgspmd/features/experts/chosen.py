@@ -1,11 +1,11 @@
-"""Products of rows with one matrix each, which an index chooses from a table.
+"""Products between rows and one matrix each, which an index chooses from a table.
 
     %ws = index(%table, [%index])                       table [e, k, n], index [t]
-    %y  = einsum(tk,tkn->tn, %x, %ws)                   a row of x by the matrix of its choice
-    %g  = index_put(0, [%index], einsum(tk,tn->tkn, %x, %gy), True)      the gradient of the table
+    %y  = einsum(tk,tkn->tn, %x, %ws)                   each row by its chosen matrix
+    %g  = index_put(0, [%index], einsum(tk,tn->tkn, %x, %gy), True)      the table's gradient
 
-Nobody has to copy a matrix for each row, nor to have all of them. Groups of rows with the same
-choice are multiplied where their matrix is (rule.py), and put back at their places.
+No device has to copy a matrix for each row, or to have all matrices. Rows with the same choice are
+multiplied where their matrix is (rule.py), and put back at their places.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ ours = torch.ops.torchgspmd
 class Choices:
     """A value that is computed from rows and from values that an index chooses for them.
 
-    table: the value whose first dimension are the groups: a table, or its gradient. operands: the
-    operands of the value, the index last. compute: the value by blocks, from the operands and the
-    number of blocks.
+    table: the value with groups as its first dimension: a table, or its gradient. operands: of the
+    value, the index last. compute: computes the value by blocks, from the operands and the number
+    of
+    blocks.
     """
 
     table: fx.Node
@@ -46,7 +47,7 @@ class Choices:
 
 
 def product_of_choices(node: fx.Node) -> Choices | None:
-    """Return the operands of a product with chosen matrices, or of its gradient."""
+    """Return the choices behind a product with chosen matrices, or behind its gradient."""
     if node.target is ours.einsum.default:
         a, b, out = split_equation(node.args[0])
         left, right = node.args[1:]
@@ -63,9 +64,9 @@ def product_of_choices(node: fx.Node) -> Choices | None:
 
 
 def rows_of_choices(node: fx.Node, ends: fx.Node | None = None) -> Choices | None:
-    """Return the rows of a table that a node reads, or adds up as a gradient.
+    """Return the table rows that a node reads, or adds up as a gradient.
 
-    As a bias, which is a product of a one and a matrix of one row. ends: those of the groups, if
+    A row, such as a bias, is the product of a one and a one-row matrix. ends: where groups end, if
     the index is sorted.
     """
     by = () if ends is None else (ends,)
@@ -82,13 +83,14 @@ def rows_of_choices(node: fx.Node, ends: fx.Node | None = None) -> Choices | Non
 
 
 def sorted_index_of(ends: fx.Node) -> fx.Node | None:
-    """Return the sorted index whose groups end there, if they were counted in the program."""
+    """Return the sorted index behind group ends, if the program counted it."""
     counted = _uncast(ends)
     if counted.target is not aten.cumsum.default or _uncast(counted.args[0]).target is not _COUNT:
         return None
     x, *bins = _uncast(counted.args[0]).args
     index, groups = _uncast(x), len(ends.meta["val"])
     is_sorted = index.target is operator.getitem and index.args[0].target in _SORTS
+    # histc with these bins counts the rows of each group.
     if bins != [groups, 0, groups - 1] or not is_sorted or index.args[1] != 0:
         return None
     return index if list(index.args[0].args[1:]) in _ASCENDING else None
@@ -99,14 +101,14 @@ _ASCENDING: list[list[Any]] = [[], [-1], [0]]
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """Return a value before it got another type."""
+    """Return a value before casts."""
     while node.target is aten._to_copy.default:
         node = node.args[0]
     return node
 
 
 def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
-    """Return (table, index) of table[index] with an index of one dimension, else None."""
+    """Return (table, index) for table[index] with a 1-d index, else None."""
     if not isinstance(node, fx.Node) or node.meta.get("dynamic"):
         return None
     args: Any = node.args
@@ -122,7 +124,7 @@ def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_first_alone(indices: list[fx.Node | None]) -> bool:
-    """Return whether nothing but the first dimension is indexed."""
+    """Return whether only the first dimension is indexed."""
     return [i is not None for i in indices] == [True] + [False] * (len(indices) - 1)
 
 
@@ -132,7 +134,7 @@ def _is_index(index: fx.Node) -> bool:
 
 
 def _added_to(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
-    """Return (index, values) of values that are added to rows of zeros, else None."""
+    """Return (index, values) if values are added to rows of zeros, else None."""
     if node.meta.get("dynamic"):
         return None
     args: Any = node.args
@@ -151,7 +153,7 @@ def _added_to(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _unmoved(node: fx.Node, letters: str) -> tuple[fx.Node, str]:
-    """Return a value before it was permuted and cast, and the letters of its dimensions there."""
+    """Return a value before permutations and casts, and the letters for its dimensions there."""
     order = list(letters)
     while isinstance(node, fx.Node):
         if node.target is aten.permute.default:
@@ -193,13 +195,14 @@ def _product(
 
 
 def _gradient(node: fx.Node, index: fx.Node, product: fx.Node, order: str) -> Choices | None:
-    """Return the sum of the outer products of the rows of each choice.
+    """Return the sum over each choice's rows of their outer products.
 
-    order: of the dimensions of the product, as the letters of the gradient's.
+    order: the letters of the gradient, in the product's dimension order.
     """
     x, y = product.args[1:]
     a, b, out = split_equation(product.args[0])
-    back = dict(zip(order, out))  # a letter of the gradient -> that of the product
+    # A letter of the gradient -> the product's letter.
+    back = dict(zip(order, out))
     dims = "".join(back[c] for c in sorted(order))
     row, groups, dtype = dims[0], len(node.meta["val"]), node.meta["val"].dtype
     k = "".join(c for c in a if c in out and c != row)
@@ -222,8 +225,9 @@ def _gradient(node: fx.Node, index: fx.Node, product: fx.Node, order: str) -> Ch
 
 
 def _read_rows(table: Tensor, index: Tensor, *rest: object) -> Tensor:
-    """Return the row of a table [e, ...] that each of an index [t] chooses."""
+    """Return the rows of a table [e, ...] that an index [t] chooses."""
     by, groups, shards = _grouped_by(index, len(table), *rest)
+    # A row is the product of a one with it, in rows as long as PyTorch's kernel takes.
     rows = table.reshape(len(table), 1, -1)
     rows = aten.constant_pad_nd(rows, [0, 0, 0, _lanes(table) - 1])
     out = mm_by_blocks(_ones(index, table), rows, by, shards=shards, groups=groups)
@@ -231,7 +235,7 @@ def _read_rows(table: Tensor, index: Tensor, *rest: object) -> Tensor:
 
 
 def _add_rows(values: Tensor, index: Tensor, *rest: object, groups: int) -> Tensor:
-    """Return [e, ...]: the sum of the rows of values [t, ...] for each choice."""
+    """Return [e, ...]: for each choice the sum over its rows in values [t, ...]."""
     by, named, shards = _grouped_by(index, groups, *rest)
     flat = values.reshape(len(index), -1)
     sums = outer_by_blocks(_ones(index, values), flat, by, shards=shards, groups=named)
@@ -239,18 +243,18 @@ def _add_rows(values: Tensor, index: Tensor, *rest: object, groups: int) -> Tens
 
 
 def _grouped_by(index: Tensor, groups: int, *rest: Any) -> tuple[Tensor, int, int]:
-    """Return (index or ends, number of groups or 0, number of shards). rest: [ends,] shards."""
+    """Return (index or ends, groups or 0, shards). rest: [ends,] shards."""
     *ends, shards = rest
     return (ends[0], 0, shards) if ends else (index, groups, shards)
 
 
 def _lanes(like: Tensor) -> int:
-    """Return how long a row is that PyTorch's kernel takes."""
+    """Return the row length that PyTorch's kernel takes."""
     return KERNEL_BYTES // like.element_size()
 
 
 def _ones(index: Tensor, like: Tensor) -> Tensor:
-    """Return [t, lanes]: a one for each row, with zeros behind it."""
+    """Return [t, lanes]: a one in each row, and zeros behind it."""
     ones = (torch.arange(_lanes(like), device=like.device) == 0).to(like.dtype)
     return ones.expand(len(index), -1).clone()
 

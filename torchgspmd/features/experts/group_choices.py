@@ -3,14 +3,14 @@
     %ws = index(%table, [%index])                table: expert _ _, on expert=4, for 8 groups
     %y  = einsum(tk,tkn->tn, %x, %ws)
 
-becomes, as a part of split_groups,
+`split_groups` replaces them by
 
     %xs = take_blocks(%x, %index, 4, 8)          [4, t, k]
     %ys = block_mm(%xs, %ws, %index, 4, 8)
     %y  = put_blocks(%ys, %index, 4, 8)          [t, n]
 
-Further values that the same index adds to such rows, as biases are, are read by blocks too: then
-they are no reason to have the whole rows.
+The same index may add further values to such rows, as biases. They are read by blocks too, so that
+they never force a replicated result.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .split_groups import carried_meta
 def group_choices(
     graph: fx.Graph, layouts: Layouts, rules: Rules, splitting: Mapping[fx.Node, int]
 ) -> bool:
-    """Rewrite the graph in place. Return whether it has such products.
+    """Rewrite the graph in place; return whether it has such products.
 
-    splitting: products of sorted groups that are computed by blocks, with their numbers.
+    splitting: products over sorted groups that are computed by blocks, with the number of shards.
     """
     cuts: dict[fx.Node, tuple[int, fx.Node | None]] = {}  # index -> shards, ends if it is sorted
     for product, shards in splitting.items():
@@ -57,18 +57,18 @@ def group_choices(
 
 
 def _shards(choices: Choices, layouts: Layouts) -> int:
-    """Return into how many shards propagation cuts a table."""
+    """Return the number of shards into which propagation cuts a table."""
     spec = layouts.spec.get(choices.table)
     return layouts.mesh.count(spec.dims[0]) if spec is not None else 1
 
 
 def _is_added(node: fx.Node, rules: Rules) -> bool:
-    """Return whether a value is only added to others, so that it may be a pending sum as they."""
+    """Return whether a value is only added to others, so that it may be pending as they are."""
     return all(user.op == "call_function" and rules.op(user).rule.joins for user in node.users)
 
 
 def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> None:
-    """Replace a node by its computation by blocks."""
+    """Compute a node by blocks instead."""
     assert choices is not None
     values = tuple(v.meta["val"] for v in choices.operands)
     inner = trace(choices.compute, (*values, shards), {})

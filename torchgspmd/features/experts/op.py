@@ -1,22 +1,23 @@
-"""Products of groups of rows with one matrix each, as experts compute them.
+"""Products between row groups and one matrix each, as experts compute them.
 
-    grouped_mm(x, w, ends)          rows ends[i-1]:ends[i] of x [t, k] times w[i], of w [e, k, n]
-    grouped_outer(x, y, ends)       the sum of outer products of the rows of each group: [e, k, n]
+    grouped_mm(x, w, ends)          rows ends[i-1]:ends[i] in x [t, k] times w[i], w [e, k, n]
+    grouped_outer(x, y, ends)       each group's sum of outer products: [e, k, n]
 
-torch._grouped_mm and F.grouped_mm become these in a capture: for every type, without an alignment,
-and rows behind the last group are 0. Experts on several devices are blocks of groups, one each:
+torch._grouped_mm and F.grouped_mm become these in a capture. They take every type, without an
+alignment, and rows behind the last group are 0. Experts on several devices are one block of groups
+each:
 
     take_blocks(x, ends, 2)         [2, t, k]: block b begins with the first row of its groups
-    block_mm(xs, ws, ends, 2)       [2, t, n]: each block by its own matrices
-    put_blocks(ys, ends, 2)         [t, n]: the rows of all blocks, each back at its place
+    block_mm(xs, ws, ends, 2)       [2, t, n]: each block times its own matrices
+    put_blocks(ys, ends, 2)         [t, n]: all blocks' rows, each back at its place
 
-A block has room for all rows, as all may choose its experts; a device multiplies only its own. Rows
-that are not sorted come with the group of each in place of the ends, and with the number of groups:
+A block has room for all rows, since all may choose its experts; a device multiplies only its own.
+Unsorted rows come with each row's group in place of the ends, and with the number of groups:
 
-    take_blocks(x, index, 2, 8)     block b begins with the rows of its groups, sorted
+    take_blocks(x, index, 2, 8)     block b begins with its groups' rows, sorted
 
-All tensors may have leading dimensions, such as the stages of a pipeline. Each position there has
-rows, matrices and ends of its own: x [s, t, k], w [s, e, k, n], ends [s, e]. torch.vmap adds them.
+All tensors may have leading dimensions, such as pipeline stages. Each position there has its own
+rows, matrices and ends: x [s, t, k], w [s, e, k, n], ends [s, e]. torch.vmap adds them.
 """
 
 from __future__ import annotations
@@ -33,22 +34,23 @@ from ...errors import ShardingError
 
 # Without a kernel the host reads where groups end, and calls a product for each.
 READS_ENDS = (torch.Tag.cudagraph_unsafe,)
-KERNEL_BYTES = 16  # PyTorch's kernel needs rows of a multiple of so many bytes
+# PyTorch's kernel needs rows whose bytes are a multiple of this.
+KERNEL_BYTES = 16
 
 
 def leading_dims(ends: Tensor) -> int:
-    """Return how many dimensions stand before the rows."""
+    """Return the number of dimensions before the rows."""
     return ends.dim() - 1
 
 
 def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: object) -> Tensor:
-    """Return the results for each position of the first leading dimension of the tensors."""
+    """Return the results for each position in the tensors' first leading dimension."""
     return torch.stack([function(*row, *options) for row in zip(*tensors, strict=True)])
 
 
 @torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=(), tags=READS_ENDS)
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    """Return [t, n]: each row of x [t, k] times the matrix of its group, of w [e, k, n].
+    """Return [t, n]: each row of x [t, k] times its group's matrix, in w [e, k, n].
 
     ends: the row behind each group. Rows behind the last group are 0.
     """
@@ -56,6 +58,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return _each(grouped_mm, (x, w, ends))
     if _has_kernel(x, w):
         out = _grouped_mm(x, w, offs=ends.to(torch.int32))
+        # The kernel writes no rows behind the last group.
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
         return torch.where(rows < ends[-1], out, 0)
     out, start = x.new_zeros(x.shape[0], w.shape[2]), 0
@@ -68,7 +71,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=(), tags=READS_ENDS)
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Return [e, k, n]: of each group the product of x [t, k], transposed, and y [t, n]."""
+    """Return [e, k, n]: for each group x [t, k], transposed, times y [t, n]."""
     if leading_dims(ends):
         return _each(grouped_outer, (x, y, ends))
     if _has_kernel(x.t(), y):
@@ -138,25 +141,25 @@ grouped_outer.register_autograd(_outer_backward, setup_context=_save)
 
 
 def groups_of_block(groups: int, blocks: int) -> int:
-    """Return how many groups a block has; the last ones may have fewer, or none."""
+    """Return the number of groups in a block; the last ones may have fewer, or none."""
     return -(-groups // blocks)
 
 
 def sorted_groups(ends: Tensor, groups: int) -> tuple[Tensor | None, Tensor]:
-    """Return (the rows in the order of their groups, or None, the ends of the groups then).
+    """Return (the row order that sorts by group, or None, the ends after sorting).
 
-    groups: 0, if the rows are sorted. Else `ends` is the group of each row, of so many.
+    groups: 0 if the rows are sorted. Otherwise `ends` has each row's group, one of so many.
     """
     if not groups:
         return None, ends
-    index = ends.remainder(groups)  # negative ones count from the end
+    index = ends.remainder(groups)  # negative groups count from the end
     counts = index.new_zeros(*index.shape[:-1], groups)
     counts = counts.scatter_add(-1, index, torch.ones_like(index))
     return index.argsort(dim=-1, stable=True), counts.cumsum(-1)
 
 
 def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Return of `count` blocks from `first` on: (first row [count], ends [count, p] from there)."""
+    """Return (first row [count], ends [count, p] from there) for `count` blocks from `first` on."""
     width = groups_of_block(ends.shape[-1], blocks)
     padding = width * max(blocks, first + count) - ends.shape[-1]  # a device may have empty blocks
     behind = ends[..., -1:].expand(*ends.shape[:-1], padding)
@@ -178,6 +181,7 @@ def take_blocks(
         return _each(take_blocks, (x, ends), blocks, groups, first, count)
     order, ends = sorted_groups(ends, groups)
     start, _ = block_ends(ends, blocks, first, blocks if count is None else count)
+    # Every block has all t rows, turned: its size may not depend on values.
     rows = torch.arange(len(x), device=x.device)
     rows = (rows + start.unsqueeze(1)) % max(len(x), 1)
     return x[rows if order is None else order[rows]]
@@ -185,7 +189,7 @@ def take_blocks(
 
 @torch.library.custom_op("torchgspmd::put_blocks", mutates_args=())
 def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
-    """Return [t, ...]: the rows of each block of ys [count, t, ...], where take_blocks read them.
+    """Return [t, ...]: each block's rows in ys [count, t, ...], where take_blocks read them.
 
     Rows that no block has are 0.
     """
@@ -205,7 +209,7 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
 def block_mm(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
-    """Return [d, t, n]: grouped_mm of each block of xs [d, t, k] and ws [d, p, k, n]."""
+    """Return [d, t, n]: grouped_mm for each block in xs [d, t, k] and ws [d, p, k, n]."""
     if leading_dims(ends):
         return _each(block_mm, (xs, ws, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
@@ -216,7 +220,7 @@ def block_mm(
 def block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
-    """Return [d, p, k, n]: grouped_outer of each block of xs [d, t, k] and ys [d, t, n]."""
+    """Return [d, p, k, n]: grouped_outer for each block in xs [d, t, k] and ys [d, t, n]."""
     if leading_dims(ends):
         return _each(block_outer, (xs, ys, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
@@ -267,9 +271,9 @@ def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first:
 
 @torch.library.custom_op("torchgspmd::within", mutates_args=())
 def within(counts: Tensor, room: int, where: str | None) -> Tensor:
-    """Return a copy of counts, or raise ShardingError if one is larger than the room.
+    """Copy counts, or raise ShardingError if one is larger than the room.
 
-    On a GPU nothing is read: the device asserts it.
+    On a GPU the host reads nothing: the device asserts it.
     """
     if counts.is_cuda:
         aten._assert_async.msg((counts <= room).all(), f"no room for more than {room} rows")
@@ -290,14 +294,14 @@ def _(counts: Tensor, room: int, where: str | None) -> Tensor:
 
 
 def _first(x: object, dim: int | None, size: int) -> object:
-    """Return an argument of a vmapped call, a tensor with `size` positions in front."""
+    """Return a vmapped call's argument, where a tensor has `size` positions in front."""
     if not isinstance(x, Tensor):
         return x
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
 def _vmap(op: Any) -> Callable[..., tuple[Tensor, int]]:
-    """Return the vmap of an operation: one call with a leading dimension."""
+    """Return an operation's vmap: one call with a leading dimension."""
 
     def batched(info: Any, dims: tuple, *args: Any) -> tuple[Tensor, int]:
         return op(*(_first(x, dim, info.batch_size) for x, dim in zip(args, dims))), 0

@@ -1,4 +1,4 @@
-"""The pass of experts, as its row of PIPELINE calls it."""
+"""The experts' pass, as its row in PIPELINE calls it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .split_groups import keep_blocks
 
 
 def split_groups(program: Program) -> fx.Graph | None:
-    """Compute groups of rows where the matrices of the groups are, as those of experts."""
+    """Compute row groups, such as those for experts, where their matrices are."""
     splitting = block_ops_to_split(program.graph, program.layouts, program.rules)
     shards = {node: request.shards for node, request in splitting.items()}
     chosen = group_choices(program.graph, program.layouts, program.rules, shards)

@@ -1,3 +1,3 @@
-"""The rows that experts add to the tables of the core; PIPELINE has their pass."""
+"""The rows that experts add to the core's tables; PIPELINE has their pass."""
 
 from . import capture, rule  # noqa: F401 (rows of REWRITES and RULES)

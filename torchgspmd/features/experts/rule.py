@@ -1,4 +1,4 @@
-"""Rules of the products of groups of rows with one matrix each, as experts compute them."""
+"""Rules for products between row groups and one matrix each, as experts compute them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ours = torch.ops.torchgspmd
 
 
 def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
-    """Multiply the device's rows. The ends of the groups count from its first row."""
+    """Multiply the device's rows. Group ends count from its first row."""
     x, other, ends = args
     shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
     ends = local.call(aten.clamp.default, shifted, 0, local.size("t"))
@@ -79,9 +79,9 @@ def _put(call: Call) -> FactorRule:
 
 
 def _dims_of_blocks(call: Call, tensor: Tensor, blocks: int) -> tuple[DimNames, ...]:
-    """Return the factors of rows, of their ends and of their blocks.
+    """Return the factors for rows, for their ends and for their blocks.
 
-    tensor: the first operand, with so many dimensions of blocks.
+    tensor: the first operand. blocks: the number of its block dimensions.
     """
     lead = factors("l", leading_dims(call.tensors[1]))
     row = factors("d", tensor.dim() - len(lead) - 1 - blocks)
@@ -89,7 +89,7 @@ def _dims_of_blocks(call: Call, tensor: Tensor, blocks: int) -> tuple[DimNames, 
 
 
 class BlockCut(NamedTuple):
-    """Rows in blocks of groups: the operands of take_blocks and put_blocks besides the rows."""
+    """Rows cut into blocks of groups: take_blocks' and put_blocks' operands besides the rows."""
 
     ends: fx.Node
     blocks: int
@@ -97,22 +97,22 @@ class BlockCut(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """How many dimensions stand before the rows."""
+        """The number of dimensions before the rows."""
         return leading_dims(self.ends.meta["val"])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """The arguments of a call behind the rows."""
+        """A call's arguments behind the rows."""
         return (*self[:2], *((self.groups,) if self.groups else ()))
 
 
 def taken_blocks_of(node: fx.Node) -> tuple[fx.Node, BlockCut] | None:
-    """Return (x, how it is cut) of a call of take_blocks, else None."""
+    """Return (x, the cut) for a call to take_blocks, else None."""
     return _cut_of(node) if node.target is take_blocks._opoverload else None
 
 
 def put_blocks_of(node: fx.Node) -> tuple[fx.Node, BlockCut] | None:
-    """Return (blocks, how they are cut) of a call of put_blocks, else None."""
+    """Return (blocks, their cut) for a call to put_blocks, else None."""
     return _cut_of(node) if node.target is put_blocks._opoverload else None
 
 
@@ -126,6 +126,7 @@ def _cut_of(node: fx.Node) -> tuple[fx.Node, BlockCut]:
 def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0) -> Tensor:
     """Compute each block of groups by itself, as if each had all rows."""
     width = groups_of_block(w.shape[-3], shards)
+    # Empty groups fill the last block, so that all blocks have the same shape.
     padded = aten.constant_pad_nd(w, [0, 0, 0, 0, 0, shards * width - w.shape[-3]])
     blocks = padded.unflatten(-3, (shards, width))
     ys = ours.block_mm(ours.take_blocks(x, ends, shards, groups), blocks, ends, shards, groups)
@@ -136,7 +137,7 @@ def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups:
 def outer_by_blocks(
     x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0
 ) -> Tensor:
-    """Compute the products of each block of groups by itself."""
+    """Compute each block's products by itself."""
     xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
     blocks = ours.block_outer(xs, ys, ends, shards, groups)
     return blocks.flatten(-4, -3).narrow(-3, 0, groups or ends.shape[-1])
@@ -145,6 +146,7 @@ def outer_by_blocks(
 @rewrite("xla", ours.grouped_mm.default)
 def _masked_groups(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Multiply all rows by all matrices, and take those of each row's group."""
+    # XLA needs fixed shapes, so a mask chooses the groups.
     lead = _letters(ends)
     products = einsum(f"{lead}tk,{lead}ekn->{lead}etn", x, w)
     return torch.where(_in_group(x.shape[-2], ends), products, 0).sum(-3)
@@ -152,19 +154,19 @@ def _masked_groups(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 @rewrite("xla", ours.grouped_outer.default)
 def _masked_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
-    """Multiply the rows of each group, and zeros in place of all others."""
+    """Multiply each group's rows, and zeros in place of all others."""
     lead = _letters(ends)
     rows = torch.where(_in_group(x.shape[-2], ends), x.unsqueeze(-3), 0)
     return einsum(f"{lead}etk,{lead}tn->{lead}ekn", rows, y)
 
 
 def _letters(ends: Tensor) -> str:
-    """Return letters for leading dimensions, as of stages."""
+    """Return letters for leading dimensions, such as stages."""
     return "abc"[: leading_dims(ends)]
 
 
 def _in_group(rows: int, ends: Tensor) -> Tensor:
-    """Return [e, t, 1]: whether each of the rows is in each group."""
+    """Return [e, t, 1]: whether each row is in each group."""
     start = aten.constant_pad_nd(ends[..., :-1], [1, 0])
     row = torch.arange(rows, device=ends.device)
     return ((row >= start.unsqueeze(-1)) & (row < ends.unsqueeze(-1))).unsqueeze(-1)
@@ -174,7 +176,7 @@ def _in_group(rows: int, ends: Tensor) -> Tensor:
 def _masked_blocks(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
-    """Multiply the rows of each block by all its matrices, and take those of each row's group."""
+    """Multiply each block's rows by all its matrices, and take those for each row's group."""
     lead = _letters(ends)
     products = einsum(f"{lead}dtk,{lead}dpkn->{lead}dptn", xs, ws)
     inside = _in_block(xs, sorted_groups(ends, groups)[1], blocks, first)
@@ -185,7 +187,7 @@ def _masked_blocks(
 def _masked_block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
-    """Multiply the rows of each group of a block, and zeros in place of all others."""
+    """Multiply each group's rows in a block, and zeros in place of all others."""
     lead = _letters(ends)
     inside = _in_block(xs, sorted_groups(ends, groups)[1], blocks, first)
     rows = torch.where(inside, xs.unsqueeze(-3), 0)
@@ -193,7 +195,7 @@ def _masked_block_outer(
 
 
 def _in_block(xs: Tensor, ends: Tensor, blocks: int, first: int) -> Tensor:
-    """Return [d, p, t, 1]: whether each of the rows of a block is in each of its groups."""
+    """Return [d, p, t, 1]: whether each row of a block is in each of its groups."""
     last = block_ends(ends, blocks, first, xs.shape[-3])[1].unsqueeze(-1)  # [d, p, 1]
     start = aten.constant_pad_nd(last[..., :-1, :], [0, 0, 1, 0])
     row = torch.arange(xs.shape[-2], device=xs.device)

@@ -1,4 +1,4 @@
-"""Compute the groups of rows that each device has matrices for, and nothing else, there.
+"""Compute row groups on the devices that have their matrices, and nowhere else.
 
 before   %y = grouped_mm(%x, %w, %ends)              w: expert _ _, on expert=4
          %h = silu(%y)
@@ -10,9 +10,9 @@ after    %xs = take_blocks(%x, %ends, 4)             [4@expert, t, k]
 needs    a propagated graph, rules
 source   ours
 
-Operations between two products are computed for each block too, if they compute each row from the
-same row of their operands. So between them nothing is reduced. Sums of several results are put back
-once.
+Operations between two products are computed for each block too, if each result row depends on the
+same row in their operands alone. So nothing is reduced between the products. A sum over several
+results is put back once.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from ...fx_passes.ir import Op, Rules, is_operation, operands_of
 from ...rules import DECLINED, FactorRule, trace
 from .rule import BlockCut, put_blocks_of, taken_blocks_of
 
-MAX_DEPTH = 32  # Operations between two products of groups; a layer has fewer.
+# The longest chain between two grouped products that is lifted; a layer has fewer operations.
+MAX_DEPTH = 32
 
 
 def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
-    """Rewrite the graph in place: compute the nodes between blocks by blocks. Return it."""
+    """Compute the nodes between blocks by blocks; rewrite the graph in place and return it."""
     lifter = _Lifter(graph, rules)
     for node in list(graph.nodes):
         if (taken := taken_blocks_of(node)) and (blocks := lifter.lift(*taken, node)):
@@ -47,7 +48,7 @@ def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
 
 
 def _additions_after(node: fx.Node, rules: Rules, lead: int) -> Iterator[fx.Node]:
-    """Yield the additions that take in a value, or another value of its rows alone."""
+    """Yield the additions that take a value, or another value with only its rows."""
     for user in node.users:
         if user.op != "call_function" or not is_operation(user):
             continue
@@ -59,7 +60,7 @@ def _additions_after(node: fx.Node, rules: Rules, lead: int) -> Iterator[fx.Node
 
 
 class _Lifter:
-    """Computes values by blocks of rows, each only once."""
+    """Computes values by row blocks, each only once."""
 
     def __init__(self, graph: fx.Graph, rules: Rules) -> None:
         self.graph, self.rules = graph, rules
@@ -68,11 +69,12 @@ class _Lifter:
     def lift(
         self, value: fx.Node, cut: BlockCut, before: fx.Node, depth: int = 0
     ) -> fx.Node | None:
-        """Return the blocks of a value; None if it is not computed from blocks of these groups."""
+        """Return a value's blocks; None if it is not computed from blocks of these groups."""
         key = value, cut
         if key not in self.lifted:
             put = put_blocks_of(value)
             if put is not None:
+                # Blocks with another cut hold other rows.
                 self.lifted[key] = put[0] if put[1] == cut else None
             else:
                 self.lifted[key] = None
@@ -80,7 +82,7 @@ class _Lifter:
         return self.lifted[key]
 
     def add_by_blocks(self, node: fx.Node, cut: BlockCut) -> None:
-        """Add up blocks, if all summands are blocks that were put back."""
+        """Add up blocks, if every summand is blocks that were put back."""
         if all(self.lift(value, cut, node) for value in operands_of(node)):
             blocks = self.lift(node, cut, node)
             if blocks is not None:
@@ -90,7 +92,7 @@ class _Lifter:
                 self.lifted[put, cut] = blocks
 
     def _lift_operation(self, value: fx.Node, cut: BlockCut, before: fx.Node, depth: int) -> None:
-        """Note the blocks of all results of the operation that computes a value."""
+        """Note the blocks for all results of the operation that computes a value."""
         node: Any = value.args[0] if value.target is operator.getitem else value
         if depth >= MAX_DEPTH or not is_operation(node):
             return
@@ -125,7 +127,7 @@ class _Lifter:
     def _emit(
         self, op: Op, has_rows: list[bool], operands: list[fx.Node | None], lead: int
     ) -> list[fx.Node] | None:
-        """Return the results of an operation on blocks, computed by other operations."""
+        """Return an operation's results on blocks, by a copy or by its vmap."""
         inputs = [lifted or v for v, lifted in zip(op.operands, operands)]
         if _is_elementwise(op) and op.results == (op.node,):
             copy = self.graph.node_copy(op.node, dict(zip(op.operands, inputs)).__getitem__)
@@ -156,7 +158,7 @@ class _Lifter:
 
 
 def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
-    """Return a new node that takes the blocks of a value."""
+    """Add a node that takes a value's blocks."""
     target = torch.ops.torchgspmd.take_blocks.default
     node = graph.call_function(target, (value, *cut.arguments))
     val = _with_blocks(value.meta["val"], cut.blocks, cut.lead)
@@ -165,12 +167,12 @@ def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
 
 
 def _with_blocks(val: Tensor, blocks: int, lead: int) -> Tensor:
-    """Return a value like rows, with a dimension of blocks before them."""
+    """Return a value like rows, with a block dimension before them."""
     return val.new_empty([*val.shape[:lead], blocks, *val.shape[lead:]])
 
 
 def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: BlockCut) -> fx.Node:
-    """Return a new node that puts the blocks of a value back."""
+    """Add a node that puts a value's blocks back."""
     target = torch.ops.torchgspmd.put_blocks.default
     node = graph.call_function(target, (blocks, *cut.arguments))
     node.meta = {**carried_meta(value), "val": value.meta["val"]}
@@ -178,7 +180,7 @@ def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: Block
 
 
 def carried_meta(node: fx.Node) -> dict[str, Any]:
-    """Return the metadata that a node of other shapes takes over."""
+    """Return the metadata that a node with other shapes takes over."""
     return origin_of(node)
 
 
@@ -199,15 +201,16 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _operands_with_rows(op: Op, lead: int) -> list[bool] | None:
-    """Return of each operand whether it has the rows of all results, behind `lead` dimensions.
+    """Return for each operand whether it has all results' rows, behind `lead` dimensions.
 
-    None if a row of a result is computed from more than one row of an operand.
+    None if a result row depends on more than one operand row.
     """
     rule: FactorRule = op.rule
     fronts = {dims[: lead + 1] for dims in rule.results}
     if len(fronts) != 1 or rule.contraction or "mark" in op.node.meta:
         return None
     (front,) = fronts
+    # Rows along these factors mix, or cannot be cut.
     bound = rule.replicated | rule.special | rule.windowed | set(rule.reduce)
     if len(front) <= lead or any(len(dim) != 1 or dim[0] in bound for dim in front):
         return None

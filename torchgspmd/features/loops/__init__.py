@@ -1,1 +1,1 @@
-"""Loops: bodies of loops as programs of their own, and values that cross their iterations."""
+"""Loops: their bodies as programs, and the values that cross their iterations."""

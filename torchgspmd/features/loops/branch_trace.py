@@ -1,10 +1,10 @@
-"""The trace of a branch and of a while_loop: loops that a value ends (custom_ops/loops.py).
+"""Tracing branches and while_loop: loops that a value ends (custom_ops/loops.py).
 
     y = cond(p, t, f)   ->   y = t() if p else zeros;  y = f() if not p else y
     while_loop          ->   a carry says whether it goes on, another counts for the backward
 
-A side of a branch is a loop that runs once or not at all. Values that it does not compute pass it
-by.
+Each side of a branch is a loop that runs once or not at all. Values that it does not compute bypass
+it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ...errors import ShardingError, user_line
 def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> object:
     """Trace a branch; return its results.
 
-    Both sides are computed if these draw random numbers by PyTorch's own generator.
+    Both sides are computed if they draw random numbers from PyTorch's own generator.
     """
     trees: list[Any] = []
 
@@ -44,10 +44,12 @@ def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], obj
     if any(record.draws for record in records):
         return both_sides(goes, true, false)
     goes = goes.detach().reshape(()).to(torch.bool)
+    # A side that does not run passes its carry on: first zeros, then the other side's results.
     results = [x.new_zeros(()).expand(x.shape) for x in records[0].results]
     for runs, side, record in zip((goes, goes.logical_not()), sides, records):
         consts = [*record.outer.values()]
         use_in_bodies_around([runs, *results, *consts])
+        # A side runs at most once, so it always says that it has ended.
         ended = torch.zeros_like(runs)
 
         def body(*_: Tensor, side: Any = side, ended: Tensor = ended) -> tuple[list[Tensor], list]:
@@ -59,7 +61,7 @@ def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], obj
 
 
 def both_sides(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> object:
-    """Compute both sides of a branch, and choose."""
+    """Compute both sides of a branch, and choose one result."""
     return pytree.tree_map(lambda yes, no: torch.where(goes, yes, no), true(), false())
 
 
@@ -103,7 +105,7 @@ def _with_count(after: list[Tensor], count: Tensor) -> list[Tensor]:
 
 
 def _check(alike: list[list[Tensor]]) -> None:
-    """Raise unless both are as many tensors of the same shapes and dtypes."""
+    """Raise unless both have as many tensors, with the same shapes and dtypes."""
     one, other = ([_type(x) for x in each] for each in alike)
     if one != other:
         raise ShardingError(

@@ -1,8 +1,8 @@
 """torch.cond, scan, map and while_loop, as the operations that they stand for.
 
-scan and map stay loops (loop_trace.py), branches and while_loop too (branch_trace.py). For backends
-without loops both sides of a branch are computed, and torch.where chooses; a while_loop becomes
-its iterations, and needs a condition that is known during the trace.
+scan and map stay loops (loop_trace.py), branches and while_loop too (branch_trace.py). Backends
+without loops compute both sides of a branch, and torch.where chooses. They unroll a while_loop, so
+its condition has to be known during the trace.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LOOPS = torch.ops.higher_order
 
 
 def _body(name: str) -> Callable[[Callable[..., object]], Callable[..., object]]:
-    """Register the implementation of an operator that takes functions, if this torch has it."""
+    """Register an implementation for an operator that takes functions, if this torch has it."""
     return rewrite("body", getattr(_LOOPS, name, f"torch.ops.higher_order.{name}"))
 
 

@@ -1,16 +1,16 @@
-"""Replace stacks that other loops read row by row by lists of rows: nothing is copied.
+"""Replace stacks that other loops read row by row by lists of rows, so that nothing is copied.
 
 before   %l = loop_1x8([%h], [%ws], []); %a = %l[1]           f32[8, 4, 16], of which
          %b = loop_1.1x-8([%g], [%a, %ws], [])                a backward takes the rows
 after    the same; %a is a list of eight tensors f32[4, 16]
-before   %l = loop_1x8(...); %w = %l[2]                       the sum of what a loop in it stacks
-after    %l = loop_1x8(...); %r = %l[2]; %w = stack_rows(%r)  the sum of each row
-needs    the program of one rank, before forward and backward are split
-ensures  no operation but loops takes such a list
+before   %l = loop_1x8(...); %w = %l[2]                       the sum over an inner loop's stack
+after    %l = loop_1x8(...); %r = %l[2]; %w = stack_rows(%r)  one sum a row
+needs    one rank's program, before forward and backward are split
+ensures  only loops take such a list
 
-A loop in a loop stacks for the stack of the loop around it: all of that is lists of lists. A row
-keeps the memory that it was computed in. So it is with values that a piece of a pipeline leaves for
-later ones, and with sums of pieces.
+An inner loop stacks for the outer loop's stack: the result is lists in lists. Each row keeps the
+memory in which it was computed. The same holds for values that a pipeline piece leaves for later
+pieces, and for sums over pieces.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ def list_rows(graph: fx.Graph) -> fx.Graph | None:
     return graph if lists.listed else None
 
 
-Around = tuple[tuple[fx.Node, InnerProgram], ...]  # calls, and the body of each
+# Calls, and the body of each.
+Around = tuple[tuple[fx.Node, InnerProgram], ...]
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A result of a loop. around: the bodies around it, outermost first."""
+    """A loop's result. around: the bodies around the loop, outermost first."""
 
     node: fx.Node
     result: int
@@ -52,11 +53,11 @@ class _Place:
         return self.node.target  # pyright: ignore
 
     def values(self) -> list[fx.Node]:
-        """Return the nodes that have it."""
+        """Return the nodes that hold the result."""
         return [u for u in self.node.users if u.target is getitem and u.args[1] == self.result]
 
     def take_whole(self) -> None:
-        """Stack the rows for all that takes it."""
+        """Stack the rows for all users."""
         for value in self.values():
             graph = value.graph
             with graph.inserting_after(value):
@@ -66,14 +67,14 @@ class _Place:
 
 
 class _Lists:
-    """The stacks that become lists. totals: sums of them, which become tensors again."""
+    """Turns stacks into lists. totals: sums over them, which become tensors again."""
 
     def __init__(self) -> None:
         self.listed = False
         self.totals: dict[_Place, None] = {}
 
     def add(self, graph: fx.Graph, around: Around) -> None:
-        """Turn the stacks of a graph's loops, and of those in them, into lists."""
+        """Turn the stacks of a graph's loops, and of their inner loops, into lists."""
         for node, call in loop_calls(graph):
             if not isinstance(call, LoopCall):
                 for piece in call.bodies:
@@ -89,9 +90,9 @@ class _Lists:
                     self.listed, self.totals = True, self.totals | totals
 
     def is_taken_by_rows(self, place: _Place, depth: int, totals: dict[_Place, None]) -> bool:
-        """Return whether only loops take a result, row by row; note sums of it.
+        """Return whether only loops take a result, row by row; note sums over it.
 
-        depth: how many loops stack it, of which all may be lists.
+        depth: the number of loops that stack it, which may all become lists.
         """
         return all(self._takes(v, depth, place.around, totals) for v in place.values())
 
@@ -102,7 +103,7 @@ class _Lists:
         around: Around,
         totals: dict[_Place, None],
     ) -> bool:
-        """Return whether all users of a value in a loop's body take its rows."""
+        """Return whether all of a value's users in a loop body take its rows."""
         return bool(value.users) and all(
             self._returns(value, user.args[0], depth, around, totals)  # pyright: ignore
             if user.op == "output"
@@ -118,7 +119,7 @@ class _Lists:
         around: Around,
         totals: dict[_Place, None],
     ) -> bool:
-        """Return whether a user is a loop over the rows of a value."""
+        """Return whether a user is a loop over a value's rows."""
         call = user.target
         if not isinstance(call, LoopCall):
             return False
@@ -126,6 +127,7 @@ class _Lists:
         if value in operands.carries or value in operands.others:
             return False
         inner = [x for x, row in zip(call.body_inputs.rows, operands.rows) if row is value]
+        # Behind the last depth the loop's body may read its row in any way.
         return depth == 1 or all(
             not x.users or self._takes(x, depth - 1, (*around, (user, call)), totals) for x in inner
         )
@@ -138,7 +140,7 @@ class _Lists:
         around: Around,
         totals: dict[_Place, None],
     ) -> bool:
-        """Return whether the loop around stacks a value for others, or adds it up."""
+        """Return whether the surrounding loop stacks a value for others, or adds it up."""
         if not around:
             return False
         (node, call), outside = around[-1], around[:-1]
@@ -170,7 +172,7 @@ class _Lists:
         outside: Around,
         totals: dict[_Place, None],
     ) -> bool:
-        """Return whether the later pieces of a pipeline take the rows that one leaves."""
+        """Return whether later pieces in a pipeline take the rows that one leaves."""
         call: Any = node.target
         sent = {link.sent for link in call.links}
         if body.kind == LOSS or name in call.stacks or name in sent:

@@ -1,12 +1,12 @@
-"""Loops in the program of one device: from marks in a flat graph to calls of a body.
+"""Loops in the local program: from marks in a flat graph to calls with a body.
 
 before   %h = carry(%h0, 1x8); %w = row(%ws, 1x8); %y = mm(%h, %w); %end = next(%y, %y, %h, 1x8)
 after    %loop = loop_1x8([%h0], [%ws], []); %end = %loop[0]
-needs    the program of one device
-ensures  no marks; what no iteration changes stands before the loop
+needs    the local program
+ensures  no marks; values that no iteration changes stand before the loop
 
-The call stands in the place of the last exit. A body begins with the coordinates, as every program
-of one device does, and has the arithmetic on them itself.
+The call takes the last exit's place. A body begins with the coordinates, as every local program
+does, and does the arithmetic on them itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from ...rules.custom_ops.loops import (
 
 
 def outline_loops(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
-    """Return the graph with calls of loops; None if there are none."""
+    """Return the graph with calls to loops; None if it has no loops."""
     if not any(node.target in EXITS for node in graph.nodes):
         return None
     outer = _Block(graph, nests(graph), (), mesh)
@@ -45,7 +45,7 @@ def outline_loops(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
 
 
 class _Block:
-    """The new graph of the whole program, or of a loop's body. new: by node of the old graph."""
+    """The new graph for the program, or for a loop body. new: by node in the old graph."""
 
     def __init__(self, source: fx.Graph, nests: dict[fx.Node, Nest], nest: Nest, mesh: Mesh):
         self.source, self.nests, self.nest, self.mesh = source, nests, nest, mesh
@@ -57,7 +57,7 @@ class _Block:
                 self.exits_left.setdefault(mark_of(node).nest, []).append(node)
 
     def add(self, node: fx.Node) -> None:
-        """Add a node of the old graph if it is in this block; the last exit of a loop adds it."""
+        """Copy a node that belongs to this block; a loop's last exit adds the loop."""
         if self.nests[node] != self.nest or node.target in ENTRIES and self.owns_entry(node):
             return
         if node.target in EXITS:
@@ -68,11 +68,11 @@ class _Block:
         self.new[node] = self.graph.node_copy(node, self.new.__getitem__)
 
     def owns_entry(self, node: fx.Node) -> bool:
-        """Return whether an entry is one of this body, which has a placeholder for it."""
+        """Return whether an entry belongs to this body, which has a placeholder for it."""
         return mark_of(node).nest == self.nest
 
     def add_loop(self, nest: Nest) -> None:
-        """Add the call of a loop, and getitems for its exits."""
+        """Add the call to a loop, and getitems for its exits."""
         body = _Block(self.source, self.nests, nest, self.mesh)
         exits = self.exits_left[nest]
         entries = [n for n in self.source.nodes if n.target in ENTRIES and mark_of(n).nest == nest]
@@ -98,6 +98,7 @@ class _Block:
         for node in outside:
             if node in numbers:
                 continue
+            # The body repeats arithmetic on coordinates, so it costs no operand.
             if (
                 node.op == "call_function"
                 and set(node.all_input_nodes) <= numbers
@@ -124,6 +125,7 @@ class _Block:
             [self.new[mark_of(n).value] for n in rows],
             [*(self.new[mark_of(n).value] for n in consts), *(self.new[n] for n in others)],
         )
+        # A loop that a value ends may not run; its results are zeros then.
         empty = [_type(n) for n in (*stacks, *totals)] if nest[-1].ends else []
         call = LoopCall(
             loop=nest[-1],
@@ -142,7 +144,7 @@ class _Block:
 
 
 def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
-    """Return the shape and dtype of a stacked or summed result of a loop."""
+    """Return the shape and dtype of a result that a loop stacks or sums."""
     value = mark_of(node).value
     if node.target is TOTAL and value.meta.get("dynamic"):
         raise ShardingError(
@@ -155,5 +157,5 @@ def _type(node: fx.Node) -> tuple[tuple[int, ...], torch.dtype]:
 
 
 def _meta(node: fx.Node) -> dict[str, object]:
-    """Return the metadata of a call, which has several results."""
+    """Return the metadata for a call, which has several results."""
     return {**origin_of(node), "dtype": None}

@@ -1,4 +1,4 @@
-"""The passes of loops that take a whole program, as rows of PIPELINE call them."""
+"""Loop passes that take a whole program, as rows of PIPELINE call them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ from . import prefetch_rows as rows
 
 
 def prefetch_rows(program: Program) -> fx.Graph:
-    """Gather the first values of iterations one iteration earlier."""
+    """Gather the first values that an iteration needs one iteration earlier."""
     rows.prefetch_rows(program.graph, program.mesh)
     return program.graph

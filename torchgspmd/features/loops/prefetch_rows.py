@@ -1,15 +1,15 @@
 """Send the gathered rows that an iteration reads first one iteration earlier.
 
 before   body: %w = row;  %s = start(all_gather, [%w]);  %g = wait(%s, 0);  %h1 = mm(%h, %g)
-after    body: %g = held;  %w = row of the next iteration;  %s = start(all_gather, [%w])
+after    body: %g = held;  %w = the next row;  %s = start(all_gather, [%w])
                %h1 = mm(%h, %g);  %next = wait(%s, 0)
 needs    start_wait, outline_loops
-ensures  the same messages: those of the first iteration are sent before it, the last sends none;
-         the peak memory grows by what is gathered of one row, at most EXTRA of it
+ensures  the same messages: the first iteration's are sent before it, the last one sends none;
+         the peak memory grows by one row's gathered bytes, at most by the fraction EXTRA
 
-These are the gathers before the first product: they have nothing to travel beside in their own
-iteration. Those of later weights travel while it computes (overlap.py). Source: software pipelining
-of a loop's body (Lam, 1988).
+Only gathers before the first product move: nothing in their own iteration hides them. Later weights
+travel while the iteration computes (overlap.py). Source: software pipelining of a loop body (Lam,
+1988).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ...layout.mesh import Mesh
 def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> None:
     """Rewrite a program, and the bodies of its loops, in place.
 
-    room: bytes that a loop may take more.
+    room: the bytes that may be added to a loop's memory.
     """
     room = EXTRA * peak(graph) if room is None else room
     for node, call in [*loop_calls(graph)]:
@@ -46,7 +46,7 @@ def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> Non
 
 
 class _Body:
-    """A loop's body, and the collectives of it that need rows and values of outside alone."""
+    """A loop body, and its collectives that need only rows and outside values."""
 
     def __init__(self, node: fx.Node, call: LoopCall, mesh: Mesh) -> None:
         self.node, self.call, self.graph = node, call, call.graph
@@ -60,6 +60,7 @@ class _Body:
         fixed = self._fixed()
         below: dict[fx.Node, dict[fx.Node, None]] = {node: {} for node in fixed}
         for node in self.graph.nodes:
+            # Later gathers have work to travel beside (overlap.py).
             if flops(node, mesh) or isinstance(node.target, BodyCall):
                 break
             if node.op != "call_function" or not all(x in below for x in node.all_input_nodes):
@@ -80,6 +81,7 @@ class _Body:
         after = self._for_the_next({n: table.get(n, n) for n in self._fixed()}, waits)
         for value, holder in zip(waits, held):
             value.replace_all_uses_with(holder)
+        # Users go before their operands: a node with users cannot be erased.
         for node in reversed([*self._nodes(), *waits]):
             if not node.users:
                 self.graph.erase_node(node)
@@ -95,12 +97,12 @@ class _Body:
         return [*self.inputs.coordinates, *self.inputs.rows, *self.inputs.others]
 
     def _nodes(self) -> list[fx.Node]:
-        """Return the collectives with all that they are computed by, in the order of the body."""
+        """Return the collectives and all that they depend on, in body order."""
         moved = {n for each, needs in self.needs.items() for n in (*needs, each)}
         return [n for n in self.graph.nodes if n in moved]
 
     def _for_the_next(self, table: dict[fx.Node, fx.Node], waits: list[fx.Node]) -> list[fx.Node]:
-        """Add the collectives of the next iteration: they begin first, and are waited for last."""
+        """Add the next iteration's collectives: they begin first, and are waited for last."""
         first = next(n for n in self.graph.nodes if n.op != "placeholder")
         with self.graph.inserting_before(first):
             for node in self._nodes():
@@ -109,7 +111,7 @@ class _Body:
             return [self.graph.node_copy(node, table.__getitem__) for node in waits]
 
     def _add_inputs(self, behind: list[fx.Node], like: list[fx.Node], name: str) -> list[fx.Node]:
-        """Add inputs behind others, with the metadata of values."""
+        """Add inputs behind others, with the metadata from `like`."""
         place, result = behind[-1], []
         for value in like:
             with self.graph.inserting_after(place):

@@ -1,8 +1,9 @@
-"""Checkpoints whose function has loops, in loops: the backward computes them again, in its own.
+"""Checkpoints in loops whose function has loops: the backward computes these in its own loop.
 
 torch.utils.checkpoint runs the function a second time when the backward reads a saved value. By
-then the trace is in no loop, or in a backward that has begun. So the region notes the loops around
-it, and its last operation reads a saved value: the second time comes before the backward of a loop.
+then the trace is in no loop, or already in another backward. So the region notes the loops around
+it, and its last operation reads a saved value. The second trace thus begins before any loop's
+backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ...capture.rewrites.loop_trace import TracedLoop, loops_around, note_result
 
 
 def recomputed(function: Callable[..., Sequence[Tensor]], *args: object) -> Sequence[Tensor]:
-    """Return the results of a function of tensors, which the backward computes again."""
+    """Return a function's results; the backward computes them again."""
     with set_checkpoint_early_stop(False):  # a loop is traced to its end
         return checkpoint(_Region(function), *args, use_reentrant=False)  # pyright: ignore
 
@@ -26,7 +27,7 @@ def recomputed(function: Callable[..., Sequence[Tensor]], *args: object) -> Sequ
 class _Region:
     """A function that is traced twice.
 
-    A loop of the second time walks the rows of the same loop of the first: they share random seeds.
+    In the second trace, a loop walks the same rows as in the first: they share random seeds.
     """
 
     def __init__(self, function: Callable[..., Sequence[Tensor]]) -> None:
@@ -35,7 +36,7 @@ class _Region:
         self.remaining: Iterator[TracedLoop] | None = None  # in the second
 
     def first(self, loop: TracedLoop) -> TracedLoop:
-        """Return the loop of the first time that a new loop repeats, or itself."""
+        """Return the first trace's loop that a new loop repeats, or the new loop."""
         if self.remaining is not None:
             return next(self.remaining)
         self.loops.append(loop)

@@ -1,4 +1,4 @@
-"""Values that enter or leave a loop's body keep their layouts; rows are of whole stacks."""
+"""Values that enter or leave a loop body keep their layouts; rows are those of whole stacks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ...rules.registry import rule_for
 
 @rule_for(CARRY, CONST, NEXT, TOTAL)
 def _alike(call: Call) -> FactorRule:
-    """Return the rule of a value that enters or leaves a loop. Sums may leave it unreduced.
+    """Return the rule for a value that enters or leaves a loop. Sums may leave it pending.
 
-    But not as a carry that may be that of the first iteration: it is reduced.
+    A carry is reduced. So is the result of a loop that may not run: it may be the first carry.
     """
     names = factors("d", call.results[0].dim())
     may_not_run = call.target is NEXT and LoopMark.of(call.args).ends_by_value

@@ -1,17 +1,17 @@
-"""Move nodes that only move elements from the end of a loop's body behind the loop.
+"""Move nodes that only move elements from the end of a loop body behind the loop.
 
 before   %t = transpose(%g, 0, 1); %s = select_backward(%t, [2, 4, 8], 0, 1); %w = total(%s, 1x16)
 after    %w_t = total(%g, 1x16); %t = transpose(%w_t, 0, 1); %w = select_backward(%t, ...)
 before   %c = add(%a, %b); %w = total(%c, 1x16)        with rows of %a where %b has zeros
 after    %w = add(total(%a), total(%b))
-needs    the program of one device, whose loops are marks in a flat graph
-ensures  the same values; what a loop adds up or stacks has no more bytes than before; what reads
-         an exit of a loop stands behind its last one, where a pass before may have put it ahead
+needs    the local program, whose loops are marks in a flat graph
+ensures  the same values; a loop adds up or stacks no more bytes than before; users of a loop's
+         exits stand behind its last exit, where an earlier pass may have put them ahead
 
-The gradient of a weight of one layer is put into its row of the stack of all layers, in the order
-of dimensions that the weight has. In the body that is copied in each iteration.
+One layer's weight gradient goes into its row of the stack over all layers, in the weight's
+dimension order. Inside the body, each iteration would make that copy.
 
-Values that a loop stacks for another one, which takes their rows, stay contiguous.
+A stack stays contiguous if another loop takes its rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
 from ...rules.custom_ops.loops import EXITS, ROW, STACK, TOTAL, mark_of, nests
 
-# Operations of which each result's element is one of the operand's, or zero.
+# Operations whose result elements are each one operand element, or zero.
 _MOVES = frozenset(
     {
         aten.transpose.int,
@@ -47,7 +47,7 @@ def _behind(dim: int) -> int:
     return dim + (dim >= 0)
 
 
-# Views, and their arguments when the rows of all iterations are a dimension more, the first one.
+# Views, and their arguments with the iterations as a new first dimension.
 _OF_ROWS: dict[Any, Callable[..., tuple]] = {
     aten.transpose.int: lambda x, a, b: (x, _behind(a), _behind(b)),
     aten.permute.default: lambda x, dims: (x, [0, *(d % len(dims) + 1 for d in dims)]),
@@ -68,7 +68,7 @@ def sink_exits(graph: fx.Graph) -> fx.Graph | None:
 
 
 def _order_users(graph: fx.Graph) -> bool:
-    """Move the users of an exit behind the last exit of its loop; return whether a node moved."""
+    """Move an exit's users behind the loop's last exit; return whether a node moved."""
     left = Counter(mark_of(n).loop for n in graph.nodes if n.target in EXITS)
     before = [n for n in graph.nodes if n.op != "output"]
     order: dict[fx.Node, None] = {}
@@ -99,7 +99,7 @@ def _order_users(graph: fx.Graph) -> bool:
 
 
 class _Sunk:
-    """A graph during the pass. nests: the loops of its nodes. last: the last exit of each loop."""
+    """The graph during the pass. nests: loops by node. last: each loop's last exit."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph, self.nests, self.changed = graph, nests(graph), False
@@ -142,7 +142,7 @@ class _Sunk:
         return node
 
     def _moves(self, value: fx.Node, end: fx.Node) -> bool:
-        """Return whether a value may be computed from the loop's results."""
+        """Return whether the loop's results suffice to compute a value."""
         operands, nest = value.all_input_nodes, mark_of(end).nest
         if end.target is STACK:
             may_move = value.target in _OF_ROWS
@@ -161,10 +161,10 @@ class _Sunk:
         )
 
     def _inner_bytes(self, value: fx.Node, end: fx.Node) -> int:
-        """Return the bytes that leave the loop in place of a value that is computed behind it."""
+        """Return the bytes that leave the loop if a value is computed behind it."""
         return sum(self._least_bytes(x, end) for x in value.all_input_nodes)
 
     def _least_bytes(self, value: fx.Node, end: fx.Node) -> int:
-        """Return the bytes that leave the loop in place of a value, or with it."""
+        """Return the bytes that leave the loop: the value's, or its operands' if these are fewer."""
         own = bytes_of(value)
         return min(own, self._inner_bytes(value, end)) if self._moves(value, end) else own

@@ -1,6 +1,6 @@
-"""Loops in the body of a pipeline: gradients of weights in a loop of their own.
+"""Loops in a pipeline body: weight gradients move to a loop of their own.
 
-A part of `outline_stages`.
+`outline_stages` calls it.
 
     %l = loop([%g], [%ws, %xs], [])   body: %g1 = mm(%g, %w);  %dw = mm(%g, %x);  %g1, %dw
 
@@ -9,8 +9,8 @@ becomes
     %l = loop([%g], [%ws], [])        body: %g1 = mm(%g, %w);  %g1, %g
     %k = loop([], [%xs, %l[1]], [])   body: %dw = mm(%g, %x);  %dw
 
-The first loop computes the needs of its next iteration; the values that the second one reads of it
-are stacked. Both have the same operations, but for views.
+The first loop computes the needs of its next iteration. It stacks the values that the second one
+reads. Both have the same operations, but for views.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ...fx_passes.schedule.liveness import bytes_of
 
 
 def split_loop(node: fx.Node, first: Collection[int]) -> None:
-    """Split a loop of a graph in place; leave it as it is if all results are of the first loop.
+    """Split a loop in place; keep it if the first loop would have all results.
 
-    first: the stacked results and totals, by number, that the first of the two loops has.
+    first: the numbers of the stacked results and totals that go to the first loop.
     """
     body = _Body(node)
     one, two = ([i for i in body.extra if (i in first) == is_first] for is_first in (True, False))
@@ -42,6 +42,7 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
 
     def crosses(x: fx.Node) -> bool:
         is_computed = x.op != "placeholder" and _source(x) in computed
+        # A carry differs between iterations, so the second loop reads its stacked values.
         if x in body.carries or is_computed and not _is_cheap(x):
             crossing[x] = None
         return x in crossing
@@ -61,7 +62,7 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
 
 
 def drop_unused_results(graph: fx.Graph) -> None:
-    """Drop results of a graph's loops that nobody reads."""
+    """Drop results that nobody reads from a graph's loops."""
     for node, call in list(loop_calls(graph)):
         if not isinstance(call, LoopCall) or call.held or call.loop.ends:
             continue
@@ -78,7 +79,7 @@ def drop_unused_results(graph: fx.Graph) -> None:
 
 
 class _Body:
-    """A loop and the nodes of its body. extra: the numbers of its results behind the carries."""
+    """A loop and its body's nodes. extra: the numbers of its results behind the carries."""
 
     def __init__(self, node: fx.Node) -> None:
         call = node.target
@@ -89,17 +90,17 @@ class _Body:
         self.extra = range(call.carries, len(self.results.returned))
 
     def result(self, i: int) -> fx.Node:
-        """Return the body's value for a result of the loop."""
+        """Return the body's value for a loop result."""
         return self.results.returned[i]
 
     def carried(self, extra: Iterable[int]) -> list[fx.Node]:
-        """Return the body's values for the carries, twice, and for other results."""
+        """Return the values of the next carries, of the last carries and of other results."""
         return [*self.results.again, *self.results.ends, *map(self.result, extra)]
 
     def reached(
         self, values: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda x: False
     ) -> set[fx.Node]:
-        """Return the ancestors of values, themselves included. ends: brought, not computed."""
+        """Return values and their ancestors. ends: true for a value that is brought."""
         result: set[fx.Node] = set()
         stack = [*values]
         while stack:
@@ -117,10 +118,11 @@ class _Body:
         stacked: Sequence[fx.Node] = (),
         brought: dict[fx.Node, fx.Node] | None = None,
     ) -> fx.Node:
-        """Add a loop with some nodes of the body, with all carries or none.
+        """Add a loop with some body nodes, with all carries or none.
 
-        extra: its other results. stacked: nodes that it stacks besides. brought: by node of the
-        body, the stacked values of another loop.
+        extra: its other results. stacked: nodes that it also stacks. brought: another loop's
+        stacked
+        values, by body node.
         """
         brought = brought or {}
         given = LoopOperands.of(self.node)
@@ -157,7 +159,7 @@ class _Body:
 
 
 def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
-    """Add the stacked results of a loop. like: the value of an iteration."""
+    """Add a loop's stacked result. like: one iteration's value."""
     result = loop.graph.call_function(operator.getitem, (loop, i))
     result.meta = {key: value for key, value in like.meta.items() if key != "step"}
     length = loop.target.loop.length  # pyright: ignore
@@ -170,12 +172,12 @@ def _stacked(loop: fx.Node, i: int, like: fx.Node) -> fx.Node:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """Return the operation that a node is a result of."""
+    """Return the operation that computes a node."""
     return node.all_input_nodes[0] if node.target is operator.getitem else node
 
 
 def _is_cheap(node: fx.Node) -> bool:
-    """Return whether a value is computed again rather than stacked: a view, a number, a filling."""
+    """Return whether recomputing a value beats stacking it: a view, a number, a filling."""
     if not isinstance(node.target, OpOverload):
         return node.target is not operator.getitem and not bytes_of(node)
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
