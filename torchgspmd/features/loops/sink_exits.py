@@ -165,6 +165,6 @@ class _Sunk:
         return sum(self._least_bytes(x, end) for x in value.all_input_nodes)
 
     def _least_bytes(self, value: fx.Node, end: fx.Node) -> int:
-        """Return the bytes that leave the loop: the value's, or its operands' if these are fewer."""
+        """Return the bytes that leave the loop: the value's, or its operands' if fewer."""
         own = bytes_of(value)
         return min(own, self._inner_bytes(value, end)) if self._moves(value, end) else own
