@@ -1,1 +1,1 @@
-"""Pipelines: stages on devices, each at its piece of a microbatch at a time."""
+"""Pipelines: each device runs its stages, one piece of a microbatch at a time."""

@@ -1,12 +1,12 @@
-"""StageCall: a pipeline in the program of one device, the target of a node.
+"""StageCall: a pipeline in the local program, the target of a node.
 
 %pipe = stages_1x8([%c, %g], [%xs, %targets], [%w])     first carries, stacked rows, others
 %dx   = %pipe[0]                                        stacked results, then totals
 
 Its bodies are pieces of work for one microbatch: forward, loss, backward, weights. A device does
-the pieces of its stage in the order of the schedule. While it computes one it receives the input of
-the next one, and it waits for nothing else. So a step takes as long as the schedule says. The last
-reader of a piece's value frees it.
+its stage's pieces in schedule order. While it computes one, it receives the next one's input, and
+it waits for nothing else. So a step takes as long as the schedule says. The last reader of a
+piece's value frees it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageL
 from .schedule import Piece
 from .transport import StageTransport
 
-TAG = "stages"  # in files of plans
+TAG = "stages"  # in saved plans
 _LINK = "kind", "round", "leaf", "sent", "carries"
 
 
 @dataclass(eq=False)
 class StageCall(BodyCall):
-    """A pipeline with the programs of its pieces.
+    """A pipeline with programs for its pieces.
 
-    carries, rows, others: names of its arguments in the bodies. stacks, totals: names of results
-    that are stacked, and of those that are added up. kept_bytes: bytes that a stage keeps of a
-    microbatch between its pieces. sizes: those of values of the loss that only a run knows.
-    transport: of the rank that runs it.
+    carries, rows, others: its arguments' names in the bodies. stacks, totals: the names of results
+    that are stacked, and that are added up. kept_bytes: bytes that a stage keeps for a microbatch
+    between its pieces. sizes: loss value sizes that only a run knows. transport: on the rank that
+    runs it.
     """
 
     loop: Loop
@@ -66,7 +66,7 @@ class StageCall(BodyCall):
         return f"stages_{self.loop}"
 
     def copy(self) -> StageCall:
-        """Return a copy with graphs of its own, down to the loops in them."""
+        """Return a copy with its own graphs, down to the loops in them."""
         pieces = [replace(body, graph=copy_of(body.graph)) for body in self.pieces]
         return replace(self, pieces=tuple(pieces), transport=None)
 
@@ -87,13 +87,13 @@ class StageCall(BodyCall):
         self.transport = StageTransport(groups, self.axis, self.order, self.links)
 
     def iteration_bytes(self, own_bytes: Callable[[fx.Graph], int]) -> int:
-        """Return the bytes of a piece, and all bytes that the stages keep of all microbatches."""
+        """Return the bytes for one piece, and for everything that stages keep over microbatches."""
         return self.kept_bytes * self.most_kept + max(own_bytes(b.graph) for b in self.bodies)
 
     def summary(self) -> Iterator[str]:
-        """Yield two lines of a pipeline that has a backward.
+        """Yield two lines about a pipeline that has a backward.
 
-        The second one has other points of the curve, if pieces of work take as long.
+        The second line has other points on the curve, as if all pieces took equally long.
         """
         order, kept = self.order, self.most_kept
         if order.name == "forward":
@@ -155,15 +155,16 @@ class StageCall(BodyCall):
         return (self, *self.pieces, *self.links, *self.sizes)
 
     def body(self, kind: str, round_: int) -> StageBody | None:
-        """Return the body of a kind in a round, if there is work of it."""
+        """Return the body for a kind in a round, if it has any work."""
         each = (body for body in self.pieces if (body.kind, body.round) == (kind, round_))
         return next(each, None)
 
     def bodies_of(self, kind: str, stage: int) -> list[StageBody]:
-        """Return the bodies that a piece of a stage runs, in order. The loss comes late."""
+        """Return the bodies that a stage's piece runs, in order. The loss comes late."""
         places = self.order.places
         round_ = places.round(stage)
         kinds = [{"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[kind]]
+        # The last stage has the loss: before its backward, or behind its forward if there is none.
         if stage == places.stages - 1:
             if kind == "B":
                 kinds = [LOSS, BACKWARD]
@@ -172,7 +173,7 @@ class StageCall(BodyCall):
         return [body for each in kinds if (body := self.body(each, round_)) is not None]
 
     def kind_of(self, body: StageBody) -> str:
-        """Return the kind of the pieces that have a body."""
+        """Return the kind of piece that runs a body."""
         stage = (
             self.order.places.stages
             - 1
@@ -183,7 +184,7 @@ class StageCall(BodyCall):
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]
     ) -> list[Tensor]:
-        """Run the pieces of this rank's device."""
+        """Run the pieces on this rank's device."""
         assert (transport := self.transport) is not None, "a rank has a transport"
         run = StageRun(self, transport.device, carries, rows, others)
 
@@ -191,6 +192,7 @@ class StageCall(BodyCall):
             received = [] if piece is None else run.received(piece)
             return [(c, transport.receive(link, d, run.blank[c])) for link, c, d in received]
 
+        # The next piece's input travels while this piece runs.
         arriving = begin(run.pieces[0])
         for piece, following in zip(run.pieces, [*run.pieces[1:], None]):
             arrived, arriving = arriving, begin(following)
@@ -206,7 +208,7 @@ class StageCall(BodyCall):
 
 
 class StageRun:
-    """The values of one device while it does the pieces of its stages."""
+    """One device's values while it does its stages' pieces."""
 
     def __init__(
         self,
@@ -221,12 +223,13 @@ class StageRun:
         self.first = carries[0]
         self.rows = dict(zip(call.rows, rows))
         self.others = dict(zip(call.others, others))
-        # values that other stages have: the first one receives nothing, the last one has the loss
+        # Zeros for values that other stages have: the first receives none, the last has the loss.
         self.blank = dict(zip(call.carries, carries))
         self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
         self.stacked: dict[str, Tensor] = {}
         self.added: dict[str, Rows] = {}
-        self.last_use: dict[str, tuple[str, int]] = {}  # the kind and the stage of a piece
+        self.last_use: dict[str, tuple[str, int]] = {}  # the last reader's kind and stage
+        # A microbatch passes F, B and W in this order, so the last reader overwrites the others.
         order = [(kind, stage) for kind in "FBW" for stage in self._own_stages()]
         for kind, stage in order:
             for body in call.bodies_of(kind, stage):
@@ -238,7 +241,7 @@ class StageRun:
     def links(self, piece: Piece, direction: int) -> Iterator[tuple[StageLink, str, int]]:
         """Yield the links that a piece has to a stage (1) or from one (-1).
 
-        With the name that the value has where it arrives, and the device of the other stage.
+        Each comes with the value's name where it arrives, and with the other stage's device.
         """
         for link in self.call.links:
             other = piece.stage + direction * link.step
@@ -261,11 +264,11 @@ class StageRun:
         self.values[piece.microbatch][carry] = x
 
     def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
-        """Return the inputs of a body."""
+        """Return a body's inputs."""
         return [self.value(piece.microbatch, name) for name in body.inputs]
 
     def value(self, microbatch: int, name: str) -> Any:
-        """Return a value of a microbatch."""
+        """Return a microbatch's value."""
         if name in (own := self.values[microbatch]):
             return own[name]
         if name in self.rows:
@@ -273,7 +276,7 @@ class StageRun:
         return self.others[name] if name in self.others else self._blank(name)
 
     def _blank(self, name: str) -> Tensor:
-        """Return zeros in place of a value of the loss, which another device computes."""
+        """Return zeros for a loss value, which another device computes."""
         if name not in self.blank:
             loss = self.call.body(LOSS, self.places.rounds - 1)
             assert loss is not None and name in loss.outputs, name
@@ -286,7 +289,7 @@ class StageRun:
         return self.blank[name]
 
     def take(self, piece: Piece, body: StageBody, values: Sequence[Any]) -> None:
-        """Take the results of a body."""
+        """Take the results that a body returns."""
         own = self.values[piece.microbatch]
         for name, x in zip(body.outputs, values):
             own[name] = x
@@ -301,7 +304,7 @@ class StageRun:
                     self.added[name] = copy_rows(x)
 
     def finish(self, piece: Piece) -> None:
-        """Pass the input of the device's next stage; free values that no later piece reads."""
+        """Pass the input to the device's next stage; free values that no later piece reads."""
         own = self.values[piece.microbatch]
         for link, carry, to in self.links(piece, 1):
             if to == self.device:
@@ -311,16 +314,16 @@ class StageRun:
             del own[name]
 
     def results(self) -> list[Tensor]:
-        """Return the results of the pipeline."""
+        """Return the pipeline's results."""
         stacked = [self.stacked[name] for name in self.call.stacks]
         added = {name: stack_rows(x) for name, x in self.added.items()}
         return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]
 
 
 class _Simulation:
-    """The devices of a pipeline in one process, and the messages between them.
+    """A pipeline's devices in one process, and the messages between them.
 
-    All stages whose next piece is of one kind do it at once. arguments: carries, rows and others of
+    All stages whose next piece has one kind do it at once. arguments: carries, rows and others for
     each device. run_body: runs a graph on all devices.
     """
 
@@ -337,7 +340,7 @@ class _Simulation:
         self.done = [0] * mesh.size
 
     def run(self) -> list[list[Tensor]]:
-        """Return the results of all devices."""
+        """Return all devices' results."""
         while left := {d: p for d in self.devices if (p := self._next(d)) is not None}:
             ready = {d: piece for d, piece in left.items() if self._has_arrived(d, piece)}
             assert ready, "a stage waits for a piece that comes later"
@@ -358,7 +361,7 @@ class _Simulation:
         return all(self.messages.get((device, self.at[device][d], x)) for x, _, d in received)
 
     def _do(self, pieces: dict[int, Piece]) -> None:
-        """Do pieces of one kind, each device its own."""
+        """Do pieces that have one kind, each device its own."""
         for device, piece in pieces.items():
             for link, carry, source in self.runs[device].received(piece):
                 message = self.messages[device, self.at[device][source], link].popleft()
@@ -389,7 +392,7 @@ class _Simulation:
 
 
 def _poison(like: object) -> Any:
-    """Return the value of a device without work: nobody may read it."""
+    """Return a value for a device without work: nobody may read it."""
     if isinstance(like, (tuple, list)):
         return type(like)(map(_poison, like))
     if isinstance(like, Tensor) and like.is_floating_point():

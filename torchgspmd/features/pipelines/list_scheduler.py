@@ -1,12 +1,12 @@
-"""The list scheduler of pipelines: a device that is free does the most urgent piece that is ready.
+"""The list scheduler for pipelines: a free device does the most urgent piece that is ready.
 
-The rule is F and B in turn, W if there is nothing else, within a limit of the activations that a
-device keeps. With p stages and a limit of p it is 1F1B. With pieces W it is ZB-H1, and with a limit
-of 2p - 1 ZB-H2: points of one curve, bubble against memory.
+Its rule: F and B in turn, W if there is nothing else, within a limit on the activations that a
+device keeps. With p stages and a limit of p it is 1F1B. With W pieces it is ZB-H1, and with a limit
+of 2p - 1 ZB-H2: points on one curve, bubble against memory.
 
-A device may have several stages: those of rounds that go round (interleaved), or of one that goes
-there and back (the V of ZBV). Then a few rules are tried, and the best schedule is taken: first by
-its end, then by its memory. Sources: PipeDream-Flush (arXiv 2006.09503), Megatron's interleaved
+A device may have several stages: in rounds that go round (interleaved), or in one that goes there
+and back (ZBV's V). Then several rules are tried, and the best schedule is taken: first by its end,
+then by its memory. Sources: PipeDream-Flush (arXiv 2006.09503), Megatron's interleaved
 schedule (arXiv 2104.04473), Zero Bubble Pipeline Parallelism (arXiv 2401.10241).
 """
 
@@ -22,7 +22,7 @@ from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
 
 @dataclass(frozen=True)
 class StagePlacement:
-    """On which device a stage is. vee: the second round goes back, from the last device."""
+    """Maps stages to devices. vee: the second round goes back, from the last device."""
 
     devices: int
     rounds: int = 1
@@ -30,20 +30,20 @@ class StagePlacement:
 
     @property
     def stages(self) -> int:
-        """The number of stages of all devices."""
+        """The number of stages on all devices."""
         return self.devices * self.rounds
 
     def device(self, stage: int) -> int:
-        """Return the device of a stage."""
+        """Return a stage's device."""
         round_, at = divmod(stage, self.devices)
         return self.devices - 1 - at if self.vee and round_ % 2 else at
 
     def round(self, stage: int) -> int:
-        """Return the round that a stage is in."""
+        """Return a stage's round."""
         return stage // self.devices
 
     def stage(self, device: int, round_: int) -> int:
-        """Return the stage of a device in a round."""
+        """Return the stage that a device has in a round."""
         at = self.devices - 1 - device if self.vee and round_ % 2 else device
         return round_ * self.devices + at
 
@@ -57,22 +57,22 @@ def list_schedule(
     times: Times | None = None,
     rounds: int = 1,
 ) -> Schedule:
-    """Return the schedule of a list scheduler. Orders are chosen as if all pieces took as long.
+    """Return a list scheduler's schedule. Orders are chosen as if all pieces took equally long.
 
     Args:
         stages: One a device, in each round.
         microbatches: How many parts the batch is divided into.
-        split: Whether gradients of weights are pieces of their own, which fill gaps.
-        memory: The most activations of microbatches that a device keeps at once; None: no limit.
+        split: Whether weight gradients are pieces of their own, which fill gaps.
+        memory: The most microbatch activations that a device keeps at once; None: no limit.
         times: How long the pieces take.
-        rounds: How many stages a device has, neighbors in a round. Two rounds of split backwards
+        rounds: How many stages a device has, neighbors in a round. Two rounds with split backwards
             are a V: the second one goes back.
 
     Returns:
         The schedule.
 
     Raises:
-        ShardingError: There is no memory for a microbatch.
+        ShardingError: The memory does not hold a microbatch.
 
     Example:
         >>> print(list_schedule(2, 3, memory=2))
@@ -93,26 +93,26 @@ def list_schedule(
 def _shortest(
     places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
-    """Return the shortest schedule that a rule leads to."""
-    # With one stage a device, one rule is the best for all sizes; with rounds none is.
+    """Return the shortest schedule that any rule gives."""
+    # With one stage a device, one rule is best for all sizes; with rounds no rule is.
     rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
     tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
     schedules = [timed(table, times) for table in tables]
-    # Of equal ends less idle time, then less memory.
+    # Among equal ends: less idle time, then less memory.
     return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
 
 
 def forward_schedule(places: StagePlacement, microbatches: int, times: Times) -> Schedule:
-    """Return the schedule of forwards alone."""
+    """Return the schedule for forwards alone."""
     return timed(_Order(places, microbatches, "F", None, _RULES[-1]).run(), times)
 
 
 def curve(
     stages: int, microbatches: int, times: Times | None = None, rounds: int = 1
 ) -> list[tuple[int, float]]:
-    """Return the bubble for each number of activations that a device may keep, until it is 0.
+    """Return the bubble by the number of activations that a device may keep, until it is 0.
 
-    With rounds they are those of one, in steps of all.
+    With several rounds the number grows in steps, by one activation a round.
     """
     result: list[tuple[int, float]] = []
     for memory in range(rounds, rounds * microbatches + 1, rounds):
@@ -127,7 +127,7 @@ def curve(
 
 
 class _Order:
-    """The list scheduler. done: when each piece ends, of those that have begun."""
+    """The list scheduler. done: the end of each piece that has begun."""
 
     def __init__(
         self, places: StagePlacement, microbatches: int, kinds: str, memory: int | None, rule: _Rule
@@ -148,7 +148,7 @@ class _Order:
         ]
 
     def run(self) -> list[list[Piece]]:
-        """Return the pieces of each device in order. A device that is free chooses."""
+        """Return each device's pieces in order. A device that is free chooses."""
         now, total = 0.0, self.places.stages * self.microbatches * len(self.kinds)
         while len(self.done) < total:
             for device, row in enumerate(self.rows):
@@ -174,10 +174,11 @@ class _Order:
     def may_begin(self, device: int, stage: int) -> bool:
         """Return whether a device may keep an activation more.
 
-        Later rounds have to find a place: without that nothing would leave. Without pieces W more
-        activations than those on the way are of no use.
+        Later rounds need room, or no microbatch would leave. Without W pieces, activations beyond
+        those
+        under way are useless.
         """
-        # Places for the later rounds of microbatches that are on their way.
+        # Room for the later rounds of microbatches under way.
         later = self.places.rounds - 1 - self.places.round(stage)
         limit = self.microbatches * self.places.rounds if self.memory is None else self.memory
         if self.places.rounds == 1 and self.kinds == "FB":
@@ -195,6 +196,7 @@ class _Order:
         ready = [
             piece
             for piece in ready
+            # A piece that has not begun counts as not done: now + 1 > now.
             if all(self.done.get(other, now + 1) <= now for other in needed_by(piece, last))
         ]
         if not ready:
@@ -202,9 +204,8 @@ class _Order:
         return min(ready, key=lambda piece: self.rule(piece, self.turns[device], self.places))
 
 
-_Rule = Callable[
-    [Piece, str, StagePlacement], tuple
-]  # (piece, last kind of F and B) -> what is urgent
+# (piece, last kind of F and B, places) -> its urgency; the least one goes first.
+_Rule = Callable[[Piece, str, StagePlacement], tuple]
 
 
 def _rank(piece: Piece, kinds: str) -> int:
@@ -216,12 +217,12 @@ def _in_turn(turn: str) -> str:
 
 
 def _depth(piece: Piece) -> int:
-    """Return how early a piece is: forwards that are near the end, backwards near the start."""
+    """Return a piece's urgency: forwards near the end first, backwards near the start."""
     return piece.stage if piece.kind == "B" else -piece.stage
 
 
 def _group(piece: Piece, places: StagePlacement) -> tuple[int, int]:
-    """Return groups of as many microbatches as devices: round by round."""
+    """Group as many microbatches as devices, round by round."""
     return piece.microbatch // places.devices, -_depth(piece)
 
 

@@ -1,15 +1,15 @@
-"""Stages of a pipeline whose backward runs between its forwards: marks in a flat graph.
+"""Pipeline stages whose backward runs between forwards: marks in a flat graph.
 
-    %c   = carry(%zeros, 1x8)          f32[4, 2, 16]    what the stage before has sent
+    %c   = carry(%zeros, 1x8)          f32[4, 2, 16]    sent by the stage before
     %y   = ...                                          forward: 4 stages, each on its microbatch
     %h   = stage_head(%y)                               the loss begins here, on the last stage
-    %g   = carry(%zeros, 1x8)                           what the next stage has sent back
+    %g   = carry(%zeros, 1x8)                           sent back by the next stage
     %dx  = ...                                          backward, from %g and the loss
     %s   = stage_send(%y, 1, [0, 0], stage, 1f1b); next(%s, %s, %c, 1x8)
     %t   = stage_send(%dx, -1, [0, 0], stage, 1f1b); next(%t, %t, %g, 1x8)
 
-It is a loop over microbatches whose carries go to the next stage, not to the next iteration. When
-the program of one device exists, the body is cut into pieces (outline_stages.py).
+It is a loop over microbatches whose carries go to the next stage, not to the next iteration. Once
+the local program exists, outline_stages.py cuts the body into pieces.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from torch import Tensor
 def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
     """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
 
-    place: the round of the stages, and which of several values it is. schedule: the order of the
-    pieces, as text (order.py).
+    place: the stages' round, and the value's number among several. schedule: the order of pieces,
+    as
+    text (order.py).
     """
     return x.clone()
 
 
 @torch.library.custom_op("torchgspmd::stage_head", mutates_args=())
 def stage_head(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return x. Values computed from it, and from no gradient, are work of the last stage alone.
+    """Return x. Values computed from it, and from no gradient, are work for the last stage alone.
 
-    sizes: those of the arguments that only a run knows, in the program of one device.
+    sizes: the arguments' sizes that only a run knows, in the local program.
     """
     return x.clone()
 

@@ -1,4 +1,4 @@
-"""Order: which schedule a pipeline has, as a text that stands in its graph."""
+"""Order: a pipeline's schedule, as a text that stands in its graph."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from .schedule import Schedule, Times, in_ticks
 
 @dataclass(frozen=True)
 class Order:
-    """Which schedule a pipeline has. Its text: `1f1b 4x8` has 4 devices and 8 microbatches.
+    """A pipeline's schedule. Its text: `1f1b 4x8` has 4 devices and 8 microbatches.
 
     name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen.
-    limit: the most activations that a device keeps; 0: of gpipe all, otherwise one a stage, and as
-    many as a device waits for where 1f1b has rounds. memory: bytes that these may take; 0: any
-    number. recompute: whether a backward computes the forward again. rounds: how many stages a
+    limit: the most activations that a device keeps. 0: all for gpipe, otherwise one a stage; if
+    1f1b
+    has rounds, also those for which a device waits. memory: bytes that these may take; 0:
+    unlimited.
+    recompute: whether a backward computes the forward again. rounds: how many stages a
     device has. vee: whether the second round goes back.
     """
 
@@ -39,7 +41,7 @@ class Order:
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """Return the order of a text."""
+        """Parse an order."""
         name, sizes, *words = text.split()
         numbers = dict(zip(words, words[1:]))
         limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
@@ -59,21 +61,21 @@ class Order:
 
     @property
     def splits(self) -> bool:
-        """Whether gradients of weights are pieces of their own."""
+        """Whether weight gradients are pieces of their own."""
         return self.name == "zero_bubble"
 
     @property
     def may_split(self) -> bool:
-        """Whether they may become pieces of their own: auto chooses among such schedules."""
+        """Whether weight gradients may become pieces: auto chooses among such schedules."""
         return self.name in ("zero_bubble", "auto")
 
     @property
     def places(self) -> StagePlacement:
-        """Which device has which stages."""
+        """The map between devices and stages."""
         return StagePlacement(self.devices, self.rounds, self.vee)
 
     def zero_bubble(self, limit: int) -> Order:
-        """Return the zero-bubble schedule with a limit of activations."""
+        """Return the zero-bubble schedule with a limit on activations."""
         return replace(self, name="zero_bubble", limit=limit)
 
     @cached_property
@@ -82,7 +84,7 @@ class Order:
         return self.timed(Times())
 
     def timed(self, times: Times) -> Schedule:
-        """Return the order of all pieces on all devices. times: of the pieces of a stage."""
+        """Return all devices' pieces in order. times: for one stage's pieces."""
         p, m, rounds = self.devices, self.microbatches, self.rounds
         if self.name == "forward":
             return forward_schedule(self.places, m, times)
@@ -93,16 +95,16 @@ class Order:
 
     @property
     def usual_limit(self) -> int:
-        """The activations that 1F1B keeps: one a stage, and with rounds those on the way."""
+        """The activations that 1F1B keeps: one a stage, and with rounds those under way."""
         waits = self.rounds > 1 and not self.splits
         return self.devices * self.rounds + (self.devices - 1) * waits
 
 
 def order_within(order: Order, activation: int, has_backward: bool) -> Order:
-    """Return the order that a pipeline runs. activation: bytes that a stage keeps of a microbatch.
+    """Return the order that a pipeline runs. activation: a stage's bytes for a microbatch.
 
-    Without a backward there are forwards alone. "auto" is the zero-bubble schedule with the
-    shortest step within the memory; without a limit of it, with the activations of 1F1B.
+    Without a backward there are forwards alone. "auto" becomes the zero-bubble schedule with the
+    shortest step within the memory. Without a memory limit it keeps as many activations as 1F1B.
 
     Raises:
         ShardingError: The memory does not suffice.
@@ -123,6 +125,8 @@ def order_within(order: Order, activation: int, has_backward: bool) -> Order:
         )
     if order.name in ("gpipe", "1f1b"):
         return replace(order, limit=0 if order.name == "gpipe" else min(most, order.usual_limit))
+    # There is a point: the curve begins at `rounds`, and most >= rounds.
     points = [point for point in curve(p, m, rounds=rounds) if point[0] <= most]
+    # The shortest bubble; with equal bubbles, the least memory.
     limit, _ = min(points, key=lambda point: (point[1], point[0]))
     return order.zero_bubble(limit)

@@ -1,17 +1,17 @@
-"""Pieces of a pipeline in the program of one device: from a loop's body to forward and backward.
+"""Pipeline pieces in the local program: from a loop body to forward and backward.
 
 before   %loop = loop_1x8([%c, %g], [%xs], [%w]), whose body sends %y on and %dx back (stage_send)
-after    %loop = stages_1x8([%c, %g], [%xs], [%w]), with a body for each kind of piece
-needs    loops outlined; no collective of the body is over the axis of the stages
+after    %loop = stages_1x8([%c, %g], [%xs], [%w]), with one body a kind
+needs    loops outlined; no collective in the body is over the stages' axis
 ensures  no stage_send, no stage_head
 
-    forward    what is sent on needs it
+    forward    values that are sent on need it
     loss       depends on stage_head, not on a gradient that the next stage has sent
-    backward   depends on such a gradient; what is sent back needs it, or a stacked result
+    backward   depends on such a gradient; values that are sent back need it, or a stacked result
     weights    depends on such a gradient, and only totals need it: a piece of its own in a
                zero-bubble schedule, otherwise the end of the backward
 
-All else (a mask for the backward, one-hot targets) goes to the first piece that reads it.
+Everything else (a mask for the backward, one-hot targets) goes to the first piece that reads it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 
 
 def outline_stages(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
-    """Cut the pipelines of a graph in place, and return it; None if it has none."""
+    """Cut a graph's pipelines in place, and return it; None if it has none."""
     changed = False
     for node, call in list(loop_calls(graph)):
         if isinstance(call, LoopCall) and any(n.target is SEND for n in call.graph.nodes):
@@ -49,7 +49,7 @@ def outline_stages(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
 
 
 def _replace(node: fx.Node, call: StageCall, carries: int) -> None:
-    """Put a pipeline in the place of a loop, whose last carries nobody reads."""
+    """Replace a loop, whose last carries nobody reads, by a pipeline."""
     node.target, node.name = call, call.__name__
     for user in list(node.users):
         assert user.target is getitem
@@ -61,7 +61,7 @@ def _replace(node: fx.Node, call: StageCall, carries: int) -> None:
 
 
 class _Cut:
-    """A loop's body, and the pieces that its nodes belong to."""
+    """A loop body, and the piece for each of its nodes."""
 
     def __init__(self, call: LoopCall, mesh: Mesh) -> None:
         self.call, self.mesh, self.graph = call, mesh, call.graph
@@ -74,7 +74,7 @@ class _Cut:
         self.shifts = [value.args[1] for value in self.ends.again]
         self.spots = [tuple(value.args[2]) for value in self.ends.again]  # pyright: ignore
         self.rounds = 1 + max(round_ for round_, _ in self.spots)
-        # A carry is of the round in which it arrives if stages send to the next or last round.
+        # A carry belongs to the round in which it arrives, as stages may send to another round.
         self.arrives = [(r + s) % self.rounds for (r, _), s in zip(self.spots, self.shifts)]
         self.order = Order.parse(self.text)
         if self.order.may_split:
@@ -82,7 +82,7 @@ class _Cut:
         self.of_coordinates = self._of_coordinates()
         self.place = self._places()
 
-    # ------------------------------------------------------------------------- which piece has what
+    # ------------------------------------------------------------------------- assigning pieces
 
     def _of_coordinates(self) -> set[fx.Node]:
         """Return the nodes that follow from the coordinates alone: each piece computes them."""
@@ -94,7 +94,7 @@ class _Cut:
         return result
 
     def _split_loops(self) -> None:
-        """Give gradients of weights in the backward of a loop a loop of their own."""
+        """Give weight gradients in a loop's backward a loop of their own."""
         needed = _reached([*self._sends(-1), *self.ends.stacks], "all_input_nodes")
         of_gradients = _reached(self._carries(-1), "users")
         for node, call in list(loop_calls(self.graph)):
@@ -102,7 +102,7 @@ class _Cut:
                 split_loop(node, {u.args[1] for u in node.users if u in needed})  # pyright: ignore
 
     def _places(self) -> dict[fx.Node, int]:
-        """Return the piece of each node: four for each round, in the order of _KINDS."""
+        """Return each node's piece: four a round, in _KINDS order."""
         place: dict[fx.Node, int] = {}
         heads = [n for n in self.graph.nodes if n.target is HEAD]
         of_heads, last = _reached(heads, "users"), 4 * (self.rounds - 1)
@@ -115,6 +115,7 @@ class _Cut:
             )
             for r in range(self.rounds)
         ]
+        # Users go first: a node that no send needs joins its first reader.
         for node in reversed(self.graph.nodes):
             if node.op != "call_function" or node in self.of_coordinates:
                 continue
@@ -140,12 +141,12 @@ class _Cut:
         return (0, round_, kind) if kind == 0 else (1, -round_, kind)
 
     def _sends(self, shift: int, round_: int | None = None) -> list[fx.Node]:
-        """Return the sends in a direction, by the stages of a round or of all."""
+        """Return the sends in a direction, from stages in one round or in all."""
         each = zip(self.ends.again, self.shifts, self.spots)
         return [v for v, s, (r, _) in each if s == shift and round_ in (r, None)]
 
     def _carries(self, shift: int, round_: int | None = None) -> list[fx.Node]:
-        """Return the arrivals from a direction, at the stages of a round or of all."""
+        """Return the arrivals from a direction, at stages in one round or in all."""
         each = zip(self.carries, self.shifts, self.arrives)
         return [c for c, s, r in each if s == shift and round_ in (r, None)]
 
@@ -154,9 +155,11 @@ class _Cut:
     def run(self) -> StageCall:
         """Return the pipeline."""
         self._check()
+        # The order depends on the bytes that a stage keeps, and these depend on the pieces.
         self._fill()
         self.order = order_within(self.order, self._kept_bytes(), bool(self._carries(-1)))
         if not self.order.splits:
+            # Without W pieces, weight gradients end the backward.
             self.place = {n: p - 1 if p % 4 == 3 else p for n, p in self.place.items()}
             self._fill()
         return StageCall(
@@ -175,9 +178,9 @@ class _Cut:
         )
 
     def _sizes_of_loss(self) -> Iterator[LossSize]:
-        """Yield the sizes of values of the loss that only a run knows.
+        """Yield the sizes in loss values that only a run knows.
 
-        Stages without the loss have zeros in the place of these values.
+        Stages without the loss have zeros in place of these values.
         """
         sizes = [n for n in self.others if "size" in n.meta]
         names = {n.meta["size"][0]: n.name for n in sizes}
@@ -193,7 +196,7 @@ class _Cut:
                 yield LossSize(node.name, dim, size.times, devices, factors)
 
     def _link(self, i: int) -> StageLink:
-        """Return the link by which the stages of a round send."""
+        """Return the link by which a round's stages send."""
         shift, (round_, leaf) = self.shifts[i], self.spots[i]
         names = {
             r: carry.name
@@ -210,7 +213,7 @@ class _Cut:
         return StageLink(kind, round_, leaf, _source(send).name, carries, message)
 
     def _fill(self) -> None:
-        """Collect the nodes of each piece, and its operands from outside of it."""
+        """Collect each piece's nodes, and its operands from outside."""
         self.nodes: list[list[fx.Node]] = [[] for _ in range(4 * self.rounds)]
         for node in self.graph.nodes:
             if node in self.place and not _is_mark(node):
@@ -222,7 +225,7 @@ class _Cut:
         self.moments = sorted(range(len(self.nodes)), key=self._moment)
 
     def _recompute(self, first: int) -> None:
-        """Recompute, in the backward, forward values for it and the gradients of weights."""
+        """Recompute, in the backward, forward values for it and for weight gradients."""
         forward, back = set(self.nodes[first]), self.nodes[first + 2] + self.nodes[first + 3]
         again = _reached(self._taken(back), "all_input_nodes") & forward
         self.nodes[first + 2] = [n for n in self.graph.nodes if n in again] + self.nodes[first + 2]
@@ -247,7 +250,7 @@ class _Cut:
         return [node for node in self.nodes[piece] if node in used]
 
     def _piece(self, piece: int) -> StageBody:
-        """Return the body of a piece."""
+        """Return a piece's body."""
         inputs, nodes, outputs = self.inputs[piece], self.nodes[piece], self._outputs(piece)
         graph, new = fx.Graph(), {}
         for node in (*self.coordinates, *inputs):
@@ -259,7 +262,7 @@ class _Cut:
                     self._copy_number(graph, value, new)
             new[node] = graph.node_copy(node, lambda n: new[_source(n)])
         graph.output(tuple(new[node] for node in outputs))
-        copy_loops(graph)  # those that the backward computes again are its own
+        copy_loops(graph)  # so that the backward has its own recomputed loops
         drop_unused_results(graph)
         round_, kind = divmod(piece, 4)
         return StageBody(_KINDS[kind], round_, graph, _names(inputs), _names(outputs))
@@ -273,18 +276,19 @@ class _Cut:
         return new[node]
 
     def _kept_bytes(self) -> int:
-        """Return the most bytes that a stage keeps of a microbatch between two of its pieces."""
+        """Return the most bytes that a stage keeps for a microbatch between two of its pieces."""
         outside, most = {*self.rows, *self.others}, 0
         for first in range(0, len(self.nodes), 4):
             received = self._carries(1, first // 4)
             back = {*self.inputs[first + 2], *self.inputs[first + 3]}
             most = max(most, _bytes_of_all({*self._outputs(first), *received} & back))
+            # Weight gradients may wait longer than the backward, and so do their operands.
             if self.order.may_split:
                 most = max(most, _bytes_of_all({*self.inputs[first + 3]} - outside))
         return most
 
     def _check(self) -> None:
-        """Raise ShardingError if stages would have to communicate inside of a piece."""
+        """Raise ShardingError if stages would have to communicate inside a piece."""
         for node in self.graph.nodes:
             step = node.meta.get("step")
             if isinstance(node.target, CollectiveKind) and step and self.axis in step.axes:
@@ -298,7 +302,7 @@ class _Cut:
 
 
 def _unknown_dims(node: fx.Node) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield the dimensions of a value that only a run knows, with the stand-ins of their sizes."""
+    """Yield a value's dimensions that only a run knows, with the stand-ins for their sizes."""
     pairs = zip(node.meta.get("shape") or (), node.meta.get("unknown") or ())
     yield from ((dim, pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1])
 
@@ -319,12 +323,12 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _bytes_of_all(nodes: Iterable[fx.Node]) -> int:
-    """Return the bytes of values; views of one are counted once."""
+    """Sum values' bytes; views of one value count once."""
     return sum(_bytes(node) for node in {_base(node) for node in nodes})
 
 
 def _bytes(node: fx.Node) -> int:
-    """Return the bytes of a value, or of those of a tuple that are read."""
+    """Return a value's bytes; a tuple has those of its results that are read."""
     return bytes_of(node) or sum(bytes_of(u) for u in node.users if u.target is getitem)
 
 

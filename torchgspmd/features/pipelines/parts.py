@@ -1,4 +1,4 @@
-"""The parts of a pipeline: pieces of work, their messages, and how they send them."""
+"""A pipeline's parts: pieces of work, their messages, and the transport that sends them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 
 @dataclass(eq=False)
 class StageBody(InnerProgram):
-    """A piece of work in a round. graph: from the coordinates and `inputs` to `outputs`."""
+    """A round's piece of work. graph: from the coordinates and `inputs` to `outputs`."""
 
     kind: str
     round: int
@@ -38,11 +38,12 @@ class StageBody(InnerProgram):
 
 @dataclass(frozen=True)
 class StageLink:
-    """The messages of the stages of a round to their neighbors.
+    """The messages that a round's stages send to their neighbors.
 
-    kind: F, to the next stage, or B, to the one before. round: of who sends. leaf: which value of
-    several. sent: its name. carries: the name that it has where it arrives, by the round there.
-    message: the permute of one microbatch.
+    kind: F, to the next stage, or B, to the one before. round: the senders'. leaf: the value's
+    number
+    among several. sent: its name. carries: its name where it arrives, by the round there. message:
+    one microbatch's permute.
     """
 
     kind: str
@@ -54,15 +55,15 @@ class StageLink:
 
     @property
     def step(self) -> int:
-        """How many stages behind the sender it arrives."""
+        """The distance in stages, from sender to receiver."""
         return 1 if self.kind == "F" else -1
 
 
 @dataclass(frozen=True)
 class LossSize:
-    """A size of a value of the loss that only a run knows: k ceil(n / devices) m, of a shard.
+    """A loss value's size that only a run knows: k ceil(n / devices) m, in one shard.
 
-    times: k. factors: names of the sizes n and m among the others of the pipeline.
+    times: k. factors: the names of the sizes n and m among the pipeline's others.
     """
 
     value: str
@@ -72,13 +73,13 @@ class LossSize:
     factors: tuple[str, ...]
 
     def rows(self, others: Mapping[str, Any]) -> int:
-        """Return the number in a run."""
+        """Return the size in a run."""
         first, *rest = (others[name] for name in self.factors)
         return self.times * -(-first // self.devices) * math.prod(rest)
 
 
 class Transport(Protocol):
-    """How the stages of a device send to those of others, and receive from them."""
+    """Sends between a device's stages and other devices' stages."""
 
     device: int
 
@@ -87,9 +88,9 @@ class Transport(Protocol):
         ...
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return a function that returns it."""
+        """Begin to receive a link's next value; return a function that returns it."""
         ...
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sent values have arrived."""
         ...

@@ -1,6 +1,6 @@
-"""Sends of stages and the start of the loss: values that keep their layouts.
+"""Stages' sends and the loss's start: marks whose values keep their layouts.
 
-A sum may pass the mark of the loss unreduced. Sums are reduced before they are sent.
+A sum may pass the loss's mark while it is pending. Sums are reduced before they are sent.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Schedules of pipelines: which piece of work each device does when.
+"""Pipeline schedules: each device's pieces of work, in time.
 
     F  forward of a stage, for a microbatch        F(s) of a microbatch comes after its F(s-1),
-    B  gradient of what the stage takes            B(s) after its B(s+1), and after its F(s),
-    W  gradient of the stage's weights             W(s) after its B(s)
+    B  gradient for the stage's input              B(s) after its B(s+1), and after its F(s),
+    W  gradient for the stage's weights            W(s) after its B(s)
 
-Where backwards are whole, B has W in it. A microbatch's activations are kept from F to W.
+If backwards are not split, B contains W. A microbatch's activations are kept from F to W.
 
-A device may have several stages: with `rounds` of them there are p x rounds. list_scheduler.py has
+A device may have several stages: with `rounds`, there are p x rounds stages. list_scheduler.py has
 1F1B, interleaved and zero-bubble schedules.
 """
 
@@ -22,7 +22,7 @@ _COLORS = {"F": "#7aa6d8", "B": "#8cc58a", "W": "#e3b464"}
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """Work of a stage for a microbatch. kind: F, B or W."""
+    """A stage's work for a microbatch. kind: F, B or W."""
 
     kind: str
     stage: int
@@ -43,23 +43,23 @@ class Slot:
 
 @dataclass(frozen=True)
 class Times:
-    """How long the pieces of a stage take, in any unit."""
+    """How long a stage's pieces take, in any unit."""
 
     forward: float = 1.0
-    backward: float = 1.0  # of the gradient of what the stage takes
-    weights: float = 1.0  # of the gradient of its weights
+    backward: float = 1.0  # the gradient for the stage's input
+    weights: float = 1.0  # the gradient for its weights
 
     @property
     def whole(self) -> float:
-        """All work of a stage for a microbatch."""
+        """A stage's whole work for a microbatch."""
         return self.forward + self.backward + self.weights
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The pieces of each device over time. Printed: a line a device, a column a unit of time.
+    """Each device's pieces over time. Printed: a line a device, a column a unit of time.
 
-    rows: the slots of each device. kept: the most activations that each keeps at once, of stages.
+    rows: each device's slots. kept: the most stage activations that each device keeps at once.
     """
 
     rows: tuple[tuple[Slot, ...], ...]
@@ -67,12 +67,12 @@ class Schedule:
 
     @cached_property
     def end(self) -> float:
-        """The time of the step."""
+        """The time that a step takes."""
         return max(row[-1].end for row in self.rows)
 
     @cached_property
     def bubble(self) -> float:
-        """How long a device is idle between its first piece and its last; the most of all."""
+        """A device's idle time between its first piece and its last; the maximum over devices."""
         return max(
             row[-1].end - row[0].begin - sum(slot.end - slot.begin for slot in row)
             for row in self.rows
@@ -80,20 +80,20 @@ class Schedule:
 
     @cached_property
     def share(self) -> float:
-        """The share of the step in which devices are idle."""
+        """The idle share of the devices' time in a step."""
         busy = sum(slot.end - slot.begin for row in self.rows for slot in row)
         return 1 - busy / (self.end * len(self.rows))
 
     @cached_property
     def idle(self) -> float:
-        """The share of a device's time, from its first piece to its last, that is bubble."""
+        """The bubble's share of a device's time, from its first piece to its last."""
         return self.bubble / max(row[-1].end - row[0].begin for row in self.rows)
 
     @cached_property
     def table(self) -> tuple[tuple[str, ...], ...]:
-        """The pieces of each device in order, as torch.distributed.pipelining writes them.
+        """Each device's pieces in order, as torch.distributed.pipelining writes them.
 
-        `2F0` is the forward of stage 2, `2B0` its backward, `2I0` and `2W0` the two parts of it.
+        `2F0` is stage 2's forward, `2B0` its backward, `2I0` and `2W0` the backward's two parts.
         """
         split = any(slot.piece.kind == "W" for row in self.rows for slot in row)
         return tuple(
@@ -128,6 +128,7 @@ class Schedule:
             f'<g><title>{html.escape(str(slot.piece))}</title><rect x="{40 + slot.begin * unit:g}" '
             f'y="{i * 24 + 4}" width="{(slot.end - slot.begin) * unit:g}" height="20" '
             f'fill="{_COLORS[slot.piece.kind]}" stroke="white" '
+            # Odd rounds are paler.
             f'fill-opacity="{1 - 0.35 * (slot.piece.stage // len(self.rows) % 2):g}"/>'
             f'<text x="{40 + (slot.begin + slot.end) / 2 * unit:g}" y="{i * 24 + 18}" '
             f'text-anchor="middle">{slot.piece.microbatch}</text></g>'
@@ -154,7 +155,7 @@ class Schedule:
 
 
 def _label(piece: Piece, devices: int) -> str:
-    """Return a piece in a picture of letters; stages that follow on a device are primed."""
+    """Return a piece's letters in a picture; a device's later stages get primes."""
     return f"{piece.kind}{piece.microbatch}" + "'" * (piece.stage // devices)
 
 
@@ -163,7 +164,7 @@ def in_ticks(
 ) -> Schedule:
     """Return the schedule of `pipeline` in one program: all forwards, then all backwards.
 
-    In tick t device d computes for microbatch (t - d) mod m, in round (t - d) div m.
+    In tick t device d computes microbatch (t - d) mod m, in round (t - d) div m.
     """
     order = [(n // microbatches * stages, n % microbatches) for n in range(microbatches * repeats)]
     return timed(
@@ -202,7 +203,7 @@ def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
 
 
 def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
-    """Return the pieces that come before one. last: the last stage."""
+    """Return the pieces that one needs. last: the last stage."""
     kind, stage, microbatch = piece.kind, piece.stage, piece.microbatch
     if kind == "F":
         return (Piece("F", stage - 1, microbatch),) if stage else ()
@@ -218,8 +219,9 @@ def seconds_of(split: bool, times: Times) -> dict[str, float]:
 
 
 def _kept(row: Sequence[Slot], last: str) -> Iterator[int]:
-    """Yield how many activations a device keeps, after each piece."""
+    """Yield the number of activations that a device keeps, after each piece."""
     kept = 0
     for slot in row:
+        # A forward needs its activation while it runs; the last kind frees it when it ends.
         yield kept + (slot.piece.kind == "F")
         kept += (slot.piece.kind == "F") - (slot.piece.kind == last)

@@ -1,9 +1,9 @@
-"""Sends between the stages of a pipeline, as steps that a plan counts.
+"""Sends between pipeline stages, as steps that a plan counts.
 
 before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, [0, 0], stage, 1f1b 4x8)
-after    the same, with meta["step"]: a permute of a stage's value
-needs    the graph on the mesh that was asked for
-ensures  the first dimension of what is sent is the stages, divided along their axis
+after    the same, with meta["step"]: a permute
+needs    the graph on the requested mesh
+ensures  a sent value's first dimension is the stages, sharded along their axis
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""StageTransport: messages between the stages of a pipeline, between processes."""
+"""StageTransport: messages between pipeline stages in different processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .parts import StageLink
 
 
 class StageTransport:
-    """The devices of a rank along the axis of the stages; see parts.Transport."""
+    """A rank's devices along the stages' axis; see parts.Transport."""
 
     def __init__(
         self, groups: ProcessGroups, axis: str, order: Order, links: Sequence[StageLink]
@@ -31,15 +31,17 @@ class StageTransport:
         """Begin to send a value to a device."""
         group, tag = self.groups[key_of(link, self.device, to)], _tag(link)
         x = x.contiguous()
+        # x has to live until its send is complete.
         self.in_flight.append((dist.isend(x, self.processes[to], group=group, tag=tag), x))
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive the next value of a link; return a function that returns it.
+        """Begin to receive a link's next value; return a function that returns it.
 
-        It begins before this piece has sent. Where a group's messages wait for each other, a sent
-        value has another group: a received one may depend on it.
+        It begins before this piece has sent. A sent value may depend on a received one. So the two
+        use
+        different groups, where a group's messages wait for each other.
         """
         group, tag = self.groups[key_of(link, source, self.device)], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)
@@ -52,7 +54,7 @@ class StageTransport:
         return arrived
 
     def finish(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait until all sent values have arrived."""
         while self.in_flight:
             self.in_flight.popleft()[0].wait()
 
@@ -61,7 +63,7 @@ Key = tuple[str, int, int, int]
 
 
 def key_of(link: StageLink, sender: int, receiver: int) -> Key:
-    """Return which group a message has: by its kind, round and step, and the sender's parity.
+    """Return a message's group: by its kind, round and step, and the sender's parity.
 
     So a device that receives from one neighbor and sends to the other has a group for each.
     """
@@ -69,7 +71,7 @@ def key_of(link: StageLink, sender: int, receiver: int) -> Key:
 
 
 def _keys(order: Order, links: Sequence[StageLink]) -> list[Key]:
-    """Return the keys of all messages."""
+    """Return all messages' keys."""
     places = order.places
     keys: dict[Key, None] = {}
     for link in links:
@@ -82,5 +84,6 @@ def _keys(order: Order, links: Sequence[StageLink]) -> list[Key]:
 
 
 def _tag(link: StageLink) -> int:
-    """Return the tag of a link's messages: those of one are in order."""
+    """Return the tag for a link's messages. Messages with one tag arrive in order."""
+    # Distinct as long as a pipeline has fewer than 64 rounds.
     return (link.leaf * 64 + link.round) * 2 + (link.kind == "F")

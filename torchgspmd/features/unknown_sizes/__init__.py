@@ -1,1 +1,1 @@
-"""Unknown sizes: dimensions whose size only a run knows, as that of a selection has."""
+"""Unknown sizes: dimensions whose size only a run knows, such as a selection's."""

@@ -1,10 +1,10 @@
-"""Replacements of functions whose kernels need sizes, for sizes that only a run knows.
+"""Replacements for functions whose kernels need sizes, where only a run knows these.
 
     F.pad(x[:n], (0, m - n))          a concatenation
     F.interpolate(x, size=n)          rows that are looked up, with their weights
-    F.adaptive_avg_pool1d(x[:n], 2)   a product with the shares of the rows in each result
+    F.adaptive_avg_pool1d(x[:n], 2)   a product with each row's shares in the results
 
-Only numbers of rows are computed with. All other dimensions stay as they are.
+Only row counts are computed with. All other dimensions stay as they are.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def arange_of(x: Tensor, count: Any) -> Tensor:
 
 
 def _each(value: Any, count: int) -> list:
-    """Return a value for each dimension: of a list as it is, of a number the number itself."""
+    """Return a value for each dimension: a list as it is, or a number repeated."""
     return list(value) * (count if len(value) == 1 else 1) if _is_list(value) else [value] * count
 
 
@@ -57,11 +57,12 @@ def _pad(
 ) -> Any:
     if not is_unknown(input, tuple(pad)):
         return DECLINED
+    # Under torch.vmap, its positions become one more leading dimension.
     return with_positions(lambda _, x: _padded(x, pad, mode, value), 0, input)
 
 
 def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
-    """Return a tensor with rows before and after those of its last dimensions."""
+    """Pad the last dimensions with rows before and after."""
     for at in range(0, len(pad), 2):
         dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
         if mode == "constant":
@@ -77,7 +78,8 @@ def _is_number(*counts: Any) -> bool:
 
 
 def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tensor:
-    """Return x with constant rows before and after; negative numbers cut rows off."""
+    """Add constant rows before and after; negative numbers cut rows off."""
+    # A number that only a run knows has no known sign, so it cuts nothing.
     cuts = [max(-n, 0) if isinstance(n, int) else 0 for n in (before, after)]
     if any(cuts):
         x = x.narrow(dim, cuts[0], x.shape[dim] - sum(cuts))
@@ -92,7 +94,7 @@ def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tens
 
 
 def _mirror(x: Tensor, dim: int, before: Any, after: Any, mode: str) -> Tensor:
-    """Return x with rows of its own before and after: reflect, replicate, circular."""
+    """Add x's own rows before and after it: reflect, replicate, circular."""
     size = x.shape[dim]
     rows = arange_of(x, size + before + after) - before
     if mode == "circular":
@@ -100,6 +102,7 @@ def _mirror(x: Tensor, dim: int, before: Any, after: Any, mode: str) -> Tensor:
     elif mode == "replicate":
         rows = rows.clamp(0, size - 1)
     else:
+        # Mirrored at row 0 and at row size - 1.
         rows = (size - 1) - ((size - 1) - rows.abs()).abs()
     return x.index_select(dim, rows)
 
@@ -119,6 +122,7 @@ def _diff(
     for _ in range(n):
         size = x.shape[dim]
         later, earlier = x.narrow(dim, 1, size - 1), x.narrow(dim, 0, size - 1)
+        # As in PyTorch: two booleans differ by xor.
         x = later ^ earlier if x.dtype is torch.bool else later - earlier
     return x
 
@@ -129,6 +133,7 @@ def _roll(input: Tensor, shifts: Any, dims: Any = ()) -> Any:
         return DECLINED
     dims = list(dims) if _is_list(dims) else [dims]
     if not dims:
+        # Without dims, PyTorch rolls the flattened tensor.
         return _roll(input.reshape(-1), shifts, 0).view(input.shape)
     for shift, dim in zip(_each(shifts, 1), dims):
         size = input.shape[dim]
@@ -144,6 +149,7 @@ def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
     rank = max(len(counts), input.dim())
     counts = (*[1] * (rank - len(counts)), *counts)
     sizes = [*[1] * (rank - input.dim()), *input.shape]
+    # A dimension of size 1 before each dimension, which expands by the count.
     apart = input.view([n for size in sizes for n in (1, size)])
     repeated = apart.expand([n for pair in zip(counts, sizes) for n in pair])
     return repeated.reshape([count * size for count, size in zip(counts, sizes)])
@@ -160,6 +166,7 @@ def _pad_sequence(
         return DECLINED
     longest = sequences[0].shape[0]
     for each in sequences[1:]:
+        # max() would compare sizes that only a run knows.
         longest = torch.sym_max(longest, each.shape[0])
     at_left = padding_side == "left"
     padded = []
@@ -199,7 +206,8 @@ def _interpolate(
 
 
 def _scaled(size: Any, factor: float) -> Any:
-    """Return the size of a result, rounded down."""
+    """Return a result's size, rounded down."""
+    # A whole factor keeps the size a product of integers.
     return size * int(factor) if float(factor).is_integer() else torch.sym_int(size * factor)
 
 
@@ -236,8 +244,9 @@ _TAPS: dict[str, Callable] = {
 def _resample(
     x: Tensor, dim: int, count: Any, factor: float | None, mode: str, align_corners: bool
 ) -> Tensor:
-    """Return x with `count` rows along one dimension, each of a few of its own rows."""
+    """Return x with `count` rows along one dimension, each from a few rows in x."""
     size, is_nearest = x.shape[dim], mode.startswith("nearest")
+    # PyTorch computes positions in float32, except for float64.
     dtype = torch.float32 if is_nearest or x.dtype in (torch.half, torch.bfloat16) else x.dtype
     rows = arange_of(x, count).to(dtype)
     if align_corners:
@@ -246,6 +255,7 @@ def _resample(
         ratio = size / count if factor is None else 1 / factor
         middle = 0.0 if mode == "nearest" else 0.5
         place = (rows + middle) * ratio - (0.0 if is_nearest else 0.5)
+        # PyTorch clamps positions to 0 in all modes but bicubic.
         place = place if mode == "bicubic" else place.clamp_min(0)
     result = None
     for row, weight in _TAPS[mode](place, size):
@@ -261,9 +271,10 @@ def _resample(
 
 
 def _bins(x: Tensor, size: Any, count: Any) -> Tensor:
-    """Return which rows [size] belong to each of `count` results of adaptive pooling."""
+    """Return which rows [size] belong to each of the `count` results in adaptive pooling."""
     result, row = arange_of(x, count).unsqueeze(1), arange_of(x, size)
     first = result * size // count
+    # Rounded up, so that neighbors may share a row.
     after = ((result + 1) * size + (count - 1)) // count
     return (row >= first) & (row < after)
 

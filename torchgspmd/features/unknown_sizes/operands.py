@@ -1,6 +1,6 @@
-"""Replacements of functions whose kernels take numbers for sizes that only a run knows.
+"""Replacements for functions whose kernels take numbers, for sizes that only a run knows.
 
-    torch.lerp(x[:n], y, 0.5)         of operands of one shape
+    torch.lerp(x[:n], y, 0.5)         operands with one shape
     F.one_hot(t, n)                   rows that are compared
     x[:n].chunk(2)                    two slices
 
@@ -23,11 +23,12 @@ _BY_SIZE = "use_mm_for_euclid_dist_if_necessary"
 
 
 def _register_broadcast(target: Callable) -> None:
-    """Give operands of one shape to a function whose kernel broadcasts by numbers."""
+    """Expand the operands to one shape for a function whose kernel broadcasts by numbers."""
 
     @rewrite("value", target)
     def broadcast(*args: Any, **kwargs: Any) -> Any:
         tensors = [a for a in args if isinstance(a, Tensor)]
+        # Compared as text: comparing the sizes would ask for their values.
         if not is_unknown(*tensors) or len({str(tuple(t.shape)) for t in tensors}) < 2:
             return DECLINED
         same = iter(torch.broadcast_tensors(*tensors))
@@ -62,6 +63,7 @@ def _baddbmm(
     if not is_unknown(input, batch1, batch2) or any(rest.values()):
         return DECLINED
     product = torch.bmm(batch1, batch2) * alpha
+    # With beta = 0 PyTorch ignores the input, NaN included.
     return product if beta == 0 else input * beta + product
 
 
@@ -97,7 +99,7 @@ def _trace(input: Tensor) -> Any:
 
 @rewrite("value", torch.chunk, Tensor.chunk)
 def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
-    """Halve a dimension. How many other pieces there are depends on its size."""
+    """Halve a dimension. For other chunks, the number of pieces would depend on its size."""
     if not is_unknown(input.shape[dim]) or chunks != 2:
         return DECLINED
     first = (input.shape[dim] + 1) // 2

@@ -1,8 +1,8 @@
-"""Computations under torch.vmap whose positions are one more leading dimension.
+"""Computations under torch.vmap whose positions become one more leading dimension.
 
     vmap(gather)(x [s, u0, m], i [s, u0])     gather(x, i) along the next dimension
 
-torch.vmap of PyTorch's operators along a dimension asks for the sizes.
+torch.vmap asks for sizes if it maps PyTorch's operators along a dimension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...capture.trace_context import is_transforming
 
 
 class _WithPositions(Function):
-    """A computation at one level of torch.vmap, whose positions are one more leading dimension."""
+    """A computation at one torch.vmap level, with positions as one more leading dimension."""
 
     @staticmethod
     def forward(run: Callable[..., Tensor], front: int, *tensors: Tensor) -> Tensor:
@@ -25,7 +25,7 @@ class _WithPositions(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Keep nothing: the operation that `run` calls is differentiated."""
+        """Save nothing: the operation that `run` calls is differentiated."""
 
     @staticmethod
     def vmap(
@@ -40,7 +40,7 @@ class _WithPositions(Function):
 
 
 def with_positions(run: Callable[..., Tensor], front: int, *tensors: Tensor) -> Tensor:
-    """Return run(front, *tensors), where tensors have that many dimensions more in front."""
+    """Return run(front, *tensors). front: the number of position dimensions that lead."""
     if is_transforming():
         return _WithPositions.apply(run, front, *tensors)  # pyright: ignore
     return run(front, *tensors)

@@ -1,9 +1,9 @@
-"""Replacements of functions of which torch.vmap asks for sizes, for sizes that only a run knows.
+"""Replacements for functions whose torch.vmap asks for sizes, where only a run knows these.
 
     vmap(gather)(x [s, u0, m], i [s, u0])     gather(x, i) along the next dimension
 
-A function along a dimension is under torch.vmap the same function along the next one. Norms, losses
-and means are computed by sums.
+A function along a dimension becomes, under torch.vmap, the same function along the next one. Norms,
+losses and means are computed by sums.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .positions import with_positions
 
 
 def _asks(*values: Any) -> bool:
-    """Return whether torch.vmap of PyTorch's operator would ask for a size of the run."""
+    """Return whether torch.vmap on PyTorch's operator would ask for a run's size."""
     return is_vectorizing() and is_unknown(*values)
 
 
@@ -107,10 +107,11 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Compute F.layer_norm by means: torch.vmap of PyTorch's operator asks for the sizes."""
+    """Compute F.layer_norm by means: torch.vmap on PyTorch's operator asks for sizes."""
     if not (is_vectorizing() and is_unknown(input)):
         return DECLINED
     dims = [*range(-len(normalized_shape), 0)]
+    # PyTorch's kernel also computes half types in float32.
     x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
     centered = x - x.mean(dims, keepdim=True)
     y = centered * torch.rsqrt(centered.square().mean(dims, keepdim=True) + eps)
@@ -130,7 +131,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute F.cross_entropy by sums: torch.vmap of PyTorch's operator asks for the sizes."""
+    """Compute F.cross_entropy by sums: torch.vmap on PyTorch's operator asks for sizes."""
     plain = weight is None and size_average is None and reduce is None
     plain &= input.dim() > 1 and not (label_smoothing or target.is_floating_point())
     if not (plain and is_vectorizing() and is_unknown(input, target)):
@@ -147,7 +148,7 @@ def _cross_entropy(
 @rewrite("vmap", F.dropout)
 @rewrite("value", F.dropout)
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Compute F.dropout by a mask: torch.vmap of PyTorch's operator asks for the sizes."""
+    """Compute F.dropout by a mask: torch.vmap on PyTorch's operator asks for sizes."""
     if not (is_vectorizing() and is_unknown(input)) or inplace or not 0 < p < 1 or not training:
         return DECLINED
     kept = torch.rand_like(input, dtype=torch.float32) >= p
@@ -157,8 +158,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
 @rewrite("vmap", torch.mean, Tensor.mean)
 @rewrite("value", torch.mean, Tensor.mean)
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
-    """Compute a mean of all elements by a sum along each dimension: torch.vmap merges them."""
+    """Compute a mean over all elements by a sum along each dimension: torch.vmap merges them."""
     if dim is not None or not (is_vectorizing() and is_unknown(input)):
         return DECLINED
     dims, x = [*range(input.dim())], input if dtype is None else input.to(dtype)
-    return x.sum(dims) / torch.ones_like(x).sum(dims)  # counted: vmap takes no numbers of a run
+    return x.sum(dims) / torch.ones_like(x).sum(dims)  # counted: vmap takes no numbers from a run
