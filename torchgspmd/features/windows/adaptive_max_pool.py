@@ -2,9 +2,9 @@
 
     adaptive_max_pool2d of 9 columns to 4       ... w[2p:2p+2] -> ... w, ... w
 
-The windows are those of adaptive average pooling, so a device needs the same halo. The maximum is
+The windows are those for adaptive average pooling, so a device needs the same halo. The maximum is
 taken over columns, then over rows; max_pool_stages.py says why ties make no difference. For the
-gradient, a device receives the windows around its rows, and the positions of their maxima.
+gradient, a device receives the windows around its rows, and their maxima's positions.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .window_rule import renumber
 def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Pool to one position: the largest element and its first position.
 
-    With NaN it is the last position of a NaN, as in PyTorch.
+    With NaN, PyTorch's position is the last NaN's, and so is this one.
     """
     dims = list(range(-len(size), 0))
     value, place = x.amax(dims, keepdim=True), _places(x, len(size))
+    # -1 - place puts NaN before all numbers, and the last NaN first.
     position = torch.where(
         x.isnan(), -1 - place, torch.where(x == value, place, place.numel())
     ).amin(dims, keepdim=True)
@@ -41,13 +42,13 @@ def _global(x: Tensor, size: Sequence[int]) -> tuple[Tensor, Tensor]:
 
 
 def _global_backward(grad: Tensor, x: Tensor, index: Tensor) -> Tensor:
-    # The number of pooled dimensions. Those before may have one row, too.
+    # How many dimensions are pooled. Those before may have one row, too.
     pooled = next(i for i in range(x.dim(), 0, -1) if all(n == 1 for n in grad.shape[-i:]))
     return torch.where(_places(x, pooled) == index, grad, 0)
 
 
 def _places(x: Tensor, dims: int) -> Tensor:
-    """Return the flat position of each element in the last `dims` dimensions."""
+    """Return each element's flat position in the last `dims` dimensions."""
     size = x.shape[-dims:]
     return torch.arange(size.numel(), device=x.device).reshape(size)
 
@@ -64,6 +65,7 @@ def _maximum(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         value, index, shape, size = args[0], None, list(local.shape(args[0])), 1
+        # Columns first, then rows: a window's first maximum wins (max_pool_stages.py).
         for d, line in reversed(list(enumerate(lines, start=len(shape) - len(lines)))):
             value, index = _pool_dimension(
                 local, value, index, shape=shape, d=d, line=line, size=size
@@ -77,7 +79,7 @@ def _maximum(call: Call) -> FactorRule:
 
 @rule_for(*BACKWARD)
 def _maximum_backward(call: Call) -> FactorRule:
-    """Return the rule of (gradient, input, indices). Only the shape of the input is used."""
+    """Return the rule for (gradient, input, indices). The input only gives its shape."""
     lines = adaptive_lines(call, call.tensors[1], call.tensors[0], back=True)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
@@ -87,7 +89,7 @@ def _maximum_backward(call: Call) -> FactorRule:
         first = [local.start(f"d{d}") for d in range(lead, len(shape))]
         rows, own_sizes = [line.rows for line in lines], shape[lead:]
         place = renumber(local, index, rows, own_sizes, [-f for f in first])
-        # An index outside of the shard was clamped, so it does not come back.
+        # An index outside the shard was clamped, so it does not come back.
         inside = local.call(aten.eq.Tensor, renumber(local, place, own_sizes, rows, first), index)
         grad = local.call(aten.where.ScalarOther, inside, grad, 0)
         flat = [*grad_shape[:lead], -1]
@@ -112,9 +114,9 @@ def _pool_dimension(
     line: Line,
     size: int,
 ) -> tuple[Any, Any]:
-    """Return the maxima along one dimension of a local value, and their positions.
+    """Return a local value's maxima along one dimension, and their positions.
 
-    shape: the local shape of the value. index: positions in the later dimensions, which have `size`
+    shape: the value's local shape. index: positions in the later dimensions, which have `size`
     elements in all.
     """
     result, device = local.results[0], local.index(f"d{d}")
@@ -136,10 +138,12 @@ def _pool_dimension(
             aten.reshape.default, local.call(aten.index_select.default, tensor, d, rows), windows
         )
 
+    # Rows without a weight fill the window, and must not win.
     is_read = local.call(aten.ne.Scalar, local.call(aten.reshape.default, weight, [-1, 1]), 0)
     values = local.call(aten.where.ScalarOther, is_read, read(value), float("-inf"))
     pair = local.call(aten.max_pool2d_with_indices.default, values, [width, 1], [width, 1])
     value, argmax = (local.call(operator.getitem, pair, i) for i in range(2))
+    # A flat index into [rows, trailing elements] becomes the row.
     argmax = local.call(aten.floor_divide.default, argmax, max(windows[-1], 1))
     place = local.call(
         aten.mul.Scalar,

@@ -1,13 +1,13 @@
-"""Convolutions of any number of spatial dimensions, in groups g of c input and k output channels.
+"""Convolutions with any number of spatial dimensions, in g groups with c inputs and k outputs each.
 
     convolution     n (g c) h[2p-1:2p+2], (g k) c r -> n (g k) h
     transposed      n (g c) h[p-1:p+2/2], (g c) k r -> n (g k) h
 
-A position of the result reads a window of the input's rows, so a sharded spatial dimension needs a
-halo. The halo holds zeros outside of the input, in place of the padding. The input's gradient is a
-convolution too, transposed if the forward is not. The weight's gradient reads the same windows as
-the forward. A sum over sharded input channels stays pending. The bias is added behind that sum, so
-that it is added once.
+A result position reads a window of input rows, so a sharded spatial dimension needs a halo. Outside
+the input the halo holds zeros, in place of padding. The input's gradient is a convolution too,
+transposed if the forward is not. The weight's gradient reads the forward's windows. A sum over
+sharded input channels stays pending. The bias is added behind that sum, so that it is added
+once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .window_rule import cut
 def _factors(
     x: Tensor, w: Tensor, positions: Sequence[int], transposed: bool, groups: int
 ) -> tuple[list[DimNames], dict[str, int], list[str]]:
-    """Return the factors of input, weight and output, sizes, and the factors of the window."""
+    """Return the factors for input, weight and output, their sizes, and the window's factors."""
     spatial, windows = factors("h", w.dim() - 2), factors("r", w.dim() - 2)
     a, b = w.shape[:2]
     inner, outer = (a // groups, b) if transposed else (b, a // groups)
@@ -46,7 +46,7 @@ def _factors(
 def _reaches(
     w: Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
 ) -> list[Reach]:
-    """Return for every spatial dimension which fine rows a coarse position reads."""
+    """Return for each spatial dimension the fine rows that a coarse position reads."""
     return [
         Reach(
             -_along_dim(padding, i),
@@ -98,8 +98,11 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     )
     spans = [d * (n - 1) for d, n in zip(dilation, local.shape(w)[2:])]
     sharded, cuts = [i for i in spatial if local.sharded(f"h{i}")], {}
+    # The device may have some of the groups.
     groups = (local.results[0].shape if transposed else local.shape(x))[1] // local.shape(w)[1]
+    # A sharded dimension's window includes its padding, at both ends.
     rest = [0 if i in sharded else n for i, n in enumerate(rest)]
+    # With stride 1, a plain convolution computes the device's own positions alone.
     if sharded and transposed and set(stride) == {1} and not any(rest):
         margins = [0 if i in sharded else spans[i] - padding[i] for i in spatial]
         return _transposed_as_plain(local, x, w, margins, dilation, groups)
@@ -122,16 +125,17 @@ def _transposed_as_plain(
     dilation: Sequence[int],
     groups: int,
 ) -> object:
-    """Return a transposed convolution of stride 1 as a plain one.
+    """Return a transposed convolution with stride 1 as a plain one.
 
-    It computes the device's own positions only. Negative padding leaves out rows of x, those that
-    only positions in the padding read.
+    It computes only the device's own positions. Negative padding leaves out rows in x that only
+    positions in the padding read.
     """
     if min(padding) < 0:
         left_out = [min(0, n) for n in reversed(padding) for _ in range(2)]
         x = local.call(aten.constant_pad_nd.default, x, left_out)
         padding = [max(0, n) for n in padding]
     inner, outer, *window = local.shape(w)  # (g c), k, r
+    # A transposed convolution is a plain one with its window flipped and its channels exchanged.
     w = local.call(aten.reshape.default, w, [groups, inner // groups, outer, *window])
     w = local.call(
         aten.reshape.default,
@@ -151,7 +155,7 @@ def _same_kernel(
     global_options: Sequence[object],
     options: Sequence[object],
 ) -> object:
-    """Convolve by the kernel that PyTorch would take for the global shapes and `global_options`.
+    """Convolve by the kernel that PyTorch takes for the global shapes and `global_options`.
 
     On the CPU, PyTorch takes another kernel for small shapes. Its rounding differs, which may flip
     a ReLU or a maximum.
@@ -172,11 +176,14 @@ def _same_kernel(
 def _kernel(
     like: Sequence[Tensor], shapes: Sequence[Sequence[int]], options: Sequence[object]
 ) -> str:
-    """Return the name of PyTorch's kernel on a CPU; empty on other devices."""
+    """Return the name of PyTorch's CPU kernel; empty on other devices."""
     if is_missing(_select_conv_backend) or any(t.device.type != "cpu" for t in like):
         return ""
     return _select_conv_backend(
-        *(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)), *options, None
+        # PyTorch chooses by shapes; expanded scalars have them without their memory.
+        *(torch.empty((), dtype=t.dtype).expand(s) for t, s in zip(like, shapes)),
+        *options,
+        None,
     ).name
 
 
@@ -188,14 +195,15 @@ def _split_bias(x: Tensor, w: Tensor, bias: Tensor | None, *options: object) -> 
 
 @rule_for(aten.convolution_backward.default)
 def _weight_gradient(call: Call) -> FactorRule | Declined:
-    """Return the rule of the weight's gradient, which _backward leaves as it is.
+    """Return the rule for the weight's gradient, which _backward leaves as it is.
 
-    Only the shape of the weight is used.
+    The weight only gives its shape.
     """
     if list(call.args[10]) != [False, True, False]:
         return DECLINED
     grad, x, w = call.tensors
     stride, padding, dilation, transposed, _, groups = call.args[4:10]
+    # The coarse tensor has a row for each position; windows read the other tensor.
     few, many = (x, 0) if transposed else (grad, 1)
     (x_dims, w_dims, y_dims), sizes, windows = _factors(x, w, few.shape[2:], transposed, groups)
     reaches = _reaches(w, stride, padding, dilation)
@@ -238,7 +246,7 @@ def _backward(
     bias_sizes: Sequence[int] | None,
     *rest: Any,
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of input, weight and bias. The input's is a convolution."""
+    """Return the gradients for input, weight and bias. The input's is a convolution."""
     *options, mask = rest
     backward, only_weight = aten.convolution_backward.default, [False, True, False]
     if list(mask) == only_weight:
@@ -246,6 +254,7 @@ def _backward(
     w_grad = None
     x_grad = _input_gradient(grad, x, w, *options) if mask[0] else None
     if mask[1]:
+        # Only the weight's shape counts, so it needs no memory.
         like = w.new_zeros(()).expand(w.shape)
         w_grad = backward(grad, x, like, None, *options, only_weight)[1]
     bias = grad.sum([d for d in range(grad.dim()) if d != 1]) if mask[2] else None
@@ -269,6 +278,7 @@ def _input_gradient(
         list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)
     )
     window = [d * (r - 1) + 1 for d, r in zip(dilation, w.shape[2:])]
+    # Output padding: the input's last rows, which no window reached.
     rest = (
         [0] * spatial
         if transposed

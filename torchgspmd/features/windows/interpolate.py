@@ -2,8 +2,8 @@
 
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
-Positions read nearby rows, so a sharded dimension needs a halo. Along it the result is computed
-with the weights of resampling.py. Otherwise it is the operation itself.
+Positions read nearby rows, so a sharded dimension needs a halo. Along it, resampling.py gives the
+weights. Without a sharded dimension it is the operation itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...rules.notation import Call, FactorRule, LocalForm, factors
 from ...rules.registry import rule_for, shape_argument
 from .resampling import Line, band, bands, computation_dtype, weights
 
-_INTERPOLATIONS = (  # name, number of spatial dimensions, whether it takes align_corners
+_INTERPOLATIONS = (  # name, spatial dimensions, whether it takes align_corners
     ("upsample_nearest1d", 1, False),
     ("_upsample_nearest_exact1d", 1, False),
     ("upsample_linear1d", 1, True),
@@ -76,12 +76,12 @@ def _average(call: Call) -> FactorRule:
 
 @rule_for(aten._adaptive_avg_pool2d_backward.default, aten._adaptive_avg_pool3d_backward.default)
 def _average_backward(call: Call) -> FactorRule:
-    """Return the rule of (gradient, input). Only the shape of the input is used."""
+    """Return the rule for (gradient, input). The input only gives its shape."""
     return _rule(call, adaptive_lines(call, call.results[0], call.tensors[0], True))
 
 
 def adaptive_lines(call: Call, x: Tensor, y: Tensor, back: bool) -> list[Line]:
-    """Return the spatial dimensions of an adaptive pooling from x to y."""
+    """Return the spatial dimensions for adaptive pooling from x to y."""
     spatial = 3 if "3d" in call.target._schema.name else 2
     return [
         Line(f"_adaptive_avg_pool{spatial}d", d, n, m, back=back)
@@ -90,7 +90,7 @@ def adaptive_lines(call: Call, x: Tensor, y: Tensor, back: bool) -> list[Line]:
 
 
 def _rule(call: Call, lines: Sequence[Line], local: LocalForm = LocalForm()) -> FactorRule:
-    """Return the rule of an operation. local: with the arguments for local shapes."""
+    """Return an operation's rule. local: with the arguments for local shapes."""
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         return _resample(local, args[0], lines)
@@ -101,15 +101,16 @@ def _rule(call: Call, lines: Sequence[Line], local: LocalForm = LocalForm()) -> 
 def rule_along(
     call: Call, lines: Sequence[Line], windowed: Sequence[int], local: LocalForm, **keywords: object
 ) -> FactorRule:
-    """Return a rule in which all tensors have the dimensions d0, d1, ... of the result.
+    """Return a rule in which all tensors have the result's dimensions d0, d1, ...
 
-    windowed: operands that have a halo along `lines`, or are whole where they cannot.
+    windowed: operands that have a halo along `lines`, or are replicated where they cannot.
     """
     y = call.results[0]
     lead, accesses, whole = y.dim() - len(lines), {}, set()
     names = factors("d", y.dim())
     operands, sizes = [list(names) for _ in call.tensors], dict(zip(names, y.shape))
     for d, line in enumerate(lines, start=lead):
+        # Integers have no weights. A single position reads all rows, so a halo gains nothing.
         if not y.is_floating_point() or min(line.rows, line.positions) == 1 < max(
             line.rows, line.positions
         ):
@@ -133,18 +134,19 @@ def rule_along(
 
 @lru_cache(maxsize=1024)
 def is_identity(line: Line) -> bool:
-    """Return whether every position is the row of the same number."""
+    """Return whether every position is the row with the same number."""
     unit = torch.eye(line.rows, dtype=torch.float64, device="cpu")
     return line.rows == line.positions and torch.equal(weights(line, torch.float64), unit)
 
 
 @lru_cache(maxsize=1024)
 def _reach(line: Line) -> Reach:
-    """Return the reach of the forward operation.
+    """Return the forward operation's reach.
 
-    Positions may follow several slopes. The one with the narrowest windows is taken.
+    Positions may follow several slopes. The narrowest windows win.
     """
     first, last, _ = (t.tolist() for t in bands(replace(line, back=False), torch.float32))
+    # Two conventions: rows per position, and the same with aligned corners.
     slopes = {Fraction(line.rows, line.positions), Fraction(line.rows - 1, line.positions - 1)}
     slopes |= {Fraction(1 / line.scale).limit_denominator(64)} if line.scale else set()
     reaches = []
@@ -159,7 +161,7 @@ def _reach(line: Line) -> Reach:
 
 
 def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> object:
-    """Resample one dimension after the other, beginning with those that shrink most."""
+    """Resample one dimension after the other, beginning with the one that shrinks most."""
     result, shape = local.results[0], list(local.shape(x))
     lead, dtype = len(result.shape) - len(lines), computation_dtype(result.dtype)
     value = x if result.dtype == dtype else local.call(aten._to_copy.default, x, dtype=dtype)
@@ -168,6 +170,7 @@ def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> object:
         for d, line in enumerate(lines, start=lead)
         if not is_identity(line)
     ]
+    # A dimension that shrinks first leaves less work for the others.
     for _, d, line in sorted(pending, key=lambda entry: entry[:2]):
         value = _resample_dimension(local, value, shape, d, line)
         shape[d] = result.shape[d]
@@ -181,10 +184,10 @@ def _resample(local: LocalBuilder, x: object, lines: Sequence[Line]) -> object:
 def read_line(
     local: LocalBuilder, line: Line, d: int, size: int, kind: torch.dtype
 ) -> tuple[fx.Node, fx.Node, int, object]:
-    """Return (rows, weights, width, first row of the halo) of the device's positions.
+    """Return (rows, weights, width, first halo row) for the device's positions.
 
-    size: local size of the dimension. Row numbers are [positions * width], weights [positions,
-    width]. They count from the first row of the halo.
+    size: the dimension's local size. Row numbers are [positions * width], weights [positions,
+    width]. Row numbers count from the halo's first row.
     """
     result, width = local.results[0], bands(line, kind)[2].shape[1]
     first, start = local.first_row(0, d), local.index(f"d{d}") * result.shape[d]
@@ -197,7 +200,7 @@ def read_line(
 def _resample_dimension(
     local: LocalBuilder, value: object, shape: Sequence[int], d: int, line: Line
 ) -> object:
-    """Resample one dimension of a local value of this shape."""
+    """Resample one dimension in a local value with this shape."""
     count = local.results[0].shape[d]
     kind = computation_dtype(local.results[0].dtype)
     rows, weight, width, _ = read_line(local, line, d, shape[d], kind)

@@ -3,12 +3,12 @@
     max_pool2d(x, [3, 3])       max_pool2d(max_pool2d(x, [1, 3]), [3, 1])
 
 This decomposition applies where windows reach over shards. Columns are pooled first, so that the
-rows of the halo are as short as those of the result. Ties do not matter. The first maximum of a
-window is in the first row that has it, and there in the first column.
+halo's rows are as short as the result's. Ties do not matter: a window's first maximum is in the
+first row that has it, and there in the first column.
 
-The maximum of window p is in row s p + a, for some offset a of the kernel. Row s q + r receives
-gradient from the windows q - m, for all a = s m + r. The device that has the window selects it.
-Then it moves by m rows. No index is sent.
+Window p has its maximum in row s p + a, for some kernel offset a. Row s q + r receives
+gradients from the windows q - m, for all a = s m + r. The device that has the window selects the
+gradient and then moves it by m rows. No index is sent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PoolStage:
     def pool_backward(
         self, grad: Tensor, index: Tensor, shape: Sequence[int], shards: int
     ) -> Tensor:
-        """Return the gradient of x, of this shape. grad, index: for the results of `pool`.
+        """Return the gradient for x, with this shape. grad, index: for `pool`'s results.
 
         It is computed for a multiple of `shards` rows, so that each device interleaves its phases.
         """
@@ -68,6 +68,7 @@ class PoolStage:
         size = -(-max(windows, -(-rows // self.stride)) // shards) * shards
         phases: list[dict[int, Tensor]] = [{} for _ in range(self.stride)]
         for tap in range(0, self.kernel * self.dilation, self.dilation):
+            # Offset a = s m + r: the phase r, and the move by m rows.
             move, phase = divmod(tap - self.padding, self.stride)
             phases[phase][move] = _pad(
                 torch.where(row - first == tap, grad, 0), dim, 0, size - windows
@@ -95,6 +96,7 @@ def _sum_of_shifted(terms: Mapping[int, Tensor], dim: int) -> Tensor:
     Terms with one direction are shifted together as far as possible.
     """
     sums = [terms[0]] if 0 in terms else []
+    # From the farthest term on, so that each shift takes all sums so far along.
     for moves in (
         sorted((m for m in terms if m > 0), reverse=True),
         sorted(m for m in terms if m < 0),
@@ -114,7 +116,7 @@ def stages(
     padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,),
 ) -> list[PoolStage]:
-    """Return the stages of a pooling, from the last dimension on; at least one."""
+    """Return a pooling's stages, from the last dimension on; at least one."""
     options = [
         list(v) * (spatial if len(v) == 1 else 1)
         for v in (kernel, stride or kernel, padding, dilation)
@@ -131,7 +133,7 @@ def max_pool(
     dilation: Sequence[int] = (1,),
     ceil_mode: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return the maxima, and their positions in the input of the last stage."""
+    """Return the maxima, and their positions in the last stage's input."""
     index = x  # replaced: there is at least one stage
     for stage in stages(len(kernel), kernel, stride, padding, dilation):
         x, index = stage.pool(x, len(kernel), ceil_mode)
@@ -151,9 +153,9 @@ def max_pool_backward(
     *,
     shards: int = 1,
 ) -> Tensor:
-    """Return the gradient of x. index: from `max_pool`. shards: see PoolStage.pool_backward.
+    """Return the gradient for x. index: from `max_pool`. shards: see PoolStage.pool_backward.
 
-    The indices of the stages before the last are computed again.
+    The indices in stages before the last are computed again.
     """
     forward, saved = stages(len(kernel), kernel, stride, padding, dilation), []
     for stage in forward[:-1]:

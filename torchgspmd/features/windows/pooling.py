@@ -42,7 +42,7 @@ def _maximum(call: Call) -> FactorRule:
     windows = forward_windows(call)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
-        """Pool a halo, then convert its indices to those of the whole input."""
+        """Pool a halo, then convert its indices to those in the whole input."""
         pair = local.call(
             call.target,
             *args[:2],
@@ -73,11 +73,11 @@ def _maximum(call: Call) -> FactorRule:
 
 @rule_for(*BACKWARD)
 def _maximum_backward(call: Call) -> FactorRule:
-    """Return the rule of (gradient, input, indices). Only the shape of the input is used."""
+    """Return the rule for (gradient, input, indices). The input only gives its shape."""
     windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:6])
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Compute the gradient of all rows that the halo touches, then cut."""
+        """Compute the gradient for all rows that the halo touches, then cut."""
         spread = Spread.from_windows(local, windows)
         moves = [-spread.first(local, i) for i in range(len(windows))]
         rows = [w.rows for w in windows]
@@ -123,13 +123,13 @@ def _average(call: Call) -> FactorRule:
 
 @rule_for(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
 def _average_backward(call: Call) -> FactorRule:
-    """Return the rule of (gradient, input). Only the shape of the input is used."""
+    """Return the rule for (gradient, input). The input only gives its shape."""
     windows = pool_windows(call.tensors[1].shape, call.tensors[0].shape, *call.args[2:5])
     ceil, padded, divisor = call.args[5:8]
     uniform = divisor or _uniform_divisor(windows, padded)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Compute the gradient of all rows that the halo touches, then cut."""
+        """Compute the gradient for all rows that the halo touches, then cut."""
         grad, spread = args[0], Spread.from_windows(local, windows)
         if not uniform:
             counts = _row_counts(local, windows, local.shape(grad), padded, 0)
@@ -148,9 +148,10 @@ def _average_backward(call: Call) -> FactorRule:
 
 
 def _uniform_divisor(windows: Sequence[PoolWindow], padded: bool) -> int | None:
-    """Return the divisor of every position if it is the same for all, else None."""
+    """Return the divisor if all positions share it, else None."""
     for w in windows:
         margin = w.padding if padded else 0
+        # The last window may hang over the end; padding that does not count shortens the first.
         if (
             (w.positions - 1) * w.stride - w.padding + w.kernel > w.rows + margin
             or w.padding
@@ -167,9 +168,9 @@ def _row_counts(
     padded: bool,
     operand: int | None,
 ) -> Any:
-    """Return how many rows each position averages over. padded: whether padding counts.
+    """Return the number of rows that each position averages. padded: whether padding counts.
 
-    The positions are those of the local result, or of an operand's halo.
+    The positions are in the local result, or in an operand's halo.
     """
     result, dtype, device = None, local.results[0].dtype, local.results[0].device
     for i, w in enumerate(windows):
@@ -188,7 +189,8 @@ def _row_counts(
             aten.clamp.default, local.call(aten.add.Scalar, start, w.kernel), None, w.rows + margin
         )
         count = local.call(aten.sub.Tensor, end, local.call(aten.clamp.default, start, -margin))
-        count = local.call(aten.clamp.default, count, 1)  # positions past the end
+        # Positions past the end would divide by zero.
+        count = local.call(aten.clamp.default, count, 1)
         count = local.call(
             aten._to_copy.default,
             local.call(aten.view.default, count, [-1] + [1] * (len(shape) - 1 - dim)),

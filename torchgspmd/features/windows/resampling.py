@@ -1,9 +1,9 @@
-"""The weights of interpolation and adaptive pooling along one dimension.
+"""The weights for interpolation and adaptive pooling along one dimension.
 
-    linear interpolation of 2 rows to 4     [[1, 0], [.75, .25], [.25, .75], [0, 1]]
+    linear interpolation from 2 rows to 4     [[1, 0], [.75, .25], [.25, .75], [0, 1]]
 
-Every position is a weighted sum of a few rows. PyTorch's own operation, applied to the unit matrix,
-gives the weights. So all modes have one definition, and positions are rounded as there.
+Each position is a weighted sum over a few rows. PyTorch's own operation, applied to the unit
+matrix, gives the weights. So all modes have one definition, and positions round as in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...compat.operators import aten
 
 @dataclass(frozen=True)
 class Line:
-    """Spatial dimension number `dim` of such an operation.
+    """Spatial dimension number `dim` in such an operation.
 
     corners: align_corners, None if the operation has no such argument. scale: the scale factor, if
     it is not positions / rows. back: whether it is the gradient, from positions to rows.
@@ -38,8 +38,9 @@ class Line:
 
 @lru_cache(maxsize=256)
 def weights(line: Line, dtype: torch.dtype) -> Tensor:
-    """Return the weights [positions, rows]; of a gradient [rows, positions]."""
-    count = int(re.findall(r"(\d)d", line.op)[0])  # spatial dimensions: 2 of upsample_nearest2d
+    """Return the weights [positions, rows]; for a gradient [rows, positions]."""
+    # The number of spatial dimensions, such as 2 in upsample_nearest2d.
+    count = int(re.findall(r"(\d)d", line.op)[0])
     # The other dimensions get 2 positions. With 1, upsampling with antialias is wrong on CPUs.
     shape, size = [1] * count, [2] * count
     scales: list[float | None] = [None] * count
@@ -64,9 +65,9 @@ def weights(line: Line, dtype: torch.dtype) -> Tensor:
 
 @lru_cache(maxsize=256)
 def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for every position its first row, its last row and the weights [p, k] between.
+    """Return each position's first row, its last row and the weights [p, k] between.
 
-    A position without rows has a last row before its first. k: the most rows of any position.
+    A position without rows has a last row before its first. k: the most rows at any position.
     """
     dense = weights(line, dtype)
     is_read, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
@@ -74,12 +75,13 @@ def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     first = torch.where(has_rows, is_read.int().argmax(1), 0)
     last = torch.where(has_rows, dense.shape[1] - 1 - is_read.flip(1).int().argmax(1), -1)
     rows = first[:, None] + place[: max(int((last - first).max()) + 1, 1)]  # [p, k]
+    # Rows past the end have the weight 0.
     inside = rows < dense.shape[1]
     return first, last, dense.gather(1, torch.where(inside, rows, 0)) * inside
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type to compute positions and weights in."""
+    """Return the type in which to compute positions and weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -100,7 +102,7 @@ def band(
     kind: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the row numbers [count * width] and weights [count, width] of some positions.
+    """Return the row numbers [count * width] and weights [count, width] for some positions.
 
     Positions: start:start+count; those past the end read an arbitrary row. Row numbers count from
     `first`, in rows first:first+length.
@@ -109,7 +111,8 @@ def band(
         op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
     )
     kept = _part_on_device(line, start, count, first, length, width, kind=kind, device=device)
-    return kept[0].clone(), kept[1].clone()  # programs write over what they have
+    # Programs write over results, and the cached tensors have to stay.
+    return kept[0].clone(), kept[1].clone()
 
 
 @lru_cache(maxsize=256)
@@ -123,7 +126,7 @@ def _part_on_device(
     kind: torch.dtype,
     device: torch.device,
 ) -> tuple[Tensor, Tensor]:
-    """Return the results of `band`. A GPU gets them once: a copy makes the host wait for it."""
+    """Return `band`'s results. A GPU gets them once: a copy makes the host wait for it."""
     begin, _, weight = bands(line, kind)
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
     index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]

@@ -1,4 +1,4 @@
-"""The rows that windows add to the tables of the core."""
+"""The rows that windows add to the core's tables."""
 
 from . import (  # noqa: F401 (rows of RULES and REWRITES)
     adaptive_max_pool,

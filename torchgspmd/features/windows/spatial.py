@@ -1,4 +1,4 @@
-"""Operations whose spatial dimensions must be whole: padding by content, unpooling, grids.
+"""Operations that need replicated spatial dimensions: padding by content, unpooling, grids.
 
 Batch and channels may be sharded. If a spatial dimension is sharded, reflection and replication
 pads are split into slices, flips and concatenations.
@@ -41,7 +41,7 @@ def _spatial(name: str, spatial: int, operands: str, results: str, split: Callab
 
 
 def _pad_dims(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Return (dimension, rows before, rows behind) of pads, which begin with the last dimension."""
+    """Return pads as (dimension, rows before, rows behind); pads begin with the last dimension."""
     return [
         (x.dim() - 1 - i // 2, pads[i], pads[i + 1])
         for i in range(0, len(pads), 2)
@@ -77,7 +77,8 @@ def _surround(
 
 
 def _reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
-    """Return the gradient: each row sums the gradients of its readers."""
+    """Return the gradient: each row sums its readers' gradients."""
+    # The forward's steps in reverse.
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         front = grad.narrow(d, 0, max(before, 0)).flip(d)
@@ -87,7 +88,7 @@ def _reflection_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Te
 
 
 def _replication_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> Tensor:
-    """Return the gradient: the first and last row sum the gradients of their readers."""
+    """Return the gradient: the first and last row sum their readers' gradients."""
     for d, before, behind in reversed(_pad_dims(x, pads)):
         n, total = x.shape[d], grad.shape[d]
         pieces = [(grad.narrow(d, i, 1), 0) for i in range(max(before, 0))]
@@ -99,7 +100,7 @@ def _replication_pad_backward(grad: Tensor, x: Tensor, pads: Sequence[int]) -> T
 def _add_pieces(
     d: int, n: int, grad: Tensor, before: int, behind: int, pieces: list[tuple[Tensor, int]]
 ) -> Tensor:
-    """Add pieces to the gradient of the middle. Piece (x, i) starts at row i of n."""
+    """Add pieces to the middle's gradient. Piece (x, i) starts at row i of n."""
 
     def pad_to_size(piece: Tensor, start: int) -> Tensor:
         pads = [0, 0] * (grad.dim() - 1 - d) + [start, n - start - piece.shape[d]]
@@ -127,6 +128,7 @@ for _op, _in, _out in (
     (aten.fractional_max_pool2d, "h w", "u v"),
     (aten.fractional_max_pool3d, "d h w", "t u v"),
 ):
+    # Without and with a batch dimension.
     _sentences = [
         Sentence.parse(f"{_n}c {_in}, {_n or '1 '}c r -> {_n}c {_out}, {_n}c {_out}")
         for _n in ("", "n ")
@@ -158,7 +160,7 @@ rule(
 
 @rule_for(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
 def _grid_backward(call: Call) -> FactorRule:
-    """Return the rule of the gradients of image and grid.
+    """Return the rule for the gradients of image and grid.
 
     The grid's gradient is a sum over channels, the image's a sum over the grid.
     """

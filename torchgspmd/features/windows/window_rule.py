@@ -1,9 +1,9 @@
-"""Windows that pooling and convolutions read, or spread over the positions of the result.
+"""Windows that pooling and convolutions read, or spread over the result's positions.
 
 avg_pool1d, kernel 3, stride 2, padding 1       ... w[2p-1:2p+2] -> ... w
 
-Transposed convolutions and the gradients of pooling spread their windows. A device computes all
-positions that its window touches, then takes its own out of them.
+Transposed convolutions and pooling gradients spread their windows. A device computes all positions
+that its window touches, then takes its own.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def cut(
     span: int,
     crop: bool = True,
 ) -> WindowCut:
-    """Return the WindowCut for the window of an operand's dimension.
+    """Return the WindowCut for an operand dimension's window.
 
-    span: distance of the first and last element of the kernel. crop: whether the operation can
+    span: the distance between the kernel's first and last elements. crop: whether the operation can
     leave out `spare` positions.
     """
     factor = local.rule.operands[operand][dim][0]
@@ -63,9 +63,11 @@ def cut(
     def start(device: Any) -> Any:
         return device * length + padding - window.first(device) * stride
 
-    starts = {start(device) for device in range(stride)}  # they repeat after `stride` devices
+    # The start repeats after `stride` devices.
+    starts = {start(device) for device in range(stride)}
     end = (window.length - 1) * stride + span + 1
     front, back = max(0, -min(starts)), max(0, max(starts) + length - end)
+    # The operation leaves out as many positions at the end as at the start.
     spare = min(min(starts), end - max(starts) - length) if crop and not front and not back else 0
     own_start = start(local.index(factor)) if len(starts) > 1 else starts.pop()
     return WindowCut(own_start + (front - spare), length, spare, front, back)
@@ -87,7 +89,7 @@ class PoolWindow:
         return self.dilation * (self.kernel - 1)
 
     def reach(self, fill: float) -> Reach:
-        """Return the rows that a position reads. fill: the value of the padding."""
+        """Return the rows that a position reads. fill: the padding's value."""
         return Reach(-self.padding, self.span - self.padding, self.stride, fill=fill)
 
 
@@ -117,7 +119,7 @@ def pool_rule(
     emit: Any,
     **keywords: Any,
 ) -> FactorRule:
-    """Return a rule in which all tensors have the dimensions d0, d1, ... of shape `positions`.
+    """Return a rule in which all tensors have dimensions d0, d1, ... with sizes `positions`.
 
     windowed: the operands with a halo along the last dimensions.
     """
@@ -133,7 +135,7 @@ def pool_rule(
 
 
 def forward_windows(call: Call) -> list[PoolWindow]:
-    """Return the windows of a pooling call that is no gradient."""
+    """Return the windows in a pooling call that is no gradient."""
     options = call.argument(2, "stride", ()), call.argument(3, "padding", (0,))
     more = () if _averages(call.target) else (call.argument(4, "dilation", (1,)),)
     return pool_windows(call.tensors[0].shape, call.results[0].shape, call.args[1], *options, *more)
@@ -144,7 +146,7 @@ def _averages(target: Any) -> bool:
 
 
 def remaining_padding(local: LocalBuilder, windows: Sequence[PoolWindow]) -> list[int]:
-    """Return the padding of whole dimensions. Windows of sharded ones include theirs."""
+    """Return the padding along replicated dimensions. Windows along sharded ones include theirs."""
     lead = len(local.results[0].shape) - len(windows)
     return [0 if local.sharded(f"d{lead + i}") else w.padding for i, w in enumerate(windows)]
 
@@ -175,7 +177,7 @@ def renumber(
 
 @dataclass(frozen=True)
 class Spread:
-    """The rows of x that a device's positions touch. The device's own rows are some of them."""
+    """The rows of x that a device's positions touch. The device's own rows are among them."""
 
     windows: tuple[PoolWindow, ...]
     shape: list[int]
@@ -183,7 +185,7 @@ class Spread:
 
     @classmethod
     def from_windows(cls, local: LocalBuilder, windows: Sequence[PoolWindow]) -> Spread:
-        """Return the rows that the device's halo of positions touches."""
+        """Return the rows that the device's halo touches."""
         shape, cuts = list(local.results[0].shape), {}
         lead = len(shape) - len(windows)
         for i, w in enumerate(windows):
@@ -198,7 +200,8 @@ class Spread:
         return local.first_row(0, dim) * w.stride - w.padding if dim in self.cuts else 0
 
     def gradient(self, local: LocalBuilder, args: tuple, rest: list) -> Any:
-        """Return the own rows of a call (gradient, input, kernel, stride, padding, *rest)."""
+        """Return the device's own rows of (gradient, input, kernel, stride, padding, *rest)."""
+        # Only the input's shape counts: that of all touched rows.
         x = local.call(aten.new_zeros.default, args[1], [])
         value = local.call(
             local.node.target,
