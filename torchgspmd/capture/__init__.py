@@ -1,6 +1,6 @@
-"""Capture of a module or function as one graph.
+"""Capture: a module or function becomes one graph.
 
-`capture` runs it on fake tensors. The other files have the replacements of calls in the trace.
+`capture` runs it on fake tensors. The other files have the replacements for calls in the trace.
 """
 
 from .argument_sizes import ArgumentSizes, Dims, sizes_of

@@ -1,10 +1,10 @@
-"""Sizes of arguments that may be others in each run of one program.
+"""Argument sizes that may differ between runs of one program.
 
-    x [2, a], mask [2, a + 1]       two dimensions of one size, a
+    x [2, a], mask [2, a + 1]       two dimensions with one size, a
     x.unflatten(0, (-1, 2))         a size that every run divides evenly: its unit is 2
 
-In a trace they are symbols of torch's ShapeEnv, as are sizes that depend on values. Sizes 0 and 1
-have programs of their own: they broadcast, and there are branches on them.
+In a trace they are symbols in torch's ShapeEnv, as are sizes that depend on values. Sizes 0 and 1
+have programs of their own: they broadcast, and programs branch on them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ LEAST = 2
 
 @dataclass(frozen=True)
 class ArgumentSizes:
-    """Which dimensions of the tensors among the arguments have a size of a run.
+    """The dimensions of tensor arguments whose size a run decides.
 
-    dims: for (tensor, dimension) the name of its size, and a number that is added to it. units:
-    which number divides a size in every run, by the name of the size; others have 1. Shards have
-    whole units.
+    dims: for (tensor, dimension) its size's name, and a number that is added to it. units: by size
+    name, the number that divides it in every run; others have 1. Shards have whole units.
     """
 
     dims: Mapping[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
@@ -43,9 +42,9 @@ class ArgumentSizes:
     def shapes(
         self, tensors: Sequence[Tensor], first: int, env: AssumingShapeEnv
     ) -> list[Sequence[Any]]:
-        """Return the shapes of a trace's inputs, with symbols for sizes of a run.
+        """Return the shapes of a trace's inputs, with symbols for dynamic sizes.
 
-        first: the position of the first argument among the tensors.
+        first: the first argument's position among the tensors.
         """
         symbols: dict[str, Any] = {}
         shapes: list[Any] = [list(t.shape) for t in tensors]
@@ -56,14 +55,16 @@ class ArgumentSizes:
                     symbols[name] = env.create_unbacked_symint()
                     symbol = symbols[name].node.expr
                     env.near[symbol] = shape[dim] - added
+                    # A size without a ratio stays dynamic, but axes cannot shard it.
                     if len(symbols) <= len(RATIOS):
                         env.ratios[symbol] = RATIOS[len(symbols) - 1]
                 shape[dim] = symbols[name] + added
+                # Sizes 0 and 1 have other programs.
                 torch._check(shape[dim] >= LEAST)
         return shapes
 
     def values(self, shapes: Sequence[Sequence[int]], least: int = LEAST) -> dict[str, int] | None:
-        """Return the sizes by name in a call; None if it needs another program."""
+        """Return a call's sizes by name; None if it needs another program."""
         sizes: dict[str, int] = {}
         for (tensor, dim), (name, added) in self.dims.items():
             size = shapes[tensor][dim]
@@ -72,12 +73,12 @@ class ArgumentSizes:
         return sizes
 
     def with_units(self, units: Sequence[int]) -> ArgumentSizes:
-        """Return the same with the units of the sizes that a program has, in their order."""
+        """Return the same with units, given in the order of a program's sizes."""
         names = dict.fromkeys(name for name, _ in self.dims.values())
         return replace(self, units={name: n for name, n in zip(names, units) if n > 1})
 
     def numbers(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
-        """Return how many units the sizes have in a call that has these shapes, by name."""
+        """Return by name the number of units in each size, for a call with these shapes."""
         numbers: dict[str, int] = {}
         for name, size in (self.values(shapes, least=0) or {}).items():
             unit = self.units.get(name, 1)
@@ -91,9 +92,9 @@ class ArgumentSizes:
         return numbers
 
     def without_small(self, shapes: Sequence[Sequence[int]]) -> ArgumentSizes | None:
-        """Return the sizes that are symbols in a program for a call with some smaller than 2.
+        """Return the sizes that are symbols in the program for a call with small ones.
 
-        None if all are symbols there, or if sizes of one name differ.
+        None if all are symbols there, or if sizes with one name differ.
         """
         sizes: dict[str, int] = {}
         small = set()
@@ -106,14 +107,14 @@ class ArgumentSizes:
         return ArgumentSizes(rest) if small else None
 
     def fits(self, tensor: int, shape: Sequence[int], planned: Sequence[int]) -> bool:
-        """Return whether a tensor has the planned shape, but for sizes of a run."""
+        """Return whether a tensor has the planned shape, but for dynamic sizes."""
         return len(shape) == len(planned) and all(
             size == other or (tensor, dim) in self.dims
             for dim, (size, other) in enumerate(zip(shape, planned))
         )
 
     def check(self, shapes: Sequence[Sequence[int]], least: int = LEAST) -> None:
-        """Raise ShardingError if sizes of one name differ, or are smaller than `least`."""
+        """Raise ShardingError if sizes with one name differ, or are smaller than `least`."""
         if self.values(shapes, least) is None:
             sizes = {
                 f"{name}{f' + {n}' * bool(n)}": shapes[tensor][dim]
@@ -136,9 +137,9 @@ def sizes_of(
     leaves: Sequence[object],
     programs_for_small: bool = False,
 ) -> ArgumentSizes:
-    """Return the sizes that `plan(dynamic=)` names. names: those of all leaves.
+    """Return the sizes that `plan(dynamic=)` names. names: one for each leaf.
 
-    programs_for_small: leave out sizes of 0 and 1, which have programs of their own.
+    programs_for_small: leave out sizes 0 and 1, which have programs of their own.
     """
     tensors = [(name, x) for name, x in zip(names, leaves) if isinstance(x, Tensor)]
     dims: dict[tuple[int, int], tuple[str, int]] = {}
@@ -153,6 +154,7 @@ def sizes_of(
         for i in chosen:
             for dim, size in _named(asked, *tensors[i]).items():
                 dims[i, dim] = size
+    # A size without a name is known by its number so far; equal numbers get one name.
     numbers = [name for name, _ in dims.values() if name.isdigit()]
     named = {number: f"n{i}" for i, number in enumerate(dict.fromkeys(numbers))}
     dims = {dim: (named.get(name, name), added) for dim, (name, added) in dims.items()}
@@ -162,7 +164,7 @@ def sizes_of(
 
 
 def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]:
-    """Return the size of each dimension; those of one size now have one name."""
+    """Return each dimension's size; those with one size now have one name."""
     if not isinstance(asked, Mapping):
         asked = dict.fromkeys([asked] if isinstance(asked, int) else asked, "")
     rank, named = tensor.dim(), {}

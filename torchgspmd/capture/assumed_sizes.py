@@ -1,4 +1,4 @@
-"""Branches on sizes that depend on values, where all sizes but 0 and 1 have the same outcome.
+"""Branches on value-dependent sizes, where all sizes but 0 and 1 have the same outcome.
 
 rows = x[mask]                  a size that only a run knows
 if len(rows) == 0:              taken as False, and every run checks that it is
@@ -21,8 +21,10 @@ from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
 from ..errors import user_line
 from ..rules.custom_ops.numbers import at_least
 
-_SIZES = (2, 3, 1009, 1013)  # of parts: where a condition has one outcome, it has it for all sizes
-_MOST = 3  # the most sizes of one condition
+# Sizes, in parts, to try: a condition with one outcome for these has it for all sizes.
+_SIZES = (2, 3, 1009, 1013)
+# The most sizes in one condition.
+_MOST = 3
 
 
 class AssumingShapeEnv(ShapeEnv):
@@ -30,11 +32,11 @@ class AssumingShapeEnv(ShapeEnv):
 
     def __init__(self, devices: int = 1) -> None:
         super().__init__()
-        self.multiple = devices  # of which the stand-ins of arguments' sizes are multiples
-        self.ratios: dict[Any, int] = {}  # symbol of an argument's size -> that of its stand-ins
+        self.multiple = devices  # divides the stand-ins for arguments' sizes
+        self.ratios: dict[Any, int] = {}  # symbol for an argument's size -> its stand-ins' ratio
         # symbol -> the least value for which the program is right, and the line that says so
         self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
-        self.near: dict[Any, int] = {}  # symbol -> the size that an argument has in this trace
+        self.near: dict[Any, int] = {}  # symbol -> the argument's size in this trace
 
     def evaluate_expr(self, *args: object, **kwargs: object) -> Any:
         try:
@@ -45,38 +47,41 @@ class AssumingShapeEnv(ShapeEnv):
             return outcome
 
     def _assume(self, condition: Any) -> Any:
-        """Return the outcome of a condition for all sizes of 2 and more; None if there is none."""
+        """Return a condition's outcome for all sizes from 2 on; None if there are several."""
         symbols = sorted(condition.free_symbols, key=str)
         if not getattr(condition, "is_Relational", False) or not 0 < len(symbols) <= _MOST:
             return None
         if not all(self._is_size(symbol) for symbol in symbols):
             return None
         parts = _parts(condition)
+        # For each size, the least and the greatest remainder that divisions can leave.
         sizes = [parts * size + rest for size in _SIZES for rest in {0, parts - 1}]
         if (outcome := _outcome(condition, symbols, sizes)) is None:
             return None
+        # The bound goes down as long as the outcome stays the same.
         low = 2 * parts
         while low > 0 and _outcome(condition, symbols, (low - 1, *sizes)) is not None:
             low -= 1
         for symbol in symbols:
             before = self.lower_bounds.get(symbol, (0, None))
+            # The strictest condition on a size decides, and is named in the error.
             self.lower_bounds[symbol] = max(before, (low, user_line()), key=lambda pair: pair[0])
         return outcome
 
     def _is_size(self, symbol: object) -> bool:
-        """Return whether a symbol is the size of a dimension, or was required to be able to be."""
+        """Return whether a symbol is a dimension's size, or was required to be a possible one."""
         bounds = self.var_to_range.get(symbol)
         return bounds is not None and bounds.lower >= 0 and bounds.upper > 1
 
 
 def _parts(condition: Any) -> int:
-    """Return how many parts sizes are divided into: 4 for n // 2 and n // 4, which may be 0."""
+    """Return the number of parts into which sizes are divided: 4 for n // 2 and n // 4."""
     divisions = condition.find(lambda each: type(each).__name__ == "FloorDiv")
     return math.lcm(*(int(each.args[1]) for each in divisions if each.args[1].is_Integer))
 
 
 def _outcome(condition: Any, symbols: list, sizes: Sequence[int]) -> Any:
-    """Return the outcome of a condition if it is the same for all these sizes, else None."""
+    """Return a condition's outcome if it is the same for all these sizes, else None."""
     outcomes = {
         condition.subs(dict(zip(symbols, values)))
         for values in itertools.product(sizes, repeat=len(symbols))
@@ -85,14 +90,14 @@ def _outcome(condition: Any, symbols: list, sizes: Sequence[int]) -> Any:
 
 
 def insert_checks(graph: fx.Graph, env: AssumingShapeEnv) -> None:
-    """Insert checks of the sizes that the trace assumed, for every run."""
+    """Insert checks in every run for the sizes that the trace assumed."""
     for symbol, (low, where) in env.lower_bounds.items():
         if low > 0:
             _insert_check(graph, symbol, low, where)
 
 
 def _insert_check(graph: fx.Graph, symbol: object, low: int, where: str | None) -> None:
-    """Pass a size through a check, from the first node on that has it."""
+    """Pass a size through a check, from the first node that has it."""
     for node in graph.nodes:
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt) and val.node.expr == symbol:
@@ -112,13 +117,14 @@ def _insert_check(graph: fx.Graph, symbol: object, low: int, where: str | None) 
 
 
 def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, low: int, where: str | None) -> None:
-    """Take all rows of a tensor, as many as have been checked."""
+    """Take all rows of a tensor by a number that has been checked."""
     val = node.meta["val"]
     with graph.inserting_after(node):
         size = graph.call_function(aten.sym_size.int, (node, dim))
     with graph.inserting_after(size):
         checked = graph.call_function(at_least, (size, low, where))
     with graph.inserting_after(checked):
+        # Expanding to the checked size makes every later user depend on the check.
         shape = [checked if d == dim else -1 for d in range(val.dim())]
         rows = graph.call_function(aten.expand.default, (node, shape))
     size.meta, checked.meta = ({**node.meta, "val": val.shape[dim]} for _ in range(2))

@@ -1,4 +1,4 @@
-"""Reachability in the autograd graph of a trace: connected outputs, inputs that get a gradient."""
+"""Reachability in a trace's autograd graph: connected outputs, inputs that get a gradient."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def connected_components(outs: list[Tensor]) -> list[int]:
             if node not in owners:
                 owners[node] = i
                 stack += [n for n, _ in node.next_functions]
+            # The smaller number becomes the root, so that it is the component's first output.
             elif (other := first(owners[node])) != (own := first(i)):
                 root[max(other, own)] = min(other, own)
     return [first(i) for i in range(len(outs))]
 
 
 def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """Return for each output a bit set of the inputs that gradients flow to: bit k is input k.
+    """Return a bit set for each output, with the inputs that gradients flow to: bit k is input k.
 
     Raises ShardingError if a gradient would flow to another leaf tensor, where it would be lost.
     """
@@ -50,6 +51,7 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
     reachable: dict[Any, int] = {}
     stack: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
+        # A stack, not recursion: autograd graphs are deeper than Python's recursion limit.
         node = stack[-1]
         before = [n for n, _ in node.next_functions if n is not None]
         rest = [n for n in before if n not in reachable] if node not in reachable else ()

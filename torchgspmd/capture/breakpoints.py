@@ -1,7 +1,7 @@
-"""breakpoint() in forward: where it stands, and the values of the graph that are local there.
+"""breakpoint() in forward: its place, and the graph's values that are local there.
 
 While a program is traced a tensor has no value, so a breakpoint does not stop. It is recorded with
-the variables of its frame; gspmd.debug stops in such a frame when a run has computed them.
+its frame's variables; gspmd.debug stops in such a frame when a run has computed them.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from ..errors import user_line
 from .functional_values import unwrap
 from .trace_context import PATCHES, is_transforming
 
-VALUES = "breakpoint values"  # metadata of a traced node: its LocalValues
+VALUES = "breakpoint values"  # metadata on a traced node: its LocalValues
 
 
 @dataclass
 class LocalValue:
-    """A tensor of a user's variable. name: of its node in the captured graph, if it has one."""
+    """A tensor in a user's variable. name: its node's in the captured graph, if it has one."""
 
     name: str = ""
 
 
 @dataclass(frozen=True)
 class Breakpoint:
-    """A breakpoint() in forward; variables have a LocalValue in the place of each tensor."""
+    """A breakpoint() in forward; variables have a LocalValue in place of each tensor."""
 
     file: str
     line: int
     function: str
-    space: dict[str, Any]  # the globals of the function
+    space: dict[str, Any]  # the function's globals
     variables: dict[str, Any]
 
     def values(self) -> set[str]:
-        """Return the nodes of the captured graph that its variables hold."""
+        """Return the captured graph's nodes that its variables hold."""
         leaves = pytree.tree_leaves(self.variables)
         return {leaf.name for leaf in leaves if isinstance(leaf, LocalValue) and leaf.name}
 
     def stop(self, values: Mapping[str, object], **more: object) -> None:
         """Call breakpoint() in a frame at this line of the user's file.
 
-        values: of nodes by name. more: further variables of the frame.
+        values: by node name. more: further variables for the frame.
         """
 
         def known(leaf: LocalValue) -> object:
@@ -63,12 +63,13 @@ class Breakpoint:
         exec(self._code(), self.space, {**variables, **more})
 
     def _code(self) -> CodeType:
+        # Empty lines before the call give it the user's line number.
         text = "\n" * (self.line - 1) + "breakpoint()"
         return compile(text, self.file, "exec").replace(co_name=self.function)
 
 
 class Breakpoints:
-    """The breakpoints of one trace."""
+    """One trace's breakpoints."""
 
     def __init__(self) -> None:
         self.found: list[Breakpoint] = []
@@ -77,7 +78,7 @@ class Breakpoints:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the breakpoints of this context."""
+        """Record breakpoints while in this context."""
         token = _now.set(self)
         try:
             yield
@@ -85,7 +86,8 @@ class Breakpoints:
             _now.reset(token)
 
     def add(self) -> None:
-        """Record the breakpoint of the caller's caller."""
+        """Record a breakpoint in the caller's caller."""
+        # Frames: this method, the patched breakpoint, the user's function.
         frame, mode = sys._getframe(2), get_proxy_mode()
         if mode is None or mode.tracer is not self.tracer or is_transforming():
             _warn("breakpoint() in the body of a loop, a pipeline or torch.vmap does not stop")
@@ -116,7 +118,7 @@ def _local_value(tensor: FunctionalTensor) -> LocalValue:
 
 
 def name_values(new: Mapping[fx.Node, Any]) -> None:
-    """Write the names of nodes of the captured graph. new: these by the traced nodes."""
+    """Write the names of nodes in the captured graph. new: these by the traced nodes."""
     for node, named in new.items():
         for value in node.meta.get(VALUES, ()):
             value.name = named.name if isinstance(named, fx.Node) else ""

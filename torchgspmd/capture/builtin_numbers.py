@@ -1,7 +1,7 @@
-"""int(), float(), len(), max() and min() of numbers that only a run knows.
+"""int(), float(), len(), max() and min() on numbers that only a run knows.
 
-Python's own need a number now. Where a trace fails because of one of them, the next trace has the
-replacements below in the namespace of the module that called it, until the trace ends.
+Python's own need a number now. If a trace fails because of one, the next trace puts the
+replacements below into the namespace of the module that called it, until the trace ends.
 
     torch.arange(int(lengths.max()))        lengths.max().item()
     min(n, 8)                               torch.sym_min(n, 8)
@@ -25,7 +25,7 @@ Namespace = dict[str, Any]
 
 
 class _NumberType(type):
-    """The type of the replacements of int and float, which behave as these otherwise."""
+    """The type of the replacements for int and float, which otherwise behave as these."""
 
     plain: type
     symbolic: type
@@ -73,9 +73,10 @@ class _Float(metaclass=_NumberType):
 
 
 def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Callable:
-    """Return max or min that takes numbers of both sorts, and tensors that are numbers."""
+    """Wrap max or min, to take symbolic numbers as well, and tensors that are numbers."""
 
     def extremum(*args: object, **kwargs: object) -> object:
+        # An iterator can be read once, and its values are looked at three times.
         values = list(args[0]) if len(args) == 1 and isinstance(args[0], Iterable) else list(args)
         if not kwargs and any(isinstance(value, Tensor) for value in values):
             return functools.reduce(of_tensors, map(torch.as_tensor, values))
@@ -87,7 +88,7 @@ def _extremum(plain: Callable, symbolic: Callable, of_tensors: Callable) -> Call
 
 
 def _length(value: Any) -> int:
-    """Return len(value), which is a number of rows for tensors."""
+    """Return len(value), which is the row count for tensors."""
     return value.shape[0] if isinstance(value, Tensor) and value.dim() else builtins.len(value)
 
 
@@ -101,7 +102,7 @@ REPLACEMENTS: dict[str, Any] = {
 
 
 def namespace_of(frame: TracebackType | None) -> Namespace | None:
-    """Return the namespace of a frame whose code names a function that has a replacement."""
+    """Return a frame's namespace if its code names a function that has a replacement."""
     if frame is None or REPLACEMENTS.keys().isdisjoint(frame.tb_frame.f_code.co_names):
         return None
     return frame.tb_frame.f_globals
@@ -109,7 +110,7 @@ def namespace_of(frame: TracebackType | None) -> Namespace | None:
 
 @contextmanager
 def replaced(namespaces: Iterable[Namespace]) -> Iterator[None]:
-    """Put the replacements into some namespaces, where these have no variable of the name."""
+    """Put the replacements into namespaces that have no variable with their name."""
     added = [(space, name) for space in namespaces for name in REPLACEMENTS.keys() - space.keys()]
     try:
         for space, name in added:

@@ -1,4 +1,4 @@
-"""Values for constants of a trace that user code caches.
+"""Values for a trace's constants that user code caches.
 
     @functools.lru_cache
     def causal(n):                                          # called by a forward
@@ -21,22 +21,22 @@ from ..compat.private_apis import OpOverload
 
 
 class CachedConstants:
-    """The tensors of a trace that depend on none of its inputs, by weak references."""
+    """The trace's tensors that depend on none of its inputs, by weak references."""
 
     def __init__(self, traced: type[Tensor]) -> None:
         self.traced = traced
         self.alive: dict[int, weakref.ref] = {}
-        # ids of tensors with values that functions were called with
+        # ids of tensors with values that were passed to functions
         self.operands: set[int] = set()
 
     def record_operands(self, args: tuple, kwargs: dict) -> None:
-        """Record the operands of a call that are no tensors of the trace."""
+        """Record a call's operands that are no tensors of the trace."""
         self.operands.update(
             id(x) for x in _tensors((*args, *kwargs.values())) if not isinstance(x, self.traced)
         )
 
     def record_result(self, args: tuple, kwargs: dict, result: object) -> None:
-        """Record the results of a call if all of its traced operands are constants."""
+        """Record a call's results if all its traced operands are constants."""
         if any(
             id(x) not in self.alive
             for x in _tensors((*args, *kwargs.values()))
@@ -56,9 +56,10 @@ class CachedConstants:
     def fill_values(self, nodes: dict[int, fx.Node], owner: torch.nn.Module) -> None:
         """Give values to the constants that are still alive.
 
-        nodes: the node that computes each constant, by the id of the constant.
+        nodes: the node that computes each constant, by the constant's id.
         """
         constants = [(ref(), nodes[key]) for key, ref in self.alive.items() if key in nodes]
+        # swap_tensors below refuses tensors that have weak references.
         self.alive.clear()
         values: dict[fx.Node, Any] = {}
         for tensor, node in constants:
@@ -93,7 +94,7 @@ def _is_computable(node: fx.Node) -> bool:
 
 
 def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, object]) -> Any:
-    """Compute the value of a node, and those of its operands, into the table."""
+    """Compute a node's value, and its operands' values, into the table."""
     if node not in values:
         if node.op == "get_attr":
             values[node] = getattr(owner, node.target)

@@ -1,4 +1,4 @@
-"""Interception of calls of PyTorch's Python interface during a trace."""
+"""A mode that intercepts calls to PyTorch's Python interface during a trace."""
 
 from __future__ import annotations
 
@@ -33,18 +33,19 @@ from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once, is_transforming, is_vectorizing
 from .unsupported import check_dense
 
-_CALL = getattr(nn.Module.__call__, "__code__", None)  # of frames that call a module
+# The code of frames that call a module.
+_CALL = getattr(nn.Module.__call__, "__code__", None)
 
 
 class CallInterceptor(TorchFunctionMode):
-    """A mode that records the source line of every call and replaces products and values."""
+    """A mode that records each call's source line, and replaces products and values."""
 
     def __init__(
         self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
     ) -> None:
         super().__init__()
         self.tracker, self.constants, self.mode = tracker, constants, mode
-        self.lists: dict[int, tuple[Tensor, Any]] = {}  # by id of a tensor, its nested list
+        self.lists: dict[int, tuple[Tensor, Any]] = {}  # by a tensor's id, its nested list
 
     def __torch_function__(
         self, func: Callable, types: Any, args: tuple = (), kwargs: Any = None
@@ -96,15 +97,14 @@ class CallInterceptor(TorchFunctionMode):
         return result
 
     def _replaced(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Return the result of the first replacement that applies, or DECLINED."""
+        """Return the result from the first replacement that applies, or DECLINED."""
         replacements = [*rewrites_of("value", func), *rewrites_of("product", func)]
         if not replacements or kwargs.get("out") is not None:
             return DECLINED
         if any(map(_is_wrapped, (*args, *kwargs.values()))):
             return DECLINED
-        if (
-            is_transforming()
-        ):  # torch.func takes few custom operations, and asks no tensor for a number
+        # torch.func takes few custom operations, and asks no tensor for a number.
+        if is_transforming():
             known = [*rewrites_of("vmap", func)] if is_vectorizing() else []
             replacements = [each for each in replacements if each in known]
         for replacement in replacements:
@@ -115,13 +115,14 @@ class CallInterceptor(TorchFunctionMode):
         return DECLINED
 
     def _numbers(self, tensor: Tensor) -> Any:
-        """Return the numbers in a tensor, the same ones again if only a run knows them."""
+        """Return a tensor's numbers; if only a run knows them, the same symbols each time."""
         if (values := self.mode.ask(tensor)) is not None:
             return values.tolist()
         value = unwrap(tensor) if isinstance(tensor, FunctionalTensor) else tensor
         if id(value) not in self.lists:
             with self:
                 self.lists[id(value)] = value, value_free.nested_list(tensor)
+        # The program may change its list, so each call gets a new one.
         return pytree.tree_map(lambda number: number, self.lists[id(value)][1])
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
@@ -155,9 +156,9 @@ class CallInterceptor(TorchFunctionMode):
 
 
 def _is_wrapped(value: object) -> bool:
-    """Return whether a value is a tensor of a library, around others.
+    """Return whether a value is some library's tensor around others, such as torchao's float8.
 
-    It knows the operations of PyTorch, such as torchao's float8, and none of this package.
+    Such a tensor knows PyTorch's operations, and none from this package.
     """
     return hasattr(value, "__tensor_flatten__")
 
@@ -165,7 +166,7 @@ def _is_wrapped(value: object) -> bool:
 def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
     """Return whether the function takes these arguments.
 
-    Some functions of PyTorch have several names for one argument.
+    Some PyTorch functions have several names for one argument.
     """
     try:
         return (
@@ -232,9 +233,9 @@ _SET_DATA = _data.__set__
 
 
 class SourceTracker:
-    """The source line and module of each node, and whether the node belongs to the backward.
+    """Each node's source line and module, and whether it belongs to the backward.
 
-    entry: the file that calls the traced function. model: its modules have their paths in it.
+    entry: the file that calls the traced function. model: modules have their paths in it.
     """
 
     def __init__(self, entry: str, model: object) -> None:
@@ -244,17 +245,17 @@ class SourceTracker:
             self.paths = {id(module): name for name, module in model.named_modules()}
 
     def before(self) -> None:
-        """Set the metadata of the nodes that the next call creates."""
+        """Set the metadata for nodes that the next call creates."""
         if not self.backward:
             place = {"source": traced_line(self.entry), "module": self._place()}
             fx_traceback.get_current_meta()["custom"] = {**place, "backward": False}
 
     def _place(self) -> str:
-        """Return the user's ranges (record_function), then the path of the innermost module."""
+        """Return the user's ranges (record_function), then the innermost module's path."""
         return "/".join((*OPENED, self._module()))
 
     def _module(self) -> str:
-        """Return the path of the innermost module that is called."""
+        """Return the path of the innermost module that is being called."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is _CALL:
@@ -265,7 +266,7 @@ class SourceTracker:
         return ""
 
     def after(self, result: object) -> None:
-        """Store the place in the program in the autograd nodes of the results."""
+        """Store the place in the program in the results' autograd nodes."""
         if self.backward:
             return
         custom = fx_traceback.get_current_meta()["custom"]
@@ -276,7 +277,7 @@ class SourceTracker:
                 node.metadata.setdefault("torchgspmd", place)
 
     def clear(self) -> None:
-        """Remove the metadata of the last call."""
+        """Remove the last call's metadata."""
         fx_traceback.get_current_meta().pop("custom", None)
 
     def start_backward(self, outputs: list[Tensor]) -> None:
@@ -309,6 +310,7 @@ class SourceTracker:
             if node in seen:
                 continue
             seen.add(node)
+            # A node that no call has made, such as a sum of gradients, takes its user's place.
             place = node.metadata.get("torchgspmd", inherited)
             node.register_prehook(_set_meta({**meta, **place}))
             stack.extend((parent, place) for parent, _ in node.next_functions if parent is not None)
@@ -322,7 +324,7 @@ def _is_of_the_program(x: Tensor) -> bool:
 
 
 def _set_meta(meta: dict[str, Any]) -> Callable:
-    """Return a hook that sets the metadata of nodes before an autograd node runs."""
+    """Return a hook that sets the metadata for nodes before an autograd node runs."""
 
     def hook(grads: object) -> None:
         fx_traceback.get_current_meta()["custom"] = meta

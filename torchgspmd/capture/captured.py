@@ -1,4 +1,4 @@
-"""The result of a capture: a graph and its calling convention."""
+"""A capture's result: a graph and its calling convention."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from .state.value_guards import ValueGuard
 from .state.writes import Write, apply_writes
 
 PARAMETER, BUFFER, ARGUMENT, TANGENT = "parameter", "buffer", "argument", "tangent"
-UNKNOWN = -1  # the size of a tangent's dimension that only a run knows
+UNKNOWN = -1  # the size, in a tangent's dimension, that only a run knows
 OUTPUT, MUTATION, GRADIENT, OBSERVED = "output", "mutation", "gradient", "observed"
 
 
 @dataclass(frozen=True)
 class Input:
-    """A placeholder of the captured graph."""
+    """A placeholder in the captured graph."""
 
     kind: str  # parameter, buffer, argument or tangent
-    name: str  # qualified name of a parameter or buffer, path of an argument
+    name: str  # a parameter's or buffer's qualified name, an argument's path
     shape: tuple[int, ...]
     dtype: torch.dtype
-    mark: ShardSpec | None = None  # what mark_sharding recorded on it
+    mark: ShardSpec | None = None  # recorded on it by mark_sharding
     source: str | None = None  # file:line of the mark
-    output: int = -1  # of a tangent: the output it belongs to
+    output: int = -1  # for a tangent: its output
 
 
 @dataclass(frozen=True)
 class Output:
-    """A result of the captured graph."""
+    """A result in the captured graph."""
 
     # output, mutation (new value of an input), gradient (of an input), or observed (a value that
     # gradient hooks store)
     kind: str
     input: int = -1  # the input that is mutated or differentiated, or that an output replaces
     open: bool = False  # whether an output keeps the layout it has, if no layout is requested
-    of: frozenset[int] = frozenset()  # of a gradient: the outputs whose cotangents flow to it
-    part: int = 0  # of an output: its connected component in the autograd graph
+    of: frozenset[int] = frozenset()  # for a gradient: the outputs whose cotangents flow to it
+    part: int = 0  # for an output: its connected component in the autograd graph
 
 
 @dataclass
@@ -72,28 +72,29 @@ class Captured:
     number_slots: tuple[int, ...]  # which leaves are Computed
     has_backward: bool = False
     opened: bool = False  # whether the result has objects that hold tensors
-    # to containers among the arguments, attributes, and tables that are named
+    # to containers among the arguments, attributes, and tables with a name
     writes: tuple[Write, ...] = ()
     observed: tuple[Write, ...] = ()  # by the backward
-    # the parameters and buffers of the module, in input order
+    # the module's parameters and buffers, in input order
     tensors: list[Tensor] = field(default_factory=list)
     reads: Guards = field(default_factory=Guards)  # attributes and variables that were read
-    # the tensors and numbers of the state, which are the last arguments
+    # the state's tensors and numbers, which are the last arguments
     state_inputs: tuple[TensorInput, ...] = ()
-    looks: tuple[ValueGuard, ...] = ()  # guards on the values of buffers
-    functions: tuple[FunctionType, ...] = ()  # of Python, that it may have called
-    # sizes of arguments that may be others in each run
+    looks: tuple[ValueGuard, ...] = ()  # guards on buffers' values
+    functions: tuple[FunctionType, ...] = ()  # Python functions that it may have called
+    # argument sizes that may differ between runs
     dynamic: ArgumentSizes = field(default_factory=ArgumentSizes)
-    run_guards: RunGuards | None = None  # on what else a run of a plan depends
-    breakpoints: tuple[Breakpoint, ...] = ()  # of forward; a plan of a file has none
+    run_guards: RunGuards | None = None  # on everything else that a plan's run depends on
+    breakpoints: tuple[Breakpoint, ...] = ()  # in forward; a saved plan has none
 
     def result(self, outputs: Sequence[object], arguments: tuple[tuple, dict]) -> Any:
-        """Return the result of the function, and repeat its writes.
+        """Return the function's result, and repeat its writes.
 
-        outputs: a value for every output of kind OUTPUT; those after the tensors of the result
-        belong to writes.
+        outputs: a value for every output with kind OUTPUT; values after the result's tensors belong
+        to
+        writes.
 
-        arguments: the (args, kwargs) of this call, whose containers are changed.
+        arguments: this call's (args, kwargs), whose containers are changed.
         """
         leaves = list(self.result_leaves)
         for slot, value in zip(self.result_slots, outputs):
@@ -106,7 +107,7 @@ class Captured:
         return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
-        """Return whether all guards of the program hold."""
+        """Return whether all the program's guards hold."""
         functions = self.run_guards and self.run_guards.functions
         return (
             self.reads.hold()
@@ -124,7 +125,7 @@ class Captured:
     def check_unchanged(self, leaves: Sequence[object]) -> None:
         """Raise ShardingError if a run would have other values than the program has.
 
-        leaves: of the arguments of the run. Tensors are not compared: they are inputs.
+        leaves: of the run's arguments. Tensors are not compared: they are inputs.
         """
         if self.run_guards is not None:
             changes = [*self.run_guards.changes(leaves)]
@@ -153,7 +154,7 @@ class Captured:
                 )
 
     def module_tensors(self) -> list[Tensor]:
-        """Return the parameters and buffers of the module, in input order."""
+        """Return the module's parameters and buffers, in input order."""
         module = self.run_guards and self.run_guards.module
         return self.tensors if module is None else module.tensors()
 
@@ -162,7 +163,7 @@ class Captured:
         return [each.tensor() for each in self.state_inputs]
 
     def numbers(self, besides: dict | None = None) -> list[tuple[str, int | float]]:
-        """Return name and value of the numbers that the program takes as tensors.
+        """Return name and value for the numbers that the program takes as tensors.
 
         besides: a table whose numbers are left out.
         """
@@ -175,7 +176,7 @@ class Captured:
     def described(
         self, owners: Mapping[int, str], besides: dict | None = None
     ) -> list[tuple[str, str]]:
-        """Return name and current value of everything that the program read, and of its numbers.
+        """Return name and current value for everything that the program read, and for its numbers.
 
         owners: see Guards.described.
         """
@@ -185,7 +186,7 @@ class Captured:
         ]
 
     def kept_tensors(self, owners: Mapping[int, str]) -> list[tuple[str, Tensor]]:
-        """Return the constant tensors of the graph, each with the name it was read under or ""."""
+        """Return the graph's constant tensors, each with the name it was read under or ""."""
         names = self.reads.tensors(owners)
         constants = [
             getattr(self.constants, node.target)
@@ -224,9 +225,9 @@ class Captured:
         ]
 
     def parts(self) -> dict[int, int]:
-        """Return the component of each output that has a cotangent.
+        """Return the component for each output that has a cotangent.
 
-        Return {} if all of them are in one component.
+        Return {} if all are in one component.
         """
         components = {
             each.output: self.outputs[each.output].part
@@ -247,13 +248,13 @@ class Captured:
         ]
 
     def observe(self, values: Sequence[object]) -> None:
-        """Store the outputs of kind OBSERVED where the gradient hooks of the program put them."""
+        """Store OBSERVED outputs where the program's gradient hooks put them."""
         apply_writes(self.observed, values)
 
     def visible(self) -> set[int]:
         """Return the outputs that pytree finds in the result.
 
-        If all tensors of the result are inside of objects, return those.
+        If all the result's tensors are inside objects, return those.
         """
         tree = pytree.tree_unflatten([*range(len(self.result_leaves))], self.results)
         places = {slot: output for output, slot in enumerate(self.result_slots)}

@@ -1,4 +1,4 @@
-"""The dtype that a program computes in, other than that of its parameters."""
+"""The dtype that a program computes in, if it is not its parameters' own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .functional_values import unwrap, was_mutated
 
 
 class Casts:
-    """Copies of parameters and arguments in another floating dtype, for the whole of a trace.
+    """Copies of parameters and arguments in another floating dtype, for a whole trace.
 
     dtype: None leaves all tensors as they are.
     """
@@ -34,7 +34,7 @@ class Casts:
                 raise self.change_error(name)
 
     def change_error(self, name: str) -> ShardingError:
-        """Return the error for a tensor that forward changes."""
+        """Return the error about a tensor that forward changes."""
         return ShardingError(
             f"forward changes {name}",
             where=user_line(),

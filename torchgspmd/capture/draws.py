@@ -1,11 +1,11 @@
-"""The identity of random draws in a trace: the state of PyTorch's generator before each of them.
+"""The identity of random draws in a trace: the generator's state before each draw.
 
     y = checkpoint(block, x)    forward    seed 7: %a = native_dropout(%x, 0.5)       draw 0
                                 backward   torch restores seed 7: %b = native_dropout(..)   draw 0
 
 A trace draws no numbers, but every draw moves the generator to another seed. So code that restores
-the generator (torch.utils.checkpoint, or code of the user) repeats earlier draws, as it does in
-eager PyTorch. The draws are numbered by meta["draw"]. Equal ones get one seed when the graph is
+the generator (torch.utils.checkpoint, or the user's own) repeats earlier draws, as it does in
+eager PyTorch. meta["draw"] numbers the draws. Equal numbers get one seed when the graph is
 expanded (fx_passes/expand/draw_seeds.py), whatever their operands.
 """
 
@@ -26,7 +26,8 @@ from ..rules import has_own_seed
 from ..rules.custom_ops.random import DRAW_SEED
 from .rewrites.loop_trace import is_unrolling
 
-_calls = count()  # tells the calls of one program apart, if one makes several nodes
+# Distinguishes the calls of one program, since a call may make several nodes.
+_calls = count()
 
 
 def draws(target: object) -> bool:
@@ -47,13 +48,14 @@ def traced_generator() -> Iterator[None]:
 
 @contextmanager
 def one_draw() -> Iterator[None]:
-    """Give the nodes of a draw the seed of the generator, and move that to the next seed.
+    """Give a draw's nodes the generator's seed, and move the generator to the next seed.
 
-    The draws that an operation consists of have seeds of their own, which follow from its seed.
+    An operation may consist of several draws: their seeds follow from its seed.
     """
     generator, meta = torch.default_generator, fx_traceback.get_current_meta()
     seed, custom = generator.initial_seed(), meta.get("custom")
     meta["custom"] = {**(custom or {}), "draw": (seed, next(_calls))}
+    # Path 1 leads to the seeds inside this draw, path 0 to the draw behind it.
     generator.manual_seed(_follow(seed, 1))
     try:
         yield
@@ -63,11 +65,11 @@ def one_draw() -> Iterator[None]:
 
 
 def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., object]:
-    """Return the dispatch of a recomputation that a selective checkpoint has saved values for.
+    """Return a recomputation's dispatch, for values that a selective checkpoint has saved.
 
-    It moves the generator past draws that are saved. Eager PyTorch does not, so that a draw that is
-    recomputed after a saved one has other numbers. Operations in place run again: who called them
-    does not look at their result, but at the tensor.
+    It moves the generator past saved draws. Eager PyTorch does not, so a draw that is recomputed
+    after a saved one has other numbers there. Operations in place run again: their caller ignores
+    the result, and looks at the tensor.
     """
 
     def recomputing(
@@ -78,6 +80,7 @@ def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., objec
         generator = torch.default_generator
         seed = generator.initial_seed()
         result = dispatch(self, func, types, args, kwargs)
+        # A saved draw has not moved the generator itself.
         if draws(func) and generator.initial_seed() == seed:
             generator.manual_seed(_follow(seed, 0))
         return result
@@ -86,7 +89,7 @@ def recomputing_dispatch(dispatch: Callable[..., object]) -> Callable[..., objec
 
 
 def _follow(seed: int, path: int) -> int:
-    """Return another seed of 63 bits (Steele et al., SplitMix, 2014)."""
+    """Return another 63-bit seed (Steele et al., SplitMix, 2014)."""
     x = (seed + (2 * path + 1) * 0x9E3779B97F4A7C15) & (1 << 64) - 1
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & (1 << 64) - 1
     x = (x ^ x >> 27) * 0x94D049BB133111EB & (1 << 64) - 1
@@ -94,21 +97,22 @@ def _follow(seed: int, path: int) -> int:
 
 
 def number_draws(graph: fx.Graph) -> None:
-    """Number the draws of a graph: those that repeat an earlier one have its number."""
+    """Number a graph's draws: those that repeat an earlier one have its number."""
     numbers: dict[tuple, int] = {}
-    within: dict[tuple, int] = {}  # nodes of one call so far
+    within: dict[tuple, int] = {}  # nodes in one call so far, less one
     for node in graph.nodes:
         if "draw" in node.meta:
             seed, call = node.meta["draw"]
             position = within[call, node.target] = within.get((call, node.target), -1) + 1
             number = numbers.setdefault((seed, node.target, position), len(numbers))
             node.meta["draw"] = number
+    # Fewer numbers than draws: some draw is repeated.
     if len(numbers) < sum(within.values()) + len(within):
         _keep_values(graph)
 
 
 def _keep_values(graph: fx.Graph) -> None:
-    """Put the first value in the place of draws that repeat it, and that have no seed of ours.
+    """Replace draws that repeat an earlier one, and have no seed of ours, by its value.
 
     For a backend that draws by itself these are all draws.
     """
@@ -117,6 +121,7 @@ def _keep_values(graph: fx.Graph) -> None:
     drawn: dict[int, tuple[fx.Node, Any]] = {}
 
     def key(node: fx.Node) -> Any:
+        # Operands are equal if they are computed alike, wherever they stand.
         operands = fx.map_arg((node.args, node.kwargs), lambda n: id(same.get(n, n)))
         return node.target, repr(operands)
 

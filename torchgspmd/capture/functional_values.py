@@ -1,4 +1,4 @@
-"""The values that functional tensors have at a time of the trace."""
+"""The values that functional tensors have at some moment in the trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..compat.private_apis import FunctionalTensor, _from_functional_tensor, _sy
 
 
 def unwrap(tensor: Any) -> Tensor:
-    """Return the current value of a functional tensor."""
+    """Return a functional tensor's current value."""
     _sync(tensor)
     return _from_functional_tensor(tensor.elem)
 
@@ -21,7 +21,7 @@ def was_mutated(tensor: Tensor, before: Tensor) -> bool:
 
 
 class SavedValue:
-    """Replacement of torch.utils.checkpoint._VersionWrapper: the value of a tensor when saved.
+    """Replaces torch.utils.checkpoint._VersionWrapper by the tensor's value when it is saved.
 
     Values saved by a selective checkpoint stay, though a later operation writes over the tensor.
     """

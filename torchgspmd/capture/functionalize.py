@@ -1,4 +1,4 @@
-"""Functional tensors of a trace: in-place updates become new values."""
+"""Functional tensors in a trace: in-place updates become new values."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ _ITEM = aten._local_scalar_dense.default
 
 
 class Functional(FunctionalTensorMode):
-    """The functionalization mode of a trace.
+    """A trace's functionalization mode.
 
-    It drops checks of values, which a trace does not have.
+    It drops checks on values, which a trace does not have.
     """
 
     def __init__(self, tables: Tables, value_guards: ValueGuards) -> None:
         super().__init__()
         self.tables, self.value_guards = tables, value_guards
         value_guards.source_of = self._source_of
-        # views of tensors that are no inputs, each with the source of its base, by id
+        # views of tensors that are no inputs, each with its base's source, by id
         self.views: dict[int, tuple[Tensor, Source | None]] = {}
 
     def __torch_dispatch__(
@@ -59,6 +59,7 @@ class Functional(FunctionalTensorMode):
         if func is _ITEM:
             if (constant := self.ask(args[0])) is not None:
                 return constant.item()
+            # The number becomes part of the program, guarded by the tensor's value.
             if (source := self._source_of(args[0])) is not None:
                 with at_once():
                     self.value_guards.record(source, user_line())
@@ -79,7 +80,7 @@ class Functional(FunctionalTensorMode):
         with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
-            # A view of a tensor of the state is that tensor: a write to it has to be seen. The view
+            # A view of a state tensor is that tensor: a write to it has to be seen. The view
             # is stored, so that its id is not reused.
             self.views[id(result)] = result, self._source_of(args[0])
         return (
@@ -91,7 +92,7 @@ class Functional(FunctionalTensorMode):
     def _as_functional(self, tensor: Tensor) -> Tensor:
         """Return a result as a functional tensor.
 
-        torch does not wrap results of operations without functional operands.
+        torch does not wrap results from operations without functional operands.
         """
         return (
             tensor
@@ -100,7 +101,7 @@ class Functional(FunctionalTensorMode):
         )
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Return the values of a tensor if they are known during the trace, else None.
+        """Return a tensor's values if they are known during the trace, else None.
 
         is_shape: the values decide on a shape.
         """
@@ -119,7 +120,7 @@ class Functional(FunctionalTensorMode):
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Return the indices that a mask selects, a constant for each dimension.
 
-        Return None if the values of the mask are not known.
+        Return None if the mask's values are not known.
         """
         if (values := self.ask(mask, True)) is None:
             return None
@@ -132,7 +133,7 @@ class Functional(FunctionalTensorMode):
             return pytree.tree_map_only(Tensor, aten.lift_fresh.default, values)
 
     def _evaluate_selection(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        """Return the results of an operation on known values as constants, else None."""
+        """Return an operation's results on known values as constants, else None."""
         constants = {
             id(t): self.ask(t, True)
             for t in pytree.tree_leaves((args, kwargs))
@@ -146,7 +147,7 @@ class Functional(FunctionalTensorMode):
         return self._constants(results)
 
     def _list(self, source: Source) -> None:
-        """Raise Retrace: a tensor of the state that is changed in place has to be an input."""
+        """Raise Retrace: a state tensor that is changed in place has to be an input."""
         if source.entry in self.tables.state.entries:
             raise ShardingError(
                 "the program changes a tensor in place that shares its memory with "
@@ -160,7 +161,7 @@ class Functional(FunctionalTensorMode):
         )
 
     def _source_of(self, value: object) -> Source | None:
-        """Return the source of a tensor that is no functional tensor, else None."""
+        """Return a tensor's source if it is no functional tensor, else None."""
         if not isinstance(value, Tensor) or isinstance(value, FunctionalTensor):
             return None
         return self.views[id(value)][1] if id(value) in self.views else self.tables.source_of(value)
@@ -168,7 +169,7 @@ class Functional(FunctionalTensorMode):
 
 @contextmanager
 def _interpolation_in_one_piece(func: OpOverload) -> Iterator[None]:
-    """Keep an interpolation one operation; torch 2.9 would decompose it into a gather of rows."""
+    """Keep an interpolation one operation; torch 2.9 would decompose it into gathered rows."""
     key = DispatchKey.CompositeImplicitAutograd
     body = func.py_kernels.pop(key, None) if "upsample_nearest" in func.name() else None
     try:
@@ -184,7 +185,7 @@ def set_data(input: Any, data: Any) -> None:
         input.copy_(data)
         return
     check_alike("a tensor", input, data)
-    # Memory of another layout cannot be shared: a view of the parameter would see other elements.
+    # Memory in another layout cannot be shared: a view of the parameter would see other elements.
     if not isinstance(data, FunctionalTensor) or data.stride() != input.stride():
         with torch.no_grad():
             data = torch.empty_like(input).copy_(data)

@@ -1,9 +1,9 @@
-"""Normal form of the loops of a captured graph.
+"""Normal form for the loops in a captured graph.
 
 before   %p = pow(%y, 2) in loop 1, %q = mul(%g, %p) in the loop that walks its rows backwards
 after    %s = stack(%p, 1x8);  %p_1 = row(%s, 1.1x-8);  %q = mul(%g, %p_1)
 
-Values of the forward's iterations that a backward needs are stacked. Rows are taken again, and
+Forward values that a backward loop needs are stacked. Rows are taken again, and
 views are repeated. A carry that is only added to becomes a total:
 
 before   %c = carry(%c0, 1x8);  %n = add(%c, %x);  %end = next(%n, %n, %c, 1x8)
@@ -45,13 +45,14 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 
 def loop_form(graph: fx.Graph) -> None:
-    """Rewrite the loops of a graph in place."""
+    """Rewrite a graph's loops in place."""
     if not any(node.target in ENTRIES for node in graph.nodes):
         return
     for node in graph.find_nodes(op="call_function", target=CONST):
         if mark_of(node).nest[-1].ends != "?":
             node.replace_all_uses_with(mark_of(node).value)
             graph.erase_node(node)
+    # Totals first: the carries that they replace need no stacks.
     for node in graph.find_nodes(op="call_function", target=NEXT):
         _add_up(graph, node)
     _erase_unused(graph)
@@ -61,7 +62,7 @@ def loop_form(graph: fx.Graph) -> None:
 
 
 def _number(graph: fx.Graph) -> None:
-    """Number the loops from 1 in the order of the program."""
+    """Number the loops from 1 in program order."""
     numbers: dict[int, int] = {}
     for node in graph.nodes:
         if node.target in ENTRIES | EXITS:
@@ -79,9 +80,11 @@ def _add_up(graph: fx.Graph, end: fx.Node) -> None:
     first, summand, user = mark_of(carry).value, value, end
     path: list[fx.Node] = []
     while summand is not carry:
+        # A further user would see the sum so far, which a total does not have.
         if summand.target is not aten.add.Tensor or summand.kwargs or set(summand.users) != {user}:
             return
         terms = [t for t in summand.args if _reaches(t, carry)]
+        # A term that broadcasts or changes the dtype would change the total.
         if len(terms) != 1 or any(not _is_like(t, carry) for t in summand.args):
             return
         path.append(summand)
@@ -107,7 +110,7 @@ def _add_up(graph: fx.Graph, end: fx.Node) -> None:
 
 
 def _reaches(value: object, carry: fx.Node) -> bool:
-    """Return whether a term of a sum is the carry, or a sum with it."""
+    """Return whether a summand is the carry, or a sum with it."""
     while isinstance(value, fx.Node) and value is not carry:
         if value.target is not aten.add.Tensor:
             return False
@@ -116,7 +119,7 @@ def _reaches(value: object, carry: fx.Node) -> bool:
 
 
 def _is_like(value: object, carry: fx.Node) -> bool:
-    """Return whether a term has the shape and dtype of the carry."""
+    """Return whether a term has the carry's shape and dtype."""
     if not isinstance(value, fx.Node) or not isinstance(value.meta["val"], Tensor):
         return False
     one, other = value.meta["val"], carry.meta["val"]
@@ -127,7 +130,7 @@ def _erase_unused(graph: fx.Graph) -> None:
     """Erase unused nodes; a carry depends on its next value, and a loop on its end."""
     used: set[fx.Node] = set()
     stack = [graph.output_node()]
-    conditions: dict[str, fx.Node] = {}  # loop -> the next value of what ends it
+    conditions: dict[str, fx.Node] = {}  # loop -> the next value for its condition
     for node in graph.find_nodes(op="call_function", target=NEXT):
         if mark_of(node).ends_by_value:
             conditions.setdefault(mark_of(node).loop, node)
@@ -146,9 +149,9 @@ def _erase_unused(graph: fx.Graph) -> None:
 
 
 def regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, Nest]]:
-    """Yield the nodes of a traced graph, each with the loops whose bodies it was traced in.
+    """Yield a traced graph's nodes, each with the loops in whose bodies it was traced.
 
-    They begin with the first entry of a loop, and end with its last exit.
+    A body begins with its loop's first entry, and ends with the last exit.
     """
     left: dict[Nest, int] = {}
     for node in graph.nodes:
@@ -168,7 +171,7 @@ def regions(graph: fx.Graph) -> Iterator[tuple[fx.Node, Nest]]:
 
 
 class _Residuals:
-    """Takes values of one loop to another that walks the same rows."""
+    """Takes values from one loop to another that walks the same rows."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -176,7 +179,7 @@ class _Residuals:
         self.first_entry: dict[Nest, fx.Node] = {}
         self.last_exit: dict[Nest, fx.Node] = {}
         self.brought: dict[tuple[fx.Node, Nest], fx.Node] = {}
-        self.sizes: dict[int, fx.Node] = {}  # of arguments, by their places
+        self.sizes: dict[int, fx.Node] = {}  # for arguments, by their places
 
     def run(self) -> None:
         """Stack the values that other loops use."""
@@ -202,11 +205,12 @@ class _Residuals:
                 node.replace_input_with(value, self._bring(value, target, node))
 
     def _nest(self, node: fx.Node, region: Nest) -> Nest:
-        """Return the loops that a node is inside of: as far as it depends on them."""
+        """Return the loops around a node, as far as it depends on them."""
         if node.target in ENTRIES:
             return mark_of(node).nest
         if node.target in EXITS:
             return mark_of(node).nest[:-1]
+        # A draw differs between iterations, though no operand does.
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and region:
             node.meta["loop"] = nest_text(region)
             return region
@@ -218,7 +222,7 @@ class _Residuals:
         return region[:depth]
 
     def _bring(self, value: fx.Node, nest: Nest, user: fx.Node) -> fx.Node:
-        """Return a value in loops that walk the same rows as those that it is computed in."""
+        """Return a value inside loops that walk the same rows as the loops that compute it."""
         inner = self.nests[value]
         if inner == nest[: len(inner)]:
             return value
@@ -229,6 +233,7 @@ class _Residuals:
             outer = self.nests[stack]
             xs = self._bring(stack, nest[: len(outer)], self.first_entry[nest])
             result = self._add(self.first_entry[nest], value.target, (xs, nest_text(nest)), value)
+        # Views are free, so they are repeated, not stacked.
         elif isinstance(value.target, OpOverload) and value.target.is_view:
             with self.graph.inserting_before(user):
                 result = self.graph.node_copy(
@@ -245,7 +250,8 @@ class _Residuals:
         return result
 
     def _save(self, value: fx.Node, inner: Nest, nest: Nest) -> fx.Node:
-        """Return a value of one loop in another: it is stacked, and its row is taken."""
+        """Return one loop's value in another: it is stacked, and its row is taken."""
+        # The loops before this depth are common to both, so they need no stack.
         shared = next(i for i, (a, b) in enumerate(zip(inner, nest)) if a != b)
         if any(loop.ends == "*" for loop in inner[shared + 1 :]):
             raise self._of_any_length(value)
@@ -272,7 +278,7 @@ class _Residuals:
         return value
 
     def _size(self, value: fx.Node) -> fx.Node:
-        """Return a number of a loop, a product of arguments' sizes, computed before all loops."""
+        """Return a loop's number, a product of arguments' sizes, computed before all loops."""
         numbers = value.meta["val"], value.meta.get("other", value.meta["val"])
         nodes = [self._argument_size(which) for which in factors_of(*numbers)]
         if not nodes or None in nodes:
@@ -288,7 +294,7 @@ class _Residuals:
         return first
 
     def _argument_size(self, which: int) -> fx.Node | None:
-        """Return the node that reads a size of the arguments off the first that has it."""
+        """Return the node that reads an argument size off the first argument that has it."""
         if which in self.sizes:
             return self.sizes[which]
         for node in self.graph.find_nodes(op="placeholder"):
@@ -325,7 +331,7 @@ class _Residuals:
         like: fx.Node,
         val: Callable[[Tensor], Tensor] = lambda t: t,
     ) -> fx.Node:
-        """Add a mark of a loop before another, for a value like the one of a node."""
+        """Add a loop mark before another, for a value like a node's."""
         with self.graph.inserting_before(before):
             node = self.graph.call_function(target, args)
         keys = [key for key in ("val", "other") if key in like.meta]

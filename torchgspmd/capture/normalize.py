@@ -1,4 +1,4 @@
-"""Normal form of a traced graph.
+"""Normal form for a traced graph.
 
 Names are readable, cotangents are inputs, and identities and dead code are removed.
 """
@@ -33,7 +33,7 @@ _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.def
 def normalize(
     traced: fx.Graph, inputs: list[Input], tangents: list[tuple[int, Any]]
 ) -> tuple[fx.Graph, list[Input], list[int]]:
-    """Return a normalized copy of the graph, its inputs, and the units of arguments' sizes.
+    """Return a normalized copy of the graph, its inputs, and the units for arguments' sizes.
 
     The inputs are the given ones, then the tangents. tangents: (output index, the seed that stood
     for its cotangent).
@@ -73,6 +73,7 @@ def normalize(
             _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
     number_draws(graph)
+    # Breakpoints name nodes that stay, so views are merged before.
     merged = _merge_equal_views(graph)
     name_values({node: merged.get(new[node], new[node]) for node in new})
     recompute_regions(graph)
@@ -112,9 +113,9 @@ def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
 
 
 def _is_of_backward(node: fx.Node, differentiated: bool) -> bool:
-    """Return whether a node is of the backward, or of one inside of a program that has no other.
+    """Return whether a node belongs to the backward.
 
-    differentiated: whether the program has a backward, in which it is differentiated itself.
+    differentiated: whether the program has an outer backward, so that inner ones do not count.
     """
     custom = _custom(node)
     return bool(custom.get("backward")) and not (differentiated and custom.get("inner"))
@@ -125,7 +126,7 @@ def _custom(node: fx.Node) -> dict[str, object]:
 
 
 def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differentiated: bool) -> None:
-    """Copy the metadata of a node, and mark operations of dynamic size."""
+    """Copy a node's metadata, and mark operations with dynamic sizes."""
     custom = _custom(source)
     val, other = sizes.values(source.meta.get("val"))
     target.meta = {
@@ -144,6 +145,7 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         target.meta["draw"] = custom["draw"]
     if other is not val:
         target.meta["other"] = other
+    # A pointwise operation takes such a number as a value; its shapes do not depend on it.
     pointwise = isinstance(source.target, OpOverload) and torch.Tag.pointwise in source.target.tags
     if any(
         "other" in node.meta and not (pointwise and isinstance(node.meta["val"], (int, float)))
@@ -153,9 +155,9 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
 
 
 def _merge_equal_views(graph: fx.Graph) -> dict[Any, fx.Node]:
-    """Merge equal views of one value, and equal results of one operation; return by what.
+    """Merge equal views of a value, and equal results of an operation; return node by node.
 
-    A view of a weight that a loop takes in every step is then resharded once.
+    A weight's view that a loop takes in every step is then resharded once.
     """
     first: dict[Any, fx.Node] = {}
     merged: dict[Any, fx.Node] = {}
@@ -173,13 +175,13 @@ def _merge_equal_views(graph: fx.Graph) -> dict[Any, fx.Node]:
 
 
 def _is_view(target: object) -> bool:
-    """Return whether the result of an operator shares the memory of its operand."""
+    """Return whether an operator's result shares its operand's memory."""
     return isinstance(target, OpOverload) and target.is_view
 
 
 def _is_profiling(target: object) -> bool:
     """Return whether the target comes from torch.profiler.record_function.
 
-    The step of every optimizer is inside of one.
+    Every optimizer's step is inside one.
     """
     return isinstance(target, OpOverload) and target.namespace == "profiler"

@@ -1,8 +1,8 @@
-"""Cotangents of results whose sizes follow from those of a call's arguments.
+"""Cotangents for results whose sizes follow from those of a call's arguments.
 
     y = x @ w       x [u0, 8]       a run with x [5, 8] has a cotangent [5, 4] for y [5, 4]
 
-The forward runs on tensors without values. A value that depends on values has no such size.
+The forward runs on tensors without values. A value-dependent size cannot be found this way.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .captured import TANGENT, UNKNOWN, Captured
 
 
 def cotangents_of(captured: Captured, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return a cotangent for each floating output: of ones, or zeros where it is not visible.
+    """Return a cotangent for each floating output: ones, or zeros if it is not visible.
 
-    tensors: all inputs of a call before the cotangents.
+    tensors: all inputs in a call before the cotangents.
     """
     inputs = [each for each in captured.inputs if each.kind == TANGENT]
     shapes = {each.output: each.shape for each in inputs}
     if any(UNKNOWN in shape for shape in shapes.values()):
         try:
             shapes |= zip(shapes, _shapes(captured, tensors, list(shapes)))
-        except Exception as error:  # of an operation that needs values
+        except Exception as error:  # an operation needs values
             raise ShardingError(
                 "a result has a size that is known only when the program runs, "
                 "and so has its gradient",
@@ -50,6 +50,7 @@ def _shapes(
 ) -> Iterator[tuple[int, ...]]:
     """Yield the shapes that outputs have for these inputs."""
     results = [captured.graph.output_node().args[0][i] for i in outputs]
+    # Only the asked outputs run, so others may still depend on values.
     graph, new = fx.Graph(), {}
     graph.graph_copy(captured.graph, new)
     graph.output(tuple(new[result] for result in results))

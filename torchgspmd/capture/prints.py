@@ -1,12 +1,12 @@
-"""print() and logging of tensors in forward: every run prints the values that it computes.
+"""print() and logging on tensors in forward: every run prints the values that it computes.
 
     print("h", h)                           the run prints   h tensor([[0.3, ...]])
     print(f"loss {loss:.3f}")               loss 1.234
-    logger.info("norm %s", h.norm())        the logger of rank 0 gets it
+    logger.info("norm %s", h.norm())        rank 0's logger gets it
 
-While a program is traced a tensor has no value. A printed line becomes a row of PRINTER, a list
+While a program is traced a tensor has no value. A printed line becomes a row in PRINTER, a list
 that each run extends as it extends the user's own lists (state/writes.py). When the forward has
-ended, rank 0 prints the rows, in the order of the program. A format of a tensor, f"{x:.3f}", is a
+ended, rank 0 prints the rows in program order. A formatted tensor, f"{x:.3f}", is a
 text with a stand-in until then.
 """
 
@@ -46,11 +46,11 @@ _now: ContextVar[Prints | None] = ContextVar("prints of the trace", default=None
 class Printer(list):
     """The list that runs extend by rows; it prints them and keeps none.
 
-    A row has a kind with its options, and texts of which some are (tensor, format).
+    A row has a kind with its options, and texts; some are (tensor, format).
     """
 
     def extend(self, rows: Iterable[Any]) -> None:
-        """Print rows of a run. All ranks call it, since a value may be sharded."""
+        """Print a run's rows. All ranks call it, since a value may be sharded."""
         texts = [(how, "".join(map(_text, pieces))) for how, pieces in rows]
         if dist.is_initialized() and dist.get_rank():
             return
@@ -66,19 +66,19 @@ _SOURCE = Source(globals(), ("PRINTER",))
 
 
 class Prints:
-    """The prints of one trace."""
+    """One trace's prints."""
 
     def __init__(self) -> None:
         self.rows: list[Any] = []
-        self.values: list[tuple[Tensor, str | None]] = []  # that stand-ins stand for, with formats
+        self.values: list[tuple[Tensor, str | None]] = []  # by stand-in: the value and its format
         self.used: set[int] = set()
-        self.lines: list[str | None] = []  # of the user's code, of the stand-ins
+        self.lines: list[str | None] = []  # by stand-in: the user's line
         mode = get_proxy_mode()
         self.tracer = None if mode is None else mode.tracer
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the prints of this context."""
+        """Record prints while in this context."""
         token = _now.set(self)
         try:
             yield
@@ -99,7 +99,7 @@ class Prints:
         return [Write(_SOURCE, replace_tensors(self.rows, outputs), EXTEND)] if self.rows else []
 
     def has_values(self, value: object) -> bool:
-        """Return whether only a run knows all of a value, or of a text."""
+        """Return whether only a run knows a value, or a text, completely."""
         if isinstance(value, str):
             return _STAND_IN.search(value) is not None
         return any(map(_is_value, pytree.tree_leaves(value)))
@@ -117,7 +117,7 @@ class Prints:
         return f"<value {len(self.values) - 1} of a run>"
 
     def text(self, value: object) -> str:
-        """Return a value as text; with stand-ins for numbers that only a run knows."""
+        """Return a value as text, with stand-ins for numbers that only a run knows."""
         if isinstance(value, str) or not self.has_values(value):
             return str(value)
         return str(pytree.tree_map(lambda x: _Shown(self, x) if _is_value(x) else x, value))
@@ -131,6 +131,7 @@ class Prints:
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
                 fix="return the value, and print it behind the loop",
             )
+        # split() alternates between texts and the numbers of stand-ins.
         pieces: list[Any] = _STAND_IN.split(text)
         for i in range(1, len(pieces), 2):
             number = int(pieces[i])
@@ -139,7 +140,7 @@ class Prints:
         self.rows.append([[kind, option], pieces])
 
     def is_outside(self) -> bool:
-        """Return whether the trace is in the body of no loop and no transform."""
+        """Return whether the trace is outside all loop bodies and transforms."""
         mode = get_proxy_mode()
         return mode is not None and mode.tracer is self.tracer and not is_transforming()
 

@@ -1,8 +1,8 @@
-"""Lines of a program whose values a rewrite leaves out, as the results need others of them only.
+"""Source lines whose values a rewrite leaves out, as the results need only other values.
 
 A softmax whose weights only attention needs is no part of the captured program. If the program
 needs the weights elsewhere, too, it is traced again and the rewrite keeps that site. A site is a
-line, as a checkpoint computes a value again, in the same way.
+line, since a checkpoint computes a value again on the same line.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from contextvars import ContextVar
 
 from torch import fx
 
-SITE = "site"  # the key of a site in the metadata of its node
+SITE = "site"  # the key for a site in its node's metadata
 
 
 class RewriteSites:
-    """The sites of one trace. kept: those whose values the program needs."""
+    """One trace's sites. kept: those whose values the program needs."""
 
     def __init__(self, kept: set[str]) -> None:
         self.kept, self.rewritten = kept, set[str]()
 
     def needed(self, graph: fx.Graph) -> set[str]:
-        """Return the sites that are rewritten, and whose values a graph needs all the same.
+        """Return the rewritten sites whose values a graph needs all the same.
 
-        The metadata that says so is taken off.
+        The metadata that says so is removed.
         """
         return self.rewritten & {node.meta.pop(SITE, "") for node in graph.nodes}
 
@@ -34,7 +34,7 @@ _sites: ContextVar[RewriteSites | None] = ContextVar("sites", default=None)
 
 
 def current_sites() -> RewriteSites | None:
-    """Return the sites of the trace that runs; None if rewrites may leave out nothing."""
+    """Return the running trace's sites; None if rewrites may leave out nothing."""
     return _sites.get()
 
 

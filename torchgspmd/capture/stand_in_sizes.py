@@ -1,15 +1,15 @@
-"""Numbers that stand for sizes that depend on values, in the passes.
+"""Numbers that stand for value-dependent sizes in the passes.
 
     nonzero(x)  [u0, 2]         val: [496, 2], other: [1616, 2]
     split       [u1, 8]         val: [592, 8], other: [1648, 8], as well as u1 + u2 == 12
     cat         [u1 + u2, 8]    val: [12, 8]
     unflatten   [n // 2, 2]     n is 2 p, and p has the stand-ins: every run has an even n
 
-There are two numbers for each, so that a rule or a constant that depends on one of them is seen: it
-is another one for the other. They are multiples of 16, since programs split such dimensions into
-groups of 2, 4 and 8. None of them occurs in the program. The first of an argument's size is near
-the size that it has, with which costs are computed, and a multiple of the number of devices. The
-second is the first times a prime (layout/open_sizes.py), so that products of these are seen.
+Each size has two numbers. So a rule or a constant that depends on one is seen: with the other
+number it differs. They are multiples of 16, since programs split such dimensions into 2, 4
+and 8 groups. None occurs in the program. An argument size's first number is near its present
+size, which gives the costs, and is a multiple of the device count. Its second number is the first
+times a prime (layout/open_sizes.py), so that products of such sizes are seen.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from ..compat.private_apis import _pytree as pytree
 from ..layout.open_sizes import GROUP, factors_of
 
 NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool)  # known only when the program runs
-_FIRST, _SECOND = 31, 101  # the stand-ins are multiples of primes from these on
-_MOST_PARTS = 4096  # of a size, of which all numbers of rows are tried
+# Stand-ins are multiples of primes from these on.
+_FIRST, _SECOND = 31, 101
+# The largest divisor for which all row counts are tried.
+_MOST_PARTS = 4096
 
 
 class StandInSizes:
-    """The stand-ins of all symbols of one program."""
+    """The stand-ins for all symbols in one program."""
 
     def __init__(self, graph: fx.Graph) -> None:
         nodes = [node for node in graph.nodes if _symbols_in(node.meta.get("val"))]
-        self.solved: dict[Any, Any] = {}  # symbol -> the function of others that it is
+        self.solved: dict[Any, Any] = {}  # symbol -> the expression in others that determines it
         self.reduced: dict[Any, Any] = {}  # expression -> the same without these
         self.stand_ins: dict[Any, tuple[int, int]] = {}  # reduced expression -> its numbers
-        self.units: list[int] = []  # of arguments' sizes, in their order
+        self.units: list[int] = []  # for arguments' sizes, in their order
         if not nodes:
             return
         self.taken = set(_integers(graph))
@@ -53,7 +55,7 @@ class StandInSizes:
         self.primes = [_primes(_FIRST), _primes(_SECOND)]
 
     def _take_units(self) -> None:
-        """Replace the sizes that every run divides evenly by multiples of symbols of their own."""
+        """Replace sizes that every run divides evenly by multiples of new symbols."""
         equations = [e for e in _asserted(self.env) if _is_equation(e)]
         self.ratios, self.near = dict[Any, int](), dict(getattr(self.env, "near", {}))
         for symbol, ratio in getattr(self.env, "ratios", {}).items():
@@ -66,16 +68,16 @@ class StandInSizes:
             self.ratios[symbol] = ratio
 
     def _without_parts(self) -> dict[Any, int]:
-        """Return the ratios of arguments' sizes that axes may shard.
+        """Return the ratios for argument sizes that axes may shard.
 
-        A size with parts in the program, as n // 2, is none: by its numbers, 8 (n // 2) is 4 n.
+        A size with parts in the program, such as n // 2, is none: by numbers, 8 (n // 2) is 4 n.
         """
         parts = (e for size in self.sizes for e in size.find(_is_part))
         in_parts = {symbol for part in parts for symbol in part.free_symbols}
         return {symbol: ratio for symbol, ratio in self.ratios.items() if symbol not in in_parts}
 
     def values(self, value: Any) -> tuple[Any, Any]:
-        """Return a result of a node with each of the stand-ins in place of symbols.
+        """Return a node's result with each stand-in in place of symbols.
 
         Both are the same object if there are no symbols.
         """
@@ -85,13 +87,13 @@ class StandInSizes:
         return self._replace(value, 0), self._replace(value, 1)
 
     def constant(self, value: Any) -> Any:
-        """Return the value of a number that is the same in all runs, else None."""
+        """Return a number's value if it is the same in all runs, else None."""
         if not isinstance(value, NUMBERS) or self._depends(value):
             return None
         return self._replace(value, 0)
 
     def _depends(self, value: Any) -> bool:
-        """Return whether a value has a number that is not the same in all runs."""
+        """Return whether a value has a number that differs between runs."""
         if isinstance(value, (tuple, list)):
             return any(map(self._depends, value))
         if isinstance(value, Tensor):
@@ -99,14 +101,14 @@ class StandInSizes:
         return isinstance(value, NUMBERS) and bool(self._reduced(value).free_symbols)
 
     def _reduced(self, number: Any) -> Any:
-        """Return the expression of a number, without symbols that others determine."""
+        """Return a number's expression, without symbols that others determine."""
         expression = number.node.expr
         if expression not in self.reduced:
             self.reduced[expression] = _substitute(expression, self.solved)
         return self.reduced[expression]
 
     def _merge(self, graph: fx.Graph, nodes: list[fx.Node]) -> None:
-        """Take symbols for one that come of the same computation, as of two `n.tolist()`."""
+        """Merge symbols that come from equal computations, such as two `n.tolist()`."""
         first: dict[Any, fx.Node] = {}
         same: dict[fx.Node, int] = {}  # node -> number of its computation
         needed, stack = set(nodes), list(nodes)
@@ -140,14 +142,16 @@ class StandInSizes:
             for symbol in sorted(rest.free_symbols, key=str, reverse=True):
                 factor = rest.coeff(symbol)
                 others = rest - factor * symbol
+                # Another factor would make the solution a fraction.
                 if abs(factor) == 1 and not others.has(symbol):
                     self.solved[symbol] = -others / factor
                     break
 
     def _number(self, number: Any) -> tuple[Any, Any]:
-        """Return both stand-ins of a number, two constants if it is one."""
+        """Return both stand-ins for a number; two equal ones if it is constant."""
         expression = self._reduced(number)
         if isinstance(number, torch.SymBool):
+            # Two different truths, so that a program that depends on one is seen.
             value = bool(expression) if not expression.free_symbols else True
             return value, value and not expression.free_symbols
         if isinstance(number, torch.SymFloat):
@@ -160,9 +164,9 @@ class StandInSizes:
         return self.stand_ins[expression]
 
     def _evaluate(self, expression: Any) -> tuple[int, int]:
-        """Return two numbers for an expression: by those of its symbols, or else new ones.
+        """Return two numbers for an expression: by its symbols' numbers, or else new ones.
 
-        It gets new ones if both are the same, as of min(u0, 8), or cannot be sizes. The second is
+        It gets new ones if both are the same, as in min(u0, 8), or cannot be sizes. The second is
         negative if the number may be: an index from the end has another meaning.
         """
         if not expression.is_Symbol:
@@ -173,6 +177,7 @@ class StandInSizes:
                 for i in (0, 1)
             )
             if min(one, other) > 0 and one != other and one not in self.taken:
+                # The numbers of a sum may look like a product, whose passes would then misread it.
                 if self._is_product(expression) or not factors_of(one, other):
                     return self._take(one, other)
         elif ratio := self.ratios.get(expression):
@@ -184,7 +189,7 @@ class StandInSizes:
         return self._take(self._next(0, near), self._next(1) * (1 if is_size else -1))
 
     def _is_product(self, expression: Any) -> bool:
-        """Return whether an expression is a product of sizes of arguments and a whole number."""
+        """Return whether an expression is a product of argument sizes and a whole number."""
         number, rest = expression.as_coeff_Mul()
         powers = rest.as_powers_dict()
         return number.is_Integer and all(
@@ -202,9 +207,9 @@ class StandInSizes:
         return self.stand_ins[symbol]
 
     def _next(self, which: int, near: int = 0, multiple: int = GROUP, ratio: int = 1) -> int:
-        """Return a number that does not occur in the program, and is not less than `near`.
+        """Return a number >= `near` that does not occur in the program, nor does its multiple.
 
-        Nor does it times `ratio`.
+        ratio: the factor for the multiple.
         """
         group = math.lcm(multiple, GROUP)
         if near > _FIRST * group:
@@ -267,14 +272,14 @@ def _is_random(target: Any) -> bool:
 
 
 def _substitute(expression: Any, values: dict[Any, Any]) -> Any:
-    """Return the expression with values in place of symbols, and of symbols in these."""
+    """Return the expression with values in place of symbols, again for symbols in these."""
     while (after := expression.subs(values)) != expression:
         expression = after
     return expression
 
 
 def _symbols(value: Any) -> list[Any]:
-    """Return the symbols that are a number, or a size of a tensor, by themselves."""
+    """Return the symbols that are a number, or a tensor's size, by themselves."""
     numbers = [
         number
         for leaf in pytree.tree_leaves(value)
@@ -292,7 +297,7 @@ def _symbols_in(value: Any) -> bool:
 
 
 def _shape_env(value: Any) -> ShapeEnv:
-    """Return the environment of the symbols of a result."""
+    """Return the environment that has a result's symbols."""
     leaf = next(filter(_symbols_in, pytree.tree_leaves(value)))
     if isinstance(leaf, Tensor):
         leaf = next(n for n in leaf.shape if isinstance(n, torch.SymInt))
@@ -300,7 +305,7 @@ def _shape_env(value: Any) -> ShapeEnv:
 
 
 def _integers(graph: fx.Graph) -> Iterator[int]:
-    """Yield the numbers among the arguments and sizes of a graph."""
+    """Yield the integers among a graph's arguments and sizes."""
     for node in graph.nodes:
         values = pytree.tree_leaves((node.args, dict(node.kwargs), node.meta.get("val")))
         for value in values:

@@ -1,8 +1,8 @@
-"""Capture of a module or function as one flat ATen graph at global shapes.
+"""Capture: a module or function becomes one flat ATen graph at global shapes.
 
 Forward and backward are traced together, and marks stay in the graph as nodes. The program runs
-once on fake tensors inside of make_fx, so nothing is allocated. FunctionalTensorMode turns in-place
-updates into values. The backward is traced by calling torch.autograd.grad inside of the trace.
+once on fake tensors inside make_fx, so nothing is allocated. FunctionalTensorMode turns in-place
+updates into values. Calling torch.autograd.grad inside the trace traces the backward.
 Activation checkpointing is then visible as a second computation in the backward.
 """
 
@@ -62,24 +62,24 @@ def capture(
     param_dtype: torch.dtype | None = None,
     dynamic: ArgumentSizes | None = None,
 ) -> Captured:
-    """Trace fn; with grad also its backward, whose cotangents become inputs of kind tangent.
+    """Trace fn; with grad also its backward, whose cotangents become tangent inputs.
 
-    hooks: whether hooks of a module are part of the program. state: attributes and tables in which
-    programs of the module store values, as far as known. A trace that finds more of it is repeated.
-    varying: the floats among the arguments that are to be inputs. param_dtype: floating parameters
-    and arguments are cast to it. dynamic: the sizes of arguments that may be others in each run.
+    hooks: whether the module's hooks are part of the program. state: attributes and tables in which
+    the module's programs store values, as far as known. A trace that finds more is repeated.
+    varying: the float arguments that become inputs. param_dtype: floating parameters
+    and arguments are cast to it. dynamic: the argument sizes that may differ between runs.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)
     state, varying = state or State(), varying or Varying()
     module_state = _module_state(fn) if isinstance(fn, nn.Module) else {}
     args, kwargs = opened((args, kwargs))
-    # Parameters and buffers are inputs already; only other tensors of the state are added.
+    # Parameters and buffers are inputs already; only the state's other tensors are added.
     module_tensor_ids = frozenset(map(id, module_state.values()))
     reasons: list[str] = []
     flags = state.is_looking, state.is_counting
     try:
-        # What a trace learns of the state may lead to another program, which reads more of it.
+        # A trace's findings about the state may lead to another program, which reads more of it.
         while len(reasons) < MOST_RETRACES:
             inputs = state.inputs(module_tensor_ids, varying.now)
             readable = _readable_inputs(fn, module_state, (args, kwargs), inputs)
@@ -117,7 +117,7 @@ def capture(
             except Retrace as retrace:
                 retrace.learn()
                 reasons.append(str(retrace))
-    except Exception:  # of the program; what did not help against it is not remembered
+    except Exception:
         # The error is the program's own: the next call begins with the knowledge before it.
         state.is_looking, state.is_counting = flags
         raise
@@ -138,8 +138,8 @@ def _conclusive(
 ) -> Iterator[None]:
     """Raise Retrace if a trace had other values than the program has.
 
-    Numbers are symbolic, values of buffers unknown, and tensors of the state constants until they
-    are inputs. Without any of these an error is the program's own, and passes.
+    Numbers are symbolic, buffers' values unknown, and state tensors constants until they are
+    inputs. Without any of these an error is the program's own, and passes.
     """
     error, text = None, ""
     try:
@@ -180,7 +180,7 @@ def _trace_once(
     param_dtype: torch.dtype | None,
     dynamic: ArgumentSizes,
 ) -> tuple[Captured, Callable[[], None]]:
-    """Return the program of one trace, and a function that fills in cached constants."""
+    """Return one trace's program, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = leaf_names(fn, args, kwargs)
@@ -295,7 +295,7 @@ def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:
 
 
 def _module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; of tied ones only the first name."""
+    """Return parameters and buffers by name; tied ones under the first name only."""
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
@@ -304,7 +304,7 @@ def _readable_inputs(
 ) -> dict[int, TensorInput]:
     """Return buffers, and tensors in attributes and tables, by input index.
 
-    The former are first, the latter behind the arguments.
+    Buffers come first, the others behind the arguments.
     """
     readable = {}
     for i, (name, tensor) in enumerate(module_state.items()):
@@ -332,9 +332,9 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
 
 
 def _empty_like(tensor: Tensor, shape: Sequence[Any]) -> Tensor:
-    """Return an empty tensor of a shape; for meta and XLA tensors one on the CPU.
+    """Return an empty tensor with a shape; for meta and XLA tensors one on the CPU.
 
-    All inputs of a trace are on one device.
+    All a trace's inputs are on one device.
     """
     # Operators decide by the device, and refuse two of them in one call.
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device

@@ -1,4 +1,4 @@
-"""The environment of a capture: patches of library code, and modes."""
+"""A capture's environment: patches to library code, and modes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from .rewrites.recomputed_regions import region_or
 
 
 class _Checkpoint:
-    """Replacement of torch.utils.checkpoint.CheckpointFunction."""
+    """Replaces torch.utils.checkpoint.CheckpointFunction."""
 
     @staticmethod
     def apply(function: object, preserve_rng_state: bool, *args: object) -> Any:
@@ -66,6 +66,7 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
     running = self.running_mean, self.running_var
     mean, variance = of_batch = [buffer.clone() for buffer in running]
     affine = {"weight": self.weight, "bias": self.bias}
+    # With a momentum of 1 the copies receive this batch's statistics.
     result = F.batch_norm(
         input, mean, variance, **affine, training=True, momentum=1.0, eps=self.eps
     )
@@ -76,12 +77,12 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
 
 
 def always(value: object) -> Callable[[Any], Any]:
-    """Return the replacement of anything by a value."""
+    """Return a replacement that ignores the original and is a value."""
     return lambda _: value
 
 
 def _comparison(compare: Callable[[object, object], object]) -> Callable[[Callable], Callable]:
-    """Return the replacement of a comparison of SymBools: with numbers, as of bools."""
+    """Return a replacement for comparing SymBools: with numbers, as bools do."""
     return lambda before: (
         lambda self, other: (
             compare(bool(self), other) if isinstance(other, (int, float)) else before(self, other)
@@ -95,7 +96,7 @@ _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
 
-OPENED: list[str] = []  # names of the ranges of the user that a trace is in
+OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
 
 def _opening(before: Callable[..., Any]) -> Callable[..., Any]:
@@ -192,7 +193,7 @@ PATCHES = [  # features add rows
 
 @contextmanager
 def without_patches(feature: str) -> Iterator[None]:
-    """Take the rows of a feature out of the table while in this context."""
+    """Take a feature's rows out of the table while in this context."""
     before = list(PATCHES)
     PATCHES[:] = [each for each in before if each.feature != feature]
     try:
@@ -202,10 +203,10 @@ def without_patches(feature: str) -> Iterator[None]:
 
 
 class capturing:
-    """A context manager that patches library code for the time of a capture.
+    """A context manager that patches library code during a capture.
 
-    Besides the patches, anomaly detection is off, and code that torch.compile compiled runs as it
-    was written. Hooks for saved tensors, such as those of a checkpoint around the call, apply to
+    It also switches anomaly detection off, and runs code compiled by torch.compile as it was
+    written. Hooks for saved tensors, such as those in a checkpoint around the call, apply to
     runs only.
     """
 
@@ -214,7 +215,7 @@ class capturing:
     def __enter__(self) -> None:
         capturing.active += 1
         self.anomaly = torch.autograd.set_detect_anomaly(False)
-        # Else backwards of values on GPUs run in a thread that has no context variable of ours.
+        # Otherwise a GPU's backward runs in a thread that has no context variable of ours.
         self.threads = torch.autograd.set_multithreading_enabled(False)
         self.hooks = []
         while (
@@ -246,9 +247,9 @@ def at_once() -> Iterator[None]:
 
 @contextmanager
 def no_other_random_numbers() -> Iterator[None]:
-    """Warn of random numbers from other generators than PyTorch's.
+    """Warn about random numbers from other generators than PyTorch's.
 
-    They are constants of the program: the same in every run.
+    They are constants in the program: the same in every run.
     """
     before = random.getstate(), _numpy_state()
     yield
@@ -278,7 +279,7 @@ def is_transforming() -> bool:
 
 
 def is_vectorizing() -> bool:
-    """Return whether torch.vmap, and nothing else of torch.func, transforms the current call."""
+    """Return whether torch.vmap, and no other torch.func transform, wraps the current call."""
     stack = get_interpreter_stack() or []
     return bool(stack) and all(level.key().name == "Vmap" for level in stack)
 

@@ -1,4 +1,4 @@
-"""The user's program as a function of flat tensors: forward, backward and mutations."""
+"""The user's program as a function on flat tensors: forward, backward and mutations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from .trace_context import capturing
 
 
 class TracedProgram:
-    """The user's program as a function of flat tensors that returns flat tensors."""
+    """The user's program as a function from flat tensors to flat tensors."""
 
     def __init__(
         self,
@@ -70,13 +70,13 @@ class TracedProgram:
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
         self.rebound: dict[int, Tensor] = {}
         self.breakpoints: tuple[Breakpoint, ...] = ()
-        self.replaced: dict[int, int] = {}  # by output: the argument in whose place it is put
+        self.replaced: dict[int, int] = {}  # by output: the argument that it replaces
         self.writes: list[Write] = []
         self.observed: list[Write] = []
         self.observed_values: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
-        """Run forward and backward on traced tensors, and return the outputs of the graph."""
+        """Run forward and backward on traced tensors, and return the graph's outputs."""
         with (mode := Functional(self.tables, self.value_guards)):
             inputs: list[Any] = [FunctionalTensor.to_functional(t) for t in flat]
             self.shapes = [t.shape for t in flat]
@@ -108,6 +108,7 @@ class TracedProgram:
                 *(Output(GRADIENT, i, of=self.sources[i]) for i in grads),
                 *(Output(OBSERVED, open=True) for _ in self.observed_values),
             ]
+            # As outputs, the constants keep their nodes; take_constants removes them again.
             constants = self.constants.tensors()
             self.constant_ids = [*map(id, constants)]
             return [
@@ -122,9 +123,9 @@ class TracedProgram:
             ]
 
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
-        """Return the input whose source receives an output of as many dimensions, or -1.
+        """Return the input whose source receives an output with as many dimensions, or -1.
 
-        Attributes are of the same shape.
+        Attributes have the same shape.
         """
         if output in self.replaced:
             return self.replaced[output]
@@ -147,7 +148,7 @@ class TracedProgram:
         )
 
     def take_constants(self, graph: fx.Graph) -> dict[int, fx.Node]:
-        """Remove the constants of the trace from the outputs; return their nodes by id."""
+        """Remove the trace's constants from the outputs; return their nodes by id."""
         output = graph.output_node()
         values = list(output.args[0])
         count = len(values) - len(self.constant_ids)
@@ -155,7 +156,7 @@ class TracedProgram:
         return dict(zip(self.constant_ids, values[count:]))
 
     def drop_unused(self, graph: fx.Graph) -> set[int]:
-        """Erase placeholders of state that is not used; return the used state inputs."""
+        """Erase placeholders for unused state; return the used state inputs."""
         first = len(self.names) + len(self.slots)
         changed = {out.input for out in self.outputs if out.kind == MUTATION}
         new_positions, erased = {}, 0
@@ -269,7 +270,7 @@ class TracedProgram:
         return outputs, grads
 
     def _check_casts(self) -> None:
-        """Raise ShardingError if forward changed or rebound a copy of _cast."""
+        """Raise ShardingError if forward changed or rebound a copy from _cast."""
         self.casts.check_unchanged()
         for i in self.rebound if self.casts.dtype else ():
             if i < len(self.parameters):
@@ -278,7 +279,7 @@ class TracedProgram:
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
     ) -> dict[int, Tensor | None]:
-        """Return the gradients of the inputs, by input index."""
+        """Return the inputs' gradients, by input index."""
         differentiable = [
             i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
         ]

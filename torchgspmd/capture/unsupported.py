@@ -1,4 +1,4 @@
-"""Programs that cannot be captured: checks before a trace, errors of a trace as ShardingErrors."""
+"""Programs that cannot be captured: checks before a trace, its errors as ShardingErrors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from ..errors import (
 from .branching_modules import modules_in, name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
 
-# Before 2.10, torch cannot trace slices by numbers that depend on values, nor compute with
+# Before 2.10, torch can neither trace slices by value-dependent numbers nor compute with
 # truth values.
 _OLD = torch.__version__ < "2.10"
-# Errors of torch to which the user's line is appended.
+# torch's errors to which the user's line is appended.
 _NAMED = RuntimeError, ValueError, IndexError, TypeError
-# words in the errors of collectives
+# words in collectives' errors
 _COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 # Classes that parallelize a module by themselves.
 _WRAPPERS = {
@@ -101,7 +101,7 @@ def check_module(module: nn.Module) -> None:
         )
 
 
-# Python's functions that need a number now, and what takes their place in a program.
+# Python's functions that need a number now, and their replacements in a program.
 _IN_PLACE_OF = {
     "int": "t.item() in place of int(t)",
     "float": "t.item() in place of float(t)",
@@ -118,10 +118,10 @@ def needs_values(
     alone: str | None = None,
     dynamic: bool = False,
 ) -> ShardingError:
-    """Return the error of a program that asks for values which a trace does not have.
+    """Return the error for a program that asks for values which a trace does not have.
 
-    call: the function of Python that asked, if one did. alone: submodules that do not ask.
-    dynamic: whether sizes of arguments are such values.
+    call: the Python function that asked, if one did. alone: submodules that do not ask.
+    dynamic: whether argument sizes are such values.
     """
     others = "; or leave the size out of dynamic=" * dynamic + _others(alone)
     if call in _IN_PLACE_OF:
@@ -149,7 +149,7 @@ def _others(alone: str | None) -> str:
 
 
 def _loop_error(error: BaseException) -> ShardingError | None:
-    """Return the error of a loop over rows that values chose; None if the line is no loop."""
+    """Return the error for a loop over rows that values chose; None if the line is no loop."""
     trace = innermost_frame_of(error)
     if trace is None or (name := _looped_over(trace)) is None:
         return None
@@ -169,9 +169,10 @@ def _loop_error(error: BaseException) -> ShardingError | None:
 
 
 def _looped_over(trace: TracebackType) -> str | None:
-    """Return the name that stands behind `for ... in` in the line of a traceback; else None."""
+    """Return the name behind `for ... in` in a traceback's line; else None."""
     line = linecache.getline(trace.tb_frame.f_code.co_filename, trace.tb_lineno).strip()
     with suppress(SyntaxError):
+        # A line with `for` parses only with a body.
         loop = ast.parse(f"{line} pass").body[0]
         if isinstance(loop, ast.For) and isinstance(loop.iter, ast.Name):
             return loop.iter.id
@@ -179,7 +180,7 @@ def _looped_over(trace: TracebackType) -> str | None:
 
 
 def _python_call(error: BaseException) -> str | None:
-    """Return the name that user code called, in the innermost of its frames in a traceback."""
+    """Return the name that user code called, in its innermost frame in a traceback."""
     expression = user_expression_of(error)
     with suppress(SyntaxError):
         tree = ast.parse(expression, mode="eval").body if expression else None
@@ -195,7 +196,7 @@ def _without_numbers(translated: ShardingError, error: BaseException) -> Shardin
 
 
 def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
-    """Raise ShardingError if a constant of the graph has no values."""
+    """Raise ShardingError if a constant in the graph has no values."""
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
             raise _no_values_error(node.meta.get("source"))
@@ -213,8 +214,8 @@ def _no_values_error(where: str | None) -> ShardingError:
 class translate_errors:
     """A context manager that turns "cannot be captured" errors into ShardingErrors.
 
-    Other errors of the program stay as they are; torch's own name the line of the program. dynamic:
-    whether sizes of arguments are symbols.
+    The program's other errors stay as they are; torch's own name the program's line. dynamic:
+    whether argument sizes are symbols.
     """
 
     def __init__(self, dynamic: bool = False) -> None:
@@ -359,7 +360,7 @@ class translate_errors:
 
 
 def name_line(error: Exception) -> None:
-    """Append the user's line to the text of an error of torch, raised while capturing.
+    """Append the user's line to the text of torch's error, raised while capturing.
 
     Its type stays. An error that the user's own code raises stays as it is: its traceback ends
     there.
@@ -379,6 +380,6 @@ def name_line(error: Exception) -> None:
 
 
 def _is_raised_by_user(error: Exception) -> bool:
-    """Return whether the innermost frame of an error's traceback is the user's."""
+    """Return whether the innermost frame in an error's traceback is the user's."""
     innermost = innermost_frame_of(error)
     return innermost is not None and innermost.tb_next is None

@@ -1,8 +1,7 @@
 """Switch off the garbage collector while a plan is made: it would take a fifth of the time.
 
-Planning makes millions of small objects, which the collector would scan in vain. New objects are
-put among the old ones at the end unseen: one scan of them would take half a second for a large
-model.
+Planning makes millions of small objects, which the collector would scan in vain. At the end the new
+objects join the old ones unscanned: one scan would take half a second for a large model.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ MOST_UNSEEN = 2_000_000  # Objects that the collector has not seen; it runs when
 
 
 class _Unseen:
-    """How many objects became old since the collector ran without having been scanned."""
+    """The number of objects that became old unscanned since the collector ran."""
 
     count = 0
 
@@ -34,13 +33,15 @@ def without_gc() -> Iterator[None]:
 
 
 def _age() -> None:
-    """Make all objects old without a scan, unless too many of them have escaped it."""
-    if gc.get_freeze_count():  # The user's, which only `unfreeze` of all would make old.
+    """Make all objects old without a scan, unless too many have escaped it."""
+    if gc.get_freeze_count():  # The user's, which only unfreezing everything would make old.
         return
+    # Objects made since the last collection, none of them scanned.
     _Unseen.count += gc.get_count()[0]
     if _Unseen.count > MOST_UNSEEN:
         _Unseen.count = 0
         gc.collect()
     else:
+        # freeze() takes all objects from the generations; unfreeze() puts them into the oldest one.
         gc.freeze()
         gc.unfreeze()
