@@ -1,7 +1,7 @@
 """int(), float(), len(), max() and min() on numbers that only a run knows.
 
-Python's own need a number now. If a trace fails because of one, the next trace puts the
-replacements below into the namespace of the module that called it, until the trace ends.
+Python's own need a number now. If a trace fails because of one, the next trace replaces them, as
+below, in the calling module's namespace.
 
     torch.arange(int(lengths.max()))        lengths.max().item()
     min(n, 8)                               torch.sym_min(n, 8)

@@ -1,1 +1,1 @@
-"""Functions that a trace calls in place of functions of torch."""
+"""Functions that a trace calls in place of torch's."""

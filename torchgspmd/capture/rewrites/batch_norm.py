@@ -1,7 +1,7 @@
 """Batch normalization by PyTorch's own kernels, which say that they change running statistics.
 
-cuDNN's operation changes them, and its schema does not say so. A run of a captured program, to know
-a size or to certify a plan, would change buffers of the model.
+cuDNN's operation changes them, but its schema does not say so. Running a captured program, to know
+a size or to certify a plan, would then change the model's buffers.
 """
 
 from __future__ import annotations

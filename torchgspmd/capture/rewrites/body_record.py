@@ -1,4 +1,4 @@
-"""Record the values from outside that a loop's body uses, and whether it draws random numbers."""
+"""Record the outside values that a loop body uses, and whether it draws random numbers."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ...rules import has_own_seed
 
 
 class Record(TorchFunctionMode):
-    """Notes the operands that need a gradient and that nothing has computed since its start.
+    """Notes operands that need a gradient and that nothing has computed since its start.
 
-    draws: whether random numbers are drawn that have no seed of ours. seeds: that have.
+    draws: whether random numbers are drawn without a seed of ours. seeds: whether with one.
     """
 
     def __init__(self, own: Sequence[Tensor], every: bool) -> None:
@@ -40,12 +40,12 @@ class Record(TorchFunctionMode):
         """Note operands."""
         for x in operands:
             if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
-                continue  # torch.vmap wraps what is noted
+                continue  # torch.vmap wraps values that are noted
             if (self.every or x.requires_grad) and id(x) not in self.of_the_body:
                 self.outer.setdefault(id(x), x)
 
     def add(self, results: Sequence[Any]) -> None:
-        """Note results of the body."""
+        """Note the body's results."""
         self.of_the_body.update((id(x), x) for x in results if id(x) not in self.outer)
 
 

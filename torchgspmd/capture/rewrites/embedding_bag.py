@@ -23,10 +23,9 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor | Declined:
-    """Reduce the rows of weight [v, d] in each bag; return [b, d].
+    """Reduce the rows in weight [v, d] by bag; return [b, d].
 
-    input is [b, l] with bags of equal length, or [n] with the offsets [b] of bags. Gradients are
-    dense.
+    input is [b, l] with equally long bags, or [n] with the bags' offsets [b]. Gradients are dense.
     """
     if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
         return DECLINED
@@ -51,7 +50,7 @@ def embedding_bag(
         assert offsets is not None
         bags = offsets.shape[0] - include_last_offset
         places = torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype)
-        bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # of each place
+        bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # by place
     if mode == "max":
         return _largest(rows, counts, places, bag, bags)
     if padding_idx is not None:
@@ -65,11 +64,12 @@ def embedding_bag(
 
 
 def _largest(rows: Tensor, counts: Tensor, places: Tensor, bag: Tensor, bags: int) -> Tensor:
-    """Return the largest of the rows [n, d] in each bag, zeros for an empty one.
+    """Return the largest row in each bag from rows [n, d], zeros for an empty bag.
 
-    The gradient goes to the first of several largest ones, as in PyTorch.
+    If several are largest, the gradient goes to the first one, as in PyTorch.
     """
     index, counts = bag.long().unsqueeze(-1).expand_as(rows), counts.unsqueeze(-1)
+    # No gradient flows through the search: the gather at the end has it.
     values = rows.detach().masked_fill(~counts, float("-inf"))
     best = values.new_full((bags, rows.shape[1]), float("-inf"))
     best = best.scatter_reduce(0, index, values, "amax")
@@ -91,7 +91,7 @@ def segment_reduce(
     unsafe: bool = False,
     initial: float | None = None,
 ) -> Tensor | Declined:
-    """Reduce consecutive rows of data [n, ...] into segments [b, ...].
+    """Reduce consecutive rows in data [n, ...] into segments [b, ...].
 
     lengths [b] or offsets [b + 1] say where a segment ends.
     """
@@ -114,7 +114,7 @@ def segment_reduce(
     return start.scatter_reduce(0, index, data, scatter)
 
 
-# The neutral value of a reduction, and its name in scatter_reduce.
+# A reduction's neutral value, and its name in scatter_reduce.
 _REDUCTIONS: dict[str, tuple[float, str | None]] = {
     "sum": (0.0, None),
     "mean": (0.0, None),

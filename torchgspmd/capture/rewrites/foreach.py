@@ -87,7 +87,7 @@ _SINGLE: dict[str, Callable] = {
 
 
 def _adam(decoupled: bool) -> Callable:
-    """Return the body of _fused_adam_, or of _fused_adamw_ (decoupled weight decay)."""
+    """Return the body for _fused_adam_, or for _fused_adamw_ (decoupled weight decay)."""
 
     def body(
         params: Any,
@@ -117,6 +117,7 @@ def _adam(decoupled: bool) -> Callable:
                 new = adam_formula(p, g, m, v, max_exp_avg_sqs[i], step, lr, *options)
             else:
                 new = adam(p, g, m, v, step, rate(lr, step), *options)
+            # The formula reads old values, so the copies come last.
             old = (p, m, v, *max_exp_avg_sqs[i : i + 1])
             for tensor, value in zip(old, new):
                 tensor.copy_(value)

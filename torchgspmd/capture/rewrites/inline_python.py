@@ -1,4 +1,4 @@
-"""Inlining of PyTorch's Python functions, so that a mode sees the calls in them.
+"""Inline PyTorch's Python functions, so that a mode sees the calls in them.
 
 F.gumbel_softmax, for example, passes itself to an active TorchFunctionMode as one call. The mode is
 off while it handles the call, and would miss products and attention inside.
@@ -31,7 +31,7 @@ def _copies(function: Callable) -> tuple[Callable, ...]:
 
 
 def _copy_without_dispatch(function: Callable) -> Callable | None:
-    """Return a copy of a Python function of torch that runs instead of dispatching to a mode.
+    """Return a copy of torch's Python function that runs instead of dispatching to a mode.
 
     Return None for other functions.
     """

@@ -1,10 +1,9 @@
-"""The trace of a loop: its body runs once, between entries and exits (custom_ops/loops.py).
+"""Tracing a loop: its body runs once, between entries and exits (custom_ops/loops.py).
 
     carry, rows = scan(body, h0, xs)    ->    h, x = entries(h0, xs);  exits(*body(h, x))
 
-Autograd differentiates the one iteration. The gradient of an exit is an entry of the loop that runs
-backwards, that of an entry is an exit of it. The pairs are next and carry, stack and row, total and
-const.
+Autograd differentiates the one iteration. The loop that runs backwards has an entry for an exit's
+gradient, and an exit for an entry's. The pairs are next and carry, stack and row, total and const.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from .body_record import Draws, Record
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
 
 _is_unrolling: ContextVar[bool] = ContextVar("unrolling", default=False)
-_numbers = count()  # normalize numbers the loops of a program anew
+_numbers = count()  # normalize renumbers a program's loops
 _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
 _replaced: ContextVar[tuple[dict[int, Tensor], ...]] = ContextVar("replaced", default=())
 _records: ContextVar[tuple[Record, ...]] = ContextVar("records", default=())
@@ -61,14 +60,14 @@ class TracedLoop:
             self.loop = self.first.next_visit(reverse)
         self.around, self.visits = _around.get(), 0
         self.backward: Loop | None = None
-        self.carries: list[Tensor] = []  # entries of the forward
-        self.gradients: list[Tensor | None] = []  # entries of the backward
+        self.carries: list[Tensor] = []  # the forward's entries
+        self.gradients: list[Tensor | None] = []  # the backward's entries
         self.goes: Tensor | None = None
-        self.count: Tensor | None = None  # how many iterations a while_loop had
-        self.control: list[Tensor] = []  # entries of the backward of what ends it
+        self.count: Tensor | None = None  # a while_loop's iterations
+        self.control: list[Tensor] = []  # backward entries that decide its end
 
     def text(self, loop: Loop) -> str:
-        """Return a loop with those around it, which may run backwards themselves by now."""
+        """Return a loop with its outer loops, which may themselves run backwards by now."""
         nest: Nest = tuple(each.backward or each.loop for each in self.around)
         return nest_text((*nest, loop))
 
@@ -78,7 +77,7 @@ class TracedLoop:
         return replace(self.loop, visit=self.visits, reverse=reverse)
 
     def start_backward(self) -> str:
-        """Return the text of the loop that runs backwards, which begins here."""
+        """Return the text for the loop that runs backwards, which begins here."""
         self.backward = self.first.next_visit(not self.loop.reverse)
         text = self.text(self.backward)
         if self.loop.ends:
@@ -118,9 +117,9 @@ def run_loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Trace a loop; return the last carry, and the stacked results.
 
-    It becomes its iterations if these draw random numbers by PyTorch's own generator.
+    It becomes its iterations if these draw random numbers from PyTorch's own generator.
 
-    body: (*carry, *rows of an iteration) -> next carry, results of the iteration.
+    body: (*carry, *an iteration's rows) -> next carry, the iteration's results.
     """
     use_in_bodies_around((*carry, *rows))
     carry, rows = of_loops_around(carry), of_loops_around(rows)
@@ -138,9 +137,9 @@ def trace_body(
     rows: Sequence[Tensor],
     consts: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Trace the body of a loop; return the last carry, and the stacked results.
+    """Trace a loop body; return the last carry, and the stacked results.
 
-    consts: tensors of outside that enter the body.
+    consts: outside tensors that enter the body.
     """
     if traced.loop.ends:
         traced.goes = carry[0]
@@ -152,7 +151,7 @@ def trace_body(
         carried, results = body(*entries[:at], *entries[at:inner])
     traced.carries = list(entries[:at])
     leaving = [replaced.get(id(x), x) for x in (*carried, *results)]
-    note_results(leaving)  # no mode sees what torch.vmap returns
+    note_results(leaving)  # no mode sees torch.vmap's results
     passing = traced.carries if traced.loop.ends == "?" else []
     exits = _Exits.apply(traced, len(carry), len(leaving), *leaving, *passing)
     note_results(exits)
@@ -180,7 +179,7 @@ def use_in_bodies_around(operands: Sequence[Tensor]) -> None:
 
 @contextmanager
 def open_loop(length: int) -> Iterator[TracedLoop]:
-    """Trace the body of a loop in the block, which writes its entries and exits itself."""
+    """Trace a loop body in the block, which writes its entries and exits itself."""
     traced = TracedLoop(length)
     with _inside(traced, {}):
         yield traced
@@ -195,7 +194,7 @@ def loops_around() -> tuple[TracedLoop, ...]:
 def repeating(
     around: tuple[TracedLoop, ...], first: Callable[[TracedLoop], TracedLoop]
 ) -> Iterator[None]:
-    """Trace operations in loops in the block. first: the loop that a new one repeats, or itself."""
+    """Trace operations in loops in the block. first: maps a new loop to the one it repeats."""
     tokens = _around.set(around), _repeats.set(first)
     try:
         yield
@@ -206,7 +205,7 @@ def repeating(
 
 @contextmanager
 def replaced(table: dict[int, Tensor]) -> Iterator[None]:
-    """Put other tensors into the place of those of these ids in the block."""
+    """Replace tensors in the block. table: by the id of the old one."""
     token = _replaced.set((*_replaced.get(), table))
     try:
         with _Replace(table):
@@ -216,7 +215,7 @@ def replaced(table: dict[int, Tensor]) -> Iterator[None]:
 
 
 def note_results(results: Sequence[Tensor]) -> None:
-    """Tell the bodies around that they compute these: no mode sees the call of a Function."""
+    """Tell the outer bodies that they compute these: no mode sees a Function's call."""
     for record in _records.get():
         record.add(results)
 
@@ -232,7 +231,8 @@ def _inside(traced: TracedLoop, replaced: dict[int, Tensor]) -> Any:
 
 
 def of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return tensors as the loops around have them: no mode sees the call of a Function."""
+    """Return tensors as the outer loops have them: no mode sees a Function's call."""
+    # The innermost loop's table comes first.
     tables = _replaced.get()[::-1]
     return [next((t[id(x)] for t in tables if id(x) in t), x) for x in tensors]
 
@@ -240,7 +240,7 @@ def of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
 def outer_tensors(
     body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor] = (), every: bool = False
 ) -> Record:
-    """Run a body once; note the tensors of outside that it uses and that need a gradient.
+    """Run a body once; note the outside tensors that it uses and that need a gradient.
 
     every: note those that need none, too.
     """
@@ -257,7 +257,7 @@ def outer_tensors(
 
 
 class _Replace(TorchFunctionMode):
-    """Puts the entries of tensors of outside into their place."""
+    """Puts entries in place of outside tensors."""
 
     def __init__(self, entries: dict[int, Tensor]) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class _Replace(TorchFunctionMode):
 
 
 class _Entries(torch.autograd.Function):
-    """(carries, stacked rows, values of outside) -> their values in an iteration."""
+    """(carries, stacked rows, outside values) -> their values in an iteration."""
 
     @staticmethod
     def forward(
@@ -285,6 +285,7 @@ class _Entries(torch.autograd.Function):
         kinds = [loop_carry] * carries + [loop_row] * rows
         kinds += [loop_const] * (len(tensors) - len(kinds))
         results = tuple(kind(x, text) for kind, x in zip(kinds, tensors))
+        # A carry may get a gradient in a later iteration, though its first value needs none.
         ctx.mark_non_differentiable(
             *(
                 result
@@ -319,9 +320,9 @@ class _Entries(torch.autograd.Function):
 
 
 class _Exits(torch.autograd.Function):
-    """(next carries, results) of an iteration -> the last carries, the stacked results.
+    """An iteration's (next carries, results) -> the last carries, the stacked results.
 
-    Those of a branch also take values that pass a side by, for their gradients.
+    A branch's exits also take values that bypass a side, for their gradients.
     """
 
     @staticmethod

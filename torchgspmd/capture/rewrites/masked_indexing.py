@@ -4,7 +4,7 @@
     torch.unique(self.ids)      a constant
     x[x > 0]                    stays as it is: its size is dynamic
 
-The shape of the result is static if the values are known during the trace (value_guards.py).
+The result's shape is static if the values are known during the trace (value_guards.py).
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class Trace(Protocol):
     """The values that are known during a trace."""
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
-        """Return the values of a tensor, or None. is_shape: they decide on a shape."""
+        """Return a tensor's values, or None. is_shape: they decide on a shape."""
 
     def rows(self, mask: Tensor) -> tuple[Tensor, ...] | None:
         """Return the indices that a mask selects, a constant for each dimension, or None."""
 
 
 def _index(trace: Trace, x: Tensor, index: object) -> tuple[Callable, tuple]:
-    """Return the call of x[index] with indices in place of masks."""
+    """Return the call for x[index] with indices in place of masks."""
     indices = index if isinstance(index, tuple) else (index,)
     indices = tuple(
         torch.tensor(e) if isinstance(e, numpy.ndarray) and e.dtype == bool else e for e in indices
@@ -50,6 +50,7 @@ def _index(trace: Trace, x: Tensor, index: object) -> tuple[Callable, tuple]:
     entries: list[Any] = []
     for at, entry in zip(positions(x, indices), indices):
         rows = None
+        # PyTorch reports a mask with another shape.
         if (
             isinstance(entry, Tensor)
             and entry.dtype in _MASKS
@@ -65,7 +66,7 @@ def _index(trace: Trace, x: Tensor, index: object) -> tuple[Callable, tuple]:
 
 
 def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
-    """Return the call of masked_select, with indices in place of a known mask."""
+    """Return the call for masked_select, with indices in place of a known mask."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     rows = trace.rows(mask.expand(shape)) if shape else None
     return (
@@ -78,7 +79,7 @@ def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
 def _split(
     trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int
 ) -> tuple[Callable, tuple]:
-    """Return the call of tensor_split, with numbers in place of known borders."""
+    """Return the call for tensor_split, with numbers in place of known borders."""
     constant = trace.ask(borders, True) if isinstance(borders, Tensor) else None
     return Tensor.tensor_split, (x, borders if constant is None else constant.tolist(), *dim)
 

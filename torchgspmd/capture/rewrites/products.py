@@ -1,10 +1,10 @@
-"""Products and losses of volumes as operations that keep their dimensions.
+"""Products, and losses on volumes, as operations that keep their dimensions.
 
     F.linear(x, w)      # x [a, c, b], w [d, b]: einsum("acb,db->acd"), without a flattened batch
 
-A trace calls these in the place of functions of PyTorch's Python interface. They decline products
-that they cannot express, such as repeated letters or broadcast batch dimensions of size 1.
-PyTorch's own function runs then, and is correct all the same. istft is here because PyTorch's reads
+A trace calls these in place of PyTorch's Python functions. They decline products that they cannot
+express, such as repeated letters or broadcast batch dimensions with size 1. PyTorch's own function
+then runs, and is still correct. istft is here because PyTorch's reads
 values.
 """
 
@@ -29,7 +29,7 @@ from ...shard_spec import SpecLike
 
 @rewrite("product", mark_sharding)
 def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike | None = None) -> Tensor:
-    """Run mark_sharding as an operation of the graph."""
+    """Run mark_sharding as an operation in the graph."""
     if isinstance(mesh, str):
         raise without_layout(mesh)
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
@@ -69,7 +69,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 @rewrite("vmap", torch.matmul, Tensor.matmul, Tensor.__matmul__)
 @rewrite("product", torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Any:
-    """Run torch.matmul as an einsum of the two operands."""
+    """Run torch.matmul as a two-operand einsum."""
     if (
         not isinstance(input, Tensor)
         or not isinstance(other, Tensor)
@@ -95,7 +95,7 @@ def _reflected_matmul(input: Tensor, other: Tensor) -> object:
 
 
 def _matrix_product(dims: int) -> Callable:
-    """Return the body of mm (2 dimensions) or bmm (3 dimensions)."""
+    """Return the body for mm (2 dimensions) or bmm (3 dimensions)."""
 
     def product(input: Tensor, mat2: Tensor, **options: object) -> Any:
         return (
@@ -110,7 +110,7 @@ def _matrix_product(dims: int) -> Callable:
 @rewrite("vmap", torch.einsum)
 @rewrite("product", torch.einsum)
 def _torch_einsum(*args: Any) -> Any:
-    """Run torch.einsum as a chain of contractions of two operands, from left to right."""
+    """Run torch.einsum as a chain of two-operand contractions, from left to right."""
     equation, *operands = args
     if len(operands) == 1 and isinstance(operands[0], (list, tuple)):
         operands = list(operands[0])
@@ -122,6 +122,7 @@ def _torch_einsum(*args: Any) -> Any:
     *left, out = terms
     a, letters = operands[0], left[0]
     for i, (b, b_letters) in enumerate(zip(operands[1:], left[1:]), start=1):
+        # Letters that neither a later operand nor the result has are summed now.
         later = set("".join(left[i + 1 :]) + out)
         result = (
             out
@@ -138,7 +139,7 @@ def _torch_einsum(*args: Any) -> Any:
 
 
 def _explicit(equation: str, operands: Any) -> list[str] | None:
-    """Return the letters of every operand and of the result.
+    """Return the letters for every operand and for the result.
 
     Return None for operands that einsum() does not take.
     """
@@ -150,6 +151,7 @@ def _explicit(equation: str, operands: Any) -> list[str] | None:
             return None
         fill = "".join(c for c in ascii_letters if c not in equation)[: ranks.pop()]
         terms, out = [term.replace("...", fill) for term in terms], out.replace("...", fill)
+    # Without an arrow the result has the letters that occur once, in alphabetical order.
     if not arrow:
         every = "".join(terms)
         out = "".join(sorted(c for c in set(every) if every.count(c) == 1))
@@ -188,7 +190,7 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
 def _dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | Declined:
-    """Draw a mask of one byte an element, which CUDA's kernel does and the CPU's does not."""
+    """Draw a mask with one byte an element, as CUDA's kernel does and the CPU's does not."""
     if inplace or not training or not 0 < p <= 1 or not isinstance(input, Tensor):
         return DECLINED
     return torch.native_dropout(input, p, True)[0]
@@ -205,7 +207,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Tensor | Declined:
-    """Run F.cross_entropy of volumes, with class indices as targets."""
+    """Run F.cross_entropy on volumes, with class indices as targets."""
     if input.dim() < 5 or target.is_floating_point() or label_smoothing:
         return DECLINED
     return _nll_loss(
@@ -229,13 +231,14 @@ def _nll_loss(
     reduce: object = None,
     reduction: str = "mean",
 ) -> Tensor | Declined:
-    """Compute the loss of volumes [n, c, x, y, z, ...].
+    """Compute the loss on volumes [n, c, x, y, z, ...].
 
     PyTorch flattens them to [n, c, 1, x y z].
     """
     if input.dim() < 5 or size_average is not None or reduce is not None:
         return DECLINED
     counts = target != ignore_index
+    # An ignored target may be no class, and gather needs one; it is masked below.
     label = torch.where(counts, target, 0)
     losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)  # [n, x, y, z]
     scale = torch.ones_like(losses) if weight is None else weight[label]
@@ -285,6 +288,7 @@ def _istft(
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
     window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
     total = n_fft + hop * (frames.shape[-2] - 1)
+    # Adds overlapping frames at their places.
     sums, weights = (
         aten.unfold_backward(t, [*t.shape[:-2], total], t.dim() - 2, n_fft, hop)
         for t in (frames * window, window.square().expand(frames.shape[-2], n_fft))

@@ -1,12 +1,12 @@
-"""Checkpoints in blocks whose weights are stacked: the backward gets a copy of their operations.
+"""Checkpoints in blocks with stacked weights: the backward gets a copy of their operations.
 
 before   %h = tanh(%x);  %y = mm(%h, %w)     in a checkpoint;   %dw = mm(%h, %dy)   backward
 after    %h = tanh(%x);  %y = mm(%h, %w);    %h_1 = tanh(%x);   %dw = mm(%h_1, %dy)
 
 torch.utils.checkpoint runs its function a second time during the backward. By then a block has its
-stacked weights again, no row of them, and torch.vmap has ended. So the trace notes which nodes are
-of a checkpoint, and values are recomputed in the graph. A value stays as it is if the forward uses
-it outside of the checkpoint, or if the policy of a selective checkpoint saves it. It also stays if
+stacked weights again, not a row, and torch.vmap has ended. So the trace notes which nodes belong to
+a checkpoint, and values are recomputed in the graph. A value stays if the forward uses it outside
+the checkpoint, or if a selective checkpoint's policy saves it. It also stays if
 it follows from a loop in the checkpoint, or is drawn without a seed of ours.
 """
 
@@ -27,7 +27,7 @@ from ...rules import has_own_seed
 from ...rules.custom_ops.loops import ENTRIES, EXITS
 from ...rules.custom_ops.random import DRAW_SEED
 
-REGION = "checkpoint"  # key of node.meta: number of a node's checkpoint, whether it saves the node
+REGION = "checkpoint"  # key in node.meta: a node's checkpoint by number, whether it saves the node
 _SAVED = checkpointing.CheckpointPolicy.MUST_SAVE, checkpointing.CheckpointPolicy.PREFER_SAVE
 
 _in_block: ContextVar[bool] = ContextVar("in_block", default=False)
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @contextmanager
 def in_block() -> Iterator[None]:
-    """Trace a block that has rows of stacked weights for the time of the call."""
+    """Trace a block that has one row of its stacked weights during the call."""
     token = _in_block.set(True)
     try:
         yield
@@ -45,7 +45,7 @@ def in_block() -> Iterator[None]:
 
 
 def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """Return the two halves of a checkpoint: in a block they note the nodes traced between them."""
+    """Return a checkpoint's two halves: in a block they note the nodes traced between them."""
 
     def generator(
         function: Any, preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
@@ -115,7 +115,7 @@ def recompute_regions(graph: fx.Graph) -> None:
 
 
 def _lost(graph: fx.Graph) -> set[fx.Node]:
-    """Return the values of checkpoints that the backward computes again."""
+    """Return checkpointed values that the backward computes again."""
     of_loops: set[fx.Node] = set()
     lost: set[fx.Node] = set()
     for node in graph.nodes:
@@ -131,6 +131,7 @@ def _lost(graph: fx.Graph) -> set[fx.Node]:
         elif not is_drawn and not is_saved:
             lost.add(node)
     for node in graph.nodes:
+        # The forward uses these outside their checkpoint, so they exist anyway.
         if not node.meta.get("backward"):
             here = node.meta.get(REGION)
             lost -= {x for x in node.all_input_nodes if x.meta.get(REGION) != here}

@@ -1,7 +1,7 @@
 """LSTM, GRU and RNN step by step, with batch, gate and hidden unit as dimensions of their own.
 
-PyTorch computes a layer as one kernel, or flattens [position, batch]. Each step becomes operations
-of the program, which grows with the length of the sequence.
+PyTorch computes a layer as one kernel, or flattens [position, batch]. Here each step becomes
+operations in the program, which grows with the sequence length.
 
 Formulas: https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...rules.rewrites import DECLINED, rewrite
 
-# A cell: (what the input adds to the gates [n, gate, unit], what the hidden state adds, the state)
+# A cell: (the input's part of the gates [n, gate, unit], the hidden state's part, the state)
 # -> the next state, hidden first.
 
 
@@ -41,11 +41,11 @@ def _simple(
 
 
 def _recurrent(cell: Callable, gates: int) -> Callable:
-    """Return the body of torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
+    """Return the body for torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu."""
 
     def body(input: Tensor, hx: Any, params: Any, *options: Any) -> Any:
         if isinstance(hx, Tensor) and not hx.is_floating_point():
-            return DECLINED  # a packed sequence: these are the sizes of its batches
+            return DECLINED  # a packed sequence: these are its batch sizes
         has_biases, layers, dropout, train, bidirectional, batch_first = options
         # [layers * directions, n, unit] each
         states = (hx,) if isinstance(hx, Tensor) else tuple(hx)
@@ -63,6 +63,7 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
                 outs.append(out)
                 last.append(state)
             x = torch.cat(outs, -1) if directions > 1 else outs[0]
+            # PyTorch drops nothing behind the last layer.
             if dropout and train and layer < layers - 1:
                 x = F.dropout(x, dropout)
         return (
@@ -74,7 +75,7 @@ def _recurrent(cell: Callable, gates: int) -> Callable:
 
 
 def _weights(params: Sequence[Tensor], has_biases: bool) -> Sequence[Tensor | None]:
-    """Return the weights of input and hidden state, their biases, and that of the projection."""
+    """Return the weights for input and hidden state, their biases, and the projection's weight."""
     biases = params[2:4] if has_biases else (None, None)
     projection = params[4 if has_biases else 2 :]
     return params[0], params[1], *biases, projection[0] if len(projection) else None
@@ -103,7 +104,7 @@ def _direction(
 
 
 def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> Tensor:
-    """Return the contribution [..., gate, unit] of an input to the gates."""
+    """Return an input's contribution [..., gate, unit] to the gates."""
     y = torch.einsum(equation, x, weight.view(gates, -1, weight.shape[-1]))
     return y if bias is None else y + bias.view(gates, -1).to(y.dtype)
 

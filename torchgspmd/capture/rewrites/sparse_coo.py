@@ -2,7 +2,8 @@
 
     near @ x            torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])
 
-Layouts are of dense tensors. A sparse argument is taken apart into both (object_trees.py). A sparse
+A layout needs a dense tensor. A sparse argument is taken apart into both (object_trees.py). A
+sparse
 tensor that the program creates, or reads from an attribute or variable, carries both beside it.
 Entries with one index count as their sum, as in PyTorch. Functions that are not linear in the
 entries are therefore not supported.
@@ -23,12 +24,12 @@ from ...rules.rewrites import DECLINED, Declined, rewrite, rewrite_of
 from ..trace_context import at_once, is_capturing
 from ..unsupported import check_dense
 
-_PROPERTIES: Any = Tensor  # their types are not those of methods
+_PROPERTIES: Any = Tensor  # properties' types are not methods' types
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The indices and values of a sparse tensor."""
+    """A sparse tensor's indices and values."""
 
     indices: Tensor  # [dimensions, entries]
     values: Tensor  # [entries]
@@ -37,7 +38,7 @@ class Entries:
 
     @staticmethod
     def of(tensor: Tensor) -> Entries:
-        """Return the entries of a sparse tensor.
+        """Return a sparse tensor's entries.
 
         Raises ShardingError if an unsupported function computed the tensor. Entries with values are
         read each time: they may change in place.
@@ -104,7 +105,7 @@ def body(function: Callable) -> Callable | None:
 
 
 def stand_in(entries: Entries) -> Tensor:
-    """Return a sparse tensor without entries of its own, which a trace cannot have."""
+    """Return a sparse tensor without entries, since a trace can have none."""
     with at_once():
         empty = torch.empty(0, dtype=entries.values.dtype, device=entries.values.device)
         sparse = torch.sparse_coo_tensor(
@@ -117,7 +118,7 @@ def stand_in(entries: Entries) -> Tensor:
 def sparse_coo_tensor(
     indices: Any, values: Any, size: Any = None, *, dtype: torch.dtype | None = None, **options: Any
 ) -> Tensor | Declined:
-    """Run torch.sparse_coo_tensor of a vector of values, else decline."""
+    """Run torch.sparse_coo_tensor on a value vector, else decline."""
     if (
         not (isinstance(indices, Tensor) and isinstance(values, Tensor) and values.dim() == 1)
         or size is None
@@ -203,6 +204,7 @@ def _add(a: Any, b: Any) -> Tensor | Declined:
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape:
         return DECLINED
     if is_sparse(a) and is_sparse(b):
+        # Entries with one index count as their sum, so joining the lists adds.
         indices, values = (
             torch.cat(both, -1)
             for both in zip(*((e.indices, e.values) for e in (first, Entries.of(b))))

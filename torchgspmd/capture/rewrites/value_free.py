@@ -1,6 +1,6 @@
-"""Replacements of functions of PyTorch that read values while they run.
+"""Replacements for PyTorch functions that read values while they run.
 
-Checks of values, as for a negative variance, are left out: a trace has no values.
+Checks on values, as for a negative variance, are left out: a trace has no values.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _cov(
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
 ) -> Tensor:
-    """Return the covariance of the rows of input [variables, observations].
+    """Return the covariance between the rows of input [variables, observations].
 
     The weights [observations] count or weigh the columns.
     """
@@ -83,6 +83,7 @@ def _corrcoef(input: Tensor) -> Tensor:
         return c / c
     deviation = torch.diagonal(c).sqrt()
     c = c / deviation.unsqueeze(1) / deviation
+    # Rounding may leave [-1, 1], to which PyTorch clips.
     return (
         torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
         if c.is_complex()
@@ -155,7 +156,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> object:
-    """Look up rows, with a dense gradient: layouts are of dense tensors."""
+    """Look up rows, with a dense gradient: a layout needs a dense tensor."""
     return (
         torch.embedding(weight, indices, padding_idx, scale_grad_by_freq, False)
         if sparse
@@ -165,7 +166,7 @@ def _embedding(
 
 @rewrite("value", Tensor.retain_grad)
 def _retain_grad(input: Tensor) -> Declined:
-    """Warn that the gradient of a value stays None."""
+    """Warn that a value's gradient stays None."""
     if not input.is_leaf:
         warnings.warn(
             "forward calls retain_grad() of a value, whose 'grad' stays None: on a mesh "
@@ -177,7 +178,7 @@ def _retain_grad(input: Tensor) -> Declined:
 
 
 def nested_list(input: Tensor) -> object:
-    """Return a nested list of symbolic numbers."""
+    """Return a nested list with symbolic numbers."""
     if any(isinstance(n, torch.SymInt) for n in input.shape):
         raise ShardingError(
             "the program makes a list of as many numbers as values say",
@@ -193,9 +194,9 @@ def nested_list(input: Tensor) -> object:
 
 
 def _is_number(entry: object) -> bool:
-    """Return whether x[entry] reads the value of a tensor.
+    """Return whether x[entry] reads a tensor's value.
 
-    A tensor of bool is a mask, whose values are not read.
+    A bool tensor is a mask, whose values are not read.
     """
     if isinstance(entry, slice):
         return any(isinstance(bound, Tensor) for bound in (entry.start, entry.stop, entry.step))
@@ -209,7 +210,7 @@ def _is_number(entry: object) -> bool:
 
 
 def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
-    """Return the view of x at the entries that are numbers, and the rest of the index.
+    """Return the view x[numbers], and the rest of the index.
 
     Slices are taken first: torch 2.9 cannot assign to a slice of a row whose number is symbolic.
     """
@@ -221,13 +222,14 @@ def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
             numbers.append((dim, entry))
         else:
             rest.append(entry)
+    # From the last one on, so that earlier dimensions keep their places.
     for dim, number in reversed(numbers):
         x = x.select(dim, number)
     return x, tuple(rest)
 
 
 def positions(x: Tensor, index: tuple) -> list[int]:
-    """Return the dimension of x at which each entry of an index begins."""
+    """Return the dimension in x at which each index entry begins."""
     at, dims = 0, []
     for place, entry in enumerate(index):
         dims.append(at)
@@ -247,7 +249,7 @@ def _concrete_slice(entry: slice) -> slice:
 
 
 def _dim_count(entry: object) -> int:
-    """Return how many dimensions an entry of an index takes."""
+    """Return the number of dimensions that an index entry takes."""
     if entry is None or isinstance(entry, bool):
         return 0
     return (

@@ -1,4 +1,4 @@
-"""Names in the bytecode of functions: functions that they call, variables that they read."""
+"""Names in functions' bytecode: functions that they call, variables that they read."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ _UNNAMED = (
     "setup_context",
 )
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
-_MANY = 500  # limit of functions; those that few calls lead to come first
-_AGAIN = ("COPY", "DUP_TOP")  # opcodes of an augmented assignment
-_FAR = 3  # limit of calls from a forward into installed packages
+_MANY = 500  # most functions; those that few calls lead to come first
+_AGAIN = ("COPY", "DUP_TOP")  # opcodes in an augmented assignment
+_FAR = 3  # most calls from a forward into installed packages
 
 
 def called_functions(functions: Iterable[object], classes: Iterable[type]) -> list[FunctionType]:
     """Return the Python functions among these, and all that they name, and so on.
 
-    This includes global functions, those of modules and classes, closures, and methods and
-    properties of the classes; not those of torch.
+    This includes global functions, those in modules and classes, closures, and the classes'
+    methods and properties; torch's are left out.
     """
     methods = _methods(classes)
     functions_by_id: dict[int, FunctionType] = {}
     calls = 0
+    # Breadth first, so that the functions nearest to forward come before the limit.
     while functions and len(functions_by_id) < _MANY:
         new = {
             id(f): f
@@ -57,7 +58,7 @@ def is_function(value: object) -> bool:
 
 
 def is_own(module: str | None) -> bool:
-    """Return whether a user may change the contents of the module.
+    """Return whether a user may change the module's contents.
 
     False for torch and for the standard library.
     """
@@ -72,16 +73,16 @@ def is_installed(module: str | None) -> bool:
 
 
 def global_sources(function: FunctionType) -> Iterator[Source]:
-    """Yield the sources of the globals that a function reads.
+    """Yield the sources for the globals that a function reads.
 
-    This includes attributes of Python modules, as in `settings.SCALE`.
+    This includes Python modules' attributes, as in `settings.SCALE`.
     """
     for names in dotted_names(function.__code__):
         yield from (source for source, _ in _resolve_dotted_name(function, names))
 
 
 def cell_sources(function: FunctionType) -> Iterator[Source]:
-    """Yield the sources of the closure variables of a function."""
+    """Yield the sources for a function's closure variables."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         yield Source(cell, (Attribute(name),))
 
@@ -97,6 +98,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
                 yield cls, rest[0] if rest else "__init__"
     around = {source.name: source.read() for source in cell_sources(function)}
     for name, *rest in dotted_names(function.__code__, "LOAD_DEREF") if around else ():
+        # The cell `__class__` belongs to super().
         if (
             isinstance(cls := around.get(name), type)
             and name != "__class__"
@@ -106,7 +108,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
 
 
 def assigned_globals(function: FunctionType) -> Iterator[Source]:
-    """Yield the sources of the globals and module attributes that a function may assign."""
+    """Yield the sources for the globals and module attributes that a function may assign."""
     for name in _stored_names(function.__code__, "STORE_GLOBAL"):
         yield Source(function.__globals__, (name,))
     stored = _stored_names(function.__code__, "STORE_ATTR")
@@ -127,14 +129,14 @@ def assigned_cells(function: FunctionType) -> Iterator[Source]:
 
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
-    """Return the names of attributes that a function assigns, of any object."""
+    """Return the attribute names that a function assigns, on any object."""
     return _stored_names(function.__code__, "STORE_ATTR")
 
 
 def may_name_its_class(function: FunctionType) -> bool:
-    """Return whether a function may reach the class of an object.
+    """Return whether a function may reach an object's class.
 
-    It does by type(self), by self.__class__, or by the first argument of a class method.
+    It does by type(self), by self.__class__, or by a class method's first argument.
     """
     return function.__code__.co_varnames[:1] == ("cls",) or not {"type", "__class__"}.isdisjoint(
         function.__code__.co_names
@@ -167,6 +169,7 @@ def dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[
         for i in dis.get_instructions(nested):
             if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
                 names += (i.argval,)
+            # An augmented assignment copies the object before it loads the attribute.
             elif not names or i.opname not in _AGAIN:
                 dotted_names[names] = None
                 names = (i.argval,) if i.opname == operation else ()
@@ -188,14 +191,14 @@ def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
 
 
 def class_values(cls: type) -> Iterator[tuple[str, object]]:
-    """Yield name and value of the attributes of a class and its bases, but for library classes."""
+    """Yield name and value for the attributes in a class and its bases, but for library classes."""
     for base in cls.__mro__:
         if is_own(base.__module__):
             yield from base.__dict__.items()
 
 
 def _methods(classes: Iterable[type]) -> dict[str, list[object]]:
-    """Return the functions of all methods and properties of the classes, by name."""
+    """Return the functions in all the classes' methods and properties, by name."""
     methods: dict[str, list[Any]] = {}
     for cls in dict.fromkeys(classes):
         for name, value in class_values(cls):
@@ -205,7 +208,7 @@ def _methods(classes: Iterable[type]) -> dict[str, list[object]]:
 
 
 def function_in(value: object) -> object:
-    """Return the function of a method or property."""
+    """Return a method's or property's function."""
     return (
         getattr(value, "fget", None)
         or getattr(value, "func", None)
@@ -214,7 +217,7 @@ def function_in(value: object) -> object:
 
 
 def _plain_functions(function: object) -> Iterator[FunctionType]:
-    """Yield the plain Python functions inside of partials, methods and wrappers."""
+    """Yield the plain Python functions inside partials, methods and wrappers."""
     while function is not None:
         if isinstance(function, functools.partial):
             function = function.func
@@ -255,7 +258,7 @@ def imports_own_modules(code: CodeType) -> bool:
 def _method_names(code: CodeType) -> tuple[str, ...]:
     """Return attribute names in the code that may be methods.
 
-    They are attributes of the first argument, and others that tensors do not have.
+    They are the first argument's attributes, and others that tensors do not have.
     """
     own: dict[str, None] = {}
     for nested in nested_code(code):
@@ -270,7 +273,7 @@ def _method_names(code: CodeType) -> tuple[str, ...]:
 
 
 def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
-    """Return all names and strings in the code of the functions."""
+    """Return all names and strings in the functions' code."""
     codes = (code for function in functions for code in nested_code(function.__code__))
     return {
         name
@@ -281,7 +284,7 @@ def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
 
 
 def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code and that of the comprehensions and functions in it."""
+    """Yield the code, and the code for comprehensions and functions in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -291,8 +294,8 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
 def reachable_values(function: Any) -> Iterator[object]:
     """Yield the values that a function can reach by name.
 
-    They are closure variables, globals, the object of a bound method, defaults and arguments of a
-    partial.
+    They are closure variables, globals, a bound method's object, defaults and a partial's
+    arguments.
     """
     if hasattr(function, "__wrapped__"):
         yield from reachable_values(function.__wrapped__)

@@ -3,9 +3,10 @@
     def forward(self, x):       # reads act, temperature, scale, OFFSET
         return self.act(self.head(x)) / self.temperature * self.config.scale + OFFSET
 
-Values read are part of the program. A program whose guards fail (`model.temperature = 1.0`,
-`model.act = F.gelu`) is traced again. Plain values are compared by value, also inside of tuples,
-lists, tables, sets and NumPy arrays. Tensors, functions and objects are compared by identity.
+Values that are read become part of the program. If a guard fails (`model.temperature = 1.0`,
+`model.act = F.gelu`), the program is traced again. Plain values are compared by value, also inside
+tuples, lists, tables, sets and NumPy arrays. Tensors, functions and objects are compared by
+identity.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _PLAIN = (
 )
 _SEQUENCES = (tuple, *LISTS)
 _CONTAINERS = (dict, *_SEQUENCES)
-_VERY_LONG = 100 * LONG  # limit of plain values that are compared in one list
+_VERY_LONG = 100 * LONG  # most plain values that are compared in one list
 # hooks, tables and `training`, which other guards cover
 KEPT_BY_TORCH = frozenset(nn.Module().__dict__)
 ANY = Marker("anything")
@@ -52,7 +53,7 @@ class TensorPredicate:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
-    placements: Any  # those of a DTensor, else None
+    placements: Any  # a DTensor's, else None
 
     @staticmethod
     def of(tensor: Tensor) -> TensorPredicate:
@@ -66,7 +67,7 @@ class TensorPredicate:
 
 @dataclass(frozen=True)
 class Contents:
-    """A snapshot of a list, tuple or table, or of the attributes of an object.
+    """A snapshot of a list, tuple or table, or of an object's attributes.
 
     Items are plain values, tensors, further Contents, or Kind or ANY in place of tensors.
     """
@@ -78,7 +79,7 @@ class Contents:
 
 @dataclass(frozen=True, eq=False)
 class Copied:
-    """A copy of a set, a NumPy array or a long list of plain values."""
+    """A copy of a set, a NumPy array or a long list with plain values."""
 
     value: Any
 
@@ -97,7 +98,7 @@ class Copied:
 
 @dataclass(frozen=True)
 class HasAttributes:
-    """Which of these names an object has as attributes."""
+    """The names, among these, that an object has as attributes."""
 
     names: Container[str]
     present: tuple[str, ...]
@@ -107,13 +108,13 @@ class HasAttributes:
         return HasAttributes(names, tuple(filter(names.__contains__, attributes_of(holder) or {})))
 
     def hold(self, now: object) -> bool:
-        """Return whether the object has the same of them."""
+        """Return whether the object has the same ones."""
         return HasAttributes.of(now, self.names).present == self.present
 
 
 @dataclass(frozen=True)
 class HasKey:
-    """The key of a value that is too large to be copied."""
+    """A key for a value that is too large to copy."""
 
     key: Any
 
@@ -128,9 +129,9 @@ _PREDICATES = (TensorPredicate, Contents, *_HOLDING)
 
 @dataclass(frozen=True)
 class Guard:
-    """A dependence of a program: a predicate of the value of a source.
+    """A program's dependence on a source: a predicate on its value.
 
-    The predicate is one of _PREDICATES. Any other stands for equality with it, or identity.
+    The predicate is one of _PREDICATES. Any other value stands for equality with it, or identity.
     """
 
     source: Source
@@ -141,7 +142,7 @@ class Guard:
         return matches(self.source.read(), self.predicate)
 
     def described(self) -> str:
-        """Describe the current value, the same in all processes that have it."""
+        """Describe the current value by the same text in all processes that have it."""
         value = self.source.read()
         if isinstance(self.predicate, HasAttributes):
             value = HasAttributes.of(value, self.predicate.names).present
@@ -154,9 +155,9 @@ class Guards:
     """The guards on values that a program has read."""
 
     def __init__(self, guards: Iterable[Guard] = ()) -> None:
-        """Sort the guards by how they are compared, without those that anything satisfies.
+        """Sort the guards by comparison, without those that anything satisfies.
 
-        Entries of dicts are read in C, first those whose values mostly are the same objects.
+        Dict entries are read in C, first those whose values mostly are the same objects.
         """
         entries = [(g, g.source.dict_entry()) for g in guards if g.predicate is not ANY]
         entries.sort(key=lambda e: 2 if e[1] is None else isinstance(e[0].predicate, _PREDICATES))
@@ -172,6 +173,7 @@ class Guards:
 
     def hold(self) -> bool:
         """Return whether all guards hold."""
+        # Most values are the objects from the trace, which C code compares by identity.
         now, simple = [*map(dict.get, self.tables, self.keys, repeat(ABSENT))], self.simple
         if not all(map(is_, now[:simple], self.predicates)) and not all(
             map(matches, now[:simple], self.predicates)
@@ -182,7 +184,7 @@ class Guards:
         )
 
     def changed(self) -> Iterator[tuple[Source, Any]]:
-        """Yield source and value of numbers and tensors that differ from their guards.
+        """Yield source and value for numbers and tensors that differ from their guards.
 
         This includes those in lists and tables that attributes and variables hold.
         """
@@ -194,21 +196,21 @@ class Guards:
         return [guard.source.name for guard in self.guards if not guard.holds()]
 
     def changes(self) -> Iterator[tuple[str, str, str]]:
-        """Yield the sources whose guards fail, with the value now and that of the trace."""
+        """Yield the sources whose guards fail, with the value now and the value in the trace."""
         for guard in self.guards:
             if not guard.holds():
                 now, then = guard.described(), _describe(guard.predicate)
                 yield str(guard.source), now if now != then else f"another {now}", then
 
     def described(self, owners: Mapping[int, str]) -> list[tuple[str, str]]:
-        """Return names and descriptions of the current values, the same text in every process.
+        """Return names and descriptions for the current values, the same text in every process.
 
-        owners: the prefix of the names of a module, by its id.
+        owners: by a module's id, the prefix for its names.
         """
         return [(f"'{_name(guard, owners)}'", guard.described()) for guard in self.guards]
 
     def tensors(self, owners: Mapping[int, str]) -> dict[int, str]:
-        """Return the names of the tensors in the guards, by their ids."""
+        """Return the names for tensors in the guards, by their ids."""
         return {
             id(leaf): _name(guard, owners)
             for guard in self.guards
@@ -222,7 +224,7 @@ def _name(guard: Guard, owners: Mapping[int, str]) -> str:
 
 
 def is_plain(value: object) -> bool:
-    """Return whether the value is plain, or a short container of plain values."""
+    """Return whether the value is plain, or a short container with plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)
@@ -231,7 +233,7 @@ def is_plain(value: object) -> bool:
 
 
 def is_watched(value: object) -> bool:
-    """Return whether the value is a tensor or plain, or a short container of these."""
+    """Return whether the value is a tensor or plain, or a short container with these."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
             isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)
@@ -240,7 +242,7 @@ def is_watched(value: object) -> bool:
 
 
 def snapshot(value: Any, depth: int = 0) -> object:
-    """Return a snapshot of the value that `matches` compares with.
+    """Return a snapshot for `matches` to compare with.
 
     Objects, deeply nested tables and very long values are compared by identity.
     """
@@ -257,13 +259,13 @@ def snapshot(value: Any, depth: int = 0) -> object:
 
 
 def snapshot_components(value: object, depth: int = 0) -> Contents:
-    """Return a snapshot of a list, tuple or table, or of the attributes of an object."""
+    """Return a snapshot of a list, tuple or table, or of an object's attributes."""
     keys, items = _keys_and_items(value)
     return Contents(type(value), keys, tuple(snapshot(item, depth + 1) for item in items))
 
 
 def _keys_and_items(value: object) -> tuple[tuple, Collection[object]]:
-    """Return keys and items of a table or an object; of a list or tuple no keys."""
+    """Return a table's or an object's keys and items; a list or tuple has no keys."""
     if isinstance(value, _SEQUENCES):
         return (), value
     table = value if isinstance(value, dict) else attributes(value)
@@ -280,7 +282,7 @@ def leaves_of(snapshot: object) -> Iterator[object]:
 
 
 def _copy_values(value: Any) -> Copied | HasKey | None:
-    """Return a copy of a set, an array or a long list of plain values, else None."""
+    """Return a copy if it is a set, an array or a long list with plain values, else None."""
     if isinstance(value, np.ndarray):
         is_small = value.size <= LONG and not value.dtype.hasobject
         return Copied(value.copy()) if is_small else HasKey(value_key(value))
@@ -296,13 +298,14 @@ def _copy_values(value: Any) -> Copied | HasKey | None:
 
 def _is_constant(value: object) -> bool:
     """Return whether the value is a tuple of plain values, which is immutable."""
+    # isinstance() takes a SymbolicNumber for the number that it stands for.
     return type(value) is tuple and all(
         type(item) is not SymbolicNumber and isinstance(item, _PLAIN) for item in value
     )
 
 
 def _changed_leaves(source: Source, now: object, value: object) -> Iterator[tuple[Source, object]]:
-    """Yield source and value of the numbers and tensors that differ from the guard."""
+    """Yield source and value for numbers and tensors that differ from the guard."""
     if type(value) is tuple:
         value = Contents(tuple, (), value)
     if isinstance(value, Contents) and type(now) is value.cls:
@@ -345,9 +348,9 @@ def matches(now: object, value: object) -> bool:
 
 
 def _describe(value: object) -> str:
-    """Describe a value, the same in all processes that have it.
+    """Describe a value by the same text in all processes that have it.
 
-    The order of strings in a set differs between processes, so they are sorted.
+    A set's strings have another order in each process, so they are sorted.
     """
     value = value if isinstance(value, TensorPredicate) else snapshot(value)
     if isinstance(value, (Tensor, TensorPredicate)):

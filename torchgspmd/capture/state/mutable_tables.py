@@ -35,16 +35,17 @@ from .source import (
     step_name,
 )
 
-# A logger remembers for which levels it is enabled: that is no state of a program.
+# A logger caches the levels for which it is enabled, which is no program state.
 _NO_STATE = (Tensor, ModuleType, logging.Filterer, logging.LoggerAdapter)
-_MANY = 2000  # limit of tables below one module, object or table
+_MANY = 2000  # most tables below one module, object or table
 
 
 class MutableTable:
-    """The entries of a dict or list, or the attributes of an object, now and before.
+    """The entries in a dict or list, or an object's attributes, now and before.
 
-    before: before the trace. initial: with the stand-ins of the trace. last: at the last look for
-    mutations. steps: of variables and classes, those that functions assign, and those of tensors.
+    before: before the trace. initial: with the trace's stand-ins. last: at the last look for
+    mutations. steps: for variables and classes, the steps that functions assign or that hold
+    tensors.
     """
 
     before: dict[Step, Any]
@@ -61,7 +62,7 @@ class MutableTable:
     ) -> None:
         """Take the entries.
 
-        are_attributes: whether these are attributes or variables, of which only tensors and plain
+        are_attributes: whether these are attributes or variables; only their tensors and plain
         values are tracked. is_named: whether a function names the table, or the object.
         """
         self.source, self.container, self.are_attributes = source, container, are_attributes
@@ -85,7 +86,7 @@ class MutableTable:
         return entries
 
     def snapshot(self) -> object:
-        """Return a snapshot of the entries that `matches` compares with."""
+        """Return a snapshot of the entries for `matches` to compare with."""
         return (snapshot_components if self.are_attributes else snapshot)(self.container)
 
     def tracks(self, step: Step) -> bool:
@@ -101,7 +102,7 @@ def find_tables(
 ) -> Iterator[MutableTable]:
     """Yield the tables that a program may mutate.
 
-    They are attributes and buffers of modules and objects, and tables that functions name.
+    They are attributes and buffers in modules and objects, and tables that functions name.
     Variables and class attributes that functions assign are tables of their own.
     """
     seen: set[int] = set()
@@ -122,6 +123,7 @@ def find_tables(
             if (
                 is_table(value) if is_container else attributes_of(value) is not None
             ) and not isinstance(value, _NO_STATE):
+                # A variable's source names the global in messages; a bare table has no name.
                 source = variables.get(id(value), Source(value))
                 yield from _nested_tables(value, seen, source, not is_container, True)
     assigned: dict[Source, dict[Step, None]] = {}

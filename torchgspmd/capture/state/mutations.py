@@ -1,7 +1,7 @@
-"""Mutations of state by a forward: attributes and tables of a module, and variables.
+"""A forward's mutations: attributes and tables in a module, and variables.
 
-Tensors and plain values that forward assigns are effects of the program. Everything else is of
-the trace alone.
+Tensors and plain values that forward assigns are effects of the program. Everything else belongs
+to the trace alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tables:
 
         net.register_forward_hook(lambda m, x, y: outputs.append(y))      # the list `outputs`
 
-    They are attributes of the modules and of the objects that these name, and tables that functions
+    They are attributes on the modules and on objects that these name, and tables that functions
     name.
     """
 
@@ -75,8 +75,8 @@ class Tables:
         self._reach()
         self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
         self.table_of = {id(table.container): table for table in self.tables}
-        self.changed: dict[Source, None] = {}  # entries of roots, as an ordered set
-        # (stand-in, index of the input, predicate on its tensor) by the id of the stand-in
+        self.changed: dict[Source, None] = {}  # the roots' entries, as an ordered set
+        # (stand-in, input index, predicate on its tensor) by the stand-in's id
         self.stand_ins: dict[int, tuple[Tensor, int, TensorPredicate]] = {}
         self.numbers: list[NumberInput] = []
         self.recorder: Recorder | None = None  # while a module is traced
@@ -84,6 +84,7 @@ class Tables:
     def _reach(self) -> None:
         """Find the Python functions that the program may call, and the objects that it may read."""
         roots, reach, before = self.functions, ReachedObjects(self.modules), -1
+        # Objects lead to further functions, and these to further objects.
         while len(reach.objects) != before:
             before = len(reach.objects)
             self.functions = [*roots, *reach.functions.values()]
@@ -104,7 +105,7 @@ class Tables:
     def substitute(
         self, inputs: Sequence[TensorInput], stand_ins: Sequence[Tensor]
     ) -> Iterator[None]:
-        """Put stand-ins in the place of inputs for the time of a trace, then restore all tables.
+        """Replace inputs by stand-ins during a trace, then restore all tables.
 
         Objects that were assigned to attributes stay.
         """
@@ -138,7 +139,7 @@ class Tables:
                     each.source.write(value)
 
     def _restore(self, table: MutableTable) -> None:
-        """Restore the entries of a table."""
+        """Restore a table's entries."""
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
@@ -190,7 +191,7 @@ class Tables:
         now: dict[Step, object],
         state: frozenset[int],
     ) -> Iterator[Write]:
-        """Yield the writes that turn the old entries of a table into the new ones."""
+        """Yield the writes that turn a table's old entries into the new ones."""
         changed = {
             step: value
             for step, value in now.items()
@@ -199,6 +200,7 @@ class Tables:
             and not matches(value, old.get(step, ABSENT))
         }
         if isinstance(table.container, LISTS) and len(now) != len(old):
+            # A list that has only grown is extended, so that a run keeps the items before.
             is_whole = len(now) < len(old) or any(position < len(old) for position in changed)
             items = [*table.container][0 if is_whole else len(old) :]
             yield Write(table.source, items, REPLACE if is_whole else EXTEND)
@@ -219,7 +221,7 @@ class Tables:
     def _is_mutation(
         self, step: Step, value: object, excluded: frozenset[int] = frozenset()
     ) -> bool:
-        """Return whether runs write the entry: it is plain, or a tensor of the trace."""
+        """Return whether runs write the entry: it is plain, or a tensor from the trace."""
         return step_name(step) not in KEPT_BY_TORCH and (
             is_plain(value) or _contains_tensor(value, self.traced, excluded)
         )
@@ -227,8 +229,8 @@ class Tables:
     def guards(self, used: Container[int], operands: Container[int]) -> Guards:
         """Return the guards on read values, and on tables and objects that functions name.
 
-        used: the inputs whose tensors the program uses. operands: ids of other tensors that
-        functions were called with.
+        used: the inputs whose tensors the program uses. operands: the ids of other tensors that
+        were passed to functions.
         """
         self.operands, self.uses = operands, uses_of_names(self.called)
         return Guards(self._guards(used))
@@ -255,7 +257,7 @@ class Tables:
     def _predicate_of_read(
         self, used: Container[int], source: Source, value: object, then: object
     ) -> object:
-        """Return the predicate of the guard on read values.
+        """Return the predicate for a guard on read values.
 
         value: the value when it was read. then: its snapshot.
         """
@@ -289,7 +291,7 @@ class Tables:
         )
 
     def _uses_of(self, source: Source) -> set[str]:
-        """Return how functions use the value of a source, by the names that lead to it."""
+        """Return how functions use a source's value, by the names that lead to it."""
         if source.steps:
             steps = source.steps[1:]
             uses = self.uses.get(step_name(source.steps[0]), _READ)
@@ -302,7 +304,7 @@ class Tables:
         return set().union(*uses) if uses else _READ
 
     def _predicate(self, value: object, used: Container[int], uses: set[str]) -> object:
-        """Return the predicate of the guard with a snapshot.
+        """Return a guard's predicate from a snapshot.
 
         uses: how functions use the value. Lists to which they only append have no guard.
         """
@@ -319,6 +321,7 @@ class Tables:
         if not isinstance(value, Contents):
             return leaf(value)
         added = {".append"} if issubclass(value.cls, LISTS) else {"[]="}
+        # Adding items reads nothing, so the contents need no guard.
         if issubclass(value.cls, (dict, *LISTS)) and uses <= added:
             return ANY
         inside = [
@@ -333,7 +336,8 @@ class Tables:
         return id(value) in self.stand_ins and self.stand_ins[id(value)][1] in used
 
     def source_of(self, tensor: Tensor) -> Source | None:
-        """Return the source that has a tensor, or the tensor that it is a view of."""
+        """Return the source that has a tensor, or the tensor behind a view."""
+        # A view shares its base's storage.
         memory = tensor.untyped_storage()._cdata
         for table in self.tables:
             for step, value in table.before.items():
@@ -352,7 +356,7 @@ class Tables:
 def _contains_tensor(
     value: object, kind: type[Tensor], excluded: frozenset[int] = frozenset()
 ) -> bool:
-    """Return whether a tensor of this type is in the value, other than those excluded."""
+    """Return whether the value has a tensor with this type, besides those excluded."""
     return any(
         isinstance(leaf, kind) and id(leaf) not in excluded
         for leaf in pytree.tree_leaves(opened(value))
@@ -360,5 +364,5 @@ def _contains_tensor(
 
 
 def _inside(uses: set[str]) -> set[str]:
-    """Return how the items of a value are used."""
+    """Return how a value's items are used."""
     return {use[2:] for use in uses if use[:2] == "[]" and use != "[]="} | uses & _READ

@@ -1,7 +1,7 @@
-"""How the bytecode of functions uses lists and tables: whether it reads or only adds to them.
+"""How functions' bytecode uses lists and tables: whether it reads or only adds to them.
 
-A list that a program only appends to decides nothing, whatever its length is. A read value has a
-guard.
+A list that a program only appends to decides nothing, whatever its length. A value that is read
+has a guard.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ READ = "read"
 
 
 def uses_of_names(functions: Iterable[FunctionType]) -> dict[str, set[str]]:
-    """Return how functions use the values of attributes, globals and closure variables of a name.
+    """Return how functions use the values behind each attribute, global and closure name.
 
         self.seen.append(y)                 .append
         LAST["loss"] = y                    []=
         LAST.update(loss=y)                 []=
         self.log["loss"].append(y)          [].append
         self.log.setdefault(k, []).append   [].append
-        len(self.seen)                      read, as all else
+        len(self.seen)                      read, as everything else
 
     A name in a string may be read: `getattr(self, "seen")`.
     """
@@ -40,7 +40,7 @@ def uses_of_names(functions: Iterable[FunctionType]) -> dict[str, set[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _uses_in_code(code: CodeType) -> tuple[tuple[str, str], ...]:
-    """Return the (name, use) pairs of a code, each once."""
+    """Return the code's (name, use) pairs, each once."""
     found: dict[tuple[str, str], None] = {}
     for nested in nested_code(code):
         instructions = [i for i in dis.get_instructions(nested) if i.opname not in _NOTHING]
@@ -55,8 +55,9 @@ def _uses_in_code(code: CodeType) -> tuple[tuple[str, str], ...]:
 
 def _use(instructions: list[dis.Instruction]) -> str:
     """Return the use of the value on top of the stack, by the instructions that take it."""
-    depth, use, calls = 1, "", False  # depth: of the stack, from the value on
+    depth, use, calls = 1, "", False  # depth: the stack's, from the value on
     for i in instructions:
+        # Behind a jump, or with copies, the stack's depth no longer tells where the value is.
         is_jump = i.opcode in dis.hasjrel or i.opcode in dis.hasjabs
         if is_jump or i.opname.startswith(("COPY", "DUP", "SWAP", "ROT", "RETURN", "YIELD")):
             return READ

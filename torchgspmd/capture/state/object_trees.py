@@ -1,6 +1,6 @@
-"""Pytrees of objects that pytree does not know.
+"""Pytrees for objects that pytree does not know.
 
-model(x, past_key_values=cache)      # a cache of transformers holds tensors in attributes
+model(x, past_key_values=cache)      # a transformers cache holds tensors in attributes
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .source import Attribute, Source, Step, components, set_component, slots_of
 
 _NO_OBJECTS = (Tensor, type, Enum, ModuleType)
 _COLLECTIONS = (dict, list, tuple)
-OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
+OF_PYTHON = 1 << 9  # flag on classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
 
 
 @dataclass
@@ -56,7 +56,7 @@ def opened(
     """Return the tree with Opened for objects that hold tensors, and Entries for sparse tensors.
 
     An object whose id has an origin is Opened without components: the program's writes into these
-    go to the origin. around: ids of the objects that contain the tree.
+    go to the origin. around: the ids of objects that contain the tree.
     """
     return pytree.tree_map(lambda leaf: _open_leaf(leaf, origins or {}, around), tree)
 
@@ -64,6 +64,7 @@ def opened(
 def _open_leaf(leaf: Any, origins: Mapping[int, Source], around: tuple[int, ...]) -> object:
     if is_sparse(leaf):
         return Entries.of(leaf)
+    # An object that contains itself ends the search.
     if not is_object(leaf) or id(leaf) in around:
         return leaf
     if (origin := origins.get(id(leaf))) is not None:
@@ -97,7 +98,7 @@ def _close_leaf(leaf: object, arguments: object) -> object:
         return leaf.origin.read(arguments)
     inside = {step: closed(value, arguments) for step, value in leaf.components.items()}
     items = {s: value for s, value in inside.items() if not isinstance(s, Attribute)}
-    # most often `object`
+    # Python classes' own __new__ may expect arguments; the base is most often `object`.
     base: Any = next(c for c in leaf.cls.__mro__ if not c.__flags__ & OF_PYTHON)
     result = (
         base.__new__(leaf.cls, items.values())
@@ -116,7 +117,7 @@ def _close_leaf(leaf: object, arguments: object) -> object:
 
 
 def is_object(leaf: object) -> bool:
-    """Return whether a leaf of a pytree may hold tensors.
+    """Return whether a pytree leaf may hold tensors.
 
     It is no tensor, class, function or module.
     """

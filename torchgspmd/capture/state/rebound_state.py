@@ -41,11 +41,11 @@ def rebound_parameters(
 def rebound_buffers(
     module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """Return the buffers that forward rebinds to a tensor of the same shape and type.
+    """Return the buffers that forward rebinds to a tensor with the same shape and type.
 
         self.mean = 0.9 * self.mean + ...
 
-    The keys are input indices. A tensor of another shape or type counts as a new attribute.
+    The keys are input indices. A tensor with another shape or type counts as a new attribute.
     """
     now = dict(module.named_buffers())
     return {
@@ -59,7 +59,7 @@ def rebound_buffers(
 
 
 def check_alike(what: str, old: Tensor, new: Tensor) -> None:
-    """Raise ShardingError if a tensor cannot take the data of the other."""
+    """Raise ShardingError if a tensor cannot take another tensor's data."""
     if new.shape != old.shape or new.dtype != old.dtype:
         raise ShardingError(
             f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} "

@@ -1,4 +1,4 @@
-"""Recording of the attributes and variables that a forward reads while it is traced."""
+"""Recorder: the attributes and variables that a forward reads while it is traced."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
 from .object_trees import OF_PYTHON
 from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slots_of
 
-_FIXED = 1 << 8  # flag of classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
-_MANY = 1000  # limit of objects whose attributes are watched, the nearest first
-_MANY_VALUES = 100_000  # limit of values that are searched for such objects
+_FIXED = 1 << 8  # flag on classes without settable attributes: Py_TPFLAGS_IMMUTABLETYPE
+_MANY = 1000  # most objects whose attributes are watched, the nearest first
+_MANY_VALUES = 100_000  # most values that are searched for such objects
 _SCALARS = {bool, int, float, complex, str, bytes, type(None)}
 _NAMESPACES = (SimpleNamespace, Namespace, threading.local)
 _NO_OBJECTS = (
@@ -57,9 +57,9 @@ class Recorder:
     """The sources that were read, each with its value and a snapshot at the first read."""
 
     def __init__(self, holders: Iterable[object]) -> None:
-        """Record reads of the attributes of these holders."""
+        """Record reads on these holders' attributes."""
         self.holders = {id(holder): holder for holder in holders}
-        self.visited: set[tuple[int, str]] = set()  # (id of holder, name) of past reads
+        self.visited: set[tuple[int, str]] = set()  # (holder id, name) for past reads
         self.entries: dict[Source, tuple[Any, Any]] = {}
 
     def read(self, holder: object, name: str) -> None:
@@ -107,7 +107,7 @@ class Recorder:
             self.record(Source(owner, (Attribute(name),)))
 
     def record_all(self, holder: object, names: Container[str]) -> None:
-        """Record all attributes of these names, for an object whose reads cannot be seen."""
+        """Record all attributes with these names, for an object whose reads cannot be seen."""
         present = HasAttributes.of(holder, names)
         for name in present.present:
             self.record(Source(holder, (Attribute(name),)))
@@ -157,6 +157,7 @@ def record_reads(
 
         return record
 
+    # All modules inherit from nn.Module, so one patch serves them.
     classes: list[Any] = [
         nn.Module,
         *(cls for cls in dict.fromkeys(map(type, objects)) if not issubclass(cls, nn.Module)),
@@ -204,7 +205,8 @@ class ReachedObjects:
     def add(self, values: Iterable[Any], are_named: bool = False) -> None:
         """Add everything that the values lead to.
 
-        are_named: functions name the values. Objects of installed packages are left out then, since
+        are_named: functions name the values. Objects from installed packages are left out then,
+        since
         a user does not change them.
         """
         rest, seen = deque(values), 0
@@ -233,9 +235,9 @@ class ReachedObjects:
 
 
 def _is_object(value: object) -> bool:
-    """Return whether a user may set attributes of the value.
+    """Return whether a user may set attributes on the value.
 
-    Of the standard library's classes this holds for namespaces only.
+    Among the standard library's classes this holds for namespaces only.
     """
     cls = type(value)
     is_known = (
@@ -251,12 +253,12 @@ def _is_object(value: object) -> bool:
 
 
 def _class_values(cls: type) -> Iterator[object]:
-    """Yield the attributes of a class other than methods."""
+    """Yield a class's attributes other than methods."""
     return (value for _, value in class_values(cls) if not isinstance(value, FunctionType))
 
 
 def _values(holder: object) -> Iterator[object]:
-    """Yield the attributes of an object, and those of its class."""
+    """Yield an object's attributes, and its class's."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))
     yield from (attributes_of(holder) or {}).values()

@@ -2,11 +2,11 @@
 
     plan = torchgspmd.plan(model, x, 0.5, mesh=mesh)
     plan.simulate(x, 0.7)               an argument
-    model.eval(); plan.simulate(x, 0.5) the mode of a module
+    model.eval(); plan.simulate(x, 0.5) a module's mode
     f.__defaults__ = (0.7,)             a default
 
-Parameters and buffers are read by their names at every run, and attributes that forward reads have
-guards (guards.py). A wrapped model has the rest in the keys of its cache of programs.
+Every run reads parameters and buffers by their names, and attributes that forward reads have
+guards (guards.py). A wrapped model has the rest in its program cache's keys.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 
 class Change(NamedTuple):
-    """A value that differs from that of the plan. now, then: as texts."""
+    """A value that differs from the plan's. now, then: as texts."""
 
     name: str
     now: str
@@ -37,14 +37,14 @@ class Change(NamedTuple):
 
 
 class ArgumentKeys(NamedTuple):
-    """Names of the leaves of a plan's arguments, and their keys; of tensors None."""
+    """Names for the leaves of a plan's arguments, and their keys; a tensor's is None."""
 
     names: tuple[str, ...]
     keys: tuple[Any, ...]
 
     @staticmethod
     def of_file(names: Sequence[str], leaves: Iterable[object]) -> ArgumentKeys:
-        """Return the keys of leaves that have None in the place of tensors."""
+        """Return keys for leaves that have None in place of tensors."""
         keys = tuple(None if leaf is None else value_key(leaf) for leaf in leaves)
         return ArgumentKeys(tuple(names), keys)
 
@@ -54,10 +54,11 @@ class ArgumentKeys(NamedTuple):
         return ArgumentKeys(tuple(names), keys)
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
-        """Yield the leaves that differ from those of the plan."""
+        """Yield the leaves that differ from the plan's."""
         now = ArgumentKeys.of(self.names, leaves)
         for name, one, other in zip(self.names, now.keys, self.keys):
-            if one != other and not (other is None and one == _NONE):  # a file has None for both
+            # A saved plan has None for tensors and for None.
+            if one != other and not (other is None and one == _NONE):
                 path, *texts = difference(one, other)
                 tensor = (
                     "a tensor" if key is None else text for key, text in zip((one, other), texts)
@@ -66,12 +67,13 @@ class ArgumentKeys(NamedTuple):
 
 
 class ModuleFacts:
-    """The structure, modes and hooks of a module, and the kinds of its parameters and buffers."""
+    """A module's structure, modes and hooks, and the kinds of its parameters and buffers."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.then = dict(self._facts())
 
+    # A shared module has several names, each with its own entry.
     def _facts(self) -> Iterator[tuple[str, object]]:
         for name, module in self.module.named_modules(remove_duplicate=False):
             yield f"module '{name}'" if name else "the model", module
@@ -87,11 +89,11 @@ class ModuleFacts:
         yield from module_description(self.module)
 
     def described(self) -> list[list[str]]:
-        """Return names and values at the time of the plan, the same texts in every process."""
+        """Return names and values at planning time, the same texts in every process."""
         return [[name, _text(value)] for name, value in self.then.items()]
 
     def changes(self) -> Iterator[Change]:
-        """Yield the differences from the time of the plan."""
+        """Yield the differences from planning time."""
         now = dict(self._facts())
         for name in dict.fromkeys((*self.then, *now)):
             one, other = now.get(name, "absent"), self.then.get(name, "absent")
@@ -107,7 +109,7 @@ class ModuleFacts:
 
 
 def module_description(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield name and value of the modes of a module, and of the kinds of its tensors.
+    """Yield name and value for a module's modes, and for its tensors' kinds.
 
     Names and values are the same in every process.
     """
@@ -131,7 +133,7 @@ def module_description(module: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 class FunctionFacts:
-    """The defaults of the functions that a program calls, and of a function its variables.
+    """The defaults of functions that a program calls, and for a plain function its variables.
 
     A module's variables have guards already. besides: sources that a run reads or writes itself.
     """
@@ -148,7 +150,8 @@ class FunctionFacts:
         self.is_constant = len(of_plain) == len(self.functions) and not self.variables
 
     def hold(self) -> bool:
-        """Return whether nothing differs from the time of the plan."""
+        """Return whether nothing differs from planning time."""
+        # Plain defaults are immutable: one tuple always has the same values.
         for f, defaults, code in self.constant:
             if f.__defaults__ is not defaults or f.__kwdefaults__ or f.__code__ is not code:
                 return False
@@ -175,7 +178,7 @@ class FunctionFacts:
             yield str(source), value_key(source.read())
 
     def changes(self) -> Iterator[Change]:
-        """Yield the differences from the time of the plan."""
+        """Yield the differences from planning time."""
         for (name, now), (_, then) in zip(self._facts(), self.then):
             if then != now:
                 path, *texts = difference(now, then)
@@ -183,7 +186,7 @@ class FunctionFacts:
 
 
 def _reaches(value: Any, written: set[int], depth: int = 0) -> bool:
-    """Return whether a table is among these, by id, or contains one of them."""
+    """Return whether a table is among these, by id, or contains one."""
     if not (isinstance(value, tuple) or is_table(value)) or depth > DEEP:
         return False
     items = value.values() if isinstance(value, dict) else value
@@ -191,7 +194,7 @@ def _reaches(value: Any, written: set[int], depth: int = 0) -> bool:
 
 
 def _has_plain_defaults(function: FunctionType) -> bool:
-    """Return whether the defaults are the same as long as they are one tuple."""
+    """Return whether one tuple of defaults always has the same values."""
     plain = (bool, int, float, complex, str, bytes, type(None))
     return not function.__kwdefaults__ and all(
         isinstance(each, plain) for each in function.__defaults__ or ()
@@ -199,14 +202,14 @@ def _has_plain_defaults(function: FunctionType) -> bool:
 
 
 class RunGuards(NamedTuple):
-    """The state of planning, with which a run of the plan is compared."""
+    """The state at planning time, with which a run is compared."""
 
     arguments: ArgumentKeys
     module: ModuleFacts | None
     functions: FunctionFacts
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
-        """Yield the differences from the time of the plan. leaves: of the arguments of the run."""
+        """Yield the differences from planning time. leaves: of the run's arguments."""
         yield from self.arguments.changes(leaves)
         if self.module is not None:
             yield from self.module.changes()

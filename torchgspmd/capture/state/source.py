@@ -1,4 +1,4 @@
-"""Sources: where a value lives.
+"""Sources: the places where values live.
 
     Source(module, (Attribute("hidden"),))              self.hidden
     Source(module, (Attribute("caches"), 3, "keys"))    self.caches[3]['keys']
@@ -6,9 +6,10 @@
     Source(math.__dict__, ("pi",))                      global math.pi
     Source(cell, (Attribute("n"),))                     closure cell n
 
-A step is an Attribute, or else an item: the key of a dict, the position in a list or tuple. The
-model is the Source of torch._dynamo, whose roots are the names of a frame. Here a root is the
-object itself, since guards are compared and state is read at every call.
+A step is an Attribute, or else an item: a dict key, or a position in a list or tuple. The model is
+torch._dynamo's Source, whose roots are the names in a frame. Here a root is the object itself,
+since
+guards are compared and state is read at every call.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from torch import nn
 
 LISTS = (list, deque)
 LONG = 1000  # containers with more components are not searched
-DEEP = 8  # limit of nesting; a container may contain itself
+DEEP = 8  # deepest nesting; a container may contain itself
 
 
 class Marker:
-    """A marker in the place of a value."""
+    """A marker that stands for a value."""
 
     def __init__(self, meaning: str) -> None:
         self.meaning = meaning
@@ -41,20 +42,21 @@ class Marker:
 
 
 ABSENT = Marker("absent")
-ARGUMENTS = Marker("the arguments")  # root of what every call passes: (args, kwargs)
+ARGUMENTS = Marker("the arguments")  # root for every call's (args, kwargs)
 
 
 class Attribute(NamedTuple):
     """The step to a component that is no item.
 
-    It is an attribute of an object, in its __dict__ or in a slot, or of a class itself. Of a
-    closure cell or context variable it is the content; the name is that of the variable.
+    It is an attribute on an object, in its __dict__ or in a slot, or on a class itself. For a
+    closure
+    cell or context variable it is the content, and the name is the variable's.
     """
 
     name: str
 
 
-Step = Any  # an Attribute, or the key of an item
+Step = Any  # an Attribute, or an item's key
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +76,7 @@ class Source:
         return self.text({})
 
     def text(self, roots: Mapping[int, str]) -> str:
-        """Return the source as an expression. roots: expressions of objects, by their ids."""
+        """Return the source as an expression. roots: objects' expressions, by their ids."""
         root, steps = self.root, self.steps
         if root is ARGUMENTS:
             head, steps = ("args", "kwargs")[steps[0]], steps[1:]
@@ -98,19 +100,19 @@ class Source:
 
     @property
     def entry(self) -> Source:
-        """Return the source of the component of the root that leads to the value."""
+        """Return the source for the root's component that leads to the value."""
         return Source(self.root, self.steps[:1])
 
     def at(self, *steps: Step) -> Source:
-        """Return the source of a component of the value."""
+        """Return the source for a component of the value."""
         return Source(self.root, (*self.steps, *steps))
 
     def holder(self, arguments: object = None) -> Any:
-        """Return the container of the value."""
+        """Return the value's container."""
         return Source(self.root, self.steps[:-1]).read(arguments)
 
     def read(self, arguments: object = None) -> Any:
-        """Return the value, or ABSENT. arguments: (args, kwargs) of the call."""
+        """Return the value, or ABSENT. arguments: the call's (args, kwargs)."""
         return reduce(component, self.steps, arguments if self.root is ARGUMENTS else self.root)
 
     def write(self, value: Any, arguments: Any = None) -> None:
@@ -125,7 +127,7 @@ class Source:
         )
 
     def dict_entry(self) -> tuple[dict, Any] | None:
-        """Return the dict and key that the value is the entry of, if it is a component of the root.
+        """Return the dict and key at which the value is, if it is a component of the root.
 
         Guards read such entries in C.
         """
@@ -138,7 +140,7 @@ class Source:
         return None if table is None else (table, step.name)
 
     def reader(self) -> Callable[[], Any]:
-        """Return a function that reads the value; of one step it is in C."""
+        """Return a function that reads the value; for one step it is in C."""
         if (entry := self.dict_entry()) is not None:
             return partial(dict.get, *entry, ABSENT)
         if isinstance(self.root, type) and len(self.steps) == 1:
@@ -146,7 +148,7 @@ class Source:
         return self.read
 
     def leaves(self) -> Iterator[tuple[Source, Any]]:
-        """Yield source and value of the leaves of nested tuples, lists and dicts."""
+        """Yield source and value for the leaves in nested tuples, lists and dicts."""
         return _leaves(self, self.read(), 0)
 
 
@@ -159,7 +161,7 @@ def _leaves(source: Source, value: Any, depth: int) -> Iterator[tuple[Source, An
 
 
 def step_name(step: Step) -> str:
-    """Return the name of a step, the same on all ranks; a key may be the id of an object."""
+    """Return a step's name, the same on all ranks; a key may be an object's id."""
     if isinstance(step, Attribute):
         return step.name
     is_text = isinstance(step, str) or type(step) is int and step < LONG
@@ -179,13 +181,15 @@ def is_table(value: object) -> bool:
 
 
 def component(holder: Any, step: Step) -> Any:
-    """Return a component of the holder, or ABSENT."""
+    """Return the holder's component, or ABSENT."""
     if not isinstance(step, Attribute):
         if isinstance(holder, dict):
+            # The stored entry, whatever a subclass would compute.
             return dict.get(holder, step, ABSENT)
         is_position = isinstance(holder, (tuple, *LISTS)) and type(step) is int
         return holder[step] if is_position and step < len(holder) else ABSENT
     if isinstance(holder, CellType):
+        # An empty cell equals another one, and has no contents to read.
         return ABSENT if holder == CellType() else holder.cell_contents
     if isinstance(holder, ContextVar):
         return holder.get(ABSENT)
@@ -200,7 +204,7 @@ def component(holder: Any, step: Step) -> Any:
 
 
 def set_component(holder: Any, step: Step, value: Any) -> None:
-    """Write a component of the holder; ABSENT removes it.
+    """Write the holder's component; ABSENT removes it.
 
     A position that a list does not have any more is left out.
     """
@@ -217,7 +221,7 @@ def set_component(holder: Any, step: Step, value: Any) -> None:
     elif isinstance(holder, CellType):
         _set_attribute(object, holder, "cell_contents", value)
     elif step.name in slots_of(type(holder)):
-        _set_attribute(object, holder, step.name, value)  # also of a frozen dataclass
+        _set_attribute(object, holder, step.name, value)  # also on a frozen dataclass
     elif (table := attributes_of(holder)) is not None:
         set_component(table, step.name, value)
 
@@ -230,7 +234,7 @@ def _set_attribute(base: Any, holder: Any, name: str, value: Any) -> None:
 
 
 def components(holder: object) -> dict[Step, Any]:
-    """Return the items and attributes of a collection or an object, by their steps."""
+    """Return a collection's or an object's items and attributes, by their steps."""
     items = (
         holder.items()
         if isinstance(holder, dict)
@@ -254,8 +258,9 @@ def slots(holder: object) -> dict[Step, Any]:
 
 
 def attributes_of(holder: object) -> dict | None:
-    """Return the __dict__ of an object, or None."""
+    """Return an object's __dict__, or None."""
     try:
+        # Past a patched __getattribute__, which would record the read (recorder.py).
         of_thread = isinstance(holder, threading.local)
         table = holder.__dict__ if of_thread else object.__getattribute__(holder, "__dict__")
     except AttributeError:
@@ -265,7 +270,7 @@ def attributes_of(holder: object) -> dict | None:
 
 @functools.lru_cache(maxsize=4096)
 def slots_of(cls: type) -> tuple[str, ...]:
-    """Return the names of the attributes that a Python class keeps in slots."""
+    """Return the attribute names that a Python class keeps in slots."""
     declared = [c.__dict__.get("__slots__", ()) for c in cls.__mro__ if c.__module__ != "builtins"]
     return tuple(
         name

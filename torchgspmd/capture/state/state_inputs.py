@@ -4,7 +4,7 @@
         self.hidden = self.cell(x, self.hidden)     # the source self.hidden
         return self.head(self.hidden)
 
-Such tensors are arguments of the program, behind those of the call. Every run reads them from their
+Such tensors are program arguments, behind the call's own. Every run reads them from their
 sources, and writes their new values (writes.py). So are numbers that change from call to call
 (symbolic_numbers.py).
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 from .source import Source
 
 COUNTED = (int, float)  # types that a SymbolicNumber may stand for (symbolic_numbers.py)
-LARGE = 2**62  # integers of this size and more are no inputs
+LARGE = 2**62  # integers from this size on are no inputs
 Function = Callable[[Any], Any]
 
 
@@ -38,7 +38,7 @@ class TensorInput:
 
     @property
     def name(self) -> str:
-        """Return the name of the source."""
+        """Return the source's name."""
         return self.source.name
 
     def holds(self) -> bool:
@@ -54,8 +54,8 @@ class TensorInput:
 class NumberInput(TensorInput):
     """A number that a program takes as a tensor.
 
-    During a trace it has the number and its stand-in. It collects the conditions on the number that
-    the program depends on.
+    During a trace it has the number and its stand-in. It collects the program's conditions on the
+    number.
     """
 
     kind: ClassVar[str] = "number"
@@ -69,13 +69,14 @@ class NumberInput(TensorInput):
         return type(value) is float or type(value) is int and abs(value) < LARGE
 
     def tensor(self) -> Tensor:
-        """Return the number as a tensor of float64 or int64."""
+        """Return the number as a float64 or int64 tensor."""
         value = self.read()
         return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
 
     def guard_on(self, function: Function) -> Any:
-        """Return the result of the function; the program holds for numbers with this result."""
+        """Return the function's result; the program holds for numbers with this result."""
         result = function(self.value)
+        # A guard on the number itself covers all the others.
         if function is identity:
             self.conditions = [(function, result)]
         elif not self.conditions or self.conditions[0][0] is not identity:
@@ -83,19 +84,19 @@ class NumberInput(TensorInput):
         return result
 
     def to_conditions(self) -> Conditions:
-        """Return the conditions as the predicate of a guard."""
+        """Return the conditions as a guard's predicate."""
         return Conditions(type(self.value), tuple(self.conditions))
 
 
 @dataclass(frozen=True)
 class Conditions:
-    """The predicate of a guard on a number: results of functions of it."""
+    """A guard's predicate on a number: results of functions on it."""
 
     cls: type
     conditions: tuple[tuple[Function, Any], ...]
 
     def hold(self, value: object) -> bool:
-        """Return whether all functions of the number have the same results as in the trace."""
+        """Return whether all functions on the number have the same results as in the trace."""
         if type(value) is not self.cls:
             return False
         try:
@@ -113,14 +114,14 @@ def identity(value: object) -> Any:
 
 
 class Varying:
-    """The floats among the arguments that differ between otherwise equal calls."""
+    """The float arguments that differ between otherwise equal calls."""
 
     def __init__(self) -> None:
         self.first: dict[int, float] = {}  # value in the first call, by leaf index
-        self.now: dict[str, float] = {}  # current value of those that vary
+        self.now: dict[str, float] = {}  # current value by name, for those that vary
 
     def take(self, leaves: Sequence[object]) -> list[int]:
-        """Record the floats of a call; return the positions of those that vary."""
+        """Record a call's floats; return the positions of those that vary."""
         positions = []
         for i, leaf in enumerate(leaves):
             if type(leaf) is float and (
@@ -132,7 +133,7 @@ class Varying:
 
     @staticmethod
     def named(i: int) -> str:
-        """Return the name of a varying argument."""
+        """Return a varying argument's name."""
         return f"argument {i}"
 
 
@@ -148,22 +149,23 @@ class Retrace(BaseException):
 
 
 class State:
-    """Knowledge of a module's state from calls and traces up to now."""
+    """Knowledge about a module's state, from calls and traces up to now."""
 
     def __init__(self) -> None:
         # entries that programs write, or whose tensors they mutate; dicts are ordered sets
         self.entries: dict[Source, None] = {}
         self.counted: dict[Source, None] = {}  # numbers that a program writes, or that changed
         self.varying: dict[Any, Varying] = {}  # by the key that otherwise equal calls share
-        self.is_looking = False  # whether traces read values of buffers (value_guards.py)
-        self.shapes: set[Any] = set()  # values of buffers that decided on a shape
+        self.is_looking = False  # whether traces read buffers' values (value_guards.py)
+        self.shapes: set[Any] = set()  # buffers' values that decided on a shape
         self.is_counting = True  # whether a trace may use symbolic numbers
         self.kept_sites: set[str] = set()  # lines that rewrites leave alone (rewrite_sites.py)
-        # in which int() and the like take numbers that only a run knows (builtin_numbers.py)
+        # modules in which int() and the like take numbers that only a run knows
+        # (builtin_numbers.py)
         self.namespaces: list[dict[str, Any]] = []
 
     def add(self, source: Source, value: object = None) -> None:
-        """Add the entry of a source. value: the value that the program writes there."""
+        """Add a source's entry. value: the value that the program writes there."""
         self.entries[source.entry] = None
         if isinstance(value, COUNTED) and not isinstance(value, bool):  # or a SymbolicNumber
             self.counted[source] = None
@@ -178,7 +180,7 @@ class State:
         return ", ".join(facts)
 
     def look(self) -> None:
-        """Allow traces to read values of buffers."""
+        """Allow traces to read buffers' values."""
         self.is_looking = True
 
     def stop_counting(self) -> None:
@@ -195,7 +197,7 @@ class State:
     def inputs(self, besides: frozenset[int], varying: dict[str, float]) -> list[TensorInput]:
         """Return the tensors in the entries, then the numbers that change from call to call.
 
-        besides: ids of parameters and buffers. varying: numbers among the arguments.
+        besides: the ids of parameters and buffers. varying: numbers among the arguments.
         """
         tensors = [
             TensorInput(source)

@@ -5,8 +5,8 @@
         y = y * self.tau                an input
     z = F.dropout(y, self.rate)         specialized: a guard on the number itself
 
-During a trace a SymbolicNumber is in the place of such a number. Arithmetic on it gives another
-one. Beside a tensor it is a tensor without dimensions, which is an input of the program.
+During a trace a SymbolicNumber stands for such a number. Arithmetic on it gives another one. Beside
+a tensor it is a 0-d tensor, which is a program input.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .source import Source
 from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
-_MANY = 64  # limit of operations; a longer expression is specialized
+_MANY = 64  # most operations; a longer expression is specialized
 # operations with the same result on tensors
 _TENSORS = (
     operator.add,
@@ -63,7 +63,7 @@ _FACTORS = {
 
 @dataclass(eq=False)
 class BackwardNumber:
-    """The number of a source in the backward, if forward has changed it."""
+    """A source's number in the backward, if forward has changed it."""
 
     source: Source
     value: int | float
@@ -71,11 +71,11 @@ class BackwardNumber:
 
     @property
     def traced(self) -> Tensor | None:
-        """Return the number as a value of the program."""
+        """Return the number as a value in the program."""
         return _to_tensor(self.symbol)
 
     def guard_on(self, function: Function) -> Any:
-        """Return the result of the function, and guard on it."""
+        """Return the function's result, and guard on it."""
         return of(self.symbol).guard_on(function)
 
 
@@ -88,20 +88,20 @@ class Computed:
 
 @dataclass(frozen=True, eq=False)
 class Expression:
-    """How a number is computed: by a function of the number of a source, or of several numbers."""
+    """How a number is computed: by a function on one source's number, or on several numbers."""
 
-    number: NumberInput | BackwardNumber | None  # None: of several numbers
+    number: NumberInput | BackwardNumber | None  # None: from several numbers
     value: int | float
     function: Function = identity
     operation: tuple = ()  # the operation and the operands that computed it
-    size: int = field(init=False)  # number of operations, each as often as it is computed
+    size: int = field(init=False)  # operations, each as often as it is computed
 
     def __post_init__(self) -> None:
         size = sum(1 + of(o).size for o in self.operation if type(o) is SymbolicNumber)
         object.__setattr__(self, "size", size)
 
     def guard_on(self, function: Function) -> Any:
-        """Return a function of the value, and guard on the result."""
+        """Return a function's result on the value, and guard on it."""
         if self.number is None:
             return function(self.specialize())
         return self.number.guard_on(lambda number: function(self.function(number)))
@@ -115,7 +115,7 @@ class Expression:
 
 
 class SymbolicNumber:
-    """A number that is a function of numbers of sources, such as `self.calls % 10`."""
+    """A number that is a function on sources' numbers, such as `self.calls % 10`."""
 
     __slots__ = ("__of",)
 
@@ -124,13 +124,14 @@ class SymbolicNumber:
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
+        # isinstance() then sees the number's own type.
         return type(self.__of.value)
 
     def __reduce__(self) -> object:
         return type(self.__of.value), (self.__of.specialize(),)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a probe for the protocols of the object
+        if name.startswith("__"):  # a probe for the object's protocols
             raise AttributeError(name)
         return getattr(self.__of.specialize(), name)
 
@@ -178,7 +179,7 @@ def conditions_of(symbol: SymbolicNumber) -> Conditions | None:
 
 
 def source_of(value: object) -> Source | None:
-    """Return the source that a symbolic number is a function of; None for anything else."""
+    """Return the source behind a symbolic number's function; None for anything else."""
     number = of(value).number if type(value) is SymbolicNumber else None
     return number and number.source
 
@@ -195,24 +196,24 @@ def _evaluator(symbol: SymbolicNumber) -> Callable[[], Any]:
 
 
 def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
-    """Return the symbolic number of a source from the end of forward on."""
+    """Return a source's symbolic number from the end of forward on."""
     if of(symbol).number is not None and of(symbol).function is identity:
         return symbol
     return symbolic(BackwardNumber(source, of(symbol).value, symbol))
 
 
 def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
-    """Return the symbolic number for the number of a source."""
+    """Return the symbolic number for a source's number."""
     return SymbolicNumber(Expression(number, number.value))
 
 
 def _compute(operation: Callable, *operands: object) -> Any:
     """Apply an operation to symbolic numbers.
 
-    A result of several numbers that cannot be computed with tensors is specialized.
+    A result from several numbers that tensors cannot compute is specialized.
     """
     if any(isinstance(o, Tensor) for o in operands):
-        return NotImplemented  # the method of the tensor runs
+        return NotImplemented  # the tensor's method runs
     if any(type(o) not in (SymbolicNumber, *COUNTED) for o in operands):
         return operation(*specialize_tree(operands))
     if (shorter := _merge_additions(operation, *operands)) is not None:
@@ -239,7 +240,7 @@ def _compute(operation: Callable, *operands: object) -> Any:
 
 
 def _merge_additions(operation: Callable, one: object, other: object = None) -> Any:
-    """Merge the addition of an integer to a sum with an integer, as in a loop that counts.
+    """Merge adding an integer into a sum with an integer, as in a loop that counts.
 
     Return None for anything else.
     """
@@ -262,7 +263,7 @@ def _merge_additions(operation: Callable, one: object, other: object = None) -> 
 
 
 def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
-    """Return the number as a value of the program; None if tensors cannot compute it."""
+    """Return the number as a value in the program; None if tensors cannot compute it."""
     number, value = of(symbol).number, of(symbol).value
     if type(value) is int and number is not None and not of(symbol).guard_on(_is_exact):
         return None  # it may not fit into a tensor
@@ -275,6 +276,7 @@ def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
     if any(t is None for t in tensors):
         return None
     if type(value) is float:
+        # Python's floats are doubles, so the program's arithmetic is, too.
         tensors = [t.double() if isinstance(t, Tensor) else float(t) for t in tensors]
     return operation(*tensors)
 
@@ -285,10 +287,9 @@ def _is_exact(value: int) -> bool:
 
 
 def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
-    """Return the operand of an operation with a tensor.
+    """Return the operand for an operation with a tensor.
 
-    The result has the type of the tensor. Where PyTorch promotes the type, the number is
-    specialized.
+    The result has the tensor's type. Where PyTorch promotes the type, the number is specialized.
     """
     is_float = other.is_floating_point() or other.is_complex()
     if (
@@ -301,7 +302,7 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
 
 
 def _guarding_method(function: Callable[..., object]) -> Any:
-    """Return a method that guards on the result of a function."""
+    """Return a method that guards on a function's result."""
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
 
@@ -313,7 +314,7 @@ def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
 
 
 def _comparison_method(operation: Callable) -> Any:
-    """Return a method that guards on the outcome of a comparison."""
+    """Return a method that guards on a comparison's outcome."""
 
     def method(self: SymbolicNumber, other: object) -> Any:
         if isinstance(other, Tensor):

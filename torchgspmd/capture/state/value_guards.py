@@ -24,21 +24,21 @@ from ...compat.private_apis import OpOverload
 from .source import Source
 from .state_inputs import Retrace, State, TensorInput
 
-_MANY = 100  # limit of operations between a buffer and the value
+_MANY = 100  # most operations between a buffer and the value
 _LARGE = 1 << 20  # a tensor in an attribute with more elements is not compared
-# Limit of static shapes by values of one buffer; with more values the shape is dynamic.
+# Most static shapes by one buffer's values; with more values the shape is dynamic.
 _SHAPES = 4
 
 
 @dataclass(eq=False)
 class ValueGuard:
-    """A function of tensors of the state, and its result in the trace."""
+    """A function on state tensors, and its result in the trace."""
 
     function: Callable[..., Tensor]
     inputs: tuple[TensorInput, ...]
     expected: Tensor
     where: str | None
-    last: list[Tensor] = field(default_factory=list)  # values of the inputs at the last success
+    last: list[Tensor] = field(default_factory=list)  # the inputs' values at the last success
 
     def holds(self) -> bool:
         """Return whether the function has the same result now."""
@@ -49,6 +49,7 @@ class ValueGuard:
             now = [value for value in values if value is not None]
             if len(now) < len(values):
                 return False
+            # Equal inputs have an equal result, so the function need not run.
             if len(self.last) != len(now) or not all(map(torch.equal, now, self.last)):
                 if not torch.equal(self.function(*now), self.expected):
                     return False
@@ -67,13 +68,13 @@ class ValueGuard:
 class ValueGuards:
     """The values that one trace may ask for, and the guards on them."""
 
-    source_of: Callable[[Tensor], Source | None]  # of a tensor that is no input
+    source_of: Callable[[Tensor], Source | None]  # for a tensor that is no input
 
     def __init__(self, inputs: dict[int, TensorInput], state: State) -> None:
         """Set the inputs whose values a trace may read.
 
         inputs: these, by their index among all inputs. state: says whether a trace may read numbers
-        from buffers. If not, it reads constants only: numbers of buffers may stay symbolic.
+        from buffers. If not, it reads constants only: buffers' numbers may stay symbolic.
         """
         self.inputs, self.state = inputs, state
         # before stand-ins take their place
@@ -93,7 +94,7 @@ class ValueGuards:
     def ask(
         self, node: fx.Node, owner: nn.Module, where: str | None, is_shape: bool = False
     ) -> Tensor | None:
-        """Return the value of a node if it is known, else None.
+        """Return a node's value if it is known, else None.
 
         is_shape: the value decides on a shape.
         """
@@ -114,6 +115,7 @@ class ValueGuards:
             return None
         if node not in self.looks:
             function = _extract_function(node, inputs, owner)
+            # Constants that the function reads may be state, too.
             for tensor in function.buffers():
                 if (source := self.source_of(tensor)) is not None:
                     self.record(source, where)
@@ -174,13 +176,13 @@ def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) ->
 
 
 def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the result of the function."""
+    """Return a copy of the function's result."""
     with torch.no_grad():
         return function(*map(_local_values, tensors)).clone()
 
 
 def _local_values(tensor: Any) -> Tensor | None:
-    """Return the values of a tensor; None if this process does not have all of them."""
+    """Return a tensor's values; None if this process does not have them all."""
     if tensor.is_meta:
         return None
     if hasattr(tensor, "placements"):

@@ -1,12 +1,12 @@
-"""Keys of values that are no tensors of the program: equal values have equal keys.
+"""Keys for values that are no tensors in the program: equal values have equal keys.
 
     3.0                         '3.0'
     np.ones(4096)               (ndarray, (4096,), 'float64', a checksum of its bytes)
     Options(dropout=0.1)        (Options, ..., ('dropout', '0.1'))
-    lambda x: x * scale         (the function, its defaults, what its closure has)
+    lambda x: x * scale         (the function, its defaults, its closure's contents)
 
-A key is a snapshot: changing the value in place changes its key. The cache of a wrapped model is
-looked up by keys of arguments, and a plan compares them when it is run (argument_guards.py).
+A key is a snapshot: changing the value in place changes its key. A wrapped model's program cache is
+looked up by argument keys, and a plan compares them when it is run (argument_guards.py).
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from .source import ABSENT, Attribute, attributes, slots_of
 
 _BY_NAME = (type, ModuleType)
 _PLAIN = {bool, int, float, complex, str, bytes, type(None)}
-_OF_PYTHON = 1 << 9  # flag of classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
-_DEEP = 24  # limit of nesting
-_FEW = 8  # numbers of an array in a message
-_SHOWN = 60  # characters of a key in a message
+_OF_PYTHON = 1 << 9  # flag on classes that a class statement defines: Py_TPFLAGS_HEAPTYPE
+_DEEP = 24  # deepest nesting
+_FEW = 8  # an array's numbers in a message
+_SHOWN = 60  # a key's characters in a message
 
 
 def value_key(value: object) -> object:
     """Return a key that equal values share.
 
     A function, module or tensor is its own key, with its contents, since its address may be reused.
-    Attributes that parallelize sets on a module (its forward) lead to whole programs: these objects
-    of the library are their own keys too.
+    Attributes that parallelize sets on a module (its forward) lead to whole programs: these library
+    objects are their own keys too.
     """
     return _Keys().key_of(value)
 
 
 class _Keys:
-    """Keys of everything that one value reaches; one an object, so that the walk is linear."""
+    """Keys for everything that one value reaches; one an object, so that the walk is linear."""
 
     def __init__(self) -> None:
         self.depth = 0
@@ -57,6 +57,7 @@ class _Keys:
             return self.known[id(value)][1]
         if self.depth > _DEEP:
             return "itself"
+        # A value that contains itself meets this key.
         self.known[id(value)] = value, "itself"
         self.depth += 1
         key = self._key(value)
@@ -77,7 +78,7 @@ class _Keys:
         if isinstance(value, (list, tuple)):
             return type(value), *(self.key_of(v) for v in value)
         if isinstance(value, (set, frozenset)):
-            return type(value), *sorted(map(repr, value))  # Their order differs between processes.
+            return type(value), *sorted(map(repr, value))  # The order differs between processes.
         table = _attributes(value)
         if not table:
             return repr(value)
@@ -94,7 +95,7 @@ class _Keys:
         return np.ndarray, value.shape, str(value.dtype), shown, checksum
 
     def _callable_key(self, value: object) -> object:
-        """Return the key of a function or module: itself, and its contents."""
+        """Return a function's or module's key: itself, and its contents."""
         if isinstance(value, CellType):
             return "<empty>" if value == CellType() else self.key_of(value.cell_contents)
         if isinstance(value, MethodType):
@@ -121,7 +122,7 @@ def _is_own(value: object) -> bool:
 
 
 def _attributes(value: object) -> dict[str, object]:
-    """Return the attributes of an object by their names."""
+    """Return an object's attributes by their names."""
     if not hasattr(value, "__dict__") and not slots_of(type(value)):
         return {}
     return {
@@ -132,12 +133,12 @@ def _attributes(value: object) -> dict[str, object]:
 
 
 def as_text(key: object) -> str:
-    """Return the text of a key without addresses, the same in every process."""
+    """Return a key's text without addresses, the same in every process."""
     return re.sub(r" at 0x[0-9a-f]+", "", str(key))
 
 
 def difference(now: object, then: object, path: str = "") -> tuple[str, str, str]:
-    """Return where two keys differ first, and both as short texts."""
+    """Return the first place at which two keys differ, and both as short texts."""
     if isinstance(now, tuple) and isinstance(then, tuple) and len(now) == len(then):
         if now[:1] == (np.ndarray,) and now[:3] == then[:3]:
             return path, _shown(now[3]), _shown(then[3])

@@ -1,12 +1,12 @@
-"""Writes: values that a program leaves in containers of arguments, modules and others.
+"""Writes: values that a program leaves in arguments' containers, modules and others.
 
     def forward(self, x, cache):
         cache.keys = torch.cat([cache.keys, self.key(x)], 1)    # args[1].keys = output 1
         self.loss = cache.keys.square().mean()                  # self.loss = output 2
 
 The program is traced on copies of the caller's containers (object_trees.py). These are compared
-before and after the trace, and every run repeats the writes on its own arguments. Of attributes,
-and of everything else that is no argument, tensors and plain values are written (mutations.py).
+before and after the trace, and every run repeats the writes on its own arguments. In attributes,
+and in everything else that is no argument, tensors and plain values are written (mutations.py).
 """
 
 from __future__ import annotations
@@ -46,9 +46,10 @@ class FromOutput:
 class Write:
     """A value that every run writes to a source.
 
-    The value is a pytree with FromOutput in place of tensors, Computed in place of numbers, and the
-    Source of values that the arguments had before. ABSENT removes the present value. A list is
-    extended by the value, or all its items are replaced.
+    The value is a pytree with FromOutput in place of tensors, Computed in place of numbers, and a
+    Source in place of values that the arguments had before. ABSENT removes the present value. A
+    list
+    is extended by the value, or all its items are replaced.
     """
 
     source: Source
@@ -58,7 +59,7 @@ class Write:
     def resolve_numbers(self, is_late: bool) -> Write:
         """Return the write without symbolic numbers: with Computed, or with numbers.
 
-        is_late: the backward writes it, after the writes of forward.
+        is_late: the backward writes it, after forward's writes.
         """
         if not is_late:
             return replace(self, value=to_computed(self.value))
@@ -66,7 +67,7 @@ class Write:
         return replace(self, value=(to_computed if is_same else specialize_tree)(self.value))
 
     def output_sources(self) -> Iterator[tuple[Source, int]]:
-        """Yield source and output index of each tensor that the program computes."""
+        """Yield source and output index for each tensor that the program computes."""
         if self.how == SET:
             yield from _output_sources(self.source, self.value)
 
@@ -74,9 +75,9 @@ class Write:
 def apply_writes(
     writes: Sequence[Write], outputs: Sequence[object], arguments: object = None
 ) -> None:
-    """Repeat the writes of a program. arguments: (args, kwargs) of this call.
+    """Repeat a program's writes. arguments: this call's (args, kwargs).
 
-    All values are computed before any of them is written.
+    All values are computed before any is written.
     """
 
     def fill_leaf(leaf: object) -> object:
@@ -113,7 +114,7 @@ def _set_items(container: Any, items: list, is_whole: bool) -> None:
 
 
 class WatchedArguments:
-    """The containers in the arguments of a trace, and their components before it."""
+    """The containers in a trace's arguments, and their components before it."""
 
     def __init__(self, tree: object) -> None:
         self.before = [
@@ -127,9 +128,9 @@ class WatchedArguments:
         }
 
     def writes(self, outputs: list[Tensor]) -> list[Write]:
-        """Return the writes of the program to the containers.
+        """Return the program's writes to the containers.
 
-        Tensors are appended to the outputs of the program if they are none yet.
+        Tensors are appended to the program's outputs if they are none yet.
         """
         writes = []
         for source, container, old in self.before:
@@ -138,6 +139,7 @@ class WatchedArguments:
             }
 
             def resolve(value: object, steps: dict = steps, source: Source = source) -> Any:
+                # A value from before is each run's own, so its place is written, not the value.
                 if id(value) in steps:
                     return source.at(steps[id(value)])
                 return replace_tensors(specialize_tree(value), outputs, self.origins)
@@ -171,9 +173,9 @@ class WatchedArguments:
 
 
 def tensor_sources(arguments: tuple[tuple, dict]) -> dict[int, Source]:
-    """Return the source of each tensor, by its id, that another can be written in the place of.
+    """Return a source for each tensor, by its id, that another tensor can replace.
 
-    It is in a list, a dict or an object; an argument itself is a variable of the caller.
+    It is in a list, a dict or an object; an argument itself is the caller's variable.
     """
     return {
         id(value): source.at(step)
@@ -215,7 +217,7 @@ def _difference(
 ) -> tuple[list | None, dict[Step, object]]:
     """Return (items, components) that turn old into new, ABSENT for components to remove.
 
-    Items of a list are written as a whole. They are None if none has changed.
+    A list's items are written together. They are None if none has changed.
     """
     changed = {
         step: new.get(step, ABSENT)
@@ -233,7 +235,7 @@ def _is_same(now: object, old: object) -> bool:
 
 
 def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
-    """Return the index of a tensor among the outputs; append it if it is none."""
+    """Return a tensor's index among the outputs; append it if it is none."""
     place = next((i for i, output in enumerate(outputs) if output is tensor), len(outputs))
     if place == len(outputs):
         outputs.append(tensor)
