@@ -1,9 +1,9 @@
-"""calibrate: measure the devices and links at hand, for estimates of their own plans.
+"""calibrate: measure the devices and links at hand, so that estimates fit them.
 
-Steps of small models, whose weights are whole, give the speed of one device while all devices work.
-Their times are fitted by operations of products, bytes of all else, and a launch for each
-operation. Further terms are constants for an attention, for its operations and for a step. Then
-collectives of two sizes are timed, over axes and all.
+Small models with whole weights give one device's speed while all devices work. Their step times are
+fitted by product operations, other operations' bytes, and a launch for each operation. Further
+terms are constants for an attention, for its operations and for a step. Then collectives are timed
+in two sizes, over each axis and over all.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ SECONDS = 0.2  # that each measurement takes at least
 
 
 def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
-    """Measure the processes at hand; every one of them calls it alike, and gets the same.
+    """Measure the processes at hand. Call it identically on every rank; all get the same.
 
     It takes some seconds. The current accelerator is measured if the process group is not gloo's.
 
     Args:
-        mesh: The devices; collectives are measured over each of its axes, and over all. By default
-            one axis of all processes.
+        mesh: The devices; collectives are measured over each axis, and over all. By default one
+        axis over all processes.
 
     Returns:
         A Hardware for plan.estimate, plan.report and suggest.
@@ -77,7 +77,7 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
 
 
 class _Model(nn.Module):
-    """Layers of a norm and two products, and a softmax."""
+    """Layers with a norm and two products, then a softmax."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class _Pointwise(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Causal attentions of a tensor that is scaled."""
+    """Causal attentions over a tensor that is scaled."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ def _input(size: int, width: int) -> Tensor:
 
 
 class _Calibration:
-    """The measurements of one mesh."""
+    """Measures one mesh."""
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         self.mesh, self.device = mesh, device
@@ -160,8 +160,8 @@ class _Calibration:
         )
 
     def _device(self) -> tuple[float, ...]:
-        """Return the seconds of a launch, of a step, of an operation and of a byte moved; of the
-        start of an attention and of one of its operations.
+        """Return seconds for: a launch, a step, a product operation, a byte moved, the start of an
+        attention, and an operation in it.
         """
         alone, rows, seconds = self._alone(), [], []
         models: list[tuple[nn.Module, Tensor]] = [
@@ -195,13 +195,13 @@ class _Calibration:
         return launch, step, product, mixed, begin[0], score
 
     def _attention_seconds(self, heads: int, length: int, width: int) -> tuple[float, float]:
-        """Return the seconds of an attention without backward, and its operations."""
+        """Return the seconds an attention takes without backward, and its operations."""
         x = _input(heads * length, width).view(1, heads, length, width).to(self.device)
         attend = nn.functional.scaled_dot_product_attention
         return self._time(lambda: attend(x, x, x, is_causal=True)), 4 * x.numel() * length
 
     def _other_products(self, rate: float) -> dict[int, float]:
-        """Return the operations per second of other dtypes, by bytes of an element."""
+        """Return operations per second in other dtypes, by bytes per element."""
         times = {}
         for dtype in (torch.float32, *DTYPES):
             x = torch.randn(256, 256, device=self.device).to(dtype)
@@ -209,13 +209,13 @@ class _Calibration:
         return {d.itemsize: rate * times[torch.float32] / times[d] for d in DTYPES}
 
     def _axes(self) -> list[Axes]:
-        """Return the axes over which collectives are measured: one for each size of a group."""
+        """Return the axes over which collectives are measured: one for each group size."""
         choices = [(name,) for name in self.mesh.names] + [self.mesh.names]
         by_size = {self.mesh.count(axes): axes for axes in choices}
         return [axes for size, axes in by_size.items() if size > 1]
 
     def _collectives(self, axes: Axes) -> list[tuple[tuple[str, int], Link]]:
-        """Return the link of each kind over some axes. Kinds that are sent alike are alike."""
+        """Return each kind's link over some axes. Kinds that are sent alike have one link."""
         text, count = "+".join(axes), self.mesh.count(axes)
         links = {
             kind.name: self._link(kind, arguments, count)
@@ -233,7 +233,7 @@ class _Calibration:
         return [((name, count), link) for name, link in links.items()]
 
     def _link(self, kind: CollectiveKind, arguments: tuple[object, ...], count: int) -> Link:
-        """Return the bytes per second and the latency of a kind, from two sizes."""
+        """Return a kind's bytes per second and latency, from two sizes."""
         run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
         for side in SIDES:
             side = -(-side // count) * count  # that the group divides
@@ -246,7 +246,7 @@ class _Calibration:
         return Link(count, 1 / slope, max(first - small * slope, 0.0))
 
     def _time(self, run: Callable[[], object]) -> float:
-        """Return the median of the seconds of a call, each until the slowest device is through.
+        """Return a call's median seconds, each until the slowest device is through.
 
         Where devices take turns on few cores, it is another one each time.
         """
@@ -257,7 +257,7 @@ class _Calibration:
         return statistics.median(self._slowest(times))
 
     def _once(self, run: Callable[[], object]) -> float:
-        """Return the seconds of one call that all devices begin together."""
+        """Return the seconds that one call takes which all devices begin together."""
         dist.barrier()
         start = time.perf_counter()
         run()
@@ -266,11 +266,11 @@ class _Calibration:
         return time.perf_counter() - start
 
     def _most(self, value: float) -> float:
-        """Return the largest of a number of all devices."""
+        """Return the largest value that any device has."""
         return self._slowest([value])[0]
 
     def _slowest(self, values: list[float]) -> list[float]:
-        """Return the largest of each of some numbers of all devices."""
+        """Return the largest that any device has, number by number."""
         numbers = torch.tensor(values, dtype=torch.float64, device=self.groups.checked_on)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return numbers.tolist()
@@ -281,8 +281,8 @@ def _wire(kind: object) -> Sequence[Any]:
 
 
 def _work(plan: Plan, view: float) -> tuple[float, ...]:
-    """Return the launches of a program, 1, its operations, and the bytes that the others move; its
-    attentions and their operations. view: the share of a launch that a view takes.
+    """Return a program's launches, 1, product operations, bytes that others move, attentions and
+    their operations. view: the share of a launch that a view takes.
     """
     launches = products = moved = attentions = scores = 0.0
     for node in plan.program.graph.nodes:
@@ -299,9 +299,9 @@ def _work(plan: Plan, view: float) -> tuple[float, ...]:
 def _fit(
     rows: Sequence[tuple[float, ...]], seconds: Sequence[float], alone: Sequence[float]
 ) -> tuple[float, ...]:
-    """Return coefficients that give the seconds of the rows, and are near those measured alone.
+    """Return coefficients that give the rows' seconds, and are near those measured alone.
 
-    The sum of squared relative errors is least, of coefficients within RANGE of those.
+    They minimize the sum of squared relative errors, within RANGE of those.
     """
     scale = torch.tensor(alone, dtype=torch.float64)
     models = torch.tensor(rows, dtype=torch.float64) * scale / torch.tensor(seconds)[:, None]

@@ -158,6 +158,7 @@ def run(arguments: Sequence[str]) -> int:
     args = _parser().parse_args(arguments)
     try:
         print(args.command.run(args))
+        # Here, so that a closed pipe is noticed before the interpreter's own flush.
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 130
@@ -193,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _text(error: Exception) -> str:
-    """Return an error in a few lines: one of the user's file with its line."""
+    """Return an error in a few lines: one in the user's file with its line."""
     if isinstance(error, ShardingError):
         return str(error)
     if isinstance(error, OSError):

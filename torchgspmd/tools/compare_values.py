@@ -1,13 +1,13 @@
-"""compare: the first value of a program on a mesh that differs from the one-device program's.
+"""compare: the first value on a mesh that differs from the one-device program's.
 
     >>> gspmd.compare(model, reference, batch)
     %einsum_1 of module '3' at model.py:11, forward: [3, 2] is 0.1234 on ranks 0, 1, on one device
     0.2345; its values there go up to 1.0. 5 values before it are equal, 17 are not.
 
-The captured program is planned once more, for a mesh of one device, and runs on the reference's
-weights. Each node of the program on the mesh that has one of its values is compared as it runs: a
-device's shard with the rows of the one-device value. Padding and values with a pending sum are not
-compared. Values inside of loops and stages count by their results.
+The captured program is planned once more, for a one-device mesh, and runs on the reference's
+weights. Each node on the mesh that has one of its values is compared as it runs: a device's shard
+with the same rows in the one-device value. Padding and values with a pending sum are not compared.
+Values inside loops and stages count by their results.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def compare(
 ) -> Comparison:
     """Run a model on its mesh and on one device, and find the first value that differs.
 
-    Every rank calls it alike; each also computes the whole model. Forward and backward run once,
-    with fixed gradients of the results. Weights, buffers, gradients and random numbers are
+    Call it identically on every rank; each also computes the whole model. Forward and backward run
+    once, with fixed gradients for the results. Weights, buffers, gradients and random numbers are
     afterwards as before.
 
     Args:
-        model: The module of parallelize, or a Plan, which runs as `Plan.simulate` does.
+        model: The module from parallelize, or a Plan, which runs as `Plan.simulate` does.
         reference: The model for one device, with the same weights.
-        batch: The arguments; or one tuple of them, or one mapping of arguments by name.
-        tolerance: How much a value may differ, relative to the largest on one device. None: the
-            square root of the dtype's epsilon.
+        batch: The arguments; or one tuple with them, or one mapping by name.
+        tolerance: How much a value may differ, relative to the largest on one device. None:
+        sqrt(epsilon) in its dtype.
 
     Returns:
         The Comparison, the same on all ranks. It prints the difference, and is true without one.
 
     Raises:
-        ShardingError: The reference lacks a parameter, or has one of another shape.
+        ShardingError: The reference lacks a parameter, or has one with another shape.
 
     Example:
         >>> model = torch.nn.Linear(4, 4)
@@ -76,6 +76,7 @@ def compare(
             where=user_line(),
             fix="the module that parallelize returned, or a Plan",
         )
+    # Both programs draw the same numbers, and the caller's next ones are not changed.
     random = torch.get_rng_state()
     on_mesh = _Simulated(model) if isinstance(model, Plan) else _OnRanks(model, args, kwargs)
     call = _copies(args), _copies(kwargs)
@@ -109,6 +110,7 @@ def _one_device(
     captured: Captured, mesh: Mesh, inputs: Sequence[Tensor], call: tuple[tuple, dict]
 ) -> tuple[OneDevice, bool]:
     """Run the captured program on one device; return its values, and whether it draws numbers."""
+    # Planned, not eager, so that its nodes have the names that the mesh's program refers to.
     one = Mesh(**dict.fromkeys(mesh.names or ("device",), 1))
     arguments = [i for i in captured.inputs if i.kind not in (PARAMETER, BUFFER)]
     plan = compile_plan(captured, one, [None] * len(arguments), Options())
@@ -130,7 +132,7 @@ def _one_device(
 
 
 def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the inputs of the captured program, with the reference's weights."""
+    """Return the captured program's inputs, with the reference's weights."""
     state, found = dict(named_tensors(reference)), list[Tensor]()
     for each in captured.inputs:
         if each.kind in (PARAMETER, BUFFER):
@@ -150,7 +152,7 @@ def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict)
 
 
 def _cotangent(like: Tensor) -> Tensor:
-    """Return a gradient of a result: of its sum with irregular weights; 1 for a scalar.
+    """Return a gradient for a result: that of its sum with irregular weights; 1 for a scalar.
 
     Equal weights would cancel where a model normalizes.
     """
@@ -162,7 +164,7 @@ def _cotangent(like: Tensor) -> Tensor:
 
 
 class _Recorder(Simulator):
-    """Interpreter that keeps the values of a program of one device."""
+    """Interpreter that keeps a one-device program's values."""
 
     def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
         super().__init__(program, mesh)
@@ -182,12 +184,13 @@ class _Simulated:
         self.plan, self.captured, self.mesh = plan, plan.captured, plan.mesh
 
     def compare_state(self, check: Check, reference: nn.Module) -> None:
-        """A plan has no weights of its own."""
+        """Compare nothing: a plan has no weights."""
 
     def run(self, check: Check, inputs: Sequence[Tensor], _: tuple[tuple, dict]) -> None:
-        """Run the plan on the inputs of the one-device program."""
+        """Run the plan on the one-device program's inputs."""
         plan = self.plan
         pairs = zip(inputs, plan.input_layouts)
+        # NaN in padding: a value that reads it differs.
         shards = [split_global(t, spec, plan.mesh, poison=True) for t, spec in pairs]
         sizes = plan.sizes_of_run([t.shape for t in inputs])
         with torch.no_grad():
@@ -199,7 +202,7 @@ class _Simulated:
 
 
 class _Looking(Simulator):
-    """Simulator that lets a check look at each value of each device."""
+    """Simulator that lets a check look at every device's values."""
 
     def __init__(self, program: fx.GraphModule, mesh: Mesh, check: Check) -> None:
         super().__init__(program, mesh)
@@ -214,7 +217,7 @@ class _Looking(Simulator):
 
 
 class _OnRanks:
-    """A module of parallelize, on the processes of its mesh."""
+    """A module from parallelize, on its mesh's processes."""
 
     def __init__(self, module: ShardedModule, args: tuple, kwargs: dict) -> None:
         self.module, self.groups, self.mesh = module, module._groups, module._mesh
@@ -223,6 +226,7 @@ class _OnRanks:
             plan = module._plan_here(call, lambda: None)
         tensors = module._tensors(call, plan.captured)
         self.captured = plan.captured
+        # A program of its own: the module's may be compiled, and then its values are not seen.
         self.program = JointProgram(plan, self.groups, module._model, tensors, "torch", 0)
 
     def compare_state(self, check: Check, reference: nn.Module) -> None:
@@ -262,7 +266,7 @@ class _OnRanks:
 
 
 class _LookingLocally(RankInterpreter):
-    """Interpreter of the program of this rank that lets a check look at each value."""
+    """Interpreter for this rank's program that lets a check look at each value."""
 
     def __init__(self, program: fx.GraphModule, check: Check, rank: int) -> None:
         super().__init__(program)

@@ -28,11 +28,11 @@ from ..xla_backend.state import place_tensor, program_text, sync
 def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
     """Compare XLA's layouts and collectives for a plan's program with the plan's.
 
-    XLA gets the plan's layouts of inputs and results. The process needs as many XLA devices as the
+    XLA gets the plan's layouts for inputs and results. The process needs as many XLA devices as the
     mesh has.
 
     Args:
-        plan: The plan of a program, from torchgspmd.plan.
+        plan: A program's plan, from torchgspmd.plan.
         pin: Layouts that XLA gets besides: the marks ("user"), every layout that our partitioner
             chose ("all"), or nothing ("none").
 
@@ -40,8 +40,8 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
         The XlaComparison, which prints as two tables. Sizes are in bytes that one device sends.
 
     Raises:
-        ShardingError: The pin is unknown, torch_xla is missing, or the mesh does not have all
-            devices of XLA.
+        ShardingError: The pin is unknown, torch_xla is missing, or the mesh does not have all XLA
+        devices.
 
     Example:
         >>> import torch
@@ -63,8 +63,8 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
 class LayoutDifference:
     """A value that has another layout in XLA's program than in the plan.
 
-    type: element type and global shape. source: file:line. xla: None if no axes of the mesh
-    express XLA's layout.
+    type: element type and global shape. source: file:line. xla: None if no mesh axes express XLA's
+    layout.
     """
 
     name: str
@@ -75,9 +75,9 @@ class LayoutDifference:
 
 
 class XlaComparison:
-    """A plan beside XLA's partition of the same program.
+    """A plan beside XLA's partition for the same program.
 
-    ours, xla: the collectives of one run. text: XLA's program.
+    ours, xla: one run's collectives. text: XLA's program.
     """
 
     def __init__(self, plan: Plan, pin: str) -> None:
@@ -111,8 +111,10 @@ class XlaComparison:
         values = [
             n for n in graph.nodes if n.meta.get("captured") in ours and n.op == "call_function"
         ]
+        # As results, since XLA shows the layout of a result only.
         graph.output_node().args = ((*graph.output_node().args[0], *values),)
         tensors = self._run(graph)[-len(values) :] if values else []
+        # Tensors are lazy: they have layouts once the program is compiled.
         sync()
         order, differences = tuple(device_order()), []
         for node, tensor in zip(values, tensors):
@@ -132,12 +134,12 @@ class XlaComparison:
         return tuple(differences)
 
     def _graph(self) -> fx.Graph:
-        """Return the program on XLA, with the plan's layouts of results."""
+        """Return the program on XLA, with the plan's layouts for results."""
         results = {i: spec for i, spec in enumerate(self.plan.out_specs) if spec is not None}
         return lower(self.graph, self.plan.mesh, self.device, self.pin, results)
 
     def _run(self, graph: fx.Graph) -> list[Tensor]:
-        """Return the results, still lazy, for inputs of zeros."""
+        """Return the results, still lazy, with zeros as inputs."""
         inputs = [
             place_tensor(torch.zeros(i.shape, dtype=i.dtype), spec, self.plan.mesh, self.device)
             for i, spec in zip(self.plan.captured.inputs, self.plan.input_layouts)
@@ -188,7 +190,7 @@ class XlaComparison:
 
 
 def _spec_after_reduction(node: fx.Node) -> ShardSpec:
-    """Return the layout of a value; of a pending one the layout after its reduction."""
+    """Return a value's layout; for a pending one the layout after its reduction."""
     while node.meta["spec"].pending:
         steps = [user for user in node.users if "step" in user.meta]
         if not steps:
@@ -198,7 +200,7 @@ def _spec_after_reduction(node: fx.Node) -> ShardSpec:
 
 
 def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[int, float]]:
-    """Return (count, bytes sent) of the collectives, by kind and axes."""
+    """Return (count, bytes sent) for the collectives, by kind and axes."""
     totals: dict[tuple[str, str], tuple[int, float]] = {}
     for c in collectives:
         count, size = totals.get((c.kind, "+".join(c.axes)), (0, 0.0))
@@ -207,7 +209,7 @@ def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[in
 
 
 def _table(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return the lines of a table with aligned columns."""
+    """Return a table's lines with aligned columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return [
         "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()

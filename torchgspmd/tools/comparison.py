@@ -1,4 +1,4 @@
-"""The values of a program on a mesh against those of one device: the findings of compare."""
+"""A program's values on a mesh against one device's: the findings of compare."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class Difference:
     """A value that differs.
 
     Args:
-        name: Of the value: a parameter, a gradient, a result, or a node of the program.
+        name: The value's name: a parameter, a gradient, a result, or a node.
         module: The module whose forward computes it.
-        line: file:line of the code that computes it.
+        line: file:line in the code that computes it.
         phase: "parameter", "forward", "backward" or "result".
         ranks: The ranks on which it differs.
-        index: The element of the whole value that differs most on the first of these ranks.
+        index: The element in the whole value that differs most on the first such rank.
         found: This element there.
         expected: The same element on one device.
         largest: The largest absolute value on one device.
@@ -64,11 +64,11 @@ class Comparison:
     """The findings of compare; true if no value differs.
 
     Args:
-        first: The first value that differs, in the order of the one-device program.
-        compared: How many values of the program have been compared.
-        equal_before: How many of them stand before the first one.
+        first: The first value that differs, in the one-device program's order.
+        compared: How many values have been compared.
+        equal_before: How many stand before the first one.
         others: Names of further values that differ.
-        skipped: Names of values of which no node of the program has the whole.
+        skipped: Names of values that no node has whole.
 
     Example:
         >>> print(Comparison(None, 24, 24))
@@ -97,7 +97,7 @@ class Comparison:
 
 
 def denoted(node: fx.Node) -> str | None:
-    """Return the node of the captured program whose value this one has; None if it has none."""
+    """Return the captured node whose value this one has; None if it has none."""
     spec = node.meta.get("spec")
     is_value = isinstance(spec, ShardSpec) and not spec.pending and not spec.windows
     return node.meta.get("captured") if is_value and node.target not in STARTS else None
@@ -105,9 +105,9 @@ def denoted(node: fx.Node) -> str | None:
 
 @dataclass(frozen=True)
 class OneDevice:
-    """The values of the one-device program, by the names of its nodes.
+    """The one-device program's values, by node names.
 
-    gradients: words about a node that is the gradient of an input. result: of the function.
+    gradients: words for a node that is an input's gradient. result: what the function returns.
     """
 
     nodes: Mapping[str, fx.Node]
@@ -116,9 +116,9 @@ class OneDevice:
     result: object
 
     def rounding(self, name: str) -> float:
-        """Return how far sums of the same terms may differ where they cancel, but for epsilon.
+        """Return how far sums with the same terms may differ where they cancel, but for epsilon.
 
-        That is the number of terms of an element, times the largest that a term can be.
+        That is an element's number of terms, times the largest that a term can be.
         """
         node, sizes, largest = self.nodes[name], [1], [1.0]
         while node.target is operator.getitem:
@@ -143,7 +143,7 @@ class Check:
     found: dict[str, dict[int, Difference]] = field(default_factory=dict)
 
     def look(self, node: fx.Node, value: object, rank: int) -> None:
-        """Compare the value of a node on one rank, if it has one of the captured program."""
+        """Compare a node's value on one rank, if it has one from the captured program."""
         name = denoted(node)
         if name is None or not isinstance(value, Tensor) or name not in self.one.values:
             return
@@ -155,6 +155,7 @@ class Check:
             parts.append(slice(begins[-1], min(begins[-1] + block, size)))
             rows.append(block)
         wanted = whole[tuple(parts)]
+        # Another shape: in a loop or a stage a node has only a part of the value.
         if len(rows) != value.dim() or tuple(value.shape) not in (tuple(rows), wanted.shape):
             return
         self.compared.add(name)
@@ -176,7 +177,8 @@ class Check:
         own: Tensor,
         wanted: Tensor,
     ) -> None:
-        """Note a difference of a value, if it is more than rounding."""
+        """Note how a value differs, if by more than rounding."""
+        # A rank's first difference counts: the same value may follow in other layouts.
         if not wanted.numel() or rank in self.found.get(key, {}):
             return
         difference, largest = _distance(own, wanted)
@@ -206,7 +208,7 @@ class Check:
         )
 
     def results(self, eager: object) -> None:
-        """Compare the results of the captured program with those of eager PyTorch."""
+        """Compare the captured program's results with eager PyTorch's."""
         pairs = zip(pytree.tree_leaves(self.one.result), pytree.tree_leaves(eager))
         for i, (own, wanted) in enumerate(pairs):
             if isinstance(own, Tensor) and isinstance(wanted, Tensor):
@@ -232,7 +234,7 @@ def _number(value: Tensor) -> float:
 
 
 def row_of(check: Check) -> dict[str, Any]:
-    """Return the findings of a check, as JSON has them."""
+    """Return a check's findings, as JSON has them."""
     found = [[key, *map(asdict, by_rank.values())] for key, by_rank in check.found.items()]
     return {"compared": sorted(check.compared), "found": found}
 
@@ -248,6 +250,7 @@ def conclusion(check: Check, rows: Sequence[dict[str, Any]]) -> Comparison:
                 for d in found
             )
     last = len(order)
+    # State comes first: a wrong weight makes all values behind it differ.
     places = {key: -1 if key.startswith("state ") else order.get(key, last) for key in by_key}
     keys = sorted(by_key, key=lambda key: places[key])
     compared = {name for row in rows for name in row["compared"]}

@@ -9,8 +9,8 @@
         %add    : f32[4, 128] of [8@data, 256@model] = linear(%x, %weight, %bias)  -2.1 to 3.4
         stop behind %add of module 'blocks.0.up', model.py:14
 
-A line has a value of this rank: its name in `print(plan)`, the shape of this rank's shard, and the
-shape and layout of the whole. The operation and the range of the shard's elements without padding
+A line has one value on this rank: its name in `print(plan)`, its shard's shape, and the whole
+value's shape and layout. The operation and the range of the shard's elements without padding
 follow. Loops, stages and collectives are one line each.
 """
 
@@ -39,15 +39,15 @@ from .shown_values import ShownValues
 def debug(
     model: nn.Module | Plan, *, stop: str | Sequence[str] = (), rank: int | None = 0
 ) -> Generator[None]:
-    """Print each value of a rank while a model runs, and stop where a debugger is wanted.
+    """Print each value on a rank while a model runs, and stop where a debugger is wanted.
 
-    Calls of the model in this context run uncompiled. Numbers, collectives and layouts are those
-    of any other run. `breakpoint()` in forward stops in a frame of the user's file, whose variables
-    are this rank's shards; `layouts` has their layouts. A `stop` calls `breakpoint()` in a frame
-    with `value`, `operands`, `layout` and `name`.
+    Calls in this context run uncompiled. Numbers, collectives and layouts are as in any other run.
+    `breakpoint()` in forward stops in a frame in the user's file, whose variables are this rank's
+    shards; `layouts` has their layouts. A `stop` calls `breakpoint()` in a frame with `value`,
+    `operands`, `layout` and `name`.
 
     Args:
-        model: The module of parallelize, on torch.distributed; or a Plan, for `Plan.simulate`.
+        model: The module from parallelize, on torch.distributed; or a Plan, for `Plan.simulate`.
         stop: Names of values ("%add"), modules ("blocks.0.up", "blocks.*"), or lines
             ("model.py:14"). A module stops behind its last operation, forward and backward.
         rank: The rank that prints and stops. The others wait for it. None: each process its own.
@@ -56,7 +56,7 @@ def debug(
         A context manager, whose block runs the model.
 
     Raises:
-        ShardingError: The model is of another kind, or nothing of the program has a name of `stop`.
+        ShardingError: The model is no such module, or nothing in the program has a name in `stop`.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 2)
@@ -83,6 +83,7 @@ def debug(
     else:
         name, value = "_run", _shown_run(model, stops, rank)
     token = wanted.set(True)
+    # On the instance, so that `del` brings back the class's method.
     vars(model)[name] = value
     try:
         yield
@@ -94,12 +95,12 @@ def debug(
 def _shown_simulator(
     plan: Plan, stops: Sequence[str], rank: int | None
 ) -> Callable[..., Simulator]:
-    """Return a function that makes the simulator of a plan, which prints."""
+    """Return a function that makes a plan's simulator, which prints."""
     return partial(_ShownSimulator, ShownValues([plan.program.graph], plan, stops, rank or 0))
 
 
 def _shown_run(module: ShardedModule, stops: Sequence[str], rank: int | None) -> Callable[..., Any]:
-    """Return a function that runs programs of a module, and prints."""
+    """Return a function that runs a module's programs, and prints."""
     programs: dict[Any, JointProgram] = {}
     is_shown = rank in (None, module._groups.rank)
 
@@ -119,7 +120,7 @@ def _shown_program(
     stops: Sequence[str],
     is_shown: bool,
 ) -> JointProgram:
-    """Return the program of a call whose operations print."""
+    """Return a call's program, whose operations print."""
     plan, groups = program.plan, module._groups
     if is_shown and plan._layouts is None:  # of another process, which has the breakpoints
         plan = module._plan_here(call, lambda: None)
@@ -133,7 +134,7 @@ def _shown_program(
 
 
 class _ShownProgram(RankInterpreter):
-    """Interpreter of the program of this rank."""
+    """Interpreter for this rank's program."""
 
     def __init__(self, shown: ShownValues, program: fx.GraphModule) -> None:
         super().__init__(program)
@@ -147,7 +148,7 @@ class _ShownProgram(RankInterpreter):
 
 
 class _ShownSimulator(Simulator):
-    """Simulator that shows the values of one device."""
+    """Simulator that shows one device's values."""
 
     def __init__(self, shown: ShownValues, program: fx.GraphModule, mesh: Mesh) -> None:
         super().__init__(program, mesh)

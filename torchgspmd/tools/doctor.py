@@ -1,4 +1,4 @@
-"""Check the abilities of this installation of torch: `python -m torchgspmd doctor`."""
+"""Check the abilities of the installed torch: `python -m torchgspmd doctor`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..rules.rewrites import SKIPPED
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of `doctor()`, which prints as the text of the command.
+    """The result of `doctor()`, which prints as the command's text.
 
     torch: the version. is_checked: the tests were run on that release. missing: private APIs that
     this torch lacks. operators: operators with a rule here that this torch lacks. later: operators
-    of libraries that are not imported yet. backends: (backend of parallelize, its platform).
+    in libraries that are not imported yet. backends: (backend for parallelize, its platform).
     """
 
     torch: str
@@ -53,13 +53,13 @@ class Diagnosis:
 
 
 def doctor() -> Diagnosis:
-    """Check which parts of this installation of torch can be used.
+    """Check which parts of the installed torch can be used.
 
     It communicates nothing and starts no XLA client.
 
     Returns:
-        A Diagnosis, which prints as a few lines: the version of torch, missing private APIs and the
-        loss with each, missing operators, backends.
+        A Diagnosis, which prints as a few lines: torch's version, missing private APIs and the loss
+        with each, missing operators, backends.
 
     Example:
         >>> import torchgspmd
@@ -81,7 +81,7 @@ def doctor() -> Diagnosis:
 
 
 def _is_expected(api: PrivateApi) -> bool:
-    """True if a checked release of this number lacks the API as well: it passed the tests."""
+    """True if a checked release with this number lacks the API as well: it passed the tests."""
     number = ".".join(torch.__version__.split(".")[:2])
     return number in CHECKED and number not in api.versions
 
@@ -106,6 +106,7 @@ def _backends() -> list[tuple[str, str]]:
         else []
     )
     gpus = torch.cuda.device_count()
+    # inductor writes C++ for a CPU, and Triton for a GPU.
     compiler = shutil.which("g++") or shutil.which("clang++")
     return [
         (

@@ -1,8 +1,8 @@
-"""elastic: a training function that goes on after the loss of a process or a host.
+"""elastic: a training function that goes on after a process or a host is lost.
 
 torch's elastic agent starts the processes, as forks, and starts them anew when one dies or a host
 comes or goes. Each start runs the function from its first line. `job.steps` goes on behind the last
-step with a copy in the memory of the hosts (runtime/peer_copies.py), or with a checkpoint.
+step with a copy in the hosts' memory (runtime/peer_copies.py), or with a checkpoint.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ _QUICK_NAMES = Patch(
 
 @dataclass(frozen=True)
 class Job:
-    """One start of a training function, as a process of it sees it.
+    """One start of a training function, as one process sees it.
 
     Args:
-        rank: The number of this process.
+        rank: This process's number.
         processes: How many processes there are in this start.
-        starts: How often the processes of this host have been started before.
-        folder: The folder of checkpoints.
+        starts: How often this host's processes have been started before.
+        folder: The folder for checkpoints.
         every: Steps from one checkpoint to the next.
         copies: Steps from one copy in memory to the next.
         keep: Checkpoints that stay.
@@ -88,19 +88,19 @@ class Job:
         total: int,
         states: Mapping[str, Any] | None = None,
     ) -> Iterator[int]:
-        """Yield the numbers of the steps that are still to be done, and save behind them.
+        """Yield the numbers of steps that are still to be done, and save behind them.
 
-        The first call loads the newest copy or checkpoint: model, optimizer, states, and the
-        generator of random numbers.
+        The first call loads the newest copy or checkpoint: model, optimizer, states, and the random
+        number generator.
 
         Args:
-            model: The module of parallelize.
-            optimizer: Its optimizer, or all of them.
+            model: The module from parallelize.
+            optimizer: Its optimizer, or all its optimizers.
             total: The number of steps in all.
             states: Objects with state_dict and load_state_dict, by name.
 
         Yields:
-            The number of the step, from 0.
+            The step's number, from 0.
 
         Example:
             >>> def train(job):
@@ -125,13 +125,14 @@ class Job:
                     states=states,
                     keep=self.keep,
                 )
+            # A checkpoint is as new as a copy would be.
             elif step % self.copies == 0:
                 copies.save(model, optimizer, step, states)
 
     def _restore(
         self, copies: PeerCopies, model: nn.Module, optimizer: Optimizers, states: Any
     ) -> int:
-        """Load the newest copy or checkpoint, and return the number of steps behind it."""
+        """Load the newest copy or checkpoint, and return how many steps it has done."""
         path = newest_whole(self.folder)
         said = None if path is None else parsed(path / FILE)
         on_disk, in_memory = -1 if said is None else said["step"], copies.newest()
@@ -164,31 +165,31 @@ def elastic(
     backend: str = "auto",
     threads: int = 1,
 ) -> list[object]:
-    """Run a training function on processes that are started anew when one of them is lost.
+    """Run a training function on processes that are started anew when one is lost.
 
     Call it once on each host, in a process that uses no GPU and no process group yet. Where
-    torchrun has started the process, it runs the function as one of torchrun's.
+    torchrun has started the process, it runs the function as torchrun's worker.
 
     Args:
         fn: The function. It gets a Job and `args`, builds model and optimizer for
             `job.processes` devices, and trains in `for step in job.steps(model, optimizer, ...)`.
-        processes: Processes of this host.
-        args: Further arguments of the function.
-        folder: The folder of checkpoints, on a file system that all hosts see.
+        processes: Processes on this host.
+        args: Further arguments for the function.
+        folder: The folder for checkpoints, on a file system that all hosts see.
         every: Steps from one checkpoint to the next.
-        copies: Steps from one copy in the memory of the hosts to the next. Each shard is on its
-            own host and on the next one, so that the loss of one host costs no read of the disk.
+        copies: Steps from one copy in the hosts' memory to the next. Each shard is on its own host
+        and on the next one, so that losing one host costs no read from disk.
         keep: Checkpoints that stay.
         hosts: The number of hosts, or the least and the most: then a job goes on with fewer hosts,
             and takes in those that come.
-        endpoint: host:port of the first host, which must not be lost. One host needs none.
-        name: Of the job, equal on all hosts.
+        endpoint: The first host's host:port; this host must not be lost. One host needs none.
+        name: The job's name, equal on all hosts.
         restarts: How often processes are started anew before the error is raised.
-        backend: Of the process group. "auto": "nccl" where there are GPUs, else "gloo".
-        threads: Threads of each process for operations on the CPU.
+        backend: The process group's backend. "auto": "nccl" where there are GPUs, else "gloo".
+        threads: Threads in each process for operations on the CPU.
 
     Returns:
-        The results of the processes of this host.
+        The results from this host's processes.
 
     Raises:
         RankError: Processes have failed more often than `restarts`.
@@ -221,6 +222,7 @@ def elastic(
         return [worker.run()]
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
     name = name or uuid.uuid4().hex[:8]
+    # The agent's pid: two hosts of a job may be on one machine.
     root = _memory() / f"torchgspmd-{getpass.getuser()}-{name}" / str(os.getpid())
     config = LaunchConfig(
         min_nodes=least,
@@ -264,7 +266,7 @@ def elastic(
 
 @dataclass(frozen=True)
 class _Worker:
-    """One process of a job: its process group around the function."""
+    """One process in a job: its process group around the function."""
 
     fn: Callable[..., object]
     args: tuple
@@ -309,7 +311,7 @@ def _memory() -> Path:
 
 
 def _root() -> Path:
-    """Return the folder of copies of this host: the agent's, or by torchrun's name."""
+    """Return this host's folder for copies: the agent's, or by torchrun's name."""
     if COPIES in os.environ:
         return Path(os.environ[COPIES])
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")

@@ -1,4 +1,4 @@
-"""launch: run a function on local processes, from a script or from a cell of a notebook.
+"""launch: run a function on local processes, from a script or a notebook cell.
 
 Processes are forks, so that the function may be defined in a cell. Their output comes line by line,
 each line with its rank. The first rank that fails ends the others.
@@ -39,19 +39,19 @@ def launch(
 ) -> list[object]:
     """Run a function on local processes, one a device, and return its results.
 
-    Each process has a default process group and the variables of torchrun (RANK, WORLD_SIZE,
-    LOCAL_RANK, MASTER_ADDR, MASTER_PORT). With GPUs, process n uses GPU n.
+    Each process has a default process group and torchrun's variables (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR, MASTER_PORT). With GPUs, process n uses GPU n.
 
     Args:
         fn: The function. It may be defined in a notebook; results have to be picklable.
         processes: The number of processes.
-        args: Arguments of the function.
-        backend: Of the process group. "auto": "nccl" where there are GPUs, else "gloo". None: the
-            function calls init_process_group itself.
-        threads: Threads of each process for operations on the CPU.
+        args: Arguments for the function.
+        backend: The process group's backend. "auto": "nccl" where there are GPUs, else "gloo".
+            None: the function calls init_process_group itself.
+        threads: Threads in each process for operations on the CPU.
 
     Returns:
-        The results, in the order of ranks.
+        The results, in rank order.
 
     Raises:
         RankError: A rank has failed. The text has its traceback, and the others are ended.
@@ -99,7 +99,7 @@ def launch(
 
 @dataclass
 class _Rank:
-    """A process of launch, seen from the one that started it."""
+    """A process that launch runs, seen from the one that started it."""
 
     number: int
     process: BaseProcess
@@ -130,7 +130,7 @@ def _check(processes: int) -> None:
 
 
 def _cards() -> int:
-    """Return the number of GPUs, asked of NVML: the runtime of CUDA would not work in forks."""
+    """Count the GPUs by NVML: the CUDA runtime would not work in forks."""
     before = os.environ.get("PYTORCH_NVML_BASED_CUDA_CHECK")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     try:
@@ -175,7 +175,7 @@ def _start(
 
 @dataclass
 class _Child:
-    """One process of launch: its surroundings."""
+    """One process that launch runs: its surroundings."""
 
     variables: dict[str, Any]
     card: int | None
@@ -229,7 +229,7 @@ def _use_card(card: int) -> None:
 
 
 def _follow(ranks: list[_Rank]) -> None:
-    """Print the output of ranks until all have ended. Raise RankError if one has failed."""
+    """Print the ranks' output until all have ended. Raise RankError if one has failed."""
     while any(not rank.has_ended for rank in ranks):
         _turn(ranks, None)
         if any(rank.error for rank in ranks):
@@ -240,7 +240,7 @@ def _follow(ranks: list[_Rank]) -> None:
 
 
 def _turn(ranks: list[_Rank], timeout: float | None) -> None:
-    """Wait for news of some ranks, and take them."""
+    """Wait until some ranks have output, an answer or an end, and take it."""
     running = {r.process.sentinel: r for r in ranks if not r.has_ended}
     answers = [r.answer for r in running.values() if not r.has_answered]
     ready = wait([*running, *(r.output for r in running.values()), *answers], timeout)
@@ -262,7 +262,7 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
 
 
 def _take_answer(rank: _Rank) -> None:
-    """Read the result or the error of a rank; a process that was killed sends neither."""
+    """Read a rank's result or error; a process that was killed sends neither."""
     rank.has_answered = True
     with contextlib.suppress(EOFError, OSError):
         is_result, value = pickle.loads(rank.answer.recv_bytes())

@@ -1,4 +1,4 @@
-"""`python -m torchgspmd plan FILE.py`: plan the example of a file, without devices.
+"""`python -m torchgspmd plan FILE.py`: plan a file's example, without devices.
 
 The file has a function `example(mesh, **options)` that returns (model, arguments). It runs on the
 meta device, so that nothing is allocated.
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command to a parser."""
+    """Add the command's arguments to a parser."""
     add = parser.add_argument
     add("file", type=Path, help="a file with example(mesh, **options) -> (model, arguments)")
     add("options", nargs="*", metavar="NAME=VALUE", help="options of example, such as layout=tp")
@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
-    """Add the options of the table that a function reads."""
+    """Add those options in the table that a function reads."""
     for row in rows_for(reader):
         if how := _argument(row):
             name = f"--{row.name.replace('_', '-')}"
@@ -55,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
 
 
 def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
-    """Return those of these options that the command line has."""
+    """Return those options that the command line has."""
     given = {row.name: vars(args)[row.name] for row in rows_for(reader) if _argument(row)}
     return {name: value for name, value in given.items() if value is not None}
 
@@ -83,13 +83,13 @@ def run(args: argparse.Namespace) -> str:
 
 
 def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanOptions]) -> Plan:
-    """Plan the example of a file.
+    """Plan a file's example.
 
     Args:
         file: A Python file with a function `example(mesh, **options)`.
         mesh: The devices, such as "data=64,model=32".
-        options: Options of example, each "name=value".
-        of_plan: Options of plan. grad is True by default if the example is a module.
+        options: Options for example, each "name=value".
+        of_plan: Options for plan. grad is True by default if the example is a module.
 
     Returns:
         The plan.
@@ -99,12 +99,14 @@ def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanO
     """
     devices = Mesh.parse(mesh)
     model, arguments = example_of(file, devices, options)
+    # A plain function has no parameters to take gradients for.
     of_plan["grad"] = of_plan.get("grad", True) and isinstance(model, nn.Module)
     return plan(model, *arguments, mesh=devices, **of_plan)
 
 
 def example_of(file: Path, mesh: Mesh, options: list[str]) -> tuple[Any, tuple]:
-    """Return the model and the arguments that `example` of a file makes, on the meta device."""
+    """Return the model and arguments that a file's `example` makes, on the meta device."""
+    # As `python FILE` does: the file may import its neighbors.
     sys.path.insert(0, str(file.resolve().parent))
     try:
         example = runpy.run_path(str(file)).get("example")
@@ -120,7 +122,7 @@ def example_of(file: Path, mesh: Mesh, options: list[str]) -> tuple[Any, tuple]:
 
 
 def _argument(row: Option) -> dict[str, Any] | None:
-    """Return how the command line takes an option of plan; None if it does not."""
+    """Return how the command line takes a plan option; None if it does not."""
     if row.choices:
         return {"choices": row.choices}
     if row.name == "strict":
@@ -131,7 +133,7 @@ def _argument(row: Option) -> dict[str, Any] | None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype of a name, such as bfloat16."""
+    """Return the dtype with a name, such as bfloat16."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"torch has no dtype '{name}'")
@@ -139,7 +141,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _option(text: str) -> tuple[str, Any]:
-    """Return the name and the value of an option; digits are a number, also with a point."""
+    """Return an option's name and value; digits are a number, also with a point."""
     name, equals, value = text.partition("=")
     if not equals:
         raise ShardingError(f"'{text}' is no option of example", fix="name=value")

@@ -1,4 +1,4 @@
-"""The program of one rank, operation by operation, for those that look at its values."""
+"""Runs one rank's program operation by operation, for tools that look at its values."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..runtime.joint_program import JointProgram
 
 
 class RankInterpreter(fx.Interpreter):
-    """Interpreter of the forward or the backward of a rank."""
+    """Interpreter for a rank's forward or backward."""
 
     def call(self, inputs: Sequence[object]) -> Any:
-        """Run on inputs; a list of them is emptied, as a backward does."""
+        """Run on inputs; a list is emptied, as a backward does."""
         values = [*inputs]
         if isinstance(inputs, list):
             inputs.clear()
@@ -24,7 +24,7 @@ class RankInterpreter(fx.Interpreter):
 def interpret(
     program: JointProgram, owner: nn.Module, make: Callable[[fx.GraphModule], RankInterpreter]
 ) -> None:
-    """Replace both halves of a program by an interpreter. owner: of the constants."""
+    """Replace both halves of a program by an interpreter. owner: has the constants."""
     forward = fx.GraphModule(owner, program.forward.__self__.graph)
     backward = fx.GraphModule(owner, program.backward_graph)
     program.forward = lambda *inputs: make(forward).call(inputs)

@@ -1,4 +1,4 @@
-"""The lines of debug: a value of one rank each, and the stops between them."""
+"""The lines that debug prints: one value on a rank each, and the stops between them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from .comparison import denoted
 
 
 class ShownValues:
-    """Prints the values of one rank as a program computes them.
+    """Prints one rank's values as a program computes them.
 
-    graphs: the program of a device; or its forward and its backward.
+    graphs: a device's program; or its forward and its backward.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class ShownValues:
         self.wanted = {name for each in plan.captured.breakpoints for name in each.values()}
 
     def operands(self, node: fx.Node, value_of: Callable[[fx.Node], object]) -> dict[str, object]:
-        """Return copies of the operands of a node that a stop shows; it may overwrite them."""
+        """Copy the operands of a node that a stop shows; the node may overwrite them."""
         if node not in self.stops:
             return {}
         return {self.names[each]: _kept(value_of(each)) for each in node.all_input_nodes}
@@ -58,6 +58,7 @@ class ShownValues:
             self.values[name], self.specs[name] = _kept(value), node.meta["spec"]
         if node in self.stops:
             self._stop(node, value, operands)
+        # A breakpoint() stops once all its variables have values.
         while self.waiting and self.waiting[0].values() & self.known <= self.values.keys():
             self._stop_in_forward(self.waiting.pop(0))
 
@@ -82,7 +83,7 @@ class ShownValues:
         print(f"    {name:{self.width + 1}} : {line}")
 
     def _print_place(self, node: fx.Node) -> None:
-        """Print the phase, the module and the line of a node, if they are others than before."""
+        """Print a node's phase, module and line, if they are others than before."""
         if node.op != "placeholder" and "source" not in node.meta:  # a pass has put it here
             return
         phase = "backward" if node.meta["backward"] else "forward"
@@ -96,7 +97,7 @@ class ShownValues:
             print("  " + "  ".join(filter(None, place)))
 
     def _type(self, node: fx.Node, value: Tensor) -> str:
-        """Return the type of a shard, and that of the whole if it is another."""
+        """Return a shard's type, and the whole value's if it is another."""
         spec, own = node.meta.get("spec"), type_text(value.dtype, value.shape, None)
         if (
             spec is None
@@ -109,7 +110,7 @@ class ShownValues:
         return f"{own} of {text[len(dtype_name(value.dtype)) :]}"
 
     def _whole(self, node: fx.Node) -> tuple[Any, Any] | None:
-        """Return the shape of the whole value, and one that differs in sizes of a run."""
+        """Return the whole value's shape, and one that differs in sizes that only a run knows."""
         captured, spec = self.wholes.get(node.meta.get("captured", "")), node.meta.get("spec")
         val = None if captured is None else captured.meta.get("val")
         if captured is None or not isinstance(val, Tensor) or spec is None or spec.windows:
@@ -117,13 +118,14 @@ class ShownValues:
         return (val.shape, other_shapes(captured)[0]) if val.dim() == len(spec.dims) else None
 
     def _own(self, node: fx.Node, value: Tensor) -> Tensor:
-        """Return a shard without its padding, if the size of the whole is known."""
+        """Return a shard without its padding, if the whole value's size is known."""
         known = self._whole(node)
         if known is None or known[0] != known[1] or len(known[0]) != value.dim():
             return value
         coordinates, mesh = self.plan.mesh.coordinates(self.rank), self.plan.mesh
         for dim, axes in enumerate(node.meta["spec"].dims):
             rows = value.shape[dim]
+            # Padding is behind the last rows, so a late shard may have none of the whole.
             left = max(0, known[0][dim] - mesh.index(axes, coordinates) * rows)
             value = value.narrow(dim, 0, min(rows, left))
         return value
@@ -176,7 +178,7 @@ def _kept(value: object) -> object:
 
 
 def _is_row(node: fx.Node, forward: fx.Graph) -> bool:
-    """Return whether the value of a node is printed: not one inside of a collective."""
+    """Return whether a node's value is printed: not if it is inside a collective."""
     if node.op == "placeholder":
         return "spec" in node.meta and (node.graph is forward or bool(node.meta.get("backward")))
     if node.op != "call_function" or node.target in STARTS:
@@ -185,7 +187,7 @@ def _is_row(node: fx.Node, forward: fx.Graph) -> bool:
 
 
 def _names(nodes: Sequence[fx.Node], rows: Collection[fx.Node]) -> dict[fx.Node, str]:
-    """Return a name for each node; that of the plan for its values, `.2` for a second layout."""
+    """Name each node: the plan's names for its values, `.2` for a second layout."""
     names, counts = dict[fx.Node, str](), dict[str, int]()
     for node in nodes:
         name = (denoted(node) if node in rows else None) or node.name
@@ -202,7 +204,7 @@ def _module_of(node: fx.Node) -> str:
 
 
 def _parents(node: fx.Node) -> list[str]:
-    """Return the paths of the modules that a node is in."""
+    """Return the paths of the modules around a node."""
     parts = _module_of(node).split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
 

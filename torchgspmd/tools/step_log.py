@@ -1,4 +1,4 @@
-"""StepLog: rows about the steps of a training loop, by rank 0, from the measurements of all ranks.
+"""StepLog: rows about a training loop's steps, by rank 0, from what all ranks measure.
 
 with gspmd.StepLog(model, total=1000, tokens=batch * length, file="log.jsonl") as log:
     for tokens, targets in loader:
@@ -39,14 +39,14 @@ class StepLog:
     alone, so that the others wait for no device.
 
     Args:
-        model: The module of parallelize. It says the operations of a step, and who waits.
+        model: The module from parallelize. It knows a step's operations, and who waits.
         total: The number of steps, for the progress.
         every: Steps from one row to the next.
-        tokens: Tokens (or samples) of a step on all devices together.
-        file: A file that gets a line of JSON for each row.
+        tokens: Tokens (or samples) in a step on all devices together.
+        file: A file that gets a JSON line for each row.
         tensorboard: A folder for TensorBoard's SummaryWriter.
-        wandb: A run of W&B, or another object with `log(row, step=)`.
-        hardware: For the MFU: a preset or a Hardware. None: that of the card, if it is known.
+        wandb: A W&B run, or another object with `log(row, step=)`.
+        hardware: For the MFU: a preset or a Hardware. None: the card's, if it is known.
 
     Example:
         >>> log = gspmd.StepLog(every=2, tokens=8)
@@ -101,13 +101,13 @@ class StepLog:
         self._file = self._board = self._bar = None
 
     def step(self, **values: Any) -> dict[str, Any] | None:
-        """Count a step, and write a row if it is one of every `every`.
+        """Count a step, and write a row after every `every` steps.
 
         Args:
             values: Numbers and 0-d tensors, such as the loss: the same names on all ranks.
 
         Returns:
-            The row, or None. seconds: of a step. memory: the most bytes that this rank has held.
+            The row, or None. seconds: for a step. memory: the most bytes that this rank has held.
             waits: the share of time in which ranks waited for communication. slowest: the rank for
             which the others waited, if there is one.
 
@@ -158,6 +158,7 @@ class StepLog:
         shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(shares, own)
         by_rank = [float(share) for share in shares]
+        # The slowest rank waits least: all others wait for it.
         mean, least = sum(by_rank) / len(by_rank), min(by_rank)
         others = (sum(by_rank) - least) / max(len(by_rank) - 1, 1)
         slowest = by_rank.index(least) if others - least > STRAGGLES else None
@@ -212,6 +213,7 @@ def _number(value: Any) -> float:
 def _peak_memory() -> int:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated()
+    # Linux counts in KiB.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

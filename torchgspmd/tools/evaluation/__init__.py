@@ -1,10 +1,10 @@
-"""Evaluation on a mesh: metrics as of one device, of data sets of any size.
+"""Evaluation on a mesh: metrics as on one device, for data sets of any size.
 
     scores = evaluate(model, batches, {"top-1": accuracy(), "top-5": accuracy(5)})
 
-Every row of the data is counted once, by one device that has it. Sums stay on the devices until the
-end, when one small all_reduce adds them up. Rows that fill up the last batch are not counted.
-Source: distributed evaluation of arXiv 2011.03641.
+Every data row is counted once, by one device that has it. Sums stay on the devices until the end,
+when one small all_reduce adds them up. Rows that fill up the last batch are not counted. Source:
+distributed evaluation in arXiv 2011.03641.
 """
 
 from .evaluate import evaluate

@@ -1,4 +1,4 @@
-"""evaluate: metrics of a model over all batches of a data set, in one line."""
+"""evaluate: a model's metrics over all batches in a data set, in one line."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def evaluate(
     call: Callable[..., tuple[Tensor, ...]] | None = None,
     pad: bool = True,
 ) -> dict[str, Any]:
-    """Return metrics of a model over all batches, as of one device.
+    """Compute a model's metrics over all batches, as on one device.
 
-    The model is in the mode eval meanwhile. On a mesh its results stay where they are computed, and
-    the metrics send only one small all_reduce at the end. A batch with fewer rows than the first
-    one is filled up, so that the same program runs; these rows are not counted.
+    The model is in eval mode meanwhile. On a mesh its results stay where they are computed, and the
+    metrics send only one small all_reduce at the end. A batch with fewer rows than the first one is
+    filled up, so that the same program runs; these rows are not counted.
 
     Args:
-        model: A module of `parallelize`, or any other.
-        batches: Inputs and target of each batch, such as a DataLoader returns: tensors whose
-            dimension 0 is the rows of the batch, the same on every process.
-        metrics: By name: `accuracy()` and the like, a `Metric`, or metrics of torchmetrics.
-        call: A function of the model and a batch that returns outputs and targets. By default
-            `(model(*batch[:-1]), batch[-1])`.
+        model: A module from `parallelize`, or any other.
+        batches: Each batch's inputs and target, such as a DataLoader returns: tensors whose
+        dimension 0 is the batch's rows, the same on every process.
+        metrics: By name: `accuracy()` and the like, a `Metric`, or torchmetrics' metrics.
+        call: A function that takes the model and a batch and returns outputs and targets. By
+            default `(model(*batch[:-1]), batch[-1])`.
         pad: Whether batches are filled up. False for models whose rows influence one another.
 
     Returns:
-        By name the value of each metric, on every process the same.
+        Each metric's value by name, on every process the same.
 
     Raises:
-        ShardingError: Tensors of a batch have different numbers of rows.
+        ShardingError: A batch's tensors have different numbers of rows.
 
     Example:
         >>> import torch
@@ -58,6 +58,7 @@ def evaluate(
     with _in_eval(model), _open_results(model):
         for batch in batches:
             rows, real = count_rows(batch), None
+            # The first batch's size: filled up to it, all batches run one program.
             size = size or rows
             if pad and rows < size:
                 batch, real = pad_rows(batch, size)
@@ -80,7 +81,7 @@ def _open_results(model: nn.Module) -> Iterator[None]:
 
 
 def _on_mesh(outputs: Tensor, model: nn.Module) -> Tensor:
-    """Return outputs of a module on a mesh as a DTensor; some are whole on every device."""
+    """Return a module's outputs on a mesh as a DTensor; some are whole on every device."""
     if not isinstance(model, ShardedModule) or isinstance(outputs, DTensor):
         return outputs
     device_mesh = model._groups.device_mesh
@@ -90,7 +91,7 @@ def _on_mesh(outputs: Tensor, model: nn.Module) -> Tensor:
 
 @contextmanager
 def _in_eval(model: nn.Module) -> Iterator[None]:
-    """Put all modules into the mode eval, and restore their modes."""
+    """Put all modules into eval mode, and restore their modes."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

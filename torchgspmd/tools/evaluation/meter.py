@@ -1,4 +1,4 @@
-"""Meter: sums of metrics that stay on their devices until they are asked for."""
+"""Meter: metrics' sums, which stay on their devices until they are asked for."""
 
 from __future__ import annotations
 
@@ -19,16 +19,15 @@ from .rows import real_part
 
 
 class Meter:
-    """Metrics of rows that come batch by batch.
+    """Metrics over rows that come batch by batch.
 
-    Outputs may be DTensors: every device adds up its rows, one of several copies does, and
-    `compute` sends one small all_reduce. Of outputs that are plain tensors, the same on every
-    process, nothing is sent.
+    Outputs may be DTensors: every device adds up its rows, and of several copies one counts.
+    `compute` sends one small all_reduce. Outputs may also be plain tensors, the same on every
+    process; then nothing is sent.
 
     Args:
-        metrics: By name: a Metric, or an object with the methods update, compute and reset, as
-            those of torchmetrics. Such an object gets the rows of this device and sums up by
-            itself.
+        metrics: By name: a Metric, or an object with methods update, compute and reset, as
+        torchmetrics has. Such an object gets this device's rows and sums up by itself.
 
     Example:
         >>> import torch
@@ -64,8 +63,8 @@ class Meter:
             real: Which rows count, a bool tensor [rows]; all without it.
 
         Raises:
-            ShardingError: A target does not have the rows of the outputs, or these are a DTensor
-                where former ones were not.
+            ShardingError: A target does not have the outputs' rows, or these are a DTensor where
+            former ones were not.
 
         Example:
             >>> import torch
@@ -105,12 +104,12 @@ class Meter:
             self._failure = self._failure or error
 
     def compute(self) -> dict[str, Any]:
-        """Return the metrics of all batches since the start, or since `reset`.
+        """Return the metrics over all batches since the start, or since `reset`.
 
-        Every process calls it alike. It sends one all_reduce, of 8 bytes for each sum.
+        Call it identically on every rank. It sends one all_reduce, with 8 bytes for each sum.
 
         Returns:
-            By name the result of the metric's `value`, on every process the same.
+            Each metric's `value` by name, on every process the same.
 
         Raises:
             ShardingError: A metric has failed on another process; its own exception is raised
@@ -150,13 +149,14 @@ class Meter:
                 metric.reset()
 
     def _all_reduce(self, sums: Tensor, mesh: DeviceMesh) -> Tensor:
-        """Return the sums of all devices of a mesh, if no metric has failed on any."""
+        """Add up the sums over a mesh's devices, if no metric has failed on any."""
         groups = find_groups(mesh)
         if groups is None:
             raise ShardingError(
                 "outputs are DTensors on a mesh that is not of parallelize", where=user_line()
             )
         failed = torch.tensor([float(self._failure is not None)])
+        # Failures travel with the sums: a rank that raised alone would leave the others waiting.
         message = torch.cat([sums, failed]).to(groups.checked_on)
         groups.watcher.run(dist.all_reduce, message, group=groups.checks)
         total, failed = message.cpu().split([len(sums), 1])
@@ -172,7 +172,7 @@ class Meter:
 
 
 def _check(name: str, metric: Metric, sums: Tensor) -> None:
-    """Raise ShardingError for sums of another shape than the metric says."""
+    """Raise ShardingError if sums have another shape than the metric says."""
     if tuple(sums.shape) != (metric.count,):
         raise ShardingError(
             f"metric '{name}' returned sums of shape {list(sums.shape)}, not [{metric.count}]",
@@ -182,10 +182,10 @@ def _check(name: str, metric: Metric, sums: Tensor) -> None:
 
 
 def _update(metric: Any, outputs: Tensor, targets: Sequence[Tensor], real: Tensor | None) -> None:
-    """Update a metric of torchmetrics, whose outputs have the classes in dimension 1.
+    """Update a torchmetrics metric, whose outputs have the classes in dimension 1.
 
-    One that adds up gets the rows of this device. One that collects rows gets those of all: its
-    own exchange fails where a device has none.
+    One that adds up gets this device's rows. One that collects rows gets all devices' rows: its own
+    exchange fails where a device has none.
     """
     if any(isinstance(state, list) for state in getattr(metric, "metric_state", {}).values()):
         outputs = whole_of(outputs)

@@ -15,16 +15,16 @@ IGNORED = -100  # Target of what is not counted, as of torch's cross_entropy.
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric: sums over any rows of outputs and targets, and its value of all sums.
+    """A metric: sums over any rows in outputs and targets, and its value from all sums.
 
     Args:
-        sums: A function of outputs and targets that returns a tensor [count]. It is called with
-            parts of a batch; its results for these add up to that for all.
+        sums: A function that takes outputs and targets, and returns a tensor [count]. It is called
+        with parts of a batch; its results add up to the whole batch's.
         count: How many sums there are.
-        value: A function of the sums of all data, a float64 tensor [count] on the CPU. By default
-            the first one divided by the second.
-        whole: Dimensions of the outputs that targets lack, as that of the classes. A part has all
-            of these. The others correspond, in order, to the first dimensions of targets.
+        value: A function that takes the sums over all data, a float64 tensor [count] on the CPU. By
+        default the first one divided by the second.
+        whole: Output dimensions that targets lack, such as the classes. A part has all of these.
+        The others correspond, in order, to the targets' first dimensions.
 
     Example:
         >>> import torch
@@ -50,15 +50,15 @@ def _ratio(sums: Tensor) -> float:
 
 
 def accuracy(top: int = 1, classes: int = 1, ignored: int = IGNORED) -> Metric:
-    """Return the share of targets that are among the best classes.
+    """Return the share of targets among the best classes.
 
     Args:
-        top: How many of the best classes count.
-        classes: The dimension of outputs that has scores of classes.
-        ignored: The target of rows that do not count.
+        top: How many best classes count.
+        classes: The output dimension that has class scores.
+        ignored: The target in rows that do not count.
 
     Returns:
-        A metric of scores [..., classes, ...] and class numbers [...].
+        A metric over scores [..., classes, ...] and class numbers [...].
 
     Example:
         >>> import torch
@@ -79,15 +79,15 @@ def accuracy(top: int = 1, classes: int = 1, ignored: int = IGNORED) -> Metric:
 
 
 def perplexity(classes: int | None = 1, ignored: int = IGNORED) -> Metric:
-    """Return the exponential of the mean cross entropy, which is summed in float64.
+    """Return exp(mean cross entropy), which is summed in float64.
 
     Args:
-        classes: The dimension of outputs that has logits, or logarithms of probabilities. None:
-            outputs are cross entropies already, as `reduction="none"` leaves them.
-        ignored: The target of rows that do not count.
+        classes: The output dimension that has logits, or log probabilities. None: outputs are cross
+            entropies already, as `reduction="none"` leaves them.
+        ignored: The target in rows that do not count.
 
     Returns:
-        A metric of logits [..., classes, ...], or of losses [...], and class numbers [...].
+        A metric over logits [..., classes, ...], or losses [...], and class numbers [...].
 
     Example:
         >>> import torch
@@ -115,17 +115,17 @@ def perplexity(classes: int | None = 1, ignored: int = IGNORED) -> Metric:
 
 
 def mean_iou(count: int, classes: int = 1, ignored: int = IGNORED) -> Metric:
-    """Return the mean over classes of intersection over union, of the best class and the target.
+    """Return the intersection over union of best class and target, averaged over classes.
 
     A class that is neither predicted nor a target is left out of the mean.
 
     Args:
         count: How many classes there are.
-        classes: The dimension of outputs that has scores of classes.
-        ignored: The target of rows that do not count.
+        classes: The output dimension that has class scores.
+        ignored: The target in rows that do not count.
 
     Returns:
-        A metric of scores [..., classes, ...] and class numbers [...].
+        A metric over scores [..., classes, ...] and class numbers [...].
 
     Example:
         >>> import torch
@@ -155,17 +155,17 @@ def error_rate(
     pairs: Callable[..., Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]]],
     whole: Sequence[int] = (1,),
 ) -> Metric:
-    """Return the number of edits from targets to predictions, per item of the targets.
+    """Return the number of edits from targets to predictions, per target item.
 
-    An edit puts in, leaves out or changes one item. Of lists of words that is the word error rate.
+    An edit puts in, leaves out or changes one item. For word lists that is the word error rate.
 
     Args:
-        pairs: A function of outputs and targets that returns, for each row, the prediction and the
-            target: two sequences of words, letters or numbers.
-        whole: Dimensions of the outputs that a sequence runs over, and those of classes.
+        pairs: A function that takes outputs and targets and returns, for each row, the prediction
+        and the target: two sequences of words, letters or numbers.
+        whole: Output dimensions that a sequence runs over, and the class dimensions.
 
     Returns:
-        A metric of the arguments of `pairs`. It is computed on the CPU, by every process for its
+        A metric over the arguments of `pairs`. It is computed on the CPU, by every process for its
         rows.
 
     Example:
@@ -189,7 +189,8 @@ def error_rate(
 
 
 def edits(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
-    """Return how many items have to be put in, left out or changed to get b of a."""
+    """Count the items to put in, leave out or change, to get from a to b."""
+    # One row of the table of distances is enough (Wagner and Fischer, 1974).
     row = list(range(len(b) + 1))
     for i, x in enumerate(a):
         last, row[0] = row[0], i + 1

@@ -1,4 +1,4 @@
-"""Rows of a batch: fill them up to a size, and take those that this device counts."""
+"""A batch's rows: fill them up to a size, and take those that this device counts."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def pad_rows(batch: Sequence[Tensor], size: int) -> tuple[tuple[Tensor, ...], Te
 
 
 def count_rows(batch: Sequence[Tensor]) -> int:
-    """Return the number of rows of a batch, if its tensors agree."""
+    """Count a batch's rows, if its tensors agree."""
     counts = {len(t) if isinstance(t, Tensor) and t.dim() else -1 for t in batch}
     if len(counts) != 1 or -1 in counts:
         kinds = (list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in batch)
@@ -55,10 +55,10 @@ def count_rows(batch: Sequence[Tensor]) -> int:
 
 
 class Part:
-    """The outputs that one device counts: a block, of all elements if it is one.
+    """The outputs that one device counts: a block, or all on one device.
 
-    outputs: the results of the model. whole: dims of these that a device has to have all of. The
-    others correspond in order to the first dims of targets, `rank` of which the smallest has.
+    outputs: the model's results. whole: their dims that a device needs whole. The others correspond
+    in order to the targets' first dims; the smallest target has `rank` dims.
     """
 
     def __init__(self, outputs: Tensor, whole: Sequence[int], rank: int) -> None:
@@ -77,18 +77,18 @@ class Part:
 
     @property
     def is_counted(self) -> bool:
-        """Return whether this device counts the block, of all that have it."""
+        """Return whether this device, among all that have the block, counts it."""
         return self.mesh is None or all(
             isinstance(p, Shard) or self.mesh.get_local_rank(i) == 0
             for i, p in enumerate(self.placements)
         )
 
     def of(self, target: Tensor) -> Tensor:
-        """Return the part of a target that belongs to the outputs, on their device."""
+        """Return a target's part for these outputs, on their device."""
         return self.cut(target).to(self.outputs.device)
 
     def cut(self, target: Tensor) -> Tensor:
-        """Return the part of a target that belongs to the outputs."""
+        """Return a target's part for these outputs."""
         if isinstance(target, DTensor):
             return self._of_dtensor(target)
         for d, out in enumerate(self.dims[: target.dim()]):
@@ -112,7 +112,8 @@ class Part:
         return target.redistribute(placements=placements).to_local()
 
     def _span(self, dim: int) -> tuple[int, int]:
-        """Return the first row of the block in a dim of the outputs, and how many there are."""
+        """Return the block's first row in an output dim, and how many there are."""
+        # Several mesh dimensions may divide one dim: each divides the block of those before it.
         begin, count = 0, self.shape[dim]
         for i, placement in enumerate(self.placements):
             if self.mesh is not None and isinstance(placement, Shard) and placement.dim == dim:
