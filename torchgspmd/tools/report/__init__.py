@@ -1,1 +1,1 @@
-"""The cost of a plan: time, memory, and why, as text, as a page, and as a trace."""
+"""A plan's cost: time, memory, and why, as text, as a page, and as a trace."""

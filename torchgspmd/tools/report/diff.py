@@ -1,4 +1,4 @@
-"""PlanDiff: the differences of two plans of one model."""
+"""PlanDiff: the differences between two plans for one model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .report import ROWS, Report
 
 @dataclass(frozen=True)
 class LayoutChange:
-    """Like values with another layout. name: with * for numbers. source: line of the first."""
+    """Like values with another layout. name: with * for numbers. source: the first one's line."""
 
     name: str
     before: str
@@ -27,11 +27,11 @@ class LayoutChange:
 
 @dataclass(frozen=True)
 class PlanDiff:
-    """The differences of another plan. It prints as tables.
+    """The differences between two plans. It prints as tables.
 
     Args:
-        before: Report of the plan.
-        after: Report of the other.
+        before: The plan's report.
+        after: The other plan's report.
         changes: Values that have another layout.
 
     Example:
@@ -114,14 +114,14 @@ def _row(
 
 
 def layout_changes(before: fx.Graph, after: fx.Graph) -> tuple[LayoutChange, ...]:
-    """Return the values of both graphs that have another layout in the second.
+    """Return the values in both graphs that have another layout in the second.
 
     Args:
         before: A partitioned graph.
-        after: Another of the same program.
+        after: Another one for the same program.
 
     Returns:
-        Like values together, in the order of the program.
+        Like values together, in program order.
     """
     others = dict(_layouts(after))
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
@@ -134,6 +134,7 @@ def layout_changes(before: fx.Graph, after: fx.Graph) -> tuple[LayoutChange, ...
 
 
 def _key(node: fx.Node) -> tuple[str, tuple[int, ...]]:
+    # With the shape: in another plan the name may stand for another value.
     return node.name, tuple(getattr(node.meta.get("val"), "shape", ()))
 
 

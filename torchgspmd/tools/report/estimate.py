@@ -1,10 +1,10 @@
-"""Estimate: the time of a step, from the program of one device and the speed of the hardware.
+"""Estimate: a step's time, from the one-device program and the hardware's speed.
 
-The program runs on two streams, in its own order. An operation takes the time of its products
-(roofline: or of its memory traffic, whichever is longer). A collective takes that of its bytes on
-the slowest link that its group crosses, and a latency for each doubling of the group. A collective
-begins at its start, when the one before it has ended; a wait holds the device until it has arrived.
-The events of a loop are those of one iteration, each as long as those of all.
+The program runs on two streams, in its own order. An operation takes the time for its products or
+for its memory traffic, whichever is longer (roofline). A collective takes the time for its bytes on
+the slowest link that its group crosses, and a latency for each doubling of the group. It begins at
+its start, when the one before it has ended; a wait holds the device until it has arrived. A loop's
+events are one iteration's, each as long as all iterations together.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
 
 @dataclass(frozen=True)
 class Event:
-    """An interval of a step: an operation, a collective, or a wait for one.
+    """An interval in a step: an operation, a collective, or a wait for one.
 
-    name: of the node. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: of the step.
-    alive: bytes of the device meanwhile. steps: the messages of a collective. runs: how often it
-    happens in this time, in a loop.
+    name: the node's. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: within the step.
+    alive: bytes on the device meanwhile. steps: a collective's messages. runs: how often it happens
+    in this time, in a loop.
     """
 
     name: str
@@ -57,14 +57,14 @@ class Event:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time of one run of a program on one device of a mesh.
+    """The time of one run, on one device in a mesh.
 
     Args:
         hardware: The device and its links.
         mesh: The devices.
         events: In the order in which the device comes to them.
-        flops: Operations of the products of one device.
-        model_flops: Those of the whole model, without repeated work.
+        flops: Product operations on one device.
+        model_flops: Product operations in the whole model, without repeated work.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -82,7 +82,7 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> float:
-        """Return the seconds of a step."""
+        """Return a step's seconds."""
         end = max((e.begin + e.seconds for e in self.events), default=0.0)
         return end + self.hardware.step
 
@@ -107,7 +107,7 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Return the model's operations, as a share of the peak of all devices in that time."""
+        """Return the model's operations, as a share of all devices' peak in that time."""
         return self._share(self.model_flops / self.mesh.size)
 
     @property
@@ -129,7 +129,7 @@ class Estimate:
 
 
 def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware) -> Estimate:
-    """Return the estimate of a program of one device.
+    """Estimate a one-device program's time.
 
     Args:
         program: The scheduled program.
@@ -145,7 +145,7 @@ def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware)
 
 
 class _Streams:
-    """The clock of the two streams while a program runs."""
+    """The clock for the two streams while a program runs."""
 
     def __init__(self, mesh: Mesh, hardware: Hardware, ledger: Ledger) -> None:
         self.mesh, self.hardware, self.ledger = mesh, hardware, ledger
@@ -153,12 +153,13 @@ class _Streams:
         self.arrival: dict[fx.Node, float] = {}
 
     def run(self, program: fx.Graph) -> Iterator[Event]:
-        """Yield the events of a program."""
+        """Yield a program's events."""
         for node in program.nodes:
             alive = self.ledger.emit(node)
             if node.target is start:
                 steps = tuple(user.meta["step"] for user in node.users)
                 yield self.send(node, steps, alive)
+                # Where nothing is sent beside computing (a CPU), the device waits at once.
                 if not self.hardware.beside:
                     yield from self.hold(node, node, alive)
             elif node.target is wait:
@@ -182,7 +183,7 @@ class _Streams:
         alive: int,
         steps: tuple[Step, ...] = (),
     ) -> Event:
-        """Return an event of a node."""
+        """Return an event for a node."""
         source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
         return Event(
             name=node.name,
@@ -196,7 +197,7 @@ class _Streams:
         )
 
     def seconds(self, node: fx.Node) -> float:
-        """Return the seconds of an operation."""
+        """Return an operation's seconds."""
         count, moved = flops(node, self.mesh), traffic(node)
         if not count and not moved:
             return self.hardware.view if isinstance(node.target, OpOverload) else 0.0
@@ -209,13 +210,13 @@ class _Streams:
         return self.hardware.launch + max(product, moved / self.hardware.memory_bandwidth)
 
     def transfer(self, steps: Sequence[Step]) -> float:
-        """Return the seconds of collectives that are sent as one."""
+        """Return the seconds for collectives that are sent as one."""
         first, sent = steps[0], sum(step.sent for step in steps)
         kind = first.target
         return self.hardware.transfer_seconds(self.mesh, first.axes, kind.name, kind.relays, sent)
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
-        """Return the event of a collective that starts now."""
+        """Return the event for a collective that starts now."""
         begin, seconds = max(self.now, self.free), self.transfer(steps)
         self.free = self.arrival[node] = begin + seconds
         return self.event(node, COMMUNICATION, begin, seconds, alive, steps)
@@ -228,7 +229,7 @@ class _Streams:
             self.now += late
 
     def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
-        """Yield the events of a loop: of an iteration, and the rows and sums that it writes."""
+        """Yield a loop's events: an iteration's, and the rows and sums that it writes."""
         one, count, begin = (
             _Streams(self.mesh, self.hardware, Ledger(call.graph)),
             call.loop.length,
@@ -259,9 +260,9 @@ class _Streams:
             self.now += each * count
 
     def stages(self, node: fx.Node, call: StageCall, alive: int) -> Iterator[Event]:
-        """Yield the events of a pipeline's pieces, and how long a stage waits for others.
+        """Yield the events in a pipeline's pieces, and how long a stage waits for others.
 
-        Messages of stages are taken to arrive while they compute. The last stage has the loss.
+        Messages between stages are taken to arrive while they compute. The last stage has the loss.
         """
         start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
@@ -280,6 +281,7 @@ class _Streams:
             seconds[call.kind_of(body)] += one.now
         rounds = call.order.rounds  # whose pieces are taken to be alike
         times = Times(*(seconds[kind] / rounds for kind in "FBW"))
+        # A stage waits whenever it does not compute one of its own pieces.
         idle = call.order.timed(times).end - count * rounds * times.whole
         yield self.event(node, EXPOSED, self.now, idle, alive)
         for link in call.links:
@@ -289,11 +291,12 @@ class _Streams:
         self.now += idle
 
     def ring(self, node: fx.Node, alive: int) -> Event:
-        """Return the event of products in a ring: each hides the transfer of a chunk."""
+        """Return the event for products in a ring: each hides a chunk's transfer."""
         step = node.meta["step"]
         n = self.mesh.count(step.axes)
         products = self.seconds(node)
         chunk = max(products / n, self.transfer([step]) / (n - 1))
+        # n chunks and n - 1 transfers: nothing is sent beside the last product.
         seconds = (n - 1) * chunk + products / n
         self.now, begin = self.now + seconds, self.now
         return self.event(node, COMPUTE, begin, seconds, alive, (step,))

@@ -1,7 +1,7 @@
 """Why a line of a printed plan is there: Plan.explain.
 
-A value is explained by the marks that reached it. A step between two layouts is explained by the
-value that it moves, the operation that needs it elsewhere, and the other ways to get there:
+The marks that reached a value explain it. A step between two layouts is explained by the value that
+it moves, the operation that needs it elsewhere, and the other ways to get there:
 
     %einsum_1_rs moves %einsum_1 from [data _ sum@model] to [data model]
     result 0 of the program needs %einsum_1 in [data model]
@@ -42,7 +42,7 @@ def explain(plan: Plan, name: str, costs: bool, hardware: Hardware) -> str:
 
 @dataclass(frozen=True)
 class _Need:
-    """An operation, or the end of the program, that needs a value in a layout."""
+    """An operation, or the program's end, that needs a value in a layout."""
 
     text: str
     node: fx.Node | None
@@ -50,7 +50,7 @@ class _Need:
 
 
 class _Explainer:
-    """Explains the names of one plan."""
+    """Explains one plan's names."""
 
     def __init__(self, plan: Plan, hardware: Hardware) -> None:
         self.plan, self.hardware, self.layouts = plan, hardware, plan.layouts
@@ -59,7 +59,7 @@ class _Explainer:
         self.decisions: Decisions | None = plan.sharded.output_node().meta.get("decisions")
 
     def lines(self, name: str, costs: bool) -> list[str]:
-        """Return the explanation of a name."""
+        """Explain a name."""
         inputs = zip(self.plan.captured.inputs, self.values.values())
         alias = {inp.name: value.name for inp, value in inputs}
         name = alias.get(name, name.removeprefix("%"))
@@ -89,7 +89,7 @@ class _Explainer:
         return lines
 
     def _of_operation(self, node: fx.Node, costs: bool) -> list[str]:
-        """Return the reasons of an operation with several results, or of one that a pass wrote."""
+        """Return the reasons for an operation with several results, or one that a pass wrote."""
         parts = [user for user in node.users if user.name in self.values]
         results = ", ".join(f"[{spec}]" for spec in node.meta.get("result_specs", ()))
         lines = [f"%{node.name} {results} <- {node.meta.get('rule', 'a part of a loop')}"]
@@ -123,11 +123,12 @@ class _Explainer:
     def _ways(
         self, source: fx.Node, before: ShardSpec, after: ShardSpec, taken: tuple[Step, ...]
     ) -> list[str]:
-        """Return a table of the ways between two layouts, the cheapest first; `*` is the plan's."""
+        """Return the ways between two layouts as a table, cheapest first; `*` is the plan's."""
         constants = self.decisions.constants if self.decisions else CostConstants()
         shape, itemsize = planned_shape(source), source.meta["val"].dtype.itemsize
         search = ReshardSearch(self.plan.mesh, shape, itemsize, after, constants)
         ways = {_way_text(taken): taken}
+        # The search knows no layouts with halos: then only the plan's own way is shown.
         if not any(spec.windows for spec in (before, after)):
             for steps in search.alternatives(before):
                 ways.setdefault(_way_text(steps), steps)
@@ -151,7 +152,7 @@ class _Explainer:
         return [*lines, *([f"  and {more} that cost more"] if more else [])]
 
     def _seconds(self, step: Step) -> float:
-        """Return the seconds of a step; one that sends nothing takes none."""
+        """Return a step's seconds; one that sends nothing takes none."""
         kind = step.target
         if not isinstance(kind, CollectiveKind) or not step.sent:
             return 0.0
@@ -168,9 +169,10 @@ class _Explainer:
         return list(lines)
 
     def _reason(self, node: fx.Node, axis: str) -> list[str]:
-        """Return the way of an axis to an operation: to its value, or to operands it sums over."""
+        """Return an axis's way to an operation: to its value, or to operands it sums over."""
         spec: ShardSpec | None = node.meta.get("spec")
         if spec is not None and axis in spec.pending:
+            # A pending sum has its axis from the operands, through the factor that is summed.
             operands = [n for n in map(_source, node.all_input_nodes) if n.name in self.values]
             head = f"{axis}: %{node.name} sums over it: {node.meta.get('rule', node.target)}"
             return [head, *(line for n in operands for line in self._reason(n, axis))]
@@ -181,7 +183,7 @@ class _Explainer:
         return lines
 
     def _chain(self, node: fx.Node, axis: str) -> list[str]:
-        """Return the way of an axis to a value."""
+        """Return an axis's way to a value."""
         value = self.values.get(node.name)
         lines = self.layouts.explain(value) if value is not None else []
         return [line for line in lines if line.startswith(f"{axis}: ")]
@@ -206,7 +208,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 
 def _end(node: fx.Node) -> fx.Node:
-    """Return the last step of the chain that a step stands in; of several, the first."""
+    """Return the last step in a step's chain; if there are several, the first."""
     while (steps := [user for user in node.users if "step" in user.meta]) and len(
         node.users
     ) == len(steps):
@@ -224,12 +226,12 @@ def _path(source: fx.Node, end: fx.Node) -> list[fx.Node]:
 
 
 def _spec_before(node: fx.Node) -> ShardSpec:
-    """Return the layout of a step's operand."""
+    """Return the layout that a step's operand has."""
     return node.args[0].meta["spec"]
 
 
 def _needs(end: fx.Node) -> Iterator[_Need]:
-    """Yield the users of the last step, each with the place in which it uses it."""
+    """Yield the last step's users, each with the place in which it uses it."""
     spec = end.meta["spec"]
     for user in end.users:
         if "step" in user.meta:

@@ -1,4 +1,4 @@
-"""Values of a program that a CUDA graph cannot capture: the host reads a value, or sends by itself.
+"""Values that a CUDA graph cannot capture: the host reads a value, or sends by itself.
 
 plan.uncapturable()
 (Uncapturable(name='picked', why='its size is known only in a run', where='model.py:12'),)
@@ -31,7 +31,7 @@ class Uncapturable(NamedTuple):
 
 
 def uncapturable(graph: fx.Graph) -> tuple[Uncapturable, ...]:
-    """Return the values of a program, loops included, that a CUDA graph cannot compute."""
+    """Return a program's values, loops included, that a CUDA graph cannot compute."""
     return tuple(dict.fromkeys(_found(graph)))
 
 

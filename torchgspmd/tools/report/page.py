@@ -1,4 +1,4 @@
-"""The page of a plan: one HTML file that needs no network. page.html draws `page_data`."""
+"""A plan's page: one HTML file that needs no network. page.html draws `page_data`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ COSTS = 40  # operations whose candidates are on the page: like ones count once
 
 
 def page_text(data: dict[str, object]) -> str:
-    """Return the text of an HTML file that draws the data of `page_data`."""
+    """Return the text of an HTML file that draws `page_data`'s data."""
     template = files("torchgspmd.tools.report").joinpath("page.html").read_text()
+    # A text with "</script>" would end the page's script.
     return template.replace("DATA", json.dumps(data).replace("</", "<\\/"), 1)
 
 
@@ -35,15 +36,15 @@ def page_data(
     layouts: Layouts,
     report: Report,
 ) -> dict[str, object]:
-    """Return the data that the page draws, of strings, numbers, lists and dictionaries.
+    """Return the data that the page draws: strings, numbers, lists and dictionaries.
 
     Args:
-        title: Of the page.
+        title: The page's title.
         captured: The program before the passes.
         sharded: The partitioned graph.
-        program: That of one device.
+        program: The one-device program.
         layouts: The propagated layouts and their reasons.
-        report: For some hardware.
+        report: The report for some hardware.
     """
     times, memory = report.estimate, report.memory
     values = _Values(sharded, layouts)
@@ -110,7 +111,7 @@ def _val(node: fx.Node) -> object:
 
 
 class _Values:
-    """The rows of values. lines: of all reasons, each once. costs: tables, by like operations."""
+    """The rows for values. lines: all reasons, each once. costs: tables, by like operations."""
 
     def __init__(self, sharded: fx.Graph, layouts: Layouts) -> None:
         self.layouts = layouts
@@ -120,7 +121,7 @@ class _Values:
         self.costs: dict[tuple[str, str], str] = {}
 
     def row(self, node: fx.Node) -> dict[str, Any]:
-        """Return the page's row of a value."""
+        """Return the page's row for a value."""
         spec = node.meta.get("spec") or ShardSpec.replicated(node.meta["val"].dim())
         val = node.meta["val"]
         return {
@@ -139,7 +140,7 @@ class _Values:
         }
 
     def _why(self, node: fx.Node) -> Iterator[int]:
-        """Yield the numbers of the lines that tell why a value has its layout."""
+        """Yield the line numbers that tell why a value has its layout."""
         value, step = self.nodes.get(node.name), node.meta.get("step")
         lines = self.layouts.explain(value) if value is not None else []
         if step is not None:
@@ -149,7 +150,7 @@ class _Values:
             yield self.lines.setdefault(line, len(self.lines))
 
     def _costs(self, node: fx.Node) -> int:
-        """Return the number of the table of an operation; -1 without one."""
+        """Return the number of an operation's table; -1 without one."""
         rule, value = node.meta.get("rule"), self.nodes.get(node.name)
         if not self.decisions or rule is None or value is None or not rule.contraction:
             return -1

@@ -1,4 +1,4 @@
-"""The views of a plan: methods that estimate, compare and show it. Plan loads them when called."""
+"""A plan's views: methods that estimate, compare and show it. Plan loads them when called."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class PlanViews(Plan):
     """The methods that Plan takes from here, by name."""
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
-        """Estimate the time of a run on some hardware.
+        """Estimate a run's time on some hardware.
 
         Args:
             hardware: A preset ("h100", "h200", "a100", "b200", "tpu_v3", "tpu_v4", "tpu_v5p",
                 "cpu_gloo"), or a Hardware.
 
         Returns:
-            The time line of the program of one device, without the optimizer.
+            The one-device program's time line, without the optimizer.
 
         Raises:
             ShardingError: There is no such preset.
@@ -48,17 +48,17 @@ class PlanViews(Plan):
         return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
 
     def verify(self) -> Certificate:
-        """Check each value of the planned programs against the program of one device.
+        """Check each value in the planned programs against the one-device program.
 
-        The programs of all devices run in this process, in lockstep, on random numbers of 64 bits
-        with NaN in all padding. Each value that says which value of the plan it is, and in which
-        layout, is compared with it. docs/certificate.md has the method and what it leaves out.
+        All devices' programs run in this process, in lockstep, on random 64-bit numbers with NaN in
+        all padding. Each value that says which plan value it is, and in which layout, is compared
+        with it. docs/certificate.md has the method and what it leaves out.
 
         Returns:
             The Certificate; print it. It lists the values that could not be judged.
 
         Raises:
-            ShardingError: A value differs: a fault of torchgspmd. It names the value and its line.
+            ShardingError: A value differs: a fault in torchgspmd. It names the value and its line.
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -72,10 +72,10 @@ class PlanViews(Plan):
     def uncapturable(self) -> tuple[Uncapturable, ...]:
         """List what a CUDA graph cannot compute, where a whole step is captured.
 
-        docs/gpu.md has the capture. It needs check="first" or "never" of parallelize, too.
+        docs/gpu.md has the capture. It needs parallelize's check="first" or "never", too.
 
         Returns:
-            For each such value its name, a reason, and the line of the model.
+            For each such value its name, a reason, and the line in the model.
 
         Example:
             >>> result = plan(lambda x: x[x > 0].sum(), torch.ones(4), mesh=Mesh(data=2))
@@ -88,14 +88,14 @@ class PlanViews(Plan):
         """Explain a line of the printed plan.
 
         Args:
-            name: A name that the plan prints, with or without `%`, or the name of an input.
-            costs: Add a table of the layouts in which a value could be computed, with their costs.
-            hardware: As for estimate; for the time of the ways between two layouts.
+            name: A name that the plan prints, with or without `%`, or an input's name.
+            costs: Add a table with the layouts in which a value could be computed, and their costs.
+            hardware: As for estimate; for the times that ways between two layouts take.
 
         Returns:
-            Of a value: one line for each axis and each operation back to a mark. Of a step that
-            moves a value: the operations that need it, the ways there with bytes and time, and
-            the marks. docs/debugging_a_layout.md tells how to read it.
+            For a value: one line for each axis and each operation back to a mark. For a step that
+            moves a value: the operations that need it, the ways there with bytes and time, and the
+            marks. docs/debugging_a_layout.md tells how to read it.
 
         Raises:
             ShardingError: The plan has no such name.
@@ -112,13 +112,13 @@ class PlanViews(Plan):
         return explain(self, name, costs, Hardware.of(hardware))
 
     def trace(self, hardware: str | Hardware = "h100") -> str:
-        """Return the time line of a run as a trace, for Perfetto or chrome://tracing.
+        """Return a run's time line as a trace, for Perfetto or chrome://tracing.
 
         Args:
             hardware: As for estimate.
 
         Returns:
-            The text of a JSON file.
+            A JSON file's text.
 
         Raises:
             ShardingError: There is no such preset.
@@ -133,7 +133,7 @@ class PlanViews(Plan):
         return trace_text(self.estimate(hardware))
 
     def diff(self, other: Plan, hardware: str | Hardware = "h100") -> PlanDiff:
-        """Compare with another plan of the same model: with other marks, or on another mesh.
+        """Compare with another plan for the same model: with other marks, or on another mesh.
 
         Args:
             other: The other plan.
@@ -164,7 +164,7 @@ class PlanViews(Plan):
         Args:
             path: The file.
             hardware: As for estimate.
-            title: Of the page.
+            title: The page's title.
 
         Raises:
             ShardingError: There is no such preset.
@@ -187,11 +187,12 @@ class PlanViews(Plan):
 
     def _repr_html_(self) -> str:
         """Return the page, framed, for notebooks."""
+        # A frame keeps the page's style and script apart from the notebook's.
         page = self._page("Plan", self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
     def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
-        """Report the memory, work and bytes of a device, and unrequested work.
+        """Report a device's memory, work and bytes, and unrequested work.
 
         Args:
             hardware: As for estimate.

@@ -1,4 +1,4 @@
-"""Report: memory, work and bytes of a device, with their places, and unrequested work."""
+"""Report: a device's memory, work and bytes, with their places, and unrequested work."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ ROWS = 12  # of each table as text
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes of one device, by purpose.
+    """Bytes on one device, by purpose.
 
-    optimizer: two float32 values a parameter, as of Adam. saved: of the forward, for the backward.
-    peak: the most alive in a run, without the optimizer. where: the operation then, and its line.
+    optimizer: two float32 values a parameter, as in Adam. saved: from the forward, for the
+    backward. peak: the most alive in a run, without the optimizer. where: the operation then, and
+    its line.
     """
 
     parameters: int
@@ -41,10 +42,10 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """Like collectives: one kind over the same axes, at one line, with the same change of layout.
+    """Like collectives: one kind over the same axes, at one line, with the same layout change.
 
-    seconds: of the links, for all of them. reason: the layouts before and after. value: the name of
-    the first result.
+    seconds: on the links, for all. reason: the layouts before and after. value: the first result's
+    name.
     """
 
     kind: str
@@ -60,7 +61,7 @@ class CollectiveRow:
 
 @dataclass(frozen=True)
 class TriedMark:
-    """The gain of one more mark: seconds of a step, bytes of a device, bytes sent."""
+    """The gain from one more mark: a step's seconds, a device's bytes, bytes sent."""
 
     seconds: float
     memory: int
@@ -79,7 +80,7 @@ def _signed(text: Callable[[float], str], change: float) -> str:
 class WholeTensor:
     """Like parameters or buffers that every device holds whole, and a mark that divides them.
 
-    name: with * for the number of a layer. tried: the effect of the mark, if it was planned.
+    name: with * for a layer's number. tried: the mark's effect, if it was planned.
     """
 
     name: str
@@ -90,7 +91,7 @@ class WholeTensor:
     tried: TriedMark | None = None
 
     def is_like(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a parameter or buffer is one of these."""
+        """Return whether a parameter or buffer is among these."""
         return self.name == _like(name) and self.shape == shape
 
     @property
@@ -105,7 +106,7 @@ def _like(name: str) -> str:
 
 @dataclass(frozen=True)
 class UnaskedRow:
-    """Like gathers, or like operations that run whole, at one line: of all layers together."""
+    """Like gathers, or like operations that run whole, at one line: all layers together."""
 
     op: str
     source: str
@@ -116,15 +117,15 @@ class UnaskedRow:
 
 @dataclass(frozen=True)
 class Report:
-    """The parts of a report. Print it for all of them.
+    """A report's parts. Print it for all.
 
     Args:
-        estimate: The time of a step.
+        estimate: A step's time.
         memory: The bytes that a device holds.
         collectives: Like ones together; those that take longest first.
         whole: Tensors that every device holds whole, largest first.
         unasked: Gathers and whole operations that no mark asks for, largest first.
-        limits: A line if searches of the plan ended at their limit.
+        limits: A line if searches for the plan ended at their limit.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -238,14 +239,14 @@ def report(
     replicated: Sequence[ReplicatedOp],
     estimate: Estimate,
 ) -> Report:
-    """Return the report of a plan.
+    """Return a plan's report.
 
     Args:
         captured: The program before the passes.
         sharded: The partitioned graph.
-        program: The program of one device.
+        program: The one-device program.
         replicated: The plan's replicated_ops.
-        estimate: Of the program.
+        estimate: The program's estimate.
 
     Returns:
         The report.
@@ -268,6 +269,7 @@ def _memory_report(
     for i, (node, inp) in enumerate(zip(placeholders, captured.inputs)):
         if inp.kind == PARAMETER:
             parameters += bytes_of(node)
+            # Adam's two states, 4 bytes each.
             states += 2 * 4 * math.prod(node.meta["shape"]) if i in trained else 0
         elif inp.kind in (ARGUMENT, BUFFER):
             inputs += bytes_of(node)
@@ -278,6 +280,7 @@ def _memory_report(
         if out.kind == GRADIENT and isinstance(node, fx.Node)
     )
     stored = parameters + inputs
+    # Kept for the backward: alive at its first event, besides the inputs.
     first = next((e for e in estimate.events if e.backward), None)
     peak = max(estimate.events, key=lambda e: e.alive, default=None)
     where = (
@@ -297,9 +300,9 @@ def _memory_report(
 
 
 def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveRow, ...]:
-    """Return like collectives of the partitioned graph together.
+    """Return the partitioned graph's collectives, like ones together.
 
-    A collective has the share of its message's time that its bytes are of the message.
+    A collective has a share in its message's time, by bytes.
     """
     nodes = [node for node in sharded.nodes if node.meta.get("step") is not None]
     before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
@@ -315,6 +318,7 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
                 continue
             reason, source = step_text(before.get(id(step)), step.spec), sources.get(id(step))
             key = (step.collective, step.axes, event.backward, short_source(source), reason)
+            # A fused product's time is the device's, not the links'.
             share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
             name = names.get(id(step), event.name)
             groups[key].append((step.sent * event.runs, share, name, event.runs))
@@ -332,7 +336,7 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
 
 
 def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
-    """Return like operations together: names of values differ in their numbers alone."""
+    """Return like operations together: value names differ in their numbers alone."""
     groups: dict[tuple[str, str, str], list[ReplicatedOp]] = defaultdict(list)
     for op in replicated:
         value = re.sub(r"_\d+", "_*", op.value or "")
@@ -345,14 +349,14 @@ def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
 
 
 def _source(node: fx.Node) -> str | None:
-    """Return the line of a step between layouts, or of the operation that needs it."""
+    """Return the line for a step between layouts, or for the operation that needs it."""
     while node.meta.get("source") is None and node.users:
         node = next(iter(node.users))
     return node.meta.get("source")
 
 
 def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
-    """Return the layouts that a collective is between."""
+    """Return the layouts before and after a collective."""
     return f"[{before}] -> [{after}]" if before is not None else f"-> [{after}]"
 
 

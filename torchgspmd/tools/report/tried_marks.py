@@ -1,4 +1,4 @@
-"""Marks that a report proposes for values that every device holds whole, and the effect of each."""
+"""Marks that a report proposes for values that every device holds whole, and their effects."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def try_marks(
 ) -> tuple[WholeTensor, ...]:
     """Return the tensors that are whole; the largest with the mark that gives the shortest step.
 
-    judge: returns the report of a program with other marks.
+    judge: returns the report for a program with other marks.
     """
 
     def best(tensor: WholeTensor) -> WholeTensor:
@@ -37,13 +37,13 @@ def try_marks(
 
 
 def _marks(tensor: WholeTensor, mesh: Mesh) -> list[str]:
-    """Return the marks of a tensor's largest dimension along each axis, and the one it has."""
+    """Return marks on a tensor's largest dimension along each axis, and the one it has."""
     marks = [mark_largest(tensor.shape, axis) for axis, size in mesh.axes if size > 1]
     return list(dict.fromkeys([tensor.mark, *marks]))
 
 
 def _marked(captured: Captured, tensor: WholeTensor, mark: str) -> Captured:
-    """Return a program with a mark of a tensor, in all layers."""
+    """Return a program with a mark on a tensor, in all layers."""
     inputs = [
         replace(inp, mark=ShardSpec.parse(mark))
         if inp.kind in (PARAMETER, BUFFER) and tensor.is_like(inp.name, inp.shape)

@@ -1,4 +1,4 @@
-"""visualize: which device holds which part of a tensor, as a picture of text or HTML."""
+"""visualize: which device holds which part of a tensor, as text or HTML."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ Rows = tuple[int, int]  # of a dimension: the first, and the one behind the last
 
 @dataclass(frozen=True)
 class Picture:
-    """Which devices hold which block of a tensor. It prints, and notebooks draw it.
+    """Which devices hold which block in a tensor. It prints, and notebooks draw it.
 
     Args:
         mesh: The devices.
         spec: The layout.
-        shape: Of the whole tensor.
+        shape: The whole tensor's shape.
 
     Example:
         >>> print(visualize("data model", Mesh(data=2, model=2), (4, 6)))
@@ -47,7 +47,7 @@ class Picture:
 
     @property
     def holders(self) -> dict[tuple[Rows, ...], list[int]]:
-        """Return the devices of each block, by its rows in every dimension."""
+        """Return each block's devices, by its rows in every dimension."""
         blocks: dict[tuple[Rows, ...], list[int]] = defaultdict(list)
         local = self.spec.local_shape(self.shape, self.mesh)
         for rank in range(self.mesh.size):
@@ -64,8 +64,9 @@ class Picture:
         return dict(blocks)
 
     def _lines(self) -> Iterator[list[tuple[str, int | None]]]:
-        """Yield the lines of the table: (text, number of the block, if it is one)."""
+        """Yield the table's lines: (text, the block's number, if it is one)."""
         divided = [d for d, axes in enumerate(self.spec.dims) if axes]
+        # The last divided dimension goes across, as a matrix's columns do.
         down, across = divided[:-1], divided[-1:] if len(divided) > 1 else []
         down = divided if not across else down
         holders = self.holders
@@ -82,7 +83,7 @@ class Picture:
             yield line
 
     def _devices(self, holders: dict[tuple[Rows, ...], list[int]], rows: dict[int, Rows]) -> str:
-        """Return the devices of the block with these rows."""
+        """Return the devices that hold the block with these rows."""
         ranks = next(
             ranks for block, ranks in holders.items() if all(block[d] == r for d, r in rows.items())
         )
@@ -140,7 +141,8 @@ class Picture:
 
 
 def _rgb(block: int) -> tuple[int, int, int]:
-    """Return a light color that differs from those of the next blocks."""
+    """Return a light color that differs from the next blocks' colors."""
+    # Steps by the golden ratio keep the hues of neighboring blocks apart.
     return tuple(round(255 * c) for c in colorsys.hls_to_rgb(block * 0.618 % 1, 0.8, 0.65))  # type: ignore[return-value]
 
 
@@ -160,12 +162,12 @@ def visualize(
     mesh: Mesh | DeviceMesh | None = None,
     shape: Sequence[int] | None = None,
 ) -> Picture:
-    """Show which devices hold which block of a tensor.
+    """Show which devices hold which block in a tensor.
 
     Args:
-        tensor: A DTensor, such as a parameter of a wrapped module; a tensor with a mark; a layout.
+        tensor: A DTensor, such as a parameter in a wrapped module; a tensor with a mark; a layout.
         mesh: The devices, if `tensor` is a layout.
-        shape: Of the whole tensor, if `tensor` is a layout.
+        shape: The whole tensor's shape, if `tensor` is a layout.
 
     Returns:
         A picture, which prints with colors in a terminal, and is a table in a notebook.

@@ -1,4 +1,4 @@
-"""The judge of a search: programs of a model, captured once, and the cost of their plans."""
+"""A search's judge: a model's programs, captured once, and their plans' costs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ACCUMULATION = 3  # times a gradient is read or written to add it to the one of 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Of a step on one device: seconds, and bytes. saved: of memory, for the backward."""
+    """A step on one device: seconds, and bytes. saved: memory kept for the backward."""
 
     seconds: float
     memory: float
@@ -47,7 +47,7 @@ class Numbers:
 
     @classmethod
     def of(cls, report: Report) -> Numbers:
-        """Return those of a report."""
+        """Read them from a report."""
         memory = report.memory
         return cls(
             report.estimate.seconds,
@@ -69,9 +69,10 @@ class Numbers:
         return Numbers(*(getattr(self, n) + change[n] for n in names))
 
     def repeated(self, count: int, hardware: Hardware) -> Numbers:
-        """Return those of so many microbatches, whose gradients add up."""
+        """Return the numbers for so many microbatches, whose gradients add up."""
         if count == 1:
             return self
+        # The first microbatch writes its gradients; each later one adds to them.
         adding = (count - 1) * ACCUMULATION * self.gradients / hardware.memory_bandwidth
         return replace(
             self,
@@ -86,13 +87,12 @@ Key = tuple[Mesh, Marks, Savings, int, int]  # of what is planned: rows of a cal
 
 @dataclass
 class Judge:
-    """Plans programs of a model: of the whole, or of few of its layers and of one more.
+    """Plans a model's programs: the whole, or one with few layers and one with one layer more.
 
-    first: the layers of the smaller one. With one layer the search often finds another layout, so
-    numbers that are shown are of two and three. layers: of the model. recomputable: those that may
-    be computed twice: none that changes a buffer. arguments: the tensors of the call. shared:
-    results that plans of equal programs share. stored: the layouts of parameters, by glob. counts:
-    of all plans.
+    first: the smaller one's number of layers. With one layer the search often finds another layout,
+    so numbers that are shown come from two and three. layers: the model's. recomputable: those that
+    may be computed twice: none that changes a buffer. shared: results that plans for equal programs
+    share. stored: parameter layouts, by glob. counts: the sums over all plans.
     """
 
     model: nn.Module
@@ -129,7 +129,7 @@ class Judge:
 
     @property
     def rows(self) -> int:
-        """Return the rows of the batch; 0 if the arguments are not all tensors of so many rows."""
+        """Count the batch's rows; 0 if not all arguments are tensors with as many rows."""
         rows = {len(arg) if isinstance(arg, Tensor) and arg.dim() else 0 for arg in self.args}
         keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
         return rows.pop() if len(rows) == 1 and not keywords else 0
@@ -140,7 +140,7 @@ class Judge:
         return ScriptSource.of(self.model, self.args, self.kwargs, program)
 
     def arguments(self, rows: int) -> list[Tensor]:
-        """Return the tensors of a call with so many rows."""
+        """Return a call's tensors, with so many rows."""
         leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -176,6 +176,7 @@ class Judge:
             if size:
                 block.enter_context(self.layers.shortened(size))
             block.enter_context(self.recomputable.recomputed(recomputed))
+            # Without the model's own marks: a search chooses all.
             block.enter_context(bound(Unmarked(Layout({}), ONE_DEVICE)))
             return capture(
                 self.model,
@@ -187,7 +188,7 @@ class Judge:
             )
 
     def can_take(self, rows: int) -> bool:
-        """Return whether the model takes a batch of so many rows."""
+        """Return whether the model takes a batch with so many rows."""
         try:
             self.programs((), rows)
         except ShardingError:
@@ -195,10 +196,10 @@ class Judge:
         return True
 
     def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
-        """Return the numbers of the whole model from those of the programs.
+        """Return the whole model's numbers, extrapolated from the programs'.
 
-        If the larger one is not the smaller one and an equal layer (the layer costs less than its
-        products), all layers count as so many times the larger one's.
+        If the larger one is not the smaller one plus an equal layer (the layer costs less than its
+        products), the whole model is the larger one times its share of the layers.
         """
         if len(values) == 1:
             return values[0]
@@ -210,10 +211,11 @@ class Judge:
         return few.towards(more, self.layers.length - self.first)
 
     def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
-        """Return the numbers of a plan. rows: of a call; by default those of a microbatch.
+        """Return a plan's numbers. rows: in a call; by default a microbatch's.
 
         Where two layers stand for all, some recomputed layers are between none and all. They take
-        at most so much memory, as the peak is the largest of sums to which a layer adds the same.
+        at most so much memory: the peak is the largest among sums to which each layer adds the
+        same.
         """
         total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
         if self._is_mixed(savings):
@@ -245,6 +247,7 @@ class Judge:
             return self.numbers(mesh, marks, ways(number)).memory <= limit
 
         try:
+            # Each further layer takes memory away, so bisection finds the fewest.
             return ways(bisect_left(range(total), True, key=fits))
         except ShardingError:  # of the model: it cannot be recomputed
             return savings
@@ -252,7 +255,7 @@ class Judge:
     def best_recomputed(
         self, mesh: Mesh, marks: Marks, savings: Savings, limit: float
     ) -> tuple[Savings, float] | None:
-        """Return the fastest savings that recompute layers or submodules of theirs, and a bound.
+        """Return the fastest savings that recompute layers or their submodules, and a bound.
 
         None where layers are not alike, where nothing fits, and without HiGHS.
         """
@@ -274,10 +277,10 @@ class Judge:
         return replace(savings, recomputed=tuple(counts)), choice.bound
 
     def most_rows(self, mesh: Mesh, marks: Marks, savings: Savings, limit: float) -> int:
-        """Return the rows of the largest batch that keeps to the limit; at least those of now.
+        """Return the rows in the largest batch that keeps to the limit; at least the present ones.
 
-        Memory is the largest of sums that grow with the batch, so between two batches it is at most
-        the straight line; beyond them a plan says whether it fits.
+        Memory is the largest among sums that grow with the batch, so between two batches it is at
+        most the straight line; beyond them a plan says whether it fits.
         """
         step = mesh.count((DATA,))
 
@@ -297,7 +300,7 @@ class Judge:
         return rows if fits else reached(high, rows)
 
     def _is_mixed(self, savings: Savings) -> bool:
-        """Return whether numbers are between those of plans: some like layers are recomputed."""
+        """Return whether numbers lie between two plans': some like layers are recomputed."""
         total = self.recomputable.length
         return self.layers.alike and any(number < total for _, number in savings.recomputed)
 
@@ -328,7 +331,7 @@ class Judge:
         return Numbers.of(result.report(self.hardware, tried=False))
 
     def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:
-        """Return the layouts of the parameters that are not whole, by glob.
+        """Return the parameters' layouts by glob, for those that are not whole.
 
         They are marked, and those that propagation has found: `parallelize` takes no others. None
         where like layers have different ones.
@@ -340,14 +343,14 @@ class Judge:
         return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 
     def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
-        """Return the layouts of the arguments, of so many rows."""
+        """Return the arguments' layouts, with so many rows."""
         tensors = enumerate(self.arguments(rows))
         return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
 
     def call_specs(
         self, mesh: Mesh, marks: Marks, rows: int
     ) -> tuple[object, ...] | dict[str, object]:
-        """Return the in_specs of a call with so many rows, by name if it has keyword arguments."""
+        """Return the in_specs for a call with so many rows, by name if it has keyword arguments."""
         specs = iter(self.in_specs(mesh, marks, rows))
 
         def text(leaf: object) -> str | None:
@@ -359,7 +362,7 @@ class Judge:
         return named if self.kwargs else args
 
     def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the numbers of the arguments by shape."""
+        """Return the argument numbers by shape."""
         numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
         for i, tensor in enumerate(self.arguments(self.rows)):
             shape = tuple(tensor.shape)
@@ -368,7 +371,7 @@ class Judge:
 
 
 def _smallest_dtype(graph: fx.Graph) -> torch.dtype:
-    """Return the dtype of the smallest elements that products have; their rate is the highest."""
+    """Return the smallest dtype that products have; its rate is the highest."""
     products = [node for node in graph.nodes if flops(node, ONE_DEVICE)]
     dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
     return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

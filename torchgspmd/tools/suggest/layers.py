@@ -1,4 +1,4 @@
-"""The layers of a model that a search has to do with: like ones, and those that are recomputed."""
+"""A model's layers in a search: like ones, and those that are recomputed."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ Recomputed = tuple[tuple[str, int], ...]  # of Savings
 
 @dataclass(frozen=True)
 class Layers:
-    """Lists of layers of a model, by path, none of them inside of another one.
+    """A model's lists of layers, by path, none inside another one.
 
-    alike: all layers of a list are alike, and the lists have one length: two of its layers stand
-    for all. length: of these lists; otherwise that of all lists together.
+    alike: all layers in a list are alike, and the lists have one length: two layers stand for all.
+    length: the lists' length; if not alike, the length of all lists together.
     """
 
     lists: Mapping[str, nn.Module]
@@ -31,7 +31,7 @@ class Layers:
 
     @classmethod
     def of(cls, model: nn.Module) -> Layers:
-        """Return the longest lists of like layers of a model, else all its lists."""
+        """Return a model's longest lists of like layers, else all its lists."""
         lists = dict(_outermost(model))
         like = {path: layers for path, layers in lists.items() if _are_alike(layers)}
         length = max((len(_children(layers)) for layers in like.values()), default=0)
@@ -44,7 +44,7 @@ class Layers:
         return max(sizes, default=0) if self.alike else sum(sizes)
 
     def without(self, names: list[str]) -> Layers:
-        """Return the lists that have none of these parameters and buffers."""
+        """Return the lists without these parameters and buffers."""
         kept = {
             path: layers
             for path, layers in self.lists.items()
@@ -53,7 +53,7 @@ class Layers:
         return Layers(kept, self.alike)
 
     def slices(self, recomputed: Recomputed) -> Iterator[tuple[str, str, int, int]]:
-        """Yield list, submodule, first and end of the layers that something is done with."""
+        """Yield list, submodule, first and end for the layers that are recomputed."""
         first = 0
         for submodule, number in recomputed:
             before = 0
@@ -62,11 +62,12 @@ class Layers:
                 low, high = (max(n - before, 0) for n in (first, first + number))
                 if min(high, size) > low:
                     yield path, submodule, low, min(high, size)
+                # Like lists are cut at the same layer; others count one after the other.
                 before += 0 if self.alike else size
             first += number
 
     def code(self, recomputed: Recomputed) -> str:
-        """Return the code of layers, such as model.layers[:8]."""
+        """Return code for layers, such as model.layers[:8]."""
         parts = []
         for path, submodule, low, high in self.slices(recomputed):
             size = len(_children(self.lists[path]))
@@ -77,7 +78,7 @@ class Layers:
         return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
 
     def submodules(self) -> list[str]:
-        """Return the names of the parts of a layer."""
+        """Name a layer's parts."""
         layers = next(iter(self.lists.values()), None)
         if layers is None or not self.alike:
             return []
@@ -86,7 +87,7 @@ class Layers:
 
     @contextmanager
     def shortened(self, count: int) -> Generator[None]:
-        """Have only the first layers of each list in the block."""
+        """Cut each list to its first layers for the block."""
         saved = [(layers, layers._modules) for layers in self.lists.values()]
         for layers, modules in saved:
             layers._modules = OrderedDict(list(modules.items())[:count])
@@ -98,13 +99,14 @@ class Layers:
 
     @contextmanager
     def recomputed(self, recomputed: Recomputed) -> Generator[None]:
-        """Have the backward compute layers, or submodules of theirs, again in the block."""
+        """Have the backward compute layers, or their submodules, again in the block."""
         chosen = [
             layer.get_submodule(submodule)
             for path, submodule, low, high in self.slices(recomputed)
             for layer in _children(self.lists[path])[low:high]
         ]
         saved: list[tuple[dict[str, Any], Any]] = []
+        # One module may be in several places: it is wrapped once.
         for layer in dict.fromkeys(chosen):
             saved.append((vars(layer), vars(layer).get("forward")))
             vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)

@@ -35,7 +35,7 @@ for rows in zip(*(each.chunk(COUNT) for each in batch)):
 
 @dataclass(frozen=True)
 class Group:
-    """Like parameters of all layers, which are marked alike. pattern: a glob of annotate."""
+    """Like parameters in all layers, which are marked alike. pattern: a glob for annotate."""
 
     pattern: str
     shape: tuple[int, ...]
@@ -43,11 +43,10 @@ class Group:
 
 
 def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Return the glob of each parameter and of its like in other layers, by name.
+    """Return the glob for each parameter and its like in other layers, by name.
 
-    Numbers are wild, the last ones only if all matches of the glob have one shape. If
-    "blocks.0.2.w" and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and
-    "blocks.*.4.w".
+    Numbers are wild, the last ones only if all the glob's matches have one shape. If "blocks.0.2.w"
+    and "blocks.0.4.w" have different shapes, the globs are "blocks.*.2.w" and "blocks.*.4.w".
     """
     patterns: dict[str, str] = {}
     names, wild = list(shapes), max((len(name.split(".")) for name in shapes), default=0)
@@ -62,13 +61,13 @@ def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
 
 
 def _glob(name: str, wild: int) -> str:
-    """Return a name with so many of its parts, the first ones, wild if they are numbers."""
+    """Return a name whose first `wild` parts are `*` if they are numbers."""
     parts = name.split(".")
     return ".".join("*" if part.isdecimal() and i < wild else part for i, part in enumerate(parts))
 
 
 def groups_of(captured: Captured) -> dict[str, Group]:
-    """Return the groups of parameters of a program by name, those with most bytes first."""
+    """Return a program's parameter groups by name, those with most bytes first."""
     inputs = {i.name: i for i in captured.inputs if i.kind == PARAMETER and i.shape}
     patterns = patterns_of({name: inp.shape for name, inp in inputs.items()})
     sizes: dict[str, int] = {}
@@ -84,14 +83,13 @@ def groups_of(captured: Captured) -> dict[str, Group]:
 
 @dataclass(frozen=True)
 class Marks:
-    """The decisions of a search: the dimensions that MODEL and DATA shard.
+    """A search's decisions: the dimensions that MODEL and DATA shard.
 
-    model: dimensions of groups on MODEL, by pattern; patterns without a mark are missing. zero:
+    model: each group's dimension on MODEL, by pattern; patterns without a mark are missing. zero:
     every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,
     its gradient reduced to shards. by_cost: as far as that costs less; these marks then have the
-    priority of the batch's layout, and otherwise the next one. stacked: groups of matrices of which
-    DATA shards the first dimension, such as experts. arguments: dimensions on MODEL, by the number
-    of an argument.
+    batch layout's priority, and otherwise the next one. stacked: matrix groups whose first
+    dimension DATA shards, such as experts. arguments: dimensions on MODEL, by argument number.
     """
 
     model: tuple[tuple[str, int], ...] = ()
@@ -101,13 +99,13 @@ class Marks:
     arguments: tuple[tuple[int, int], ...] = ()
 
     def with_dim(self, pattern: str, dim: int | None) -> Marks:
-        """Return the marks with another dimension of a group on MODEL, or none."""
+        """Return the marks with another group dimension on MODEL, or none."""
         others = {p: d for p, d in self.model if p != pattern}
         chosen = others if dim is None else {**others, pattern: dim}
         return replace(self, model=tuple(sorted(chosen.items())))
 
     def with_arguments(self, numbers: tuple[int, ...], dim: int | None) -> Marks:
-        """Return the marks with another dimension of arguments on MODEL, or none."""
+        """Return the marks with another argument dimension on MODEL, or none."""
         others = {n: d for n, d in self.arguments if n not in numbers}
         chosen = others if dim is None else {**others, **dict.fromkeys(numbers, dim)}
         return replace(self, arguments=tuple(sorted(chosen.items())))
@@ -124,9 +122,10 @@ class Marks:
         )
 
     def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
-        """Return the mark of a group on a mesh; None for no mark."""
+        """Return a group's mark on a mesh; None for no mark."""
         dims: list[tuple[str, ...]] = [()] * len(group.shape)
         dim = dict(self.model).get(group.pattern)
+        # Marks come from other meshes, too, whose axes may divide where these do not.
         if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
             dims[dim] = (MODEL,)
         priorities = [0] * len(dims)
@@ -134,6 +133,7 @@ class Marks:
         if free is None and self.zero:
             free = self._zero_dim(group, mesh, dims)
             if free is not None and not dims[free] and not self.by_cost:
+                # A later round: the batch's layout is propagated first.
                 priorities[free] = 1
         if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
             dims[free] = (*dims[free], DATA)
@@ -141,7 +141,7 @@ class Marks:
         return spec if any(dims) else None
 
     def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
-        """Return the layout of an argument: its first dimension along DATA, if that divides it."""
+        """Return an argument's layout: its first dimension along DATA, if that divides it."""
         dims: list[tuple[str, ...]] = [()] * len(shape)
         if shape and shape[0] % mesh.count((DATA,)) == 0:
             dims[0] = (DATA,)
@@ -159,10 +159,11 @@ class Marks:
 
 @dataclass(frozen=True)
 class Savings:
-    """How a plan saves memory. regather: an option of parallelize.
+    """How a plan saves memory. regather: an option for parallelize.
 
-    recomputed: the recomputed part of so many layers, the first ones, the next ones and so on: a
-    submodule, or all of them (""). microbatches: that a batch is divided into; gradients add up.
+    recomputed: (part, number) for the first layers, then for the next ones and so on: the submodule
+    that is recomputed, or "" for the whole layer. microbatches: that a batch is divided into;
+    gradients add up.
     """
 
     regather: Regather = "auto"
@@ -177,26 +178,26 @@ class Proposal:
     Args:
         mesh: The devices.
         marks: Specs by glob, for annotate.
-        in_specs: Layouts of the arguments, as parallelize takes them.
-        hardware: The devices of the times.
-        seconds: Of a step, without the optimizer.
-        memory: Bytes of a device: the peak of a step and the states of Adam.
+        in_specs: Argument layouts, as parallelize takes them.
+        hardware: The devices that the times are for.
+        seconds: A step's time, without the optimizer.
+        memory: Bytes on a device: a step's peak and Adam's states.
         sent_bytes: Bytes that a device sends in a step.
         mfu: Model FLOPs utilization.
-        bound: Seconds that no layout can be below: the products at the rate of their dtype, divided
-            evenly, and nothing else.
-        layers: (planned, of the model), if the numbers are extrapolated from fewer layers.
+        bound: Seconds that no layout can be below: the products at their dtype's rate, divided
+        evenly, and nothing else.
+        layers: (planned, in the model), if the numbers are extrapolated from fewer layers.
         savings: The ways to save memory: weights that are gathered again for the backward, layers
             that it computes again, microbatches.
-        precision: Options of parallelize that suggest was given.
-        recomputed: The code of these layers, such as model.layers[:8]; none if empty.
-        largest_batch: Rows of a batch that fit, if it was searched.
-        recompute_bound: Seconds that no choice of layers and of their submodules to recompute is
-            below, on this mesh with these marks in this memory, if HiGHS is there.
-        limit: Bytes of a device that may be used. A proposal that needs more says so.
-        dtype: The dtype of the products, whose rate `bound` and `mfu` take.
+        precision: Options for parallelize that suggest was given.
+        recomputed: Code for these layers, such as model.layers[:8]; none if empty.
+        largest_batch: Batch rows that fit, if it was searched.
+        recompute_bound: Seconds that no choice of layers and submodules to recompute is below, on
+        this mesh with these marks in this memory, if HiGHS is there.
+        limit: Bytes that may be used on a device. A proposal that needs more says so.
+        dtype: The products' dtype, whose rate `bound` and `mfu` take.
         source: Code that makes the model and a batch, for `script`.
-        counts: Work of the whole search: plans judged, and the sums of their counts.
+        counts: Work in the whole search: plans judged, and the sums of their counts.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -255,7 +256,7 @@ class Proposal:
         )
 
     def _options(self) -> Iterator[tuple[str, str]]:
-        """Yield the options of parallelize that are not as by default, as code."""
+        """Yield parallelize's options that are not the default, as code."""
         if self.savings.regather != "auto":
             yield "regather", f'"{self.savings.regather}"'
         for name, dtype in self.precision.items():
@@ -281,7 +282,7 @@ class Proposal:
         )
 
     def _terms(self) -> str:
-        """Return the definition of the bound, and the precision of the times."""
+        """Define the bound, and the precision that the times assume."""
         rate = self.hardware.rate(self.dtype.itemsize)
         sums = self.precision.get("reduce_dtype")
         reduced = f", gradients summed in {dtype_name(sums)}" if sums else ""

@@ -1,8 +1,8 @@
-"""Which parts of which layers are computed again, so that a step is shortest in the memory.
+"""Which layer parts are computed again, so that a step is shortest within the memory.
 
-Of each layer, nothing, all, or one submodule may be computed again. Each layer adds its own time to
-a step. Memory is at most the straight line between the memories of models whose layers all do the
-same, since it is the largest of sums to which each layer adds. So this is an integer program:
+In each layer, nothing, all, or one submodule may be computed again. Each layer adds its own time to
+a step. Memory is at most the straight line between models whose layers all do the same, since it is
+the largest among sums to which each layer adds. So this is an integer program:
 
     least  sum n[o] seconds[o]   so that   sum n[o] memory[o] <= limit   and   sum n[o] = layers
 
@@ -19,7 +19,7 @@ from importlib.util import find_spec
 
 @dataclass(frozen=True)
 class Way:
-    """The share of one layer in a step: its part in a model whose layers all do so."""
+    """One layer's share in a step, in a model whose layers all do the same."""
 
     seconds: float
     memory: float
@@ -27,7 +27,7 @@ class Way:
 
 @dataclass(frozen=True)
 class RecomputeChoice:
-    """The number of layers of each way, and seconds that are a lower bound of all choices."""
+    """The number of layers for each way, and seconds that no choice is below."""
 
     counts: tuple[int, ...]
     bound: float
@@ -39,15 +39,15 @@ def has_solver() -> bool:
 
 
 def choose(ways: Sequence[Way], layers: int, limit: float) -> RecomputeChoice | None:
-    """Return the choice with the least seconds whose memory keeps to the limit; None without one.
+    """Return the fastest choice whose memory keeps to the limit; None without one.
 
     Args:
-        ways: The ways of a layer.
+        ways: The ways for a layer.
         layers: How many there are.
-        limit: Of the memory of all layers.
+        limit: The limit for all layers' memory.
 
     Returns:
-        The counts of the ways, and the bound of the linear program.
+        The count for each way, and the linear program's bound.
     """
     relaxed = _solve(ways, layers, limit, integer=False)
     chosen = _solve(ways, layers, limit, integer=True)
@@ -58,11 +58,12 @@ def choose(ways: Sequence[Way], layers: int, limit: float) -> RecomputeChoice | 
 
 
 def _solve(ways: Sequence[Way], layers: int, limit: float, integer: bool) -> list[float] | None:
-    """Return the solution of the program; None without one. Numbers are scaled to about 1."""
+    """Solve the program; None without a solution. Numbers are scaled to about 1."""
     import highspy
 
     solver = highspy.Highs()
     solver.setOptionValue("output_flag", False)
+    # Seconds are near 1e-3 and bytes near 1e9: scaled, both suit the solver's tolerances.
     longest = max(abs(way.seconds) for way in ways) or 1.0
     largest = max(max(abs(way.memory) for way in ways), limit / layers) or 1.0
     for way in ways:

@@ -1,9 +1,9 @@
-"""A whole training script of a proposal, for torchrun.
+"""A proposal as a whole training script, for torchrun.
 
     torchrun --nproc-per-node=8 train.py
 
 The script makes the model as it was made here: by its class, with arguments that its attributes
-have. The batch is random, of the shapes that were given; a loader takes its place.
+have. The batch is random, with the shapes that were given; a loader takes its place.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ DIVIDED = """\
 
 @dataclass
 class CodeNames:
-    """The imports of the code that has been written."""
+    """The imports that the written code needs."""
 
     lines: dict[str, None] = field(default_factory=dict)
 
     def of(self, kind: type) -> str:
-        """Return the name of a class, and import it."""
+        """Name a class in code, and import it."""
         module, name = kind.__module__, kind.__qualname__
         if module == "builtins":
             return name
@@ -111,7 +111,7 @@ class CodeNames:
         return f"{self.of(kind)}({', '.join(parts)})"
 
     def _module(self, module: nn.Module) -> str:
-        """Return a call of the class of a module, with the attributes that its parameters name."""
+        """Return a call to a module's class, with the attributes that its parameters name."""
         children = list(module.children())
         if type(module) in (nn.Sequential, nn.ModuleList):
             listed = [self.code(child) for child in children]
@@ -135,12 +135,13 @@ class CodeNames:
 
 
 def _random(value: Tensor) -> str:
-    """Return code that makes a tensor like this one, of random values."""
+    """Return code that makes a tensor like this one, with random values."""
     shape, dtype = tuple(value.shape), value.dtype
     if dtype.is_floating_point or dtype.is_complex:
         return f"torch.randn({shape}, dtype={dtype}, device=device)"
     if dtype == torch.bool:
         return f"torch.ones({shape}, dtype={dtype}, device=device)"
+    # At most the largest given value: a token has to be in the vocabulary.
     most = 2 if value.is_meta or not value.numel() else max(int(value.max()) + 1, 2)
     return f"torch.randint({most}, {shape}, dtype={dtype}, device=device)"
 
@@ -149,7 +150,7 @@ def _random(value: Tensor) -> str:
 class ScriptSource:
     """Code that makes a model and calls it.
 
-    step: the loss of `CALL`. arguments: of each call. missing: why no code makes the model.
+    step: the loss as code. missing: why no code makes the model.
     """
 
     imports: tuple[str, ...]
@@ -162,7 +163,7 @@ class ScriptSource:
     def of(
         cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
     ) -> ScriptSource:
-        """Return the code of a model, of its arguments and of the loss of its result."""
+        """Write code for a model, for its arguments and for a loss."""
         names, missing = CodeNames(), ""
         try:
             made = names.code(model)
@@ -209,6 +210,7 @@ def _is_like(code: str, model: nn.Module) -> bool:
     values = [value for module in model.modules() for value in vars(module).values()]
     classes |= {type(value).__name__: type(value) for value in values}
     with torch.device("meta"):
+        # On the meta device, so that no weight is allocated.
         made = eval(code, {"torch": torch, "nn": nn, **classes})
     state = [
         {name: (t.shape, t.dtype) for name, t in (*m.named_parameters(), *m.named_buffers())}
@@ -218,7 +220,7 @@ def _is_like(code: str, model: nn.Module) -> bool:
 
 
 def _loss(call: str, captured: Captured) -> str:
-    """Return the loss of a call: the result if it is a scalar, else a mean of squares."""
+    """Return a call's loss: the result if it is a scalar, else a mean of squares."""
     returned: Any = captured.graph.output_node().args[0]
     values = [
         node.meta["val"]

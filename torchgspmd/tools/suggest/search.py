@@ -1,13 +1,12 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
 A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
-equal parameters is tried along each of its dimensions on MODEL. So are the arguments (rows of an
-image, the sequence), all parameters together along DATA, and stacks of matrices (experts) along
-DATA by themselves. A change stays if it makes the step shorter, or a program that needs too much
-memory smaller. These marks are the start on the other meshes, of which the best are searched in
-turn. A plan that needs too much memory gathers weights again for the backward, then computes layers
-again; where no plan fits, the batch is divided. Propagation and partition decide all else, so that
-few marks say much.
+equal parameters is tried along each dimension on MODEL. So are the arguments (image rows, the
+sequence), all parameters together along DATA, and matrix stacks (experts) along DATA by themselves.
+A change stays if it makes the step shorter, or a program that needs too much memory smaller. These
+marks are the start on the other meshes; the best are searched in turn. A plan that needs too much
+memory gathers weights again for the backward, then computes layers again; where no plan fits, the
+batch is divided. Propagation and partition decide all else, so few marks say much.
 """
 
 from __future__ import annotations
@@ -59,21 +58,21 @@ def suggest(
 
     Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
     dimension of every argument is taken for the batch. Where memory asks for it, layers are
-    recomputed, and the batch is divided into microbatches. The states of Adam are counted.
+    recomputed, and the batch is divided into microbatches. Adam's states are counted.
 
     Args:
         model: Its own marks do not count.
-        args: Positional arguments of a call, of the global batch; a tuple, or the only one.
+        args: A call's positional arguments, for the global batch; a tuple, or the only one.
         devices: How many.
         hardware: A preset, or a Hardware.
-        memory: Bytes of a device that may be used, such as "80GB"; by default all it has.
-        seconds: Time of the search; it returns the best by then.
-        kwargs: Keyword arguments of a call.
+        memory: Bytes on a device that may be used, such as "80GB"; by default all it has.
+        seconds: Time for the search; it returns the best by then.
+        kwargs: A call's keyword arguments.
         {options}
 
     Returns:
         At most five proposals, the fastest first; those that need too much memory last, and say so.
-        One of them sends least of all that are little slower than the best.
+        One of them sends least among all that are little slower than the best.
 
     Raises:
         ShardingError: The model cannot be captured, or `memory` is no size.
@@ -97,7 +96,7 @@ def suggest(
 
 
 def size_of(memory: str | float) -> float:
-    """Return the bytes of a size, such as "80GB" or 80e9.
+    """Return a size's bytes, such as "80GB" or 80e9.
 
     Args:
         memory: A number, or one with a unit.
@@ -121,7 +120,7 @@ def size_of(memory: str | float) -> float:
 
 
 def _meshes(devices: int) -> Iterator[Mesh]:
-    """Yield the meshes of so many devices: those with a small MODEL axis first."""
+    """Yield the meshes with so many devices: those with a small MODEL axis first."""
     for model in range(1, devices + 1):
         if devices % model == 0:
             yield Mesh(data=devices // model, model=model)
@@ -129,7 +128,7 @@ def _meshes(devices: int) -> Iterator[Mesh]:
 
 @dataclass
 class _Search:
-    """The proposals that were tried, by mesh, marks, and microbatches of the batch."""
+    """The proposals that were tried, by mesh, marks, and number of microbatches."""
 
     judge: Judge
     limit: float
@@ -177,7 +176,7 @@ class _Search:
         return self._fits()
 
     def _is_divisible(self, mesh: Mesh, count: int) -> bool:
-        """Return whether the rows of a microbatch are, by the devices along DATA."""
+        """Return whether the devices along DATA divide a microbatch's rows."""
         return count == 1 or self.judge.rows // count % mesh.count((DATA,)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
@@ -206,7 +205,7 @@ class _Search:
                     self.tried[key] = self._plan(*key)
 
     def _refine(self) -> None:
-        """Try other savings of memory, for the best proposals that save some at a cost."""
+        """Try other ways to save memory, for the best proposals that save some at a cost."""
         for key in self._best_keys():
             mesh, marks, _ = key
             proposal = self.tried[key]
@@ -240,7 +239,7 @@ class _Search:
                 yield Savings(savings.regather, (), count)
 
     def _enlarge(self) -> None:
-        """Say of the best proposal how large a batch may be."""
+        """Find how large a batch may be for the best proposal."""
         mesh, marks, count = self._best_keys()[0]
         best = self.tried[mesh, marks, count]
         if best.memory <= self.limit and best.savings.microbatches == 1 and not self.is_over():
@@ -258,7 +257,7 @@ class _Search:
         return bool(self.tried) and time.monotonic() > self.deadline
 
     def _best_start(self, mesh: Mesh, marks: Marks) -> Marks:
-        """Return the best of no marks and those of another mesh, with and without ZeRO."""
+        """Return the best start: no marks or another mesh's, with and without ZeRO."""
         pairs = itertools.product((Marks(), marks), (False, True))
         starts = [replace(start, zero=zero).on(mesh) for start, zero in pairs]
         return min(dict.fromkeys(starts), key=lambda marks: self.score(mesh, marks))
@@ -307,14 +306,14 @@ class _Search:
             yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
-        """Return the key of comparison: bytes above the limit first, then seconds."""
+        """Return the sort key: bytes above the limit first, then seconds."""
         return self._order(self.propose(mesh, marks))
 
     def _order(self, proposal: Proposal) -> tuple[float, float]:
         return max(proposal.memory - self.limit, 0.0), proposal.seconds
 
     def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
-        """Return the proposal of marks on a mesh, planned once."""
+        """Return the proposal for marks on a mesh, planned once."""
         key = mesh, marks, self.microbatches
         if key not in self.tried:
             self.tried[key] = self._plan(*key)
@@ -379,7 +378,7 @@ class _Search:
         return keys if frugal in keys else [*keys[: BEST - 1], frugal]
 
     def _frugal_key(self, best: tuple[Mesh, Marks, int]) -> tuple[Mesh, Marks, int]:
-        """Return the proposal that sends least of those that are little slower than the best."""
+        """Return the proposal that sends least among those little slower than the best."""
         excess, seconds = self._order(self.tried[best])
         close = [
             key
@@ -391,10 +390,10 @@ class _Search:
         )
 
     def best(self) -> list[Proposal]:
-        """Return the best: one of each mesh, with and without ZeRO, and one that sends least."""
+        """Return the best: one for each mesh, with and without ZeRO, and one that sends least."""
         return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
 
 
 def _divisible(shape: tuple[int, ...], count: int) -> list[int | None]:
-    """Return the dimensions of which so many devices have equal parts; and None, for no mark."""
+    """Return the dimensions that so many devices divide evenly; and None, for no mark."""
     return [*(dim for dim, size in enumerate(shape) if size % count == 0), None]
