@@ -89,8 +89,8 @@ class CostConstants:
     retry_share: float = _constant(
         0.5,
         "fraction of a layout's extra cost",
-        "a layout that lost in a region is not tried again there, nor in equal regions, until the "
-        "region's cost differs by so much: the cost of other layouts changes with it",
+        "a layout that lost in a region, or in an equal one, is tried again only when the "
+        "region's cost differs by so much. The cost of other layouts changes with it",
         "the U-Net of Stable Diffusion 1.5: a quarter of its trials, of which none would have won",
     )
     min_share: float = _constant(
