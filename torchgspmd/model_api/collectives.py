@@ -77,6 +77,7 @@ class _OverPositions(Function):
     def forward(
         x: Tensor, index: Tensor, level: Level, run: object, dims: tuple[int, ...]
     ) -> Tensor:
+        # Never reached: a region enters the level, so vmap below takes the call.
         raise AssertionError("the level of a collective is not entered")
 
     @staticmethod
@@ -238,6 +239,7 @@ def reduce_scatter(x: Tensor, axis: str, dim: int = 0) -> Tensor:
         # [n, ..., s, ...] -> [..., s, ...] -> [..., n, s/n, ...] -> [n, ..., s/n, ...]
         return x.sum(0).unflatten(dim, (level.size, -1)).movedim(dim, 0), True
 
+    # A sum with a sharded result: partition makes one reduce_scatter of both.
     return _OverPositions.apply(x, level.index, level, scatter, (dim,))
 
 
@@ -299,6 +301,7 @@ def permute(x: Tensor, axis: str, shift: int) -> Tensor:
         tensor([3, 0, 1, 2])
     """
     level = _level(axis, permute)
+    # A roll over the positions: partition sends each device's value to another one.
     return _OverPositions.apply(x, level.index, level, lambda x: (x.roll(shift, 0), True), ())
 
 

@@ -58,6 +58,7 @@ class StackedBlocks(nn.Module):
         stacked = {
             name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
         }
+        # A copy, since the first block keeps its own weights.
         self.block = copy.deepcopy(blocks[0])
         for name, tensor in stacked.items():
             first = blocks[0].get_parameter(name)
@@ -79,6 +80,7 @@ class StackedBlocks(nn.Module):
         return self.count
 
     def __iter__(self) -> Iterator[nn.Module]:
+        # Once, because a call of the stack runs all blocks.
         yield self
 
     def __getitem__(self, index: int | slice) -> Any:

@@ -84,6 +84,7 @@ class TrainStep(nn.Module):
         def differentiate(model: Callable[..., object]) -> tuple[Any, Sequence[Tensor | None]]:
             outputs = self._outputs(model, args, kwargs)
             loss = outputs[0] if isinstance(outputs, Sequence) else outputs
+            # A parameter that the loss does not depend on has no gradient, and is not updated.
             return outputs, torch.autograd.grad(loss, parameters, allow_unused=True)
 
         with torch.enable_grad():

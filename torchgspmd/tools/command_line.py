@@ -85,6 +85,7 @@ def _add_suggest(parser: argparse.ArgumentParser) -> None:
 
 
 def _suggest(args: argparse.Namespace) -> str:
+    # Any mesh does, since the model's own marks do not count.
     model, arguments = plan_command.example_of(args.file, Mesh(data=1), args.options)
     found = suggest(
         model,
@@ -105,6 +106,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
 
 def _calibrate(args: argparse.Namespace) -> str:
     mesh = Mesh.parse(args.mesh) if args.mesh else Mesh(data=args.processes)
+    # All ranks return the same hardware.
     return repr(launch(calibrate, mesh.size, mesh)[0])
 
 
@@ -161,8 +163,10 @@ def run(arguments: Sequence[str]) -> int:
         # Here, so that a closed pipe is noticed before the interpreter's own flush.
         sys.stdout.flush()
     except KeyboardInterrupt:
+        # 128 + SIGINT, as shells report it.
         return 130
     except BrokenPipeError:  # of `| head`
+        # Python flushes stdout once more at exit, into a pipe that is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
@@ -175,6 +179,7 @@ def run(arguments: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     summary, _, rest = (__doc__ or "").partition("\n\n")
+    # Raw, so that the examples keep their lines.
     shape = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("torchgspmd", None, summary, rest, formatter_class=shape)
     commands = parser.add_subparsers(metavar="COMMAND", required=True)

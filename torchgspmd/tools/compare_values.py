@@ -79,6 +79,7 @@ def compare(
     # Both programs draw the same numbers, and the caller's next ones are not changed.
     random = torch.get_rng_state()
     on_mesh = _Simulated(model) if isinstance(model, Plan) else _OnRanks(model, args, kwargs)
+    # Each run gets copies, since forward may change its arguments.
     call = _copies(args), _copies(kwargs)
     inputs = _inputs(on_mesh.captured, reference, *call)
     one, draws = _one_device(on_mesh.captured, on_mesh.mesh, inputs, call)
@@ -87,6 +88,7 @@ def compare(
     on_mesh.compare_state(check, reference)
     on_mesh.run(check, inputs, (_copies(args), _copies(kwargs)))
     if not draws:  # eager PyTorch draws other numbers
+        # A copy, since forward may update the reference's buffers.
         check.results(deepcopy(reference)(*_copies(args), **_copies(kwargs)))
     torch.set_rng_state(random)
     return conclusion(check, on_mesh.rows(row_of(check)))
@@ -173,6 +175,7 @@ class _Recorder(Simulator):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         if (name := denoted(n)) is not None and isinstance(result[0], Tensor):
+            # The first node counts: later ones have the value in other layouts.
             self.values.setdefault(name, result[0])
         return result
 
@@ -244,6 +247,7 @@ class _OnRanks:
         state = [(t, local_of(t).clone()) for _, t in named_tensors(module)]
         gradients = [(p, p.grad) for p in module.parameters()]
         for parameter in module.parameters():
+            # The backward would add to old gradients.
             parameter.grad = None
         owner = program.captured.constants
         interpret(program, owner, lambda half: _LookingLocally(half, check, rank))

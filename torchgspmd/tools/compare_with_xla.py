@@ -87,6 +87,7 @@ class XlaComparison:
             plan.captured,
             plan.mesh,
             [spec for i, spec in inputs if i.kind == ARGUMENT],
+            # The plan's layouts for weights, so that only values in between may differ.
             stored={i.name: spec for i, spec in inputs if i.kind in (PARAMETER, BUFFER)},
         )
         self.graph = annotate_for_xla(request, pin).graph
@@ -116,6 +117,7 @@ class XlaComparison:
         tensors = self._run(graph)[-len(values) :] if values else []
         # Tensors are lazy: they have layouts once the program is compiled.
         sync()
+        # XLA may number the devices in another order than the mesh.
         order, differences = tuple(device_order()), []
         for node, tensor in zip(values, tensors):
             our_node, spec = ours[node.meta["captured"]]
@@ -191,6 +193,7 @@ class XlaComparison:
 
 def _spec_after_reduction(node: fx.Node) -> ShardSpec:
     """Return a value's layout; for a pending one the layout after its reduction."""
+    # XLA shows no pending values, but reduced ones.
     while node.meta["spec"].pending:
         steps = [user for user in node.users if "step" in user.meta]
         if not steps:

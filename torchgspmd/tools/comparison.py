@@ -99,6 +99,7 @@ class Comparison:
 def denoted(node: fx.Node) -> str | None:
     """Return the captured node whose value this one has; None if it has none."""
     spec = node.meta.get("spec")
+    # A window has neighbors' rows, too; a pending value is one term.
     is_value = isinstance(spec, ShardSpec) and not spec.pending and not spec.windows
     return node.meta.get("captured") if is_value and node.target not in STARTS else None
 
@@ -128,6 +129,7 @@ class OneDevice:
             if value is not None and value.is_floating_point() and value.numel():
                 sizes.append(value.numel())
                 largest.append(float(value.abs().max()))
+        # Elements of the largest operand per element of the result: the length of a sum.
         terms = max(sizes) / self.values[name].numel()
         return max(terms, 1.0) * max(math.prod(largest), *largest)
 
@@ -187,6 +189,7 @@ class Check:
             exact = not (wanted.is_floating_point() or wanted.is_complex())
             tolerance = 0.0 if exact else math.sqrt(torch.finfo(wanted.dtype).eps)
         worst = difference.max()
+        # Relative to the largest value: small elements carry the rounding of large terms.
         if bool(worst <= tolerance * largest):
             return
         if wanted.is_floating_point() and key in self.one.nodes:  # it may be zero by cancellation
@@ -221,6 +224,7 @@ class Check:
 
 def _distance(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """Return absolute differences, and the largest wanted value; equal infinities and NaN are 0."""
+    # In 64 bits, where differences of narrower numbers are exact.
     kind = torch.complex128 if wanted.is_complex() else torch.float64
     own, wanted = own.detach().to(kind), wanted.detach().to(kind)
     same = (own == wanted) | (own.isnan() & wanted.isnan())

@@ -79,6 +79,7 @@ def debug(
         )
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if isinstance(model, Plan):
+        # Plan.simulate makes its simulator by this attribute.
         name, value = "_simulator", _shown_simulator(model, stops, rank)
     else:
         name, value = "_run", _shown_run(model, stops, rank)

@@ -74,6 +74,7 @@ def doctor() -> Diagnosis:
         torch.__version__,
         is_checked(),
         missing,
+        # Several rows may name one operator.
         tuple(sorted({*SKIPPED})),
         tuple(sorted(later)),
         tuple(_backends()),

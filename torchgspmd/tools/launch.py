@@ -65,6 +65,7 @@ def launch(
     """
     _check(processes)
     with socket.socket() as free:
+        # Port 0 lets the system choose one that is free.
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     cards = _cards()
@@ -169,6 +170,7 @@ def _start(
     process.start()
     answering.close()
     os.close(printing)
+    # The parent reads what is there, and must not wait for a full line.
     os.set_blocking(output, False)
     return _Rank(rank, process, answer, output)
 

@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> str:
     if args.save:
         result.save(args.save)
     if args.html:
+        # model.py is in a folder that names the model.
         name = args.file.stem if args.file.stem != "model" else args.file.resolve().parent.name
         result.html(args.html, args.hardware, " ".join([name, *args.options]))
     return "\n\n".join(

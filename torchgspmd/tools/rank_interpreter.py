@@ -25,6 +25,7 @@ def interpret(
     program: JointProgram, owner: nn.Module, make: Callable[[fx.GraphModule], RankInterpreter]
 ) -> None:
     """Replace both halves of a program by an interpreter. owner: has the constants."""
+    # Modules around the owner, where an Interpreter looks constants up.
     forward = fx.GraphModule(owner, program.forward.__self__.graph)
     backward = fx.GraphModule(owner, program.backward_graph)
     program.forward = lambda *inputs: make(forward).call(inputs)

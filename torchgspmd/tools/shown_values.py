@@ -142,6 +142,7 @@ class ShownValues:
             places = dict.fromkeys(inside, stop)
         else:
             places = {n: p for n in self.rows for p in _parents(n) if fnmatchcase(p, stop)}
+        # The last node wins: a stop is behind all operations of its place.
         last = {(p, bool(n.meta.get("backward"))): n for n, p in places.items()}
         if not last:
             words = [p for n in self.rows for p in (self.names[n], *_parents(n))]
@@ -181,6 +182,7 @@ def _is_row(node: fx.Node, forward: fx.Graph) -> bool:
     """Return whether a node's value is printed: not if it is inside a collective."""
     if node.op == "placeholder":
         return "spec" in node.meta and (node.graph is forward or bool(node.meta.get("backward")))
+    # A collective that has only been started has no value yet.
     if node.op != "call_function" or node.target in STARTS:
         return False
     return "spec" in node.meta or "collective" not in node.meta

@@ -77,6 +77,7 @@ class StepLog:
         self._operations: tuple[Any, float] = (None, 0.0)  # of the plan that was last counted
         self._since, self._steps = time.perf_counter(), 0
         self._calls, self._seen = 0, (0, 0)
+        # Appended, so that a job that is started anew goes on in its log.
         self._file = Path(file).open("a") if file and self.rank == 0 else None  # noqa: SIM115
         self._board = _writer(tensorboard) if tensorboard and self.rank == 0 else None
         self._bar = _bar(total) if self.rank == 0 else None
@@ -134,6 +135,7 @@ class StepLog:
         watcher, plan = _watcher(self._model), getattr(self._model, "plan", None)
         if watcher is None or plan is None:
             return rates
+        # With gradient accumulation a step calls the model several times.
         calls = (watcher.step - self._calls) / self._steps
         self._calls = watcher.step
         if self._operations[0] is not plan:

@@ -92,6 +92,7 @@ def _vdot(a: Tensor, b: Tensor) -> Tensor:
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     product = einsum("mk,kn->mn", a, b) if a.dim() == 2 else einsum("bmk,bkn->bmn", a, b)
     product = product if alpha == 1 else product * alpha
+    # As in PyTorch, beta=0 drops a bias even if it is NaN.
     return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
 
 

@@ -151,5 +151,6 @@ def _scan(call: Call) -> FactorRule:
         [names] * len(call.results),
         replicated=names[dim : dim + 1],
         split=Split(),
+        # Sums alone commute with a pending sum.
         linear=[[0]] if call.target is aten.cumsum.default or "cumsum" in call.args else (),
     )

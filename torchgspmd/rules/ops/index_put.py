@@ -39,6 +39,7 @@ def _index_put(call: Call) -> FactorRule | Declined:
         [x],
         sizes,
         reduce=written if accumulate else "",
+        # Without accumulation the last write to an element wins, so one device needs all writes.
         replicated="" if accumulate else written,
         linear=[[0, last]],
         local=LocalForm(

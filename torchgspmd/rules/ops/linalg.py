@@ -47,6 +47,7 @@ def register_batched(op: OpOverload, operands: str, results: str) -> None:
     rule_for(op)(lambda call: batched_rule(call, trailing))
 
 
+# The whole trailing dimensions of each operand, and of each result.
 register_batched(aten._linalg_det.default, "2", "0 2 1")
 register_batched(aten._linalg_eigh.default, "2", "1 2")
 register_batched(aten._linalg_slogdet.default, "2", "0 0 2 1")
@@ -93,4 +94,5 @@ def _solve(call: Call) -> FactorRule:
 @rule_for(aten._linalg_svd.default)
 def _svd(call: Call) -> FactorRule:
     with_vectors = call.argument(2, "compute_uv", True)
+    # Without vectors PyTorch returns two empty tensors in their place.
     return batched_rule(call, [2, 2, 1, 2] if with_vectors else [2, 1, 1, 1])

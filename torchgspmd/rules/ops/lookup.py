@@ -104,6 +104,7 @@ def aligned_factors(
     whole: list[str] = []
     for d in range(table.dim()):
         row = [f"v{d}" if d == dim else f"d{d}", f"i{d}" if d == dim else f"d{d}"]
+        # gather may leave rows out: then shards of table and index have other rows.
         if d != dim and table.shape[d] != index.shape[d]:
             row = [f"x{d}", f"y{d}"]
             whole += row
@@ -180,6 +181,7 @@ def _embedding_bag(call: Call) -> FactorRule:
 @rule_for(torch.ops.torchgspmd.ctc_losses.default)
 def _ctc(call: Call) -> FactorRule:
     """Return a rule in which the batch may be sharded, unless its targets are concatenated."""
+    # Concatenated targets belong to rows by their lengths, which no layout knows.
     batched = call.tensors[1].dim() == 2
     return call.rule(
         [["t", "n", "c"], ["n", "s"] if batched else ["s"], ["n"], ["n"]],

@@ -97,6 +97,7 @@ def _split_layer_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     full, count = x.to(accumulation_dtype(x.dtype)), math.prod(normalized_shape)
+    # By the global count: shards may be uneven.
     mean = full.sum(dims, True) / count
     # Centered first: E[x^2] - E[x]^2 would lose digits.
     centered = full - mean
@@ -118,6 +119,7 @@ def _layer_norm_backward(call: Call) -> FactorRule:
     return call.rule(
         [lead + tail, lead + tail, statistics, statistics, *weights],
         results,
+        # Gradients of weight and bias are sums over the leading rows.
         reduce=lead,
         replicated=tail,
         split=Split(),

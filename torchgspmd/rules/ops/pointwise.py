@@ -108,6 +108,7 @@ pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
+# adam's operands have the parameter's shape, or are single numbers.
 pointwise(mark_sharding_op._opoverload, adam._opoverload)
 
 

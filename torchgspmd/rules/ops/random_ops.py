@@ -44,6 +44,7 @@ def _emit_draw(target: object, local: LocalBuilder, args: tuple, kwargs: dict) -
         local.start(names[0]) if names else start
         for names, start in zip(local.rule.results[0], first)
     ]
+    # The whole shape stays an argument: numbers depend on global positions.
     shape = list(local.results[0].shape)
     return local.call(target, seed, number, shape, starts, *rest)
 
@@ -273,6 +274,7 @@ def _multinomial(weights: Tensor, count: int, replacement: bool = False, **_: ob
     ends = weights.cumsum(-1)
     ends = ends / ends[..., -1:]
     units = _draw([*weights.shape[:-1], count], weights.dtype, weights.device)[0]
+    # right=True: a weight of 0 has an empty interval, so it is never drawn.
     return torch.searchsorted(ends, units, right=True).clamp_max(weights.shape[-1] - 1)
 
 

@@ -61,6 +61,7 @@ _reductions("sum", aten.sum.default, at=None)
 _reductions("max", aten.max.default, at=None)
 _reductions("min", aten.min.default, at=None)
 _reductions("prod", aten.prod.default, at=None)
+# Medians of shards do not give the median, so the dimensions are whole.
 _reductions(None, aten.median.default, aten.nanmedian.default, at=None)
 _reductions(None, aten.median.dim, aten.nanmedian.dim)
 _reductions(None, aten.mode.default, default=-1)
@@ -129,6 +130,7 @@ def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
 @rewrite("decompose", aten.any.dim, aten.any.dims, aten.any.default)
 def _any(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
+        # amax refuses an empty dimension; any of nothing is False.
         return x.ne(0).sum(dim, keepdim).ne(0)
     ones = x.ne(0).to(torch.uint8)
     return (ones.amax() if dim is None else ones.amax(dim, keepdim)).ne(0)
@@ -137,6 +139,7 @@ def _any(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -
 @rewrite("decompose", aten.all.dim, aten.all.dims, aten.all.default)
 def _all(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
+        # amin refuses an empty dimension; all of nothing is True.
         return x.eq(0).sum(dim, keepdim).eq(0)
     ones = x.ne(0).to(torch.uint8)
     return (ones.amin() if dim is None else ones.amin(dim, keepdim)).ne(0)

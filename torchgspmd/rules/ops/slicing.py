@@ -82,6 +82,7 @@ def _slice_scatter(call: Call) -> FactorRule:
     x, source = call.tensors
     dim, linear = call.dim(2, 0), [[0, 1]]
     start, end, step = _bounds(call, 3, x.shape[dim])
+    # Rows that are written with a step have no window in the source.
     if step != 1 or source.dim() != x.dim():
         return keep_rule(call, [dim], linear=linear)
     if end - start == x.shape[dim]:

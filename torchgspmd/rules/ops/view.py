@@ -211,6 +211,7 @@ def _bits(call: Call) -> FactorRule:
 def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Declined:
     """Drop empty one-dimensional tensors, which PyTorch accepts beside any tensors."""
     nonempty = [t for t in tensors if t.dim() != 1 or t.numel()]
+    # Beside other 1-d tensors an empty one fits the rule.
     if len(nonempty) == len(tensors) or not nonempty or nonempty[0].dim() == 1:
         return DECLINED
     return torch.cat(nonempty, dim)
@@ -218,6 +219,7 @@ def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Decl
 
 @rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
 def _split_or_triangle(call: Call) -> FactorRule:
+    # A triangle depends on global rows and columns, which a shard does not know.
     split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
     return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
 

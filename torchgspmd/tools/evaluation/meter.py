@@ -99,6 +99,7 @@ class Meter:
             _check(name, metric, sums)
             self._sums[name] = self._sums[name] + sums if name in self._sums else sums
         except Exception as error:
+            # On one process nobody waits in `compute`, so the error can be raised here.
             if self._mesh is None:
                 raise
             self._failure = self._failure or error

@@ -105,6 +105,7 @@ def perplexity(classes: int | None = 1, ignored: int = IGNORED) -> Metric:
             losses = F.cross_entropy(
                 logits, targets.flatten(), ignore_index=ignored, reduction="none"
             ).view_as(targets)
+        # where, not a product: an ignored loss may be NaN.
         return torch.stack([losses.double().where(real, 0).sum(), real.sum().double()])
 
     return Metric(

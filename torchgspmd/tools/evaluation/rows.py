@@ -72,6 +72,7 @@ class Part:
                 p if isinstance(p, Shard) and p.dim in self.dims else Replicate()
                 for p in outputs.placements
             ]
+            # Dims that targets lack, such as classes, are gathered.
             self.outputs = outputs.redistribute(placements=self.placements).to_local()
         self.shape = outputs.shape
 
@@ -132,6 +133,7 @@ def real_part(
     if real is not None:
         mask = part.cut(real)
         if not mask.all():
+            # Rows are dim 0 of targets, and the output dim that corresponds to it.
             dims = [part.dims[0], *(0 for _ in targets)]
             index = mask.nonzero().flatten()
             tensors = [t.index_select(d, index.to(t.device)) for t, d in zip(tensors, dims)]

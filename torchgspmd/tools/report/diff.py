@@ -128,6 +128,7 @@ def layout_changes(before: fx.Graph, after: fx.Graph) -> tuple[LayoutChange, ...
     for key, node in ((_key(n), n) for n in before.nodes if "spec" in n.meta):
         old, new = node.meta["spec"], others.get(key)
         if new is not None and new is not old:
+            # Layers differ in numbers alone: one row stands for all.
             name = re.sub(r"_\d+", "_*", node.name)
             groups[name, str(old), str(new)].append(node.meta.get("source") or "")
     return tuple(LayoutChange(*key, len(sources), sources[0]) for key, sources in groups.items())

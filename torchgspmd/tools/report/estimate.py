@@ -202,6 +202,7 @@ class _Streams:
         if not count and not moved:
             return self.hardware.view if isinstance(node.target, OpOverload) else 0.0
         if self.hardware.attention is not None and is_attention(node):
+            # A measured attention has a start and a rate of its own.
             begin, rate = self.hardware.attention
             return begin + count / rate
         dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
@@ -217,6 +218,7 @@ class _Streams:
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
         """Return the event for a collective that starts now."""
+        # The links carry one collective at a time.
         begin, seconds = max(self.now, self.free), self.transfer(steps)
         self.free = self.arrival[node] = begin + seconds
         return self.event(node, COMMUNICATION, begin, seconds, alive, steps)
@@ -241,6 +243,7 @@ class _Streams:
             late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
             yield late
             self.now = begin = self.now + late.seconds
+        # A body's inputs are alive outside, where they are counted already.
         outside = inputs_bytes(call.graph)
         for event in one.run(call.graph):
             yield replace(
@@ -265,6 +268,7 @@ class _Streams:
         Messages between stages are taken to arrive while they compute. The last stage has the loss.
         """
         start, count, before = self.now, call.loop.length, alive - self.ledger.iterations[node]
+        # The most activations that the schedule keeps at once.
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
         for body in call.bodies:
             one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
@@ -284,6 +288,7 @@ class _Streams:
         # A stage waits whenever it does not compute one of its own pieces.
         idle = call.order.timed(times).end - count * rounds * times.whole
         yield self.event(node, EXPOSED, self.now, idle, alive)
+        # Messages are on the links while stages compute: they take no time of the device.
         for link in call.links:
             busy = self.transfer([link.message]) * count
             sent = self.event(node, COMMUNICATION, start, busy, alive, (link.message,))

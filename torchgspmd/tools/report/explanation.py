@@ -61,6 +61,7 @@ class _Explainer:
     def lines(self, name: str, costs: bool) -> list[str]:
         """Explain a name."""
         inputs = zip(self.plan.captured.inputs, self.values.values())
+        # Inputs have two names: the user's, such as blocks.0.weight, and the graph's.
         alias = {inp.name: value.name for inp, value in inputs}
         name = alias.get(name, name.removeprefix("%"))
         if name in self.values:
@@ -136,6 +137,7 @@ class _Explainer:
         chosen, count = _way_text(taken), runs(source)
         shown = sorted(ways, key=lambda text: (cost[text], text != chosen))[:MAX_WAYS]
         if chosen not in shown:
+            # The plan's way is shown even if many others are cheaper.
             shown.append(chosen)
         rows = [("ways there", "sent", f"time on {self.hardware.name}")]
         for text in shown:
@@ -209,6 +211,7 @@ def _source(node: fx.Node) -> fx.Node:
 
 def _end(node: fx.Node) -> fx.Node:
     """Return the last step in a step's chain; if there are several, the first."""
+    # The chain ends where an operation, too, uses the value.
     while (steps := [user for user in node.users if "step" in user.meta]) and len(
         node.users
     ) == len(steps):

@@ -147,6 +147,7 @@ class _Values:
             before = node.args[0].meta.get("spec")
             lines = [f"a step between two layouts: {step_text(before, step.spec)}"]
         for line in lines or ["a part of a step between two layouts"]:
+            # Many values share a reason: the page has each line once.
             yield self.lines.setdefault(line, len(self.lines))
 
     def _costs(self, node: fx.Node) -> int:

@@ -19,6 +19,7 @@ from .page import page_data, page_text
 from .report import Report, report
 from .tried_marks import try_marks
 
+# A device that waits computes nothing, so both share a row.
 _ROWS = {COMPUTE: (1, "compute"), "exposed": (1, "compute"), "communication": (2, "communication")}
 
 
@@ -220,6 +221,7 @@ class PlanViews(Plan):
             self.estimate(hardware),
         )
         alone = replace(alone, limits=tuple(limits_text(self.counts)))
+        # A plan from a file cannot plan again.
         if self._replanner is None or not tried:
             return alone
         replan = self._replanner()

@@ -101,6 +101,7 @@ class WholeTensor:
 
 
 def _like(name: str) -> str:
+    # Numbers between dots are those of layers.
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -294,6 +295,7 @@ def _memory_report(
         optimizer=states,
         inputs=inputs,
         saved=max(first.alive - stored, 0) if first else 0,
+        # A program without events holds its inputs all the same.
         peak=max(peak.alive if peak else 0, stored),
         where=where,
     )
@@ -305,6 +307,7 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
     A collective has a share in its message's time, by bytes.
     """
     nodes = [node for node in sharded.nodes if node.meta.get("step") is not None]
+    # Scheduling merges messages, but keeps the Step objects.
     before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
     sources = {id(node.meta["step"]): _source(node) for node in nodes}
     names = {id(node.meta["step"]): node.name for node in nodes}
@@ -363,6 +366,7 @@ def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
 def _whole_tensors(captured: Captured, sharded: fx.Graph, mesh: Mesh) -> tuple[WholeTensor, ...]:
     groups: dict[tuple[str, tuple[int, ...]], list[int]] = defaultdict(list)
     for node, inp in zip(sharded.find_nodes(op="placeholder"), captured.inputs):
+        # A number without dimensions cannot be sharded.
         whole = not any(node.meta["spec"].dims) and inp.shape
         if inp.kind in (PARAMETER, BUFFER) and whole:
             groups[_like(inp.name), inp.shape].append(math.prod(inp.shape) * inp.dtype.itemsize)

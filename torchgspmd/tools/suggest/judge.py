@@ -287,6 +287,7 @@ class Judge:
         def reached(low: int, high: int) -> int:
             """Return the rows at which the line through two batches reaches the limit."""
             first, last = (self.numbers(mesh, marks, savings, rows).memory for rows in (low, high))
+            # Rounded down to rows that DATA divides.
             share = (limit - first) / max(last - first, 1.0)
             return low + max(int(share * (high - low)), 0) // step * step
 

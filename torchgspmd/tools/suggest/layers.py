@@ -134,6 +134,7 @@ def _are_alike(layers: nn.Module) -> bool:
 
 
 def _signature(layer: nn.Module) -> tuple[object, ...]:
+    # Values are not compared, since planning reads none.
     return type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters())
 
 

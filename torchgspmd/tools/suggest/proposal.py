@@ -56,6 +56,7 @@ def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
         for name, glob in globs.items():
             alike.setdefault(glob, set()).add(shapes[name])
         patterns |= {name: glob for name, glob in globs.items() if len(alike[glob]) == 1}
+        # Names whose glob is too wide are tried again with one number more in full.
         names, wild = [name for name in names if name not in patterns], wild - 1
     return patterns
 
@@ -112,6 +113,7 @@ class Marks:
 
     def on(self, mesh: Mesh) -> Marks:
         """Return those whose axes have more than one device."""
+        # Marks that mean the same on a mesh become equal, so they are planned once.
         model, data = (mesh.count((axis,)) > 1 for axis in (MODEL, DATA))
         return Marks(
             self.model if model else (),

@@ -59,6 +59,7 @@ def choose(ways: Sequence[Way], layers: int, limit: float) -> RecomputeChoice | 
 
 def _solve(ways: Sequence[Way], layers: int, limit: float, integer: bool) -> list[float] | None:
     """Solve the program; None without a solution. Numbers are scaled to about 1."""
+    # Optional, so it is imported here.
     import highspy
 
     solver = highspy.Highs()

@@ -120,6 +120,7 @@ class CodeNames:
                 type(module), listed if type(module) is nn.Sequential else as_list, {}
             )
         given, missing = dict[str, Any](), object()
+        # Most modules keep their constructor's arguments as attributes with the same names.
         for name, parameter in inspect.signature(type(module)).parameters.items():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
                 continue
@@ -140,6 +141,7 @@ def _random(value: Tensor) -> str:
     if dtype.is_floating_point or dtype.is_complex:
         return f"torch.randn({shape}, dtype={dtype}, device=device)"
     if dtype == torch.bool:
+        # A mask that lets everything through.
         return f"torch.ones({shape}, dtype={dtype}, device=device)"
     # At most the largest given value: a token has to be in the vocabulary.
     most = 2 if value.is_meta or not value.numel() else max(int(value.max()) + 1, 2)
@@ -172,6 +174,7 @@ class ScriptSource:
             made, missing = "", f"{type(error).__name__}: {error}".partition("\n")[0]
         if missing:
             name = names.of(type(model))
+            # The user completes this call; the script says why.
             made = f"{name}(...)"
         batch, call = CodeNames().code(tuple(args)), "model(*ROWS"
         if kwargs:
@@ -207,6 +210,7 @@ class ScriptSource:
 def _is_like(code: str, model: nn.Module) -> bool:
     """Return whether code makes a model with the same parameters and buffers."""
     classes: dict[str, type] = {type(m).__name__: type(m) for m in model.modules()}
+    # Arguments may be objects, too, such as a dataclass with the configuration.
     values = [value for module in model.modules() for value in vars(module).values()]
     classes |= {type(value).__name__: type(value) for value in values}
     with torch.device("meta"):
