@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import zlib
 from dataclasses import dataclass
 from random import Random
 
@@ -12,14 +13,16 @@ from composition.judge import compiled
 from torch import Tensor, fx
 
 from torchgspmd import Plan, ShardingError
+from torchgspmd.comm.loop_call import copy_of
 from torchgspmd.comm.simulator import Simulator, join_global, split_global
 from torchgspmd.fx_passes.pass_types import Pass
-from torchgspmd.fx_passes.pipeline import with_pass
+from torchgspmd.fx_passes.pipeline import passes, run, with_pass
 from torchgspmd.fx_passes.program import Program
 from torchgspmd.fx_passes.stages import LOCAL, PARTITIONED
+from torchgspmd.tools.certificate.certificate import Truths, certify
 from torchgspmd.tools.certificate.inputs import RandomInputs
 
-from .faults import Injected, faulty, graphs_of, inject
+from .faults import Injected, graphs_of, inject, with_program
 
 MODELS = (  # sets of features, each one program
     *("data", "tensor", "sequence", "zero3", "zero1", "context", "ring", "dropless", "capacity"),
@@ -28,8 +31,11 @@ MODELS = (  # sets of features, each one program
     *("attention_dropout", "flex", "gqa", "adapters", "batch_norm", "manual", "custom", "spatial"),
 )
 LEVELS = {"partition": PARTITIONED, "localize": LOCAL}
-INPUTS = 5
+EVERY = 6  # each so many faults, one is put in before the last passes
+_SEEDS = range(101, 106)  # of inputs
+SCHEDULED = "schedule"  # the level of the whole program of one device
 CAUGHT, MISSED, HARMLESS, CRASHED = "caught", "missed", "harmless", "crashed"
+REFUSED = "refused"  # a later pass has found it
 
 
 @dataclass(frozen=True)
@@ -47,72 +53,108 @@ def planned(name: str) -> Plan:
     return compiled(setup_of(tuple(name.split("+"))))[0]
 
 
-class Judge:
-    """Faults of one plan. numbers: what the plan returns for each set of inputs."""
+class Base:
+    """A right plan, into which faults are put: its numbers, and those of one device.
 
-    def __init__(self, name: str) -> None:
-        self.name, self.plan = name, planned(name)
-        self.inputs = [list(self._numbers(seed)) for seed in range(101, 101 + INPUTS)]
-        self.results = [self._run(self.plan, inputs) for inputs in self.inputs]
+    results: those of the plan, for each set of inputs. program: behind a pass, None at the end.
+    """
 
-    def _numbers(self, seed: int) -> Iterator[Tensor]:
-        yield from RandomInputs(self.plan.captured, seed, positive=bool(seed % 2), most=8).tensors()
-
-    def _run(self, plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
-        shards = [split_global(t, s, plan.mesh) for t, s in zip(inputs, plan.input_layouts)]
-        shapes = [tuple(t.shape) for t in inputs]
-        sizes = plan.sizes_of_run(shapes)
-        torch.manual_seed(0)
-        results = Simulator(plan.program, plan.mesh).run_devices(shards, plan.size_inputs(sizes))
-        return [
-            join_global(values, spec, plan.result_shape(i, values[0].shape, sizes), plan.mesh)
-            for i, (values, spec) in enumerate(zip(results, plan.out_specs))
-            if spec is not None
-        ]
+    def __init__(self, plan: Plan, program: Program | None = None) -> None:
+        self.plan, self.program, self.truths = plan, program, Truths(plan)
+        numbers = (RandomInputs(plan.captured, n, bool(n % 2), most=8) for n in _SEEDS)
+        self.inputs = [each.tensors() for each in numbers]
+        self.results = [_run(plan, inputs) for inputs in self.inputs]
 
     def matters(self, plan: Plan) -> bool:
         """Return whether a plan computes other numbers for some inputs, or none."""
         for inputs, expected in zip(self.inputs, self.results):
             try:
-                found = self._run(plan, inputs)
+                found = _run(plan, inputs)
             except Exception:
                 return True
             if any(_differ(a, b) for a, b in zip(found, expected)):
                 return True
         return False
 
+
+def _run(plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
+    shards = [split_global(t, s, plan.mesh) for t, s in zip(inputs, plan.input_layouts)]
+    sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
+    torch.manual_seed(0)
+    results = Simulator(plan.program, plan.mesh).run_devices(shards, plan.size_inputs(sizes))
+    return [
+        join_global(values, spec, plan.result_shape(i, values[0].shape, sizes), plan.mesh)
+        for i, (values, spec) in enumerate(zip(results, plan.out_specs))
+        if spec is not None
+    ]
+
+
+class Judge:
+    """Faults of one plan, each different from those that it has `seen`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.plan, self.seen = name, planned(name), set[int]()
+        self.last = 0  # the key of the last fault
+        self.bases = {SCHEDULED: Base(self.plan)}
+
     def judge(self, seed: int) -> Verdict | None:
-        """Put a fault into the plan, at a level that the seed chooses."""
+        """Put a fault into the plan, at a level that the seed chooses; None if it has been."""
         rng = Random(f"{self.name} {seed}")
-        made = self._planned_with(rng) if seed % 3 == 0 else faulty(self.plan, rng)
-        if made is None:
+        level = rng.choice(sorted(LEVELS)) if seed % EVERY == 0 else SCHEDULED
+        base = self._base(level)
+        graph = copy_of(self.plan.program_graph if base.program is None else base.program.graph)
+        fault = inject(graph, rng)
+        if fault is None or not self._is_new(graph):
             return None
-        plan, fault = made
-        if not self.matters(plan):
+        truths = None if level == "partition" else base.truths
+        try:
+            plan = _plan_behind(base.program, graph, level) if base.program else None
+        except Exception as error:
+            return Verdict(fault, REFUSED, text=str(error))
+        plan = plan or with_program(self.plan, graph)
+        if not base.matters(plan):
             return Verdict(fault, HARMLESS)
         try:
-            certificate = plan.verify()
+            certificate = certify(plan, truths)
         except ShardingError as error:
             return Verdict(fault, CAUGHT, _is_near(plan, fault, str(error)), str(error))
         return Verdict(fault, MISSED, text=str(certificate).partition("\n")[0])
 
-    def _planned_with(self, rng: Random) -> tuple[Plan, Injected] | None:
-        """Plan again, with a fault behind a pass."""
-        after, seed = rng.choice(sorted(LEVELS)), rng.random()
-        faults: list[Injected | None] = []
+    def _is_new(self, graph: fx.Graph) -> bool:
+        """Note a graph with a fault; return whether no other fault has made it."""
+        text = "".join(str(each) for each in graphs_of(graph))
+        self.last = zlib.crc32(text.encode())  # not Python's hash, which differs between processes
+        is_new = self.last not in self.seen
+        self.seen.add(self.last)
+        return is_new
 
-        def run(program: Program) -> fx.Graph | None:
-            faults.append(inject(program.graph, Random(seed)))
-            return None
+    def _base(self, level: str) -> Base:
+        """Return the program behind a pass, and the plan that it becomes."""
+        if level not in self.bases:
+            found: list[Program] = []
 
-        stage = LEVELS[after]
-        try:
-            with with_pass(Pass("fault", run, stage, stage), after=after):
-                plan = planned(self.name)
-        except Exception:
-            return None  # a later pass has found it
-        fault = next((f for f in reversed(faults) if f is not None), None)
-        return None if fault is None else (plan, fault)
+            def keep(program: Program) -> fx.Graph | None:
+                found[:] = [copy.copy(program)]
+                found[0].graph = copy_of(program.graph)
+                return None
+
+            with with_pass(Pass("keep", keep, LEVELS[level], LEVELS[level]), after=level):
+                planned(self.name)
+            program = found[0]
+            self.bases[level] = Base(_plan_behind(program, program.graph, level), program)
+        return self.bases[level]
+
+
+def _plan_behind(program: Program, graph: fx.Graph, level: str) -> Plan:
+    """Return the plan of a graph behind a pass: those that follow have run on a copy."""
+    program = copy.copy(program)
+    program.graph, program.seconds = copy_of(graph), {}
+    left_out = {"never": {"regather_weights"}, "auto": {"regather_weights"}}
+    names = [each.name for each in passes()]
+    rows = passes()[names.index(level) + 1 : names.index("overlap") + 1]
+    rows = [r for r in rows if r.name not in left_out.get(program.request.regather, ())]
+    program = run(program, steps=rows)
+    return Plan(program.mesh, program.captured, program.sharded, program.graph, None, {})
 
 
 def _differ(a: Tensor, b: Tensor) -> bool:

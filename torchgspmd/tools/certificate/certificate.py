@@ -12,6 +12,7 @@ whatever the claims within say. docs/certificate.md has the method and its limit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from .trial import NoNumbers, Trial, elements, is_blank
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"
 _SHOWN = 6  # names of one reason that a text has
-_TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
+TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
 
 
 @dataclass(frozen=True)
@@ -84,22 +85,36 @@ class Certificate:
         return "\n".join(lines)
 
 
-def certify(plan: Plan) -> Certificate:
-    """Return the certificate of a plan.
+class Truths:
+    """The trials of a plan, each made once; plans of equal partitioned graphs share them."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan, self.trials = plan, dict[tuple[int, bool], Trial]()
+
+    def trial(self, seed: int, positive: bool, wide: bool) -> Trial:
+        """Return the trial of a seed. Raise NoNumbers if one device cannot compute it."""
+        if (seed, wide) not in self.trials:
+            self.trials[seed, wide] = Trial(self.plan, seed, positive, wide)
+        return self.trials[seed, wide]
+
+
+def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
+    """Return the certificate of a plan. truths: those of a plan of the same partitioned graph.
 
     Raises:
         ShardingError: A value is another one than that of one device.
     """
+    trial_of = partial(Trial, plan) if truths is None else truths.trial
     names = _claimed(plan)
     judged, why, trials, results = set[str](), "", 0, 0
     plain = list[Tensor]()
     if (work := plan.mesh.size * elements(plan)) > _TOO_LARGE:
         why = f"{work:.0e} elements on all devices are too many; verify a plan of smaller sizes"
-    for seed, positive in _TRIALS if not why else ():
+    for seed, positive in TRIALS if not why else ():
         for wide in (True, False):
             try:
-                trial = Trial(plan, seed, positive, wide)
-                trial.run()
+                trial = trial_of(seed, positive, wide)
+                trial.run(plan.program_graph)
             except NoNumbers as error:
                 why = f"one device cannot compute it with random numbers: {error}"
                 continue

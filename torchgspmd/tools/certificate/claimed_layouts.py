@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +79,10 @@ def _number(fill: float, dtype: torch.dtype) -> float | int:
     return torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
 
 
-def _grid(rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
-    """Return indices that select these rows of each dimension."""
+def _grid(rows: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """Return indices that select these rows of each dimension: slices, where rows follow."""
+    if all(r and r[-1] - r[0] + 1 == len(r) and [*r] == [*range(r[0], r[-1] + 1)] for r in rows):
+        return tuple(slice(r[0], r[-1] + 1) for r in rows)
     rank = len(rows)
     return tuple(
         torch.tensor(r, dtype=torch.long).view([-1 if e == d else 1 for e in range(rank)])

@@ -49,6 +49,7 @@ class OneDeviceRun:
         given: Mapping[str, Mapping[Rows, Any]] = _NOTHING,
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
+        self.order: dict[tuple[str, Rows], None] = {}  # (name, rows), as values are computed
         self.given = given
         self.node = next(iter(graph.nodes))  # that is computed
         self.nest = _nests(graph)
@@ -72,6 +73,7 @@ class OneDeviceRun:
     def _keep(self, node: fx.Node, value: Any, frame: _Frame) -> None:
         frame.values[node] = value
         self.values.setdefault(node.name, {})[frame.rows] = value
+        self.order[node.name, frame.rows] = None
 
     def _compute(self, wanted: fx.Node, frame: _Frame) -> None:
         """Compute a node, and before it all that it needs and nobody has computed."""

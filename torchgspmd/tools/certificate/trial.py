@@ -35,10 +35,7 @@ class Trial:
 
     def __init__(self, plan: Plan, seed: int, positive: bool, wide: bool) -> None:
         self.plan, self.seed, self.positive, self.wide = plan, seed, positive, wide
-        self.judged = set[str]()
-        self.seen: dict[str, int] = {}
         self.unmatched = set[str]()  # values that depend on numbers drawn in another order
-        self.results = 0  # that were judged
         self.roundings, self.coarsest = elements(plan), 0.0 if wide else _coarsest(plan)
         self.native = _native(plan.sharded)
         graphs = plan.captured.graph, plan.sharded
@@ -48,11 +45,17 @@ class Trial:
         self.constants = constants_of(plan, wide)
         self.inputs, self.truth, self.expected = self._one_device()
 
-    def run(self) -> None:
-        """Compare all values; raise ShardingError for the first one that differs."""
+    def run(self, graph: fx.Graph) -> None:
+        """Compare all values of a program of one device on all devices.
+
+        Raises:
+            ShardingError: The first value that differs.
+        """
         plan = self.plan
+        self.judged, self.results = set[str](), 0  # values, and how many results, that hold
+        self.seen: dict[str, int] = {}
         shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
-        program = fx.GraphModule(self.constants, self.copied.graph(plan.program_graph))
+        program = fx.GraphModule(self.constants, self.copied.graph(graph))
         sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
         devices = Devices(program, plan.mesh, self._claim)
         try:
@@ -64,7 +67,7 @@ class Trial:
         returned = plan.sharded.output_node().args[0]
         for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
             if spec is not None and returned[i].name not in self.native:
-                node = plan.program_graph.output_node().args[0][i]
+                node = graph.output_node().args[0][i]
                 judged = self._compare(node.name, None, list(values), spec, self.expected[i], i)
                 self.results += judged and returned[i].name not in self.unmatched
 
@@ -107,23 +110,25 @@ class Trial:
             _unmatched(graphs[0], given),
         )
         results = captured.run(inputs)
-        for node in graphs[1].nodes:
-            if node.name in self.native or is_blank(node):
+        nodes = {node.name: node for node in graphs[1].nodes}
+        self.unmatched |= {n for n, x in nodes.items() if x.meta.get("captured") in unmatched}
+        for name, rows in partitioned.order:  # a carry comes behind the iteration before it
+            node, value = nodes[name], partitioned.values[name][rows]
+            if name in self.native or name in self.unmatched or is_blank(node):
                 continue
-            if node.meta.get("captured") in unmatched:
-                self.unmatched.add(node.name)
-                continue
-            truth = captured.values.get(node.meta.get("captured", ""), {})
-            for rows, value in partitioned.values.get(node.name, {}).items():
-                expected = truth.get(rows)
-                if isinstance(value, Tensor) and isinstance(expected, Tensor):
-                    spec = ShardSpec.replicated(expected.dim())
-                    self._compare(node.name, node, [value], spec, expected)
-        returned = graphs[0].output_node().args[0]
-        mixed = [
-            mine if isinstance(n, fx.Node) and n.name in unmatched else one
-            for n, mine, one in zip(returned, own, results)
-        ]
+            expected = captured.values.get(node.meta.get("captured", ""), {}).get(rows)
+            if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                spec = ShardSpec.replicated(expected.dim())
+                self._compare(name, node, [value], spec, expected)
+        mixed = list[Any]()
+        ends = (graph.output_node().args[0] for graph in graphs)
+        for i, (node, mine_node, mine, one) in enumerate(zip(*ends, own, results)):
+            is_other = isinstance(node, fx.Node) and node.name in unmatched
+            mixed.append(mine if is_other else one)
+            tensors = isinstance(mine, Tensor) and isinstance(one, Tensor)
+            if tensors and not is_other and mine_node.name not in self.native:
+                spec = ShardSpec.replicated(one.dim())
+                self._compare(mine_node.name, None, [mine], spec, one, i)
         return partitioned.values, mixed
 
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
