@@ -35,7 +35,7 @@ from ..fx_passes.pipeline import is_default, run, skippable
 from ..fx_passes.printer import program_text
 from ..fx_passes.program import Request, Shared
 from ..fx_passes.replication_report import data_axes
-from ..fx_passes.stages import SCHEDULED
+from ..fx_passes.stages import SCHEDULED, verifies
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout, bound
 from ..layout.mark import layout_of
@@ -239,7 +239,8 @@ def compile_plan(
         raise report_replicated(result, partial(_replan, request))
     # Without Shared: a plan may live long, and would keep the caches of its planning alive.
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
-    if options.verify and not (certificate := result.verify()).complete:
+    certificate = result.verify() if options.verify or verifies(2) else None
+    if options.verify and certificate is not None and not certificate.complete:
         warnings.warn(f"verify: {certificate}", stacklevel=2)
     return result
 

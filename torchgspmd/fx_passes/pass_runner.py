@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import dropwhile
 from typing import Any
 
@@ -19,6 +21,8 @@ from .internal_error import reported
 from .pass_types import Alternatives, Pass, Step
 from .program import Program
 from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
+
+_observer: ContextVar[Callable[[str, Program], None] | None] = ContextVar("observer", default=None)
 
 
 @without_gc()
@@ -104,7 +108,22 @@ def _inspect(program: Program, name: str) -> None:
     for half in _halves(program):
         dump_pass(half, name)
         if verifies():
-            verify(half.graph, half.stage, half.mesh)
+            try:
+                verify(half.graph, half.stage, half.mesh)
+            except AssertionError as error:
+                raise AssertionError(f"{error}\n  behind pass {name}") from error
+    if (look := _observer.get()) is not None:
+        look(name, program)
+
+
+@contextmanager
+def observing(look: Callable[[str, Program], None]) -> Generator[None]:
+    """Call a function with the name of each pass, and the program that it leaves."""
+    token = _observer.set(look)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
 
 
 def _halves(program: Program) -> tuple[Program, ...]:

@@ -1,6 +1,7 @@
 """The stages of a program, the metadata of its nodes at each, and the verifier.
 
 TORCHGSPMD_CHECK=1 lets the runner (pipeline.py) verify a program after every pass, as the tests do.
+With TORCHGSPMD_CHECK=2 each new plan has a certificate, too (docs/certificate.md).
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ _ROWS = (
 META = {row.name: row for row in _ROWS}
 
 
-def verifies() -> bool:
-    """Return whether programs are verified: TORCHGSPMD_CHECK=1."""
-    return os.environ.get("TORCHGSPMD_CHECK") == "1"
+def verifies(level: int = 1) -> bool:
+    """Return whether TORCHGSPMD_CHECK is the level, or above. 1: stages. 2: certificates, too."""
+    return os.environ.get("TORCHGSPMD_CHECK") in ("1", "2")[level - 1 :]
 
 
 def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 from ...comm.hardware import Hardware
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import limits_text
-from ..certificate import Certificate, certify
+from ...errors import ShardingError
+from ..certificate import Certificate, blamed, certify
 from .diff import PlanDiff, layout_changes
 from .estimate import COMPUTE, Estimate, estimate
 from .explanation import explain
@@ -59,7 +60,8 @@ class PlanViews(Plan):
             The Certificate; print it. It lists the values that could not be judged.
 
         Raises:
-            ShardingError: A value differs: a fault in torchgspmd. It names the value and its line.
+            ShardingError: A value differs: a fault in torchgspmd. It names the value, its line, and
+                the pass that made it so, which planning again has shown.
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -68,7 +70,10 @@ class PlanViews(Plan):
             >>> print(result.verify())
             certified 4 of 4 values and 1 result, in 2 trials
         """
-        return certify(self)
+        try:
+            return certify(self)
+        except ShardingError as error:
+            raise blamed(self, error) from error
 
     def uncapturable(self) -> tuple[Uncapturable, ...]:
         """List what a CUDA graph cannot compute, where a whole step is captured.
