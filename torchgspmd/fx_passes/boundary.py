@@ -1,4 +1,4 @@
-"""The layouts that are asked for at the boundary of a program, for `propagate` and `partition`."""
+"""The layouts required at a program's boundary, for `propagate` and `partition`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _MARK = mark_sharding_op._opoverload
 
 
 def start_program(request: Request, **state: Any) -> Program:
-    """Return the program at stage CAPTURED, with the layouts asked for at its boundary."""
+    """Return the program at stage CAPTURED, with the layouts required at its boundary."""
     captured, mesh = request.captured, request.mesh
     inputs = _input_specs(captured, mesh, request.arguments, request.stored)
     results = _result_specs(captured, inputs, request.out_specs, mesh, request.on_processes)
@@ -49,6 +49,7 @@ def propagate_program(program: Program) -> fx.Graph:
     outputs.
     """
     graph, mesh, captured = program.graph, program.mesh, program.captured
+    # Before rules are looked up: an operation's key says how often it runs.
     count_runs(graph)
     placeholders, returned = program.placeholders, graph.output_node().args[0]
     marks = graph.find_nodes(op="call_function", target=_MARK)
@@ -74,16 +75,18 @@ def propagate_program(program: Program) -> fx.Graph:
         for node, inp in zip(placeholders, captured.inputs)
         if inp.kind == TANGENT
     ]
+    # Before propagation spreads an impossible seed, far from the line that the user wrote.
     for value, spec, where in seeds:
         _check_sizes(value, spec, where.removeprefix("marked at "))
     program.layouts = propagate(graph, mesh, seeds, ties, program.rules, program.counts)
+    # Marks become required layouts only now: propagation may have filled their open dimensions.
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
     return graph
 
 
 def partition_program(program: Program) -> fx.Graph:
-    """Partition: choose the layout of every value and insert the collectives."""
+    """Partition: choose every value's layout and insert the collectives."""
     mesh, results, captured = program.mesh, program.results, program.captured
     placeholders, layouts = program.placeholders, program.layouts.spec
     on_processes = program.request.on_processes
@@ -92,6 +95,7 @@ def partition_program(program: Program) -> fx.Graph:
     values, cotangents = program.graph.output_node().args[0], {}
     for node, inp in zip(placeholders, captured.inputs):
         spec = results[inp.output] if inp.kind == TANGENT else None
+        # A cotangent is laid out as its output: users write out_specs, and no layout for gradients.
         if spec is not None and not any(spec.open):
             fixed[node] = spec.with_priorities()
         elif spec is not None and on_processes:  # a cotangent has the layout of its output
@@ -118,7 +122,7 @@ def _leaving(mesh: Mesh) -> Callable[[ShardSpec, tuple[int, ...]], ShardSpec]:
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:
-    """Return the spec without axes of size 1, which shard nothing."""
+    """Return the spec without size-1 axes, which shard nothing."""
     dims = tuple(tuple(a for a in axes if mesh.count((a,)) > 1) for axes in spec.dims)
     return ShardSpec(dims, spec.open).with_priorities(spec.priorities)
 
@@ -129,7 +133,7 @@ def _input_specs(
     arguments: Sequence[ShardSpec | None],
     stored: Mapping[str, ShardSpec],
 ) -> list[ShardSpec | None]:
-    """Return the layout that is required of every input of the graph, None if there is none."""
+    """Return the layout required for every graph input, None if there is none."""
     remaining = iter(arguments)
     specs = []
     for inp in captured.inputs:
@@ -142,6 +146,7 @@ def _input_specs(
         )
         if spec is None:
             spec = inp.mark
+        # A spec says how, a mark in the model says when: its priorities stay.
         elif inp.mark is not None:
             spec = spec.with_priorities(inp.mark.priorities)
         specs.append(
@@ -159,13 +164,15 @@ def _result_specs(
     mesh: Mesh,
     whole: bool,
 ) -> list[ShardSpec | None]:
-    """Return the required spec, or None, of every flat output of the function.
+    """Return the required spec, or None, for every flat output.
 
-    One that takes the place of an input has its layout. whole: others without one are replicated.
+    An output that takes the place of an input has its layout. whole: others without one are
+    replicated.
     """
     outs = [out for out in captured.outputs if out.kind == OUTPUT]
     values = captured.graph.output_node().args[0][: len(outs)]
     leaves = list(captured.result_leaves)
+    # `spread` needs the user's structure, with tensors where the results have some.
     for slot, value in zip(captured.result_slots, values):
         leaves[slot] = value.meta["val"]
     tree = pytree.tree_unflatten(leaves, captured.results)
@@ -191,7 +198,7 @@ def _result_specs(
 def _result_on_processes(
     spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh
 ) -> ShardSpec:
-    """Return the layout of a result on real processes: replicated, unless another is required."""
+    """Return a result's layout on real processes: replicated, unless another is required."""
     if spec is None:
         return _unconstrained(len(shape)) if out.open else ShardSpec.replicated(len(shape))
     return spec if any(spec.open) else storable(spec, shape, mesh)
@@ -202,8 +209,9 @@ def _unconstrained(rank: int) -> ShardSpec:
 
 
 def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
-    """Return the layout of a mark. Raise if it was made for another mesh."""
+    """Return a mark's layout. Raise if it was made for another mesh."""
     marked = Mesh.parse(node.args[1])
+    # unsplit(): a mark names the user's axes, while the passes may have split some.
     if marked != mesh.unsplit():
         raise ShardingError(
             f"a value is marked on mesh {marked}, but the program runs on mesh {mesh.unsplit()}",
@@ -229,13 +237,14 @@ def _check_sizes(value: fx.Node, spec: ShardSpec, where: str | None) -> None:
 
 
 def _required_outputs(program: Program) -> dict[int, ShardSpec | fx.Node]:
-    """Return, by position of an output, its required layout or the input whose layout it has."""
+    """Return, by output position, its required layout or the input whose layout it has."""
     required: dict[int, ShardSpec | fx.Node] = {}
     captured, specs, placeholders = program.captured, iter(program.results), program.placeholders
     arguments = [i for i, inp in enumerate(captured.inputs) if inp.kind == ARGUMENT]
     whole = {i for i, is_plain in zip(arguments, program.request.plain) if is_plain}
     for i, out in enumerate(captured.outputs):
         spec = next(specs) if out.kind == OUTPUT else None
+        # A plain argument is a whole tensor on every rank, so its gradient and update are whole.
         if out.kind != OUTPUT and out.input in whole:
             required[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
         elif out.kind in (GRADIENT, MUTATION):

@@ -1,4 +1,4 @@
-"""A long program on a page: a line for each module, of equal layers once, with its bytes.
+"""A long program on a page: a line for each module, equal layers once, with its bytes.
 
     layers.*.down.weight   x 8   f32[64, 256@model]
     forward
@@ -6,8 +6,8 @@
     backward
       layers.*.up          x 8                              all_reduce data 64.00 KiB
 
-A line of a module has the layout of its largest value, and the bytes that a device sends for one of
-the like modules. Modules inside of others are joined until all of it fits the page.
+A module's line has the layout of its largest value, and the bytes that a device sends for one among
+the like modules. Nested modules are joined until all fits the page.
 """
 
 from __future__ import annotations
@@ -54,14 +54,15 @@ def digest_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, height: int)
     """Return a program on a page.
 
     Args:
-        graph: The partitioned program, with modules in the metadata of its nodes.
-        inputs: The names of its inputs, in order.
+        graph: The partitioned program, with modules in its nodes' metadata.
+        inputs: The input names, in order.
         mesh: The devices.
-        height: Lines that it may have, if joining modules suffices.
+        height: The line limit, if joining modules suffices.
     """
     head = f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}"
     deepest = max((_path(node).count(".") + 1 for node in graph.nodes), default=1)
     lines: list[str] = []
+    # From the most detail to the least: the first that fits the page wins.
     for depth in range(deepest, 0, -1):
         lines = [head, *_weights(graph, inputs, depth)]
         for phase in ("forward", "backward"):
@@ -72,10 +73,11 @@ def digest_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, height: int)
 
 
 def _weights(graph: fx.Graph, inputs: Sequence[str], depth: int) -> Iterator[str]:
-    """Yield the lines of the inputs: like ones of one layout together."""
+    """Yield lines for the inputs: like inputs with one layout together."""
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     groups: dict[tuple[str, str], _Group] = {}
     for name, node in zip_longest(inputs, placeholders):
+        # Cotangents are inputs of the joint graph, but none of the user's.
         if node is None or name is None or name.startswith("tangent_"):
             continue
         layout = _layout(node)
@@ -85,6 +87,7 @@ def _weights(graph: fx.Graph, inputs: Sequence[str], depth: int) -> Iterator[str
         key = shown, layout if owner.count(".") < depth else ""
         group = groups.setdefault(key, _Group())
         group.names[name], group.layout = None, key[1]
+    # Sorting out equal names comes last: only then all layouts of like weights are known.
     yield from _lines({name: group for (name, _), group in _distinct(groups).items()}, "  ")
 
 
@@ -107,6 +110,7 @@ def _phase(graph: fx.Graph, phase: str, depth: int) -> Iterator[str]:
         path = ".".join(_path(node).split(".")[:depth])
         group = groups.setdefault(_like(path, depth), _Group())
         group.names[path] = None
+        # Bytes and layouts of one module: those of its likes are equal, and only counted.
         is_first = path == next(iter(group.names))
         step = node.meta.get("step")
         if step is not None and step.sent and is_first:
@@ -116,6 +120,7 @@ def _phase(graph: fx.Graph, phase: str, depth: int) -> Iterator[str]:
         if is_first and phase == "forward" and isinstance(val, Tensor):
             if (size := val.numel()) >= group.size:
                 group.layout, group.size = _layout(node), size
+    # The backward has the forward's modules again: only those that send are news.
     if phase == "backward":
         groups = {name: group for name, group in groups.items() if group.sent}
     if groups:
@@ -135,7 +140,7 @@ def _lines(groups: Mapping[str, _Group], indent: str) -> Iterator[str]:
 
 
 def _sent(group: _Group, width: int) -> str:
-    """Return the collectives of a module, the largest first, in so many columns."""
+    """Return a module's collectives, the largest first, in at most `width` columns."""
     parts = [
         f"{kind} {axes} {size_text(size)}"
         for (kind, axes), size in sorted(group.sent.items(), key=lambda row: -row[1])
@@ -152,9 +157,9 @@ def _cut(text: str, width: int) -> str:
 
 
 def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | None:
-    """Return the value that a name of a digest stands for, the first of equal ones.
+    """Return the value behind a name in a digest, the first among equal ones.
 
-    That is an input, the last step of a module that sends, or its last value.
+    That is an input, the last step in a module that sends, or its last value.
     """
     wild = re.escape(name).replace(r"\*\*", ".*").replace(r"\*", r"\d+")
     matches = re.compile(wild).fullmatch
@@ -168,6 +173,7 @@ def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | N
     def path(node: fx.Node) -> str:
         return ".".join(_path(node).split(".")[:depth])
 
+    # The name of one module exactly, before names that joined modules share.
     found = [n for n in calls if matches(_path(n))] or [n for n in calls if matches(path(n))]
     first = [n for n in found if path(n) == path(found[0])]
     sends = [n for n in first if n.meta.get("step") is not None and n.meta["step"].sent]
@@ -179,7 +185,7 @@ def _path(node: fx.Node) -> str:
 
 
 def _like(path: str, depth: int) -> str:
-    """Return a path to so many modules, with * for numbers."""
+    """Return a path down to `depth` modules, with * for numbers."""
     return _NUMBER.sub("*", ".".join(path.split(".")[:depth]))
 
 

@@ -13,16 +13,18 @@ from .program import Program
 
 
 def dump_level() -> int:
-    """Return the number in TORCHGSPMD_DUMP, 0 without one."""
+    """Return the level in TORCHGSPMD_DUMP, 0 without one."""
     return int(os.environ.get("TORCHGSPMD_DUMP") or 0)
 
 
 def dump_pass(program: Program, name: str) -> None:
-    """Print the changes of a pass, or the whole program at its first stage and on one device."""
+    """Print a pass's changes, or the whole program at its first stage and on one device."""
     if dump_level() < 2:
         return
     before, text = program.printed.splitlines(), str(program).splitlines()
     changes = [*difflib.unified_diff(before, text, "before", name, lineterm="", n=0)]
+    # The first line tells global programs and those of a device apart: a diff between them would
+    # list every line.
     is_first = before[:1] != text[:1]
     dump_text("\n".join(text if is_first else changes or ["no change"]), f"after {name}")
     program.printed = "\n".join(text)

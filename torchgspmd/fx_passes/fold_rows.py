@@ -1,7 +1,7 @@
-"""Fold like rows of a printed graph: layers that repeat are printed once, with `x 96`.
+"""Fold like rows in a printed graph: repeated layers are printed once, with `x 96`.
 
-Rows are like if they differ in the numbers of their names alone. A run of rows that repeats at
-least MIN_REPEATS times in sequence is folded.
+Rows are like if they differ only in the numbers in their names. A run is folded if its rows repeat
+at least MIN_REPEATS times in sequence.
 """
 
 from __future__ import annotations
@@ -30,19 +30,20 @@ class Run:
 
 
 def like(text: str) -> str:
-    """Return a row's text without the numbers of names, equal for like rows.
+    """Return a row's text without the numbers in names, equal for like rows.
 
     Example:
         >>> like("%relu_5_g = all_gather(%layers_3_weight, 0)")
         '%relu_g = all_gather(%layers_weight, 0)'
     """
+    # Again and again: a name may have several numbers, and a match ends at the first.
     while (shorter := _NUMBER_OF_NAME.sub(r"\1", text)) != text:
         text = shorter
     return text
 
 
 def repetitions(rows: Sequence[Hashable], min_saved: int = MIN_SAVED) -> Iterator[Run]:
-    """Yield the runs of a sequence, in order: repeated rows as one run, each other row alone."""
+    """Yield a sequence's runs, in order: repeated rows as one run, each other row alone."""
     places: dict[Hashable, list[int]] = {}
     for i, row in enumerate(rows):
         places.setdefault(row, []).append(i)
@@ -50,6 +51,7 @@ def repetitions(rows: Sequence[Hashable], min_saved: int = MIN_SAVED) -> Iterato
     start = 0
     while start < len(rows):
         here = places[rows[start]]
+        # A period can only end where the first row stands again: no other is tried.
         later = here[seen[rows[start]] + 1 :][:MAX_PERIODS]
         best = Run(start)
         for place in later:
@@ -65,7 +67,7 @@ def repetitions(rows: Sequence[Hashable], min_saved: int = MIN_SAVED) -> Iterato
 
 
 def _repeats(rows: Sequence[Hashable], start: int, period: int) -> int:
-    """Return how often `period` rows stand in sequence from a start on."""
+    """Count how often `period` rows stand in sequence from `start` on."""
     i = start
     while i + period < len(rows) and rows[i] == rows[i + period]:
         i += 1

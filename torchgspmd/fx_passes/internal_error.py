@@ -1,7 +1,7 @@
-"""InternalError: a pass has failed, which no program may bring about. With a file for a bug report.
+"""InternalError: a pass has failed, which no program may cause. With a file for a bug report.
 
 The file has the captured graph with its marks, the mesh, the options and the versions, as text. It
-has no value of a tensor.
+has no tensor values.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _BESIDE = frozenset({"captured", "mesh", "arguments", "expand", "constants", "sh
 
 
 class InternalError(AssertionError):
-    """A fault of torchgspmd: a pass failed on a program that it should have taken.
+    """A fault in torchgspmd: a pass failed on a program that it should have taken.
 
     Args:
-        error: The exception of the pass.
-        name: Of the pass.
+        error: The pass's exception.
+        name: The pass's name.
         program: The program, as the pass found it.
     """
 
@@ -54,14 +54,15 @@ class InternalError(AssertionError):
 
 
 def reported(error: Exception, name: str, program: Program) -> Exception:
-    """Return the error to raise in place of one of a pass."""
+    """Return the error to raise in place of a pass's own."""
+    # Errors of the user's program, and the machine's memory, are no faults of ours.
     if isinstance(error, (ShardingError, InternalError, MemoryError)):
         return error
     return InternalError(error, name, program)
 
 
 def features(request: Request) -> list[str]:
-    """Return the features of a program: its mesh, options that are set, operations of ours."""
+    """Return a program's features: its mesh, options that are set, operations from torchgspmd."""
     targets = {str(getattr(n.target, "name", str)()) for n in request.captured.graph.nodes}
     operations = sorted(
         t.removeprefix(_OWN).partition(".")[0] for t in targets if t.startswith(_OWN)
@@ -70,7 +71,7 @@ def features(request: Request) -> list[str]:
 
 
 def _options(request: Request) -> list[str]:
-    """Return the options that are not as by default."""
+    """Return the options that differ from their defaults."""
     plain = Request(request.captured, request.mesh, regather="auto")
     values = {
         each.name: (getattr(request, each.name), getattr(plain, each.name))
@@ -87,7 +88,7 @@ def _text(value: object) -> str:
 
 
 def report(error: BaseException, name: str, request: Request) -> str:
-    """Return the text of a bug report."""
+    """Return a bug report as text."""
     captured = request.captured
     arguments = iter(request.arguments)
     inputs = [

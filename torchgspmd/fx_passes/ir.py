@@ -37,6 +37,7 @@ def is_operation(node: fx.Node) -> bool:
     """Return True if a node computes with tensors, not with numbers alone."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
+    # A number read from a tensor, as by `item`, has an operand whose layout matters.
     return isinstance(node.meta["val"], (Tensor, tuple, list)) or bool(operands_of(node))
 
 
@@ -46,7 +47,7 @@ def is_number(node: fx.Node) -> bool:
 
 
 def tensors_of(node: fx.Node) -> tuple[Tensor, ...]:
-    """Return the results of a node as a flat tuple of tensors."""
+    """Return a node's results as a flat tuple of tensors."""
     return _tensors_in(node.meta["val"])
 
 
@@ -57,17 +58,17 @@ def _tensors_in(val: object) -> tuple[Tensor, ...]:
 
 
 def other_shapes(node: fx.Node) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a node's tensors, with other numbers for sizes that only a run knows."""
+    """Return a node's tensor shapes, with other numbers for sizes that only a run knows."""
     return tuple(tuple(t.shape) for t in _tensors_in(node.meta.get("other", node.meta["val"])))
 
 
 def global_shape(
     node: fx.Node, local: Sequence[int], sizes: Sequence[int], stand_ins: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the global shape of a value in a run, of whose shards this is the shape.
+    """Return a value's global shape in a run, given a shard's shape.
 
-    sizes, stand_ins: the sizes of the arguments in the run, and the numbers in their places. A size
-    that depends on values is never sharded, so that each shard has it.
+    sizes, stand_ins: the argument sizes in the run, and the numbers in their places. A size that
+    depends on values is never sharded, so that each shard has it.
     """
     (other,) = other_shapes(node)
     products = (product_of(n, m, stand_ins) for n, m in zip(node.meta["val"].shape, other))
@@ -75,9 +76,9 @@ def global_shape(
 
 
 def rows_together(node: fx.Node, sizes: Sequence[int], stand_ins: Sequence[int]) -> tuple[int, ...]:
-    """Return, for each dimension of a value, how many rows stay on one device in a run.
+    """Return, for each dimension, how many rows stay together on one device in a run.
 
-    sizes, stand_ins: as of global_shape.
+    sizes, stand_ins: see global_shape.
     """
     (other,) = other_shapes(node)
     products = (product_of(n, m, stand_ins) for n, m in zip(node.meta["val"].shape, other))
@@ -85,13 +86,13 @@ def rows_together(node: fx.Node, sizes: Sequence[int], stand_ins: Sequence[int])
 
 
 def planned_shape(node: fx.Node) -> tuple[int, ...]:
-    """Return the global shape of a value, with an OpenSize for each size that only a run knows."""
+    """Return a value's global shape, with an OpenSize for each size that only a run knows."""
     (other,) = other_shapes(node)
     return with_open_sizes(node.meta["val"].shape, other)
 
 
 def unknown_sizes(node: fx.Node) -> list[tuple[int, int]]:
-    """Return the dimensions of a node's tensors that only a run knows, with their stand-ins."""
+    """Return the dimensions in a node's tensors that only a run knows, with their stand-ins."""
     if "other" not in node.meta:
         return []
     pairs = zip(tensors_of(node), other_shapes(node))
@@ -99,10 +100,11 @@ def unknown_sizes(node: fx.Node) -> list[tuple[int, int]]:
 
 
 def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the tensor arguments of a node in order, with repetitions.
+    """Return a node's tensor arguments in order, with repetitions.
 
-    The carry of a loop has two: its first value, and that of the next iteration.
+    A loop carry has two: its first value, and the next iteration's.
     """
+    # The second one stands behind the carry in the graph, so it is no argument of the node.
     if node.target is CARRY:
         marks = (mark_of(u) for u in node.users if u.target is NEXT)
         again = (mark.again for mark in marks if mark.again and mark.carry is node)
@@ -111,6 +113,7 @@ def operands_of(node: fx.Node) -> tuple[fx.Node, ...]:
         return (mark_of(node).value,)
     inputs: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: inputs.append(n))
+    # Numbers are equal on all devices: rules and layouts are about tensors alone.
     return tuple(n for n in inputs if not is_number(n))
 
 
@@ -120,8 +123,9 @@ def has_one_use(value: fx.Node) -> bool:
 
 
 def count_runs(graph: fx.Graph) -> None:
-    """Write meta["runs"]: how often the nodes in bodies of loops run."""
+    """Write meta["runs"]: how often the nodes in loop bodies run."""
     for node, nest in nests(graph).items():
+        # Loops may have been rewritten since the last count.
         node.meta.pop("runs", None)
         if nest:
             node.meta["runs"] = runs_of(nest)
@@ -133,7 +137,7 @@ def runs(node: fx.Node) -> int:
 
 
 def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
-    """Return the results of a node: itself, or the getitem nodes of its tuple (None: unused)."""
+    """Return a node's results: itself, or the getitem nodes on its tuple (None: unused)."""
     if not isinstance(node.meta["val"], (tuple, list)):
         return () if is_number(node) else (node,)
     indices = [i for i, v in enumerate(node.meta["val"]) if isinstance(v, Tensor)]
@@ -142,12 +146,12 @@ def results_of(node: fx.Node) -> tuple[fx.Node | None, ...]:
 
 
 def call_of(node: fx.Node) -> Call:
-    """Return the argument of a rule: the operation with its fake arguments and results."""
+    """Return the argument for a rule: the operation with its fake arguments and results."""
     return _call(node, "val", _call(node, "other", None) if node.meta.get("dynamic") else None)
 
 
 def _call(node: fx.Node, key: str, other: Call | None) -> Call:
-    """Return a call with the values of one key of the metadata, where nodes have it."""
+    """Return a call with the values under one metadata key, where nodes have it."""
 
     def value(n: fx.Node) -> Any:
         return n.meta.get(key, n.meta["val"])
@@ -158,12 +162,13 @@ def _call(node: fx.Node, key: str, other: Call | None) -> Call:
 
 
 def signature(node: fx.Node) -> tuple:
-    """Return the key of a node's rule, equal for the same operation of repeated layers."""
+    """Return the key for a node's rule, equal for the same operation in repeated layers."""
     tensors: list[Any] = []
 
     def show(n: fx.Node) -> str:
         if is_number(n):
             return f"#{n.meta['val']}"
+        # Shapes and dtypes, not names: equal layers share one rule and one search.
         tensors.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
 
@@ -179,15 +184,15 @@ def signature(node: fx.Node) -> tuple:
 
 
 def _is_looped(node: fx.Node) -> bool:
-    """Return whether a loop's body has a node, or one of its operands."""
+    """Return whether a loop body contains a node, or one of its operands."""
     return "runs" in node.meta or any("runs" in n.meta for n in node.all_input_nodes)
 
 
 class Rules:
-    """The rule of every node, looked up once for equal signatures.
+    """The rule for every node, looked up once for equal signatures.
 
-    One pass after the other asks for the operations of a graph that few of them change. Those of
-    the last graph are remembered, with the objects that they follow from.
+    Many passes ask for a graph's operations, and few change them. The operations in the last graph
+    are remembered, with the objects that they follow from.
     """
 
     def __init__(self, lookup: Callable[[Call], FactorRule] = rule_of) -> None:
@@ -197,7 +202,7 @@ class Rules:
         self.known: dict[fx.Node, tuple[Op, tuple[Any, ...]]] = {}  # its operations
 
     def op(self, node: fx.Node) -> Op:
-        """Return the operation of a node."""
+        """Return a node's operation."""
         cache_key = signature(node)
         if cache_key not in self.cache:
             self.cache[cache_key] = (self.lookup(call_of(node)), len(self.cache))
@@ -205,17 +210,20 @@ class Rules:
         return Op(node, rule, operands_of(node), results_of(node), key)
 
     def ops(self, graph: fx.Graph) -> Iterator[Op]:
-        """Return the operations of a graph, in its order."""
+        """Return a graph's operations, in its order."""
         if graph is not self.graph:
             self.graph, self.known = graph, {}
         return (self._known_op(node) for node in graph.nodes if is_operation(node))
 
     def _known_op(self, node: fx.Node) -> Op:
-        """Return the operation of a node of the last graph."""
+        """Return the operation for a node in the last graph."""
         op, sources = self.known.get(node, (None, ()))
+        # By identity: whoever changes a node gives it new arguments, and no pass edits them in
+        # place.
         if op is not None and all(map(operator.is_, sources, _sources(op))):
             return op
         op = self.op(node)
+        # Anything else may change without a change of the node, and is computed each time.
         if op.results == (node,) and _follows_from_arguments(op):
             self.known[node] = op, _sources(op)
         return op
@@ -230,7 +238,7 @@ def _sources(op: Op) -> tuple[Any, ...]:
 
 
 def _follows_from_arguments(op: Op) -> bool:
-    """Return whether nothing but arguments that are tensors decides on an operation."""
+    """Return whether tensor arguments alone decide an operation."""
     inputs = op.node.all_input_nodes
     return (
         "dynamic" not in op.node.meta

@@ -1,11 +1,11 @@
 """Program values as JSON; decoder.py reads them, and evaluates nothing.
 
-1, "a", None                 themselves
-(1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
-torch.float32                ["torch", "float32"]
-aten.mm.default              ["operator", "aten.mm.default"]
-%mm                          ["node", 7]: the eighth node of its graph
-ShardSpec, Step, ...         ["record", 3]: equal ones are in the text once
+    1, "a", None                 themselves
+    (1, [2, 3])                  ["tuple", 1, ["list", 2, 3]]
+    torch.float32                ["torch", "float32"]
+    aten.mm.default              ["operator", "aten.mm.default"]
+    %mm                          ["node", 7]: the eighth node of its graph
+    ShardSpec, Step, ...         ["record", 3]: equal ones are in the text once
 
 A value with another type cannot be shared: every process plans the program then.
 """

@@ -33,11 +33,11 @@ def decompose_ops(
     lookup: Callable[..., Callable | None] = decomposition_of,
     traced: Traced | None = None,
 ) -> fx.Graph:
-    """Return a copy of the graph with operations decomposed.
+    """Return a copy with operations decomposed.
 
     splitting: nodes with a rule to decompose all the same, and how they are sharded.
     lookup: finds a decomposition, as decomposition_of does.
-    traced: cache of decompositions, for like graphs.
+    traced: cache for decompositions, for like graphs.
     """
     return _Expander(splitting, lookup, {} if traced is None else traced).run(graph)
 
@@ -56,6 +56,7 @@ class _Expander:
         """Copy the graph, decomposing operations."""
         new: dict[fx.Node, Any] = {}
         for node in graph.nodes:
+            # Decompositions with several results have left a tuple: its elements need no getitem.
             if (
                 node.op == "call_function"
                 and node.target is operator.getitem
@@ -67,8 +68,10 @@ class _Expander:
             else:
                 new[node] = copy_node(self.graph, node, new.__getitem__)
                 new[node].meta = dict(node.meta)
+            # Nodes keep the name of the captured value that they compute, for reports.
             if isinstance(new.get(node), fx.Node) and "captured" in node.meta:
                 new[node].meta.setdefault("captured", node.meta["captured"])
+        # list(): the loop adds nodes to the graph that it walks.
         for node in list(self.graph.nodes):
             if any(n.meta.get("dynamic") for n in (node, *node.all_input_nodes)):
                 continue  # what has the same value for the sizes that stand there
@@ -91,11 +94,12 @@ class _Expander:
         within: tuple = (),
         of: fx.Node | None = None,
     ) -> Any:
-        """Return the node's value in the new graph: a node, or the results of a decomposition.
+        """Return the node's value in the new graph: a node, or a decomposition's results.
 
-        of: the operation of the old graph that the node is a part of.
+        of: the operation in the old graph that the node belongs to.
         """
         dynamic = node.meta.get("dynamic", False)
+        # `within`: a decomposition that calls its own operation again would never end.
         keep = node.target in within or not dynamic and any(map(is_number, node.all_input_nodes))
         function = None if keep else self.lookup(node.target, splitting=splitting)
         inner = self.trace(node, function, splitting) if function else None
@@ -105,6 +109,7 @@ class _Expander:
             copy = copy_node(self.graph, node, new.__getitem__)
             copy.target = RENAMED.get(node.target, node.target)
             sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}
+            # Sizes are those of the step, not of the operation that it is a part of.
             plain = {k: value for k, value in meta.items() if k not in ("other", "dynamic", "draw")}
             copy.meta = {**plain, "val": node.meta["val"], **sizes}
             return copy
@@ -128,13 +133,14 @@ class _Expander:
     def trace(
         self, node: fx.Node, function: Callable, splitting: SplitRequest | None
     ) -> fx.Graph | None:
-        """Return the graph of a decomposition, cached by signature.
+        """Return a decomposition's graph, cached by signature.
 
         None if it cannot be traced, or if it contains tensors of its own.
         """
         key = (signature(node), splitting)
         if key not in self.traced:
             one = _traced(node, function, "val")
+            # Traced twice, with two sizes: numbers in which the graphs differ are sizes of the run.
             if one is not None and node.meta.get("dynamic"):
                 other = _traced(node, function, "other")
                 one = None if other is None else with_sizes(one, other, node)
@@ -143,7 +149,7 @@ class _Expander:
 
 
 def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
-    """Return the graph of a decomposition for the arguments' values of one key of the metadata."""
+    """Return a decomposition's graph, traced with the arguments' values under one metadata key."""
     values = {n: n.meta.get(name, n.meta["val"]) for n in (node, *node.all_input_nodes)}
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     try:
@@ -158,9 +164,10 @@ def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
 def _is_valid(inner: fx.Graph, node: fx.Node, results: object) -> bool:
     """Return whether a decomposition can replace its operation, which has these results.
 
-    It has no constants, does not contain the operation itself, and has results like its.
+    It has no constants, does not contain the operation itself, and has like results.
     """
     steps = [n for n in inner.nodes if n.op not in ("placeholder", "output")]
+    # An operation that contains itself would be decomposed for ever.
     if any(n.op != "call_function" for n in steps) or any(
         n.target is node.target and signature(n) == signature(node) for n in steps
     ):

@@ -1,8 +1,8 @@
-"""The seeds of random numbers: one for each draw, which a repeated draw has, too.
+"""Random number seeds: one for each draw, which a repeated draw has, too.
 
     %u = uniform(%s, ...) of draw 0, %v = uniform(%t, ...) of draw 0 again:  %t is %s
 
-In bodies of loops the seeds of all iterations are drawn before the loop:
+In loop bodies the seeds for all iterations are drawn before the loop:
 
     %s = draw_seed() in loops 1x4/2x8;  %u = uniform(%s, ...)
 
@@ -10,7 +10,7 @@ becomes
 
     %a = draw_seeds([4, 8]);  %r = row(%a, 1x4);  %s = row(%r, 1x4/2x8);  %u = uniform(%s, ...)
 
-A loop that computes an earlier one again takes rows of the same seeds.
+A loop that computes an earlier one again takes rows from the same seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ...rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
 
 
 class DrawSeeds:
-    """Adds the seeds of a program to a graph."""
+    """Adds a program's seeds to a graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -34,9 +34,9 @@ class DrawSeeds:
         self.within: dict[fx.Node, int] = {}  # how many seeds an operation has taken
 
     def seed(self, of: fx.Node, draw: fx.Node, meta: dict[str, Any]) -> fx.Node:
-        """Return the seed of an operation.
+        """Return an operation's seed.
 
-        of: the operation of the captured graph. draw: the node that draws a seed. meta: has its
+        of: the operation in the captured graph. draw: the node that draws a seed. meta: has its
             loops.
         """
         nest, plain = nest_of(meta["loop"]) if "loop" in meta else (), dict(meta)
@@ -45,6 +45,7 @@ class DrawSeeds:
         shape = [loop.length for loop in nest]
         position = self.within[of] = self.within.get(of, -1) + 1
         number = meta.get("draw")
+        # A checkpoint computes a draw again, and needs the same random numbers.
         seed = self.first.get((number, position)) if number is not None else None
         if seed is None:
             target, args = (DRAW_SEEDS, (shape,)) if nest else (DRAW_SEED, ())

@@ -1,4 +1,4 @@
-"""The cheapest cut of a graph in two: Edmonds and Karp's algorithm (1972)."""
+"""The cheapest cut through a graph: Edmonds and Karp's algorithm (1972)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ class Cut:
     def add(self, source: Node, target: Node, cost: float) -> None:
         """Add `cost` to the edge source -> target."""
         self.left[source][target] = self.left[source].get(target, 0.0) + cost
+        # The way back, without capacity: flow on the edge can be taken back by it.
         self.left[target].setdefault(source, 0.0)
 
     def tie(self, one: Node, other: Node) -> None:
@@ -26,7 +27,7 @@ class Cut:
         self.add(other, one, math.inf)
 
     def first_side(self, source: Node, sink: Node) -> set[Node]:
-        """Return the nodes on the side of `source` if `sink` is on the other; as few as can be."""
+        """Return the nodes on `source`'s side if `sink` is on the other; as few as can be."""
         while sink in (before := self._reached(source, sink)):
             path, at = [], sink
             while at != source:
@@ -34,6 +35,7 @@ class Cut:
                 at = before[at]
             flow = min(self.left[a][b] for a, b in path)
             if flow == math.inf:
+                # A path without any finite edge: no cut keeps them apart.
                 raise AssertionError("the two sides of a cut are tied")
             for a, b in path:
                 self.left[a][b] -= flow

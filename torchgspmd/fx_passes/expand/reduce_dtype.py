@@ -1,18 +1,17 @@
-"""Sum the gradients of parameters over devices in another dtype than they are computed in.
+"""Sum parameter gradients over devices in another dtype than they are computed in.
 
 before   %dw   : bf16[64, 32] = einsum(%x, %dy);  %dw_f : f32[64, 32] = _to_copy(%dw, f32)
 after    %dw   : f32[64, 32]  = einsum(%x, %dy) in bf16
 needs    a propagated graph
 ensures  the operation that sums a gradient over rows has its result in the dtype at once: a device
-         casts its term, and no reduction comes before the cast. What follows up to the gradient,
-         such as additions and views, computes in that dtype too. A parameter of another dtype gets
-         `to(%dw, ...)`, which takes a sum and no terms of one.
-source   reduce_dtype of PyTorch's FSDP2
+         casts its term, and no reduction comes before the cast. Later steps up to the gradient,
+         such as additions and views, compute in that dtype too. A parameter with another dtype
+         gets `to(%dw, ...)`, which takes a sum and no terms.
+source   reduce_dtype in PyTorch's FSDP2
 
 If the dtype is narrower than the gradient's, only the last operation has its result in it. One
-value on the way may have other users, as that of the gradient of a product of two parameters has;
-these get it in its own dtype. Before a second one gradients are not traced back: it may be a
-gradient of activations.
+value on the way may have other users, as in a product of two parameters; these get it in its own
+dtype. Gradients are not traced back past a second such value: it may be a gradient for activations.
 """
 
 from __future__ import annotations
@@ -34,11 +33,12 @@ Chain = dict[fx.Node, frozenset[int]]  # value -> operands that are summed in th
 def reduce_in(
     graph: fx.Graph, gradients: Collection[int], dtype: torch.dtype, rules: Rules
 ) -> bool:
-    """Rewrite the graph; return whether it changed. gradients: positions of outputs."""
+    """Rewrite the graph; return whether it changed. gradients: output positions."""
     output, changed = graph.output_node(), False
     gradients = [i for i in gradients if _is_computed(output.args[0][i])]
     dtypes = [_dtype(output.args[0][i]) for i in gradients]
     chain = _chain(graph, frozenset(gradients), dtype, rules)
+    # In program order: a value is retyped after its operands, from which its dtype follows.
     for value in [node for node in graph.nodes if node in chain]:
         before, others = _dtype(value), _other_users(value, chain)
         wide = _retype(value, chain[value], dtype)
@@ -49,6 +49,7 @@ def reduce_in(
                 user.replace_input_with(wide, narrow)
     results, casts = list(output.args[0]), {}
     for i, stored in zip(gradients, dtypes):
+        # `to` last: it casts the finished sum to the parameter's dtype, behind the reduction.
         for op, target in ((aten._to_copy.default, dtype), (aten.to.dtype, stored)):
             if _dtype(results[i]) != target:
                 key = results[i], target
@@ -58,7 +59,7 @@ def reduce_in(
 
 
 def _other_users(value: fx.Node, chain: Chain) -> list[fx.Node]:
-    """Return the operations outside of a chain that use a value of it."""
+    """Return the operations outside a chain that use one of its values."""
     return [u for u in value.users if u.op != "output" and not _continues(value, u, chain)]
 
 
@@ -76,7 +77,7 @@ def _dtype(value: fx.Node) -> torch.dtype:
 
 
 def _widens(value: fx.Node, dtype: torch.dtype) -> bool:
-    """Return whether the dtype has all numbers that the value's dtype has."""
+    """Return whether the dtype has every number in the value's dtype."""
     return torch.promote_types(_dtype(value), dtype) == dtype
 
 
@@ -86,6 +87,7 @@ def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules
     others = {v for i, v in enumerate(output.args[0]) if i not in gradients}
     chain: Chain = {}
     shared: set[fx.Node] = set()  # values of the chain that have other users, or are behind one
+    # Backwards, so that a value's users are known to be in the chain before it is asked.
     for op in reversed([*rules.ops(graph)]):
         for value in filter(None, op.results):
             followers = [u for u in value.users if u is output or _continues(value, u, chain)]
@@ -103,7 +105,7 @@ def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules
 
 
 def _continues(value: fx.Node, user: fx.Node, chain: Chain) -> bool:
-    """Return whether all that a user takes of a value ends in gradients."""
+    """Return whether everything a user takes from a value ends in gradients."""
     return user in chain and all(
         i in chain[user] for i, operand in enumerate(operands_of(user)) if operand is value
     )
@@ -121,6 +123,7 @@ def _summed_operands(op: Op, dtype: torch.dtype) -> frozenset[int]:
         if any(op.operands[k].meta.get("backward") for k in group)
         for i in group
     )
+    # Tried, not derived: torch alone knows which dtypes an operation mixes.
     try:
         result = _computed_with(op.node, {op.operands[i] for i in summed}, dtype)
     except (RuntimeError, TypeError, NotImplementedError, ValueError):
@@ -129,7 +132,7 @@ def _summed_operands(op: Op, dtype: torch.dtype) -> frozenset[int]:
 
 
 def _computed_with(node: fx.Node, operands: Collection[fx.Node], dtype: torch.dtype) -> Tensor:
-    """Return the fake result of an operation on operands in another dtype."""
+    """Return an operation's fake result with operands in another dtype."""
     args, kwargs = fx.map_arg(
         (node.args, dict(node.kwargs)),
         lambda n: n.meta["val"].to(dtype) if n in operands else n.meta["val"],

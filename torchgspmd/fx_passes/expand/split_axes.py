@@ -1,4 +1,4 @@
-"""Split mesh axes where a reshape or a group of heads can use only a part of one.
+"""Split mesh axes where a reshape or a group of heads can use only a part.
 
 before   %q : f32[4, 8@model, 16]    on model=4
          %r : f32[4, 2, 4, 16]       = reshape(%q)      model does not divide the 2
@@ -6,8 +6,8 @@ after    %r : f32[4, 2@model:(1)2, 4@model:(2)2, 16]      = reshape(%q)
 needs    a propagated graph
 source   sub-axes are Shardy's; splitting only where propagation is blocked is ours
 
-The passes work on a mesh in which such an axis is replaced by several; each part is an axis like
-any other. Afterwards names are merged again where all parts of an axis stand together.
+On the mesh that the passes work on, several axes replace such an axis; each part is an axis like
+any other. Afterwards names are merged again where all parts stand together.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from ..propagate.layouts import Layouts
 
 
 def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
-    """Return the axes to split, with the sizes of their parts.
+    """Return the axes to split, with their part sizes.
 
-    Such an axis does not divide a factor, though a part of it would.
+    Such an axis does not divide a factor, though a part would.
     """
     sizes: dict[str, set[int]] = {}
     for op in rules.ops(graph):
@@ -67,9 +67,9 @@ def _blocked_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
 
 
 def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
-    """Return (axis, size of its major part) for an axis of a factor that another one may share.
+    """Return (axis, size of its major part) for an axis that another factor may share.
 
-    The other factor gets the minor part, if all of the axis does not divide it, and if that sends
+    The other factor gets the minor part, if the whole axis does not divide it, and if that sends
     less.
     """
     instead, mesh = op.rule.instead, layouts.mesh
@@ -84,6 +84,7 @@ def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     if len(axes[instead.factor]) != 1 or axes[instead.factor] & axes[instead.other]:
         return []
     (axis,) = axes[instead.factor]
+    # The largest part that still divides the other factor; the rest stays with the first.
     count = mesh.count((axis,))
     part = math.gcd(
         op.rule.sizes.get(instead.other, 1) // mesh.count((*axes[instead.other],)), count
@@ -94,7 +95,7 @@ def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
 
 
 def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Give the axes of a graph on a split mesh their own names, where all parts stand together."""
+    """Give a graph's axes on a split mesh their own names, where all parts stand together."""
     for node in graph.nodes if mesh != mesh.unsplit() else ():
         meta = node.meta
         for key in ("spec", "mark"):
@@ -114,7 +115,7 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 
 def _merge_step(step: Step, mesh: Mesh) -> Step:
-    """Return the step with merged names of axes."""
+    """Return the step with merged axis names."""
     return replace(
         step,
         args=step.target.rename(step.args, step.axes, mesh.merge),

@@ -29,7 +29,7 @@ def block_ops_to_split(
 
 
 def _request(op: Op, shards: int, layouts: Layouts) -> SplitRequest:
-    """Return how an operation is sharded that is split over so many devices."""
+    """Return how an operation is sharded that is split over `shards` devices."""
     counts = {
         value: tuple(map(layouts.mesh.count, layouts.spec[value].dims)) for value, _ in _tensors(op)
     }
@@ -70,6 +70,7 @@ def ops_to_split(
         for node, shards in split.items()
         if shards > 1 and not (tried and _has_free_dim(ops[node], shards, layouts))
     }
+    # Again until nothing changes: an operation that stays fused may tie the next one to it.
     while unsplittable := [node for node in split if _is_tied_to_whole_op(ops[node], ops, split)]:
         for node in unsplittable:
             del split[node]
@@ -88,7 +89,7 @@ def _has_free_dim(op: Op, shards: int, layouts: Layouts) -> bool:
 def _is_tied_to_whole_op(op: Op, ops: Mapping[fx.Node, Op], split_ops: Collection[fx.Node]) -> bool:
     """Return whether an operation shares an intermediate with one that stays fused.
 
-    An example are the indices of max-pool. Both are split or neither, since the formats differ.
+    Max-pool indices are an example. Both are split or neither, since the formats differ.
     """
     split = _split_of(op)
     if split.takes is not None:
@@ -110,6 +111,7 @@ def _whole_shards(op: Op, layouts: Layouts) -> int:
 
     Only its largest tensors count.
     """
+    # Gathering a small operand is cheaper than splitting the operation.
     largest = max(value.meta["val"].numel() for value, _ in _tensors(op))
     tensors = [
         (value, *_axes(value, dims, op, layouts))
@@ -146,7 +148,7 @@ def _axes(
 
 
 def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
-    """Return operands and results, with the factors of their dimensions."""
+    """Return operands and results, with their dimensions' factors."""
     return [
         (v, dims)
         for v, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
@@ -155,10 +157,11 @@ def _tensors(op: Op) -> list[tuple[fx.Node, Sequence[tuple[str, ...]]]]:
 
 
 def _uneven_shards(op: Op, layouts: Layouts) -> int:
-    """Return into how many uneven shards propagation cuts the major factor of a dimension.
+    """Return into how many uneven shards propagation cuts a dimension's major factor.
 
-    The factor is alone in one tensor, and the first of several in a dimension of another.
+    The factor is alone in one tensor, and the first among several in another tensor's dimension.
     """
+    # Shards of r s rows need not hold whole groups of s, unless the devices divide r.
     shared = {factors[0] for _, dims in _tensors(op) for factors in dims if len(factors) > 1}
     counts = (
         layouts.mesh.count(axes)
@@ -172,7 +175,7 @@ def _uneven_shards(op: Op, layouts: Layouts) -> int:
 
 
 def _multi_factor_shards(op: Op, layouts: Layouts) -> int:
-    """Return into how many shards propagation cuts a dimension of several factors.
+    """Return into how many shards propagation cuts a dimension that several factors share.
 
     Only if they divide the minor factors and not the major one.
     """
@@ -217,7 +220,7 @@ def _merged_shards(op: Op, layouts: Layouts) -> int:
 
 
 def axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
-    """Return the axes along a factor, of each tensor that has it alone in a dimension."""
+    """Return the axes along a factor, for each tensor that has it alone in a dimension."""
     return [
         layouts.spec[value].dims[d]
         for value, dims in _tensors(op)

@@ -10,12 +10,11 @@ after    %d = cat([einsum(%dq, %x), einsum(%dk, %x)], 1)
          %e = einsum(%dq, %u) + einsum(%dk, %v)
 
 needs    a propagated graph, rules
-source   ours. A fused weight of queries, keys and values that is cut into equal shards has none of
-         the three on all devices. So either the weight has to move or the product; the product is
-         larger, mostly.
+source   ours. If a fused weight for queries, keys and values is cut into equal shards, no part is
+         on all devices. So either the weight has to move or the product; the product is larger,
+         mostly.
 
-Only dimensions that are sharded matter. The measure is the number of elements that one device
-moves.
+Only sharded dimensions matter. The measure is the element count that one device moves.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def splits_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
 
 
 class _Splitter:
-    """Moves the slices and concatenations of one graph."""
+    """Moves one graph's slices and concatenations."""
 
     def __init__(self, graph: fx.Graph, layouts: Layouts, rules: Rules) -> None:
         self.graph, self.rules, self.mesh = graph, rules, layouts.mesh
@@ -87,7 +86,7 @@ class _Splitter:
         )
 
     def _elements(self, place: Place) -> float:
-        """Return the elements of a value on one device."""
+        """Return how many elements of a value one device has."""
         value = place[0]
         return math.prod(self.specs[value].local_shape(value.meta["val"].shape, self.mesh))
 
@@ -97,7 +96,7 @@ class _Splitter:
         return count > 1 and all(border % count == 0 for border in borders)
 
     def _movable_factor(self, value: fx.Node, dim: int) -> str | None:
-        """Return the factor of a result's dimension if slices of operands give a slice of it."""
+        """Return the factor on a result's dimension if operand slices give a result slice."""
         op = self.ops.get(value)
         if op is None or op.results != (value,):
             return None
@@ -107,7 +106,7 @@ class _Splitter:
     # -------------------------------------------------------------------------------------- slices
 
     def _sliced_values(self) -> list[tuple[fx.Node, int, dict[fx.Node, Span]]]:
-        """Return values of which only slices along one sharded dimension are used.
+        """Return values that are used only through slices along one sharded dimension.
 
         With each the dimension and its slices.
         """
@@ -133,7 +132,7 @@ class _Splitter:
         return candidates
 
     def _slices_of(self, node: fx.Node) -> dict[fx.Node, tuple[int, int, int]]:
-        """Return the results of an operation that only takes rows, as (dimension, start, end)."""
+        """Return the results for an operation that only takes rows, as (dimension, start, end)."""
         op = self.ops.get(node)
         if op is None or len(op.operands) != 1:
             return {}
@@ -156,9 +155,10 @@ class _Splitter:
         return True
 
     def _replace_node(self, old: fx.Node, new: fx.Node) -> None:
-        """Replace a node by another, and erase the operands that only the old one needed."""
+        """Replace a node, and erase the operands that only the old one needed."""
         for user in old.replace_all_uses_with(new):
             if user in self.ops:
+                # The users have other operands now, so their cached operations are out of date.
                 self.ops[user] = self.rules.op(user)
         dead = [old]
         while dead:
@@ -169,12 +169,13 @@ class _Splitter:
                 self.graph.erase_node(node)
 
     def _slice_frontier(self, value: fx.Node, dim: int) -> Frontier:
-        """Return where slices of a value cost least: of it, or of its operands."""
+        """Return where slices cost least: on the value, or on its operands."""
         here, factor = (
             Frontier(self._elements((value, dim)), frozenset({(value, dim)})),
             self._movable_factor(value, dim),
         )
         places = _operands_with(self.ops[value], factor) if factor is not None else []
+        # An operand with other users exists anyhow: the search ends there.
         above = _union(
             self._slice_frontier(*place) if len(place[0].users) == 1 else self._frontier_at(place)
             for place in places
@@ -182,7 +183,7 @@ class _Splitter:
         return min(here, above, key=lambda frontier: frontier.elements) if places else here
 
     def _frontier_at(self, place: Place) -> Frontier:
-        """Return the frontier of slices of a value itself; existing slices cost nothing."""
+        """Return the frontier with a value's own slices; existing slices cost nothing."""
         exists = any(key[:2] == place for key in self.new_slices)
         return Frontier(0.0 if exists else self._elements(place), frozenset({place}))
 
@@ -200,6 +201,7 @@ class _Splitter:
                 op, copies, before, value.meta["val"].narrow(dim, span[0], span[1] - span[0])
             )
         key = (value, dim, span)
+        # A slice made further down would be read before it exists: then there is a second one.
         if key not in self.new_slices or self.order[self.new_slices[key]] > self.order[before]:
             with self.graph.inserting_before(before):
                 self.new_slices[key] = self._register(
@@ -210,7 +212,7 @@ class _Splitter:
     def _copy_op(
         self, op: Op, slices: Mapping[fx.Node, fx.Node], before: fx.Node, val: Tensor
     ) -> fx.Node:
-        """Return a copy of a call with slices in place of operands."""
+        """Copy a call with slices in place of operands."""
         with self.graph.inserting_before(before):
             copy = copy_node(self.graph, op.node, lambda n: slices.get(n, n))
         copy.meta = {
@@ -219,7 +221,7 @@ class _Splitter:
         return self._register(copy, op.node, before)
 
     def _register(self, node: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
-        """Record the order, the operation and the layout of a new node."""
+        """Record a new node's order, operation and layout."""
         self.order[node], self.ops[node], self.specs[node] = (
             self.order[before],
             self.rules.op(node),
@@ -230,7 +232,7 @@ class _Splitter:
     # ------------------------------------------------------------------------------- concatenations
 
     def _joined_values(self) -> list[tuple[fx.Node, int, list[int]]]:
-        """Return concatenations along a sharded dimension, with the borders of the operands."""
+        """Return concatenations along a sharded dimension, with the operands' borders."""
         candidates = []
         for op in self.ops.values():
             joined = (
@@ -249,7 +251,7 @@ class _Splitter:
         return candidates
 
     def _move_concat(self, value: fx.Node, dim: int, borders: list[int]) -> bool:
-        """Concatenate after the users of a value; return whether that moves less."""
+        """Concatenate after a value's users; return whether that moves less."""
         frontier = self._join_frontier(value, dim, value)
         if (value, dim) in frontier.places:
             return False
@@ -278,6 +280,7 @@ class _Splitter:
                 if (factor,) in op.rule.results[0]
                 else []
             )
+        # `here` comes first in min: equal costs leave the program as it is.
         return min(here, _union(frontiers), key=lambda frontier: frontier.elements)
 
     def _depends_on(self, value: fx.Node, source: fx.Node) -> bool:
@@ -293,7 +296,7 @@ class _Splitter:
         return False
 
     def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
-        """Return the factor of a value's dimension in a user; None if that needs it whole."""
+        """Return the factor on a value's dimension in a user; None if that needs it whole."""
         op = self.ops.get(user)
         if op is None or op.results != (user,):
             return None
@@ -334,6 +337,7 @@ class _Splitter:
             if out_dim is not None and (user, out_dim) not in frontier.places:
                 self._replace_concat(user, out_dim, copies, spans, frontier)
                 continue
+            # The user sums over a dimension that its result lacks: then the parts are added.
             with self.graph.inserting_before(user):
                 total = (
                     concat_slice.add(self.graph, copies, val, user.meta)
@@ -344,9 +348,9 @@ class _Splitter:
 
 
 def _passes_parts(op: Op, factor: str) -> bool:
-    """Return whether slices of the operands give one of the result, one slice for each value.
+    """Return whether operand slices give one result slice, with one slice for each value.
 
-    Of a value that is two operands, as in `x @ x.T`, one may have the factor elsewhere.
+    A value may be two operands, as in `x @ x.T`; then one may have the factor elsewhere.
     """
     dims_of: dict[fx.Node, set] = {}
     for v, dims in zip(op.operands, op.rule.operands):
@@ -367,7 +371,7 @@ def _operands_with(op: Op, factor: str | None) -> list[Place]:
 
 
 def _union(frontiers: Iterable[Frontier]) -> Frontier:
-    """Return all places of some frontiers, with the sum of their elements."""
+    """Return all places in some frontiers, with their elements summed."""
     frontiers = list(frontiers)
     return Frontier(
         sum(frontier.elements for frontier in frontiers),

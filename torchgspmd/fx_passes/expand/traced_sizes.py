@@ -1,13 +1,12 @@
-"""Decompositions of operations with sizes that only a run knows.
+"""Decompositions with sizes that only a run knows.
 
     div(sum(%x, [0]), 496)      the mean of [u0, 8] over dim 0, for one size
     div(sum(%x, [0]), 1616)     for another size
     div(sum(%x, [0]), %n)       for all: %n = sym_size(%x, 0)
     div(sum(%x), %m)            the mean of all elements: %m = mul(%n, 8)
 
-Both graphs are decompositions of one operation, for two sizes. Numbers in which they differ are
-sizes of its operands, numbers among its arguments, or products of these; otherwise the operation
-stays as it is.
+Both graphs decompose one operation, for two sizes. Numbers in which they differ are operand sizes,
+numbers among its arguments, or products of these; otherwise the operation stays as it is.
 """
 
 from __future__ import annotations
@@ -59,6 +58,7 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
             return one
         if one == two:
             return one
+        # bool is an int, too, but never a size.
         if type(one) is not int or (factors := _factors(one, two, [*sizes])) is None:
             raise _DifferError
         product = None
@@ -81,11 +81,11 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
 
 
 class _DifferError(Exception):
-    """Two decompositions differ by more than the sizes of their operands."""
+    """Two decompositions differ by more than their operands' sizes."""
 
 
 def _add_inputs(inner: fx.Graph, node: fx.Node) -> dict[tuple, Any]:
-    """Add placeholders for the numbers among the arguments of a node; return them by value."""
+    """Add placeholders for the numbers among a node's arguments; return them by value."""
     arguments: list[fx.Node] = []
     fx.map_arg((node.args, dict(node.kwargs)), lambda n: arguments.append(n))
     tensors = iter([n for n in inner.nodes if n.op == "placeholder"])
@@ -95,6 +95,7 @@ def _add_inputs(inner: fx.Graph, node: fx.Node) -> dict[tuple, Any]:
             after = next(tensors)
             continue
         first = next(iter(inner.nodes))
+        # In the order of the arguments, from which placeholders are filled.
         with inner.inserting_after(after) if after else inner.inserting_before(first):
             after = inner.placeholder("number")
         after.meta = {key: argument.meta[key] for key in ("val", "other") if key in argument.meta}
@@ -103,7 +104,7 @@ def _add_inputs(inner: fx.Graph, node: fx.Node) -> dict[tuple, Any]:
 
 
 def _factors(one: int, two: int, sizes: Sequence[_Size]) -> list[_Size] | None:
-    """Return sizes whose product, times a number, is a number of both graphs; None if none is.
+    """Return sizes whose product, times a number, is a number in both graphs; None if none is.
 
     one, two: the number in both. sizes: each in both.
     """
@@ -111,6 +112,7 @@ def _factors(one: int, two: int, sizes: Sequence[_Size]) -> list[_Size] | None:
         return []
     for size in sizes:
         s, t = size
+        # s > 1: a size of 1 divides everything, and would be taken for ever.
         if s != t and s > 1 and one % s == 0 and two % t == 0:
             rest = _factors(one // s, two // t, sizes)
             if rest is not None:
@@ -119,7 +121,7 @@ def _factors(one: int, two: int, sizes: Sequence[_Size]) -> list[_Size] | None:
 
 
 def _times(inner: fx.Graph, before: fx.Node, a: fx.Node | None, b: fx.Node | int) -> Any:
-    """Return the node of a product of two numbers; None stands for 1."""
+    """Return the node for a product of two numbers; None stands for 1."""
     if a is None:
         return b
     with inner.inserting_before(before):
@@ -137,7 +139,7 @@ def _pair(number: fx.Node | int) -> _Size:
 
 
 def _size_node(inner: fx.Graph, source: Any, one: int, two: int) -> fx.Node:
-    """Return a node for a number: that of an argument, or the size of a dimension."""
+    """Return a node for a number: an argument, or a dimension's size."""
     if isinstance(source, fx.Node):
         return source
     placeholder, _ = source
@@ -148,7 +150,7 @@ def _size_node(inner: fx.Graph, source: Any, one: int, two: int) -> fx.Node:
 
 
 def _add_other(one: fx.Node, two: fx.Node) -> None:
-    """Note the other value of a node, if it differs."""
+    """Note a node's other value, if it differs."""
     if "val" in one.meta and not _equal(one.meta["val"], two.meta["val"]):
         one.meta["other"] = two.meta["val"]
 
@@ -161,6 +163,7 @@ def _mark_dynamic(node: fx.Node) -> None:
 
 def is_dynamic(node: fx.Node) -> bool:
     """Return whether an operation has sizes that only a run knows, or such numbers."""
+    # A pointwise operation takes a number as it is: its result's shape does not depend on it.
     pointwise = isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
     return any(
         "other" in each.meta and not (pointwise and is_number(each))

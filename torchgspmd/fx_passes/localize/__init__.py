@@ -1,1 +1,1 @@
-"""The program of one device."""
+"""One device's program."""

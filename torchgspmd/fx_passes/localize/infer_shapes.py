@@ -1,6 +1,6 @@
-"""Shapes and dtypes of the nodes that localizing an operation adds: they run on meta tensors.
+"""Shapes and dtypes for the nodes that localizing an operation adds: they run on meta tensors.
 
-So memory and time of the operations that one operation has become are counted.
+So memory and time count every local operation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ META = torch.device("meta")
 
 
 def infer_shapes(graph: fx.Graph) -> None:
-    """Add shape and dtype to the tensors of a program of one device that lack them."""
+    """Add shape and dtype to a device program's tensors that lack them."""
     examples = _Examples()
     for node in graph.nodes:
         if _lacks_shape(node) and isinstance(value := examples.of(node), Tensor):
@@ -24,7 +24,7 @@ def infer_shapes(graph: fx.Graph) -> None:
 
 
 def _lacks_shape(node: fx.Node) -> bool:
-    """Return whether a node may be a tensor without a shape; a call of several results is none."""
+    """Return whether a node may be a tensor without a shape; one with several results is none."""
     if node.op != "call_function" or node.meta.get("shape") is not None:
         return False
     if node.meta.get("dynamic") and not all(map(_has_known_shape, node.all_input_nodes)):
@@ -42,14 +42,14 @@ def _has_known_shape(node: fx.Node) -> bool:
 
 
 class _Examples:
-    """Values like those of the nodes: meta tensors, numbers (of coordinates: 0), and None."""
+    """Values like the nodes' own: meta tensors, numbers (for coordinates: 0), and None."""
 
     def __init__(self) -> None:
         self.values: dict[fx.Node, Any] = {}
         self.results: dict[Any, Any] = {}  # of like calls
 
     def of(self, node: fx.Node) -> Any:
-        """Return a value like that of a node; None if it is unknown."""
+        """Return a value like a node's; None if it is unknown."""
         if node not in self.values:
             self.values[node] = self._value(node)
         return self.values[node]
@@ -57,6 +57,7 @@ class _Examples:
     def _value(self, node: fx.Node) -> Any:
         shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
         if shape is not None and dtype is not None:
+            # On meta nothing is computed and no memory is needed: only shapes matter.
             return torch.empty(tuple(shape), dtype=dtype, device=META)
         if "size" in node.meta:
             return node.meta["size"][1]
@@ -74,6 +75,7 @@ class _Examples:
         return META if isinstance(value, torch.device) else value
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> Any:
+        # Layers repeat: a call with like arguments runs once.
         key = (target, _key(args), _key(kwargs))
         if key not in self.results:
             self.results[key] = _run(target, args, kwargs)
@@ -81,7 +83,7 @@ class _Examples:
 
 
 def _run(target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return the result of a call; None where the values of tensors decide it."""
+    """Return a call's result; None where tensor values decide it."""
     try:
         return target(*args, **kwargs)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -96,4 +98,5 @@ def _key(value: object) -> Any:
         return tuple(map(_key, value))
     if isinstance(value, dict):
         return tuple((name, _key(item)) for name, item in value.items())
+    # With the type: 1, 1.0 and True are equal keys, but other arguments.
     return type(value).__name__, value

@@ -1,10 +1,10 @@
-"""From global sizes to the program of one device.
+"""From global sizes to one device's program.
 
 before   %y : f32[8@data, 10] = reshape(%x, [8, 10])             on a mesh with data=2
 after    y = reshape(x, [4, 10])
 needs    partitioned graph: rule and assignment on every operation, spec on every value
 ensures  the text is the same on every rank: a device's mesh coordinates are inputs, the first ones
-         of the program
+         in the program
 
 The padding past a dimension's end has unspecified content. It is overwritten where an operation
 reduces over it. Nowhere else does it matter.
@@ -38,17 +38,17 @@ _NO_SIZES: Mapping[str, int] = {}
 
 
 def localize(graph: fx.Graph, mesh: Mesh, stand_ins: Mapping[str, int] = _NO_SIZES) -> fx.Graph:
-    """Return the graph of one device.
+    """Return one device's graph.
 
-    Its inputs are a coordinate (int) for every mesh axis, sizes of arguments (int) that its shards
-    depend on, then the shards of the inputs. stand_ins: the numbers in the place of these sizes.
+    Its inputs are a coordinate (int) for every mesh axis, argument sizes (int) that its shards
+    depend on, then the input shards. stand_ins: the numbers in place of these sizes.
     """
     check_open_sizes(graph)
     return _Localizer(graph, mesh, stand_ins).run()
 
 
 class _Localizer:
-    """Builder of the local graph: `new` maps each global node to its local node or results."""
+    """Builder for the local graph: `new` maps each global node to its local node or results."""
 
     def __init__(self, graph: fx.Graph, mesh: Mesh, stand_ins: Mapping[str, int]) -> None:
         self.source, self.mesh, self.graph = graph, mesh, fx.Graph()
@@ -69,6 +69,8 @@ class _Localizer:
         for node in self.source.nodes:
             if node.op == "output":
                 self.graph.output(fx.map_arg(node.args[0], self.new.__getitem__))
+                # After the graph, as conversions at the boundary need sizes that no operation has
+                # read.
                 self._take_sizes(node)
                 continue
             if (size := self._size_of_shards(node)) is not None:
@@ -112,7 +114,7 @@ class _Localizer:
         return self.graph
 
     def _cast(self, local: fx.Node, node: fx.Node) -> fx.Node:
-        """Return a value in its dtype, from the one that its operation computes."""
+        """Return a value in its dtype, cast from the one that its operation computes."""
         dtype = node.meta["val"].dtype
         cast = self.graph.call_function(aten._to_copy.default, (local,), {"dtype": dtype})
         cast.meta = {**local.meta, "dtype": dtype}
@@ -120,7 +122,7 @@ class _Localizer:
         return cast
 
     def local_meta(self, node: fx.Node) -> dict[str, Any]:
-        """Return the metadata of a local node, taken from the global one."""
+        """Return a local node's metadata, taken from the global one."""
         val = node.meta.get("val")
         ring = {"ring": True} if node.meta.get("ring") else {}
         denoted = node
@@ -146,7 +148,7 @@ class _Localizer:
         return node.meta["spec"].local_shape(node.meta["other"].shape, self.mesh)
 
     def _take_sizes(self, output: fx.Node) -> None:
-        """Add the sizes by which shards of inputs and outputs are converted to the program."""
+        """Add the sizes that convert input and output shards to the program."""
         nodes = [*self.source.find_nodes(op="placeholder"), *output.all_input_nodes]
         for node in (n for n in nodes if "other" in n.meta and "spec" in n.meta):
             for size, axes in zip(planned_shape(node), node.meta["spec"].dims):
@@ -154,20 +156,20 @@ class _Localizer:
                     self.sizes.take(int(size), size.other)
 
     def _size_of_shards(self, node: fx.Node) -> fx.Node | None:
-        """Return the number that a node reads of a tensor, if shards lack it."""
+        """Return the number that a node reads from a tensor, if shards lack it."""
         if not is_number(node) or not any(v.meta["spec"].sharding_axes for v in operands_of(node)):
             return None
         return self.sizes.whole(node.meta["val"], node.meta.get("other", node.meta["val"]))
 
     def rows(self, size: OpenSize, axes: Axes, node: fx.Node) -> fx.Node:
-        """Return the rows of a shard along `axes` of a size of the run; () for all of them."""
+        """Return a shard's rows along `axes`, for a size known in a run; () for all rows."""
         rows = self.sizes.shard(int(size), size.other, axes)
         if rows is None:
             raise needs_number(node.name, node.meta.get("source"))
         return rows
 
     def index(self, axes: Axes) -> fx.Node:
-        """Return the node of the device's position along `axes`, computed once after the inputs."""
+        """Return the node with the device's position along `axes`, computed once at the top."""
         # At the top of the graph, so that every later operation may read it.
         if axes not in self.indices:
             node = self._axis_index(axes[0])
@@ -178,7 +180,7 @@ class _Localizer:
         return self.indices[axes]
 
     def _axis_index(self, axis: str) -> fx.Node:
-        """Return the node of the device's coordinate on an axis, or on a part of a split axis."""
+        """Return the node with the device's coordinate on an axis, or on a part of a split axis."""
         if axis in self.coordinates:
             return self.coordinates[axis]
         sub = sub_axis(axis)
@@ -206,6 +208,7 @@ class _Localizer:
         operands = [
             self._mask_operand(node, value, i, rule) for i, value in enumerate(operands_of(node))
         ]
+        # In the order of operands_of, in which map_arg meets the arguments, too.
         remaining = iter(operands)
         args, kwargs = fx.map_arg(
             (node.args, dict(node.kwargs)),
@@ -234,14 +237,14 @@ class _Localizer:
     def _local_shapes(
         self, node: fx.Node, specs: Sequence[ShardSpec]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the local shapes of a node's tensors in these layouts."""
+        """Return the local shapes that a node's tensors have in these layouts."""
         each = zip(tensors_of(node), other_shapes(node), specs)
         return tuple(local_shape(*tensor, self.mesh) for tensor in each)
 
     def _mask_operand(
         self, node: fx.Node, value: fx.Node, operand: int, rule: FactorRule
     ) -> fx.Node:
-        """Overwrite the padding of an operand if the operation would reduce it or look it up."""
+        """Overwrite an operand's padding if the operation would reduce it or look it up."""
         local, spec, shape = self.new[value], value.meta["spec"], planned_shape(value)
         for d, (factors, axes) in enumerate(zip(rule.operands[operand], spec.dims)):
             fill = next(
@@ -259,7 +262,7 @@ class _Localizer:
     def _mask(
         self, local: fx.Node, dim: int, axes: Axes, size: object, fill: float, node: fx.Node
     ) -> fx.Node:
-        """Overwrite the padding of a value, once for all its readers of one phase."""
+        """Overwrite a value's padding, once for all its readers in one phase."""
         # The phase is in the key: a mask of the forward would be saved for the backward.
         key = (local, dim, axes, fill, node.meta.get("backward", False))
         if key not in self.masked:

@@ -1,7 +1,7 @@
-"""The local nodes of an operation: the builder that the `emit` of a local form gets.
+"""An operation's local nodes: the builder passed to a local form's `emit`.
 
 Where a run knows sizes, an operation is emitted twice, with both numbers in their places. Only
-sizes differ, of which the program of a device reads the number; or it is an error.
+sizes differ, and a device's program reads their numbers; any other difference is an error.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .step_emitter import StepLocalizer
 
 
 class Localizer(StepLocalizer, Protocol):
-    """The builder of the whole program: localize._Localizer."""
+    """Builder for the whole program: localize._Localizer."""
 
     new: dict[fx.Node, Any]
     shapes: dict[fx.Node, tuple[int, ...]]
 
 
 def emit(localizer: Localizer, node: fx.Node, args: tuple, kwargs: dict) -> Any:
-    """Add the local nodes of an operation whose rule has an `emit`; return its results."""
+    """Add the local nodes for an operation whose rule has an `emit`; return its results."""
     rule: FactorRule = node.meta["rule"]
     assert rule.local.emit is not None, "another local form"
     if not node.meta.get("dynamic"):
@@ -43,6 +43,8 @@ def emit(localizer: Localizer, node: fx.Node, args: tuple, kwargs: dict) -> Any:
     call = call_of(node).other
     other = rule if call is None else rule_of(call)
     try:
+        # Both emissions into one graph: the second sees the same operands, and is erased after
+        # merging.
         results.append(rule.local.emit(Emitter(localizer, node), args, kwargs))
         middle = _last(localizer.graph)
         if other.local.emit is not None:
@@ -58,7 +60,7 @@ def _last(graph: fx.Graph) -> fx.Node:
 
 
 def _nodes(after: fx.Node, last: fx.Node | None) -> Iterator[fx.Node]:
-    """Yield the nodes behind one, up to a last one."""
+    """Yield the nodes after one, up to a last one."""
     while after is not last and after.next.op != "root":
         after = after.next
         yield after
@@ -86,12 +88,13 @@ def _merge(one: Sequence[fx.Node], two: Sequence[fx.Node], sizes: LocalSizes) ->
         if len(leaves) != len(others):
             raise needs_number(sizes.node.name, sizes.node.meta.get("source"))
         node.args, node.kwargs = pytree.tree_unflatten([*map(merged, leaves, others)], tree)
+    # Backwards: a node can be erased only when it has no users left.
     for node in reversed(two):
         node.graph.erase_node(node)
 
 
 class Emitter:
-    """Builder of the local nodes of one operation, the first argument of a local form's `emit`."""
+    """Builder for one operation's local nodes, the first argument to a local form's `emit`."""
 
     def __init__(self, localizer: Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
@@ -110,41 +113,41 @@ class Emitter:
         ]
 
     def size(self, factor: str) -> Any:
-        """Return the length of a device's shard of a factor."""
+        """Return how long a device's shard along a factor is."""
         size, axes = self.sizes.get(factor, 1), self.assignment.get(factor, ())
         if isinstance(size, OpenSize):
             return self.rows(size, axes)
         return -(-size // self.localizer.mesh.count(axes))
 
     def rows(self, size: OpenSize, axes: Axes) -> Any:
-        """Return the rows of a shard of a size of the run; if values say it, its stand-in."""
+        """Return a shard's rows, for a size known in a run; its stand-in if values decide it."""
         if axes:
             return fx.Proxy(self.localizer.rows(size, axes, self.node))
         node = self.localizer.sizes.whole(int(size), size.other)
         return self.stand_in(size) if node is None else fx.Proxy(node)
 
     def stand_in(self, size: OpenSize) -> int:
-        """Return the number in the place of a size that depends on values."""
+        """Return the number in place of a size that depends on values."""
         return int(size)
 
     def index(self, factor: str) -> fx.Proxy | int:
-        """Return the number of the device's shard of a factor."""
+        """Return the index of the device's shard along a factor."""
         axes = self.assignment.get(factor, ())
         return fx.Proxy(self.localizer.index(axes)) if axes else 0
 
     def start(self, factor: str) -> fx.Proxy | int:
-        """Return the global position of the first row of the device's shard of a factor."""
+        """Return the global position where the device's shard along a factor begins."""
         return self.index(factor) * self.size(factor)
 
     def first_row(self, operand: int, dim: int) -> fx.Proxy | int:
-        """Return the first row of an operand's dimension that the device holds, halo included."""
+        """Return the first row that the device holds in an operand's dimension, halo included."""
         factor = self.rule.operands[operand][dim][:1]
         if not factor or not self.sharded(*factor):
             return 0
         return self.window(operand, dim).first(self.index(*factor))
 
     def global_shape(self, operand: int) -> tuple[Any, ...]:
-        """Return the global shape of an operand, with values of the program for sizes of a run."""
+        """Return an operand's global shape, with values in the program for sizes known in a run."""
         sizes = self.localizer.sizes
         return tuple(
             int(n)
@@ -154,7 +157,7 @@ class Emitter:
         )
 
     def position(self, dim: int) -> fx.Node:
-        """Return the global index of each local row along `dim`, shaped to broadcast."""
+        """Return each local row's global index along `dim`, shaped to broadcast."""
         spec, result = self.node.meta["result_specs"][0], self.results[0]
         size, rows = planned_shape(self.node)[dim], result.shape[dim]
         if spec.dims[dim] and isinstance(size, OpenSize):
@@ -171,7 +174,7 @@ class Emitter:
         return bool(self.assignment.get(factor))
 
     def window(self, operand: int, dim: int) -> Window:
-        """Return the rows of an operand's dimension that a device's share of its factor reads."""
+        """Return the rows in an operand's dimension that a device's share of its factor reads."""
         factor = self.rule.operands[operand][dim][0]
         size = operands_of(self.node)[operand].meta["val"].shape[dim]
         return self.rule.halo[operand, dim].bind(
@@ -181,13 +184,14 @@ class Emitter:
         )
 
     def narrow(self, value: object, dim: int, start: object, length: int) -> Any:
-        """Return a contiguous slice of `length` rows along `dim`."""
+        """Return a contiguous slice: `length` rows along `dim`."""
+        # Contiguous: native_layer_norm_backward gives wrong gradients on other strides.
         return self.call(
             aten.contiguous.default, self.call(aten.narrow.default, value, dim, start, length)
         )
 
     def masked(self, value: object, dim: int, factor: str, fill: float) -> Any:
-        """Return the value with `fill` in the padding of `dim`, which is the factor's."""
+        """Return the value with `fill` in the padding along `dim`, which has the factor."""
         axes, size = self.assignment.get(factor, ()), self.sizes.get(factor, 1)
         if axes and isinstance(size, OpenSize):
             size = self.localizer.rows(size, (), self.node)
@@ -196,26 +200,26 @@ class Emitter:
         return self.call(mask_padding, value, dim, self.index(factor), size, fill)
 
     def scalar(self, value: object, dtype: torch.dtype | None = None) -> fx.Node:
-        """Return a tensor of one number, by default of the result's dtype."""
+        """Return a one-number tensor, by default in the result's dtype."""
         result = self.results[0]
         return self.call(
             aten.scalar_tensor.default, value, dtype=dtype or result.dtype, device=result.device
         )
 
     def shape(self, value: Any) -> tuple[int, ...]:
-        """Return the local shape of a node or proxy."""
+        """Return a node's or proxy's local shape."""
         return self.shape_of(value.node if isinstance(value, fx.Proxy) else value) or ()
 
     def shape_of(self, node: fx.Node) -> tuple[int, ...] | None:
-        """Return the local shape of a node; None of a number."""
+        """Return a node's local shape; None for a number."""
         return self.localizer.shapes.get(node)
 
     def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
-        """Note the local shape of a node."""
+        """Note a node's local shape."""
         self.localizer.shapes[node] = shape
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Add a call to the local graph; its shape is that of its first tensor argument."""
+        """Add a call to the local graph; its shape is its first tensor argument's."""
         args, kwargs = fx.node.map_aggregate(
             (args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a
         )
@@ -227,7 +231,7 @@ class Emitter:
 
 
 class OtherEmitter(Emitter):
-    """The same with the second numbers in the places of sizes of a run."""
+    """The same with the second numbers in place of sizes known in a run."""
 
     def __init__(self, localizer: Localizer, node: fx.Node, rule: FactorRule) -> None:
         super().__init__(localizer, node)

@@ -1,10 +1,10 @@
-"""Arguments of a local operation that are sizes which only a run knows.
+"""Local arguments that are sizes which only a run knows.
 
     %y = view(%x, [1808, 2])        where 1808 stands for 4 * u0
     %y = view(%x, [%mul, 2])        what a device runs
 
-A device has all of a dimension whose size depends on values. Of a size of an argument, which is an
-input of the program (`size_n0`), it has a shard: n rows over 4 devices are -(-n // 4) on each.
+A device has the complete dimension if its size depends on values. An argument's size is a program
+input (`size_n0`), and a device has a shard: n rows over 4 devices are -(-n // 4) on each.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Arithmetic(Protocol):
 
 
 class RunSizes:
-    """The nodes of one program for sizes of its arguments, and for their shards.
+    """One program's nodes for argument sizes, and for their shards.
 
-    stand_ins: the numbers in the places of these sizes, in the order of their names.
+    stand_ins: the numbers in place of these sizes, in the order of their names.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class RunSizes:
 
     @classmethod
     def of_rank(cls, graph: fx.Graph, mesh: Mesh) -> RunSizes:
-        """Return the sizes that a program of one rank has as inputs; arithmetic is inserted."""
+        """Return the sizes that one rank's program has as inputs; arithmetic is inserted."""
         sizes = cls(graph, mesh, {}, lambda op, a, b: graph.call_function(op, (a, b)))
         for node in size_inputs(graph):
             which, sizes.stand_ins[which] = node.meta["size"]
@@ -54,20 +54,20 @@ class RunSizes:
         return sizes
 
     def take(self, size: int, other: int) -> None:
-        """Add the inputs from which a size is computed to the program."""
+        """Add the inputs that a size is computed from to the program."""
         for which in factors_of(size, other):
             self._input(which)
 
     def all(self) -> list[fx.Node]:
-        """Return the inputs of all sizes of arguments."""
+        """Return the inputs for all argument sizes."""
         return [self._input(which) for which in self.stand_ins]
 
     def whole(self, size: int, other: int) -> fx.Node | None:
-        """Return a size of two stand-ins; None if it is no product of arguments' sizes."""
+        """Return a size, given by two stand-ins; None if it is no product of argument sizes."""
         return self.shard(size, other, ())
 
     def shard(self, size: int, other: int, axes: Axes) -> fx.Node | None:
-        """Return the rows of a shard along axes, padding included."""
+        """Return a shard's rows along axes, padding included."""
         product = product_of(size, other, self.stand_ins)
         if product is None or not product.factors or size % self.mesh.count(axes):
             return None
@@ -75,6 +75,7 @@ class RunSizes:
             first, *rest = product.factors
             node, count = self._input(first), self.mesh.count(axes)
             if count > 1:
+                # -(-n // count): floor division rounds up on negative numbers.
                 node = self.at_top(operator.floordiv, node, -count)
                 node = self.at_top(operator.mul, node, -1)
             for i in rest:
@@ -85,7 +86,7 @@ class RunSizes:
         return self.nodes[size, axes]
 
     def group(self, size: int, other: int) -> int | fx.Node | None:
-        """Return how many rows of a dimension stay on one device; None for no product of sizes."""
+        """Return how many rows stay together on one device; None if the size is no product."""
         product = product_of(size, other, self.stand_ins)
         if product is None:
             return None
@@ -95,11 +96,11 @@ class RunSizes:
         return rows
 
     def leading(self, size: int, other: int) -> fx.Node:
-        """Return the number of groups of rows of a dimension."""
+        """Return how many row groups a dimension has."""
         return self._input(min(factors_of(size, other)))
 
     def _input(self, which: int) -> fx.Node:
-        """Return the input of the program that is the size of an argument, behind coordinates."""
+        """Return the program input for an argument's size, which stands behind coordinates."""
         if which not in self.inputs:
             placeholders = self.graph.find_nodes(op="placeholder")
             with self.graph.inserting_after([*placeholders][len(self.mesh.names) - 1]):
@@ -110,18 +111,18 @@ class RunSizes:
 
 
 def size_inputs(graph: fx.Graph) -> list[fx.Node]:
-    """Return the inputs of a program of one device that are sizes of arguments."""
+    """Return a device program's inputs that are argument sizes."""
     return [node for node in graph.find_nodes(op="placeholder") if "size" in node.meta]
 
 
 def shard_inputs(graph: fx.Graph, mesh: Mesh) -> list[fx.Node]:
-    """Return the inputs of a program of one device that are tensors."""
+    """Return a device program's inputs that are tensors."""
     inputs = [*graph.find_nodes(op="placeholder")][len(mesh.names) :]
     return [node for node in inputs if "size" not in node.meta]
 
 
 class LocalSizes:
-    """The numbers in the local arguments of one operation that stand for sizes, as nodes."""
+    """The numbers in one operation's local arguments that stand for sizes, as nodes."""
 
     def __init__(
         self, node: fx.Node, new: Mapping[fx.Node, Any], run: RunSizes, mesh: Mesh
@@ -144,6 +145,7 @@ class LocalSizes:
                     self.divided[int(size)] = size
                 else:
                     self.whole[int(size)] = new[operand], d
+        # Operands first: a size that one has is read from it, and not computed.
         for _, size, axes in _open_dims(node, node.meta["result_specs"]):
             if axes:
                 self.computed[int(size) // mesh.count(axes)] = size, axes
@@ -152,9 +154,9 @@ class LocalSizes:
                 self.whole.setdefault(int(size))
 
     def node_of(self, number: int, graph: fx.Graph, divided: bool = False) -> fx.Node | None:
-        """Return the node of a number that stands for a size; None if it stands for none.
+        """Return the node for a number that stands for a size; None if it stands for none.
 
-        divided: whether it may be all rows of a sharded dimension.
+        divided: whether it may be all rows in a sharded dimension.
         """
         if isinstance(number, LocalRows):
             node = self._node_of_rows(number.size, number.axes, graph)
@@ -163,7 +165,7 @@ class LocalSizes:
         return self._node_of_number(int(number), graph, divided) if node is None else node
 
     def _node_of_rows(self, size: OpenSize, axes: Axes, graph: fx.Graph) -> fx.Node | None:
-        """Return the node of the rows of a shard; None if no operand has them, nor a product."""
+        """Return the node with a shard's rows; None if no operand has them, nor a product."""
         if not axes and int(size) in self.numbers:
             return self.numbers[int(size)]
         place = self.exact.get((int(size), axes)) if axes else self.whole.get(int(size))
@@ -172,10 +174,11 @@ class LocalSizes:
         return self.run.shard(int(size), size.other, axes)
 
     def _node_of_number(self, number: int, graph: fx.Graph, divided: bool) -> fx.Node | None:
-        """Return the node of a number that does not say of which size it is."""
+        """Return the node for a number that does not say which size it is."""
         of_shard = number in self.shards or number in self.computed
         of_all = number in self.whole or number in self.numbers
         of_all |= divided and number in self.divided
+        # One number, two sizes: in another run they differ, and nothing tells which one is meant.
         if of_shard and of_all:
             raise needs_number(self.node.name, self.node.meta.get("source"))
         if number in self.numbers:
@@ -190,7 +193,7 @@ class LocalSizes:
         return None
 
     def arguments(self, args: tuple, before: tuple, graph: fx.Graph) -> tuple:
-        """Return arguments with the sizes of a run in place of numbers that stand for them.
+        """Return arguments with run sizes in place of numbers that stand for them.
 
         before: the arguments in the local graph, whose sizes are global.
         """
@@ -215,7 +218,7 @@ class LocalSizes:
 
 
 def needs_number(name: str, source: str | None) -> ShardingError:
-    """Return the error of an operation that one program for all sizes cannot have."""
+    """Return the error for an operation that one program for all sizes cannot have."""
     return ShardingError(
         f"%{name} needs the number of a size that only a run knows",
         where=source,
@@ -228,10 +231,10 @@ def needs_number(name: str, source: str | None) -> ShardingError:
 def local_shape(
     tensor: Tensor, other: Sequence[int], spec: ShardSpec, mesh: Mesh
 ) -> tuple[int, ...]:
-    """Return the shape of a shard, with LocalRows for each size that only a run knows.
+    """Return a shard's shape, with LocalRows for each size that only a run knows.
 
-    other: the shape with the other numbers in the places of these sizes. Rows with a halo are a
-    plain number.
+    other: the shape with the other numbers in place of these sizes. Rows with a halo are a plain
+    number.
     """
     local = spec.local_shape(tensor.shape, mesh)
     sizes = with_open_sizes(_shape(tensor), other)
@@ -242,7 +245,7 @@ def local_shape(
 
 
 def _open_dims(node: fx.Node, specs: Sequence[ShardSpec]) -> Iterator[tuple[int, OpenSize, Axes]]:
-    """Yield the dimensions of a node's tensors that have a size of a run, with their axes."""
+    """Yield the dimensions that have a size known in a run, with their axes."""
     for tensor, other, spec in zip(tensors_of(node), other_shapes(node), specs):
         for d, (size, second) in enumerate(zip(_shape(tensor), other)):
             if size != second:

@@ -1,4 +1,4 @@
-"""The local nodes of a step between layouts: the builder that a kind's `localize` gets."""
+"""Local nodes for a step between layouts: the builder passed to a kind's `localize`."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from .sizes_in_a_run import RunSizes
 
 
 class StepLocalizer(Protocol):
-    """The builder of the whole program: localize._Localizer."""
+    """Builder for the whole program: localize._Localizer."""
 
     graph: fx.Graph
     mesh: Mesh
     sizes: RunSizes
 
     def rows(self, size: OpenSize, axes: Axes, node: fx.Node) -> fx.Node:
-        """Return the rows of a shard along `axes` of a size of the run; () for all of them."""
+        """Return a shard's rows along `axes`, for a size known in a run; () for all rows."""
         ...
 
     def index(self, axes: Axes) -> fx.Node:
-        """Return the node of the device's position along `axes`."""
+        """Return the node with the device's position along `axes`."""
         ...
 
     def local_meta(self, node: fx.Node) -> dict[str, Any]:
-        """Return the metadata of a local node, taken from the global one."""
+        """Return a local node's metadata, taken from the global one."""
         ...
 
     def add_at_top(self, op: object, a: fx.Node, b: object) -> fx.Node:
@@ -43,7 +43,7 @@ class StepLocalizer(Protocol):
 
 
 class StepEmitter:
-    """Builder of the local nodes of one step, the first argument of a kind's `localize`."""
+    """Builder for one step's local nodes, the first argument to a kind's `localize`."""
 
     def __init__(self, localizer: StepLocalizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
@@ -66,7 +66,7 @@ class StepEmitter:
         return tuple(sizes)
 
     def padded(self, x: fx.Node, dim: int) -> fx.Node:
-        """Pad a dimension so that its shards behind the step have whole groups of rows."""
+        """Pad a dimension so that its shards after the step have whole row groups."""
         if dim not in self._groups():
             return x
         axes, localizer = self.node.meta["spec"].dims[dim], self.localizer
@@ -77,13 +77,13 @@ class StepEmitter:
         return padded
 
     def shard_rows(self, dim: int) -> fx.Node:
-        """Return the rows of a shard behind the step, of a size that only a run knows."""
+        """Return a shard's rows after the step, for a size that only a run knows."""
         size, axes = planned_shape(self.node)[dim], self.node.meta["spec"].dims[dim]
         assert isinstance(size, OpenSize), "a run knows the rows"
         return self.localizer.rows(size, axes, self.node)
 
     def _groups(self) -> dict[int, Any]:
-        """Return the dimensions whose shards have groups of rows, with the rows of a group."""
+        """Return the dimensions whose shards have row groups, with the rows per group."""
         sizes, groups = self.localizer.sizes, {}
         have, need = self.node.args[0].meta["spec"].dims, self.node.meta["spec"].dims
         for d, size in enumerate(planned_shape(self.node)):
@@ -93,7 +93,7 @@ class StepEmitter:
         return groups
 
     def exchange(self, x: fx.Node, before: str, after: str) -> fx.Node:
-        """Add the step, which leads from one layout to another; groups of rows stay whole."""
+        """Add the step, which leads from one layout to another; row groups stay whole."""
         groups, sizes = self._groups(), list(self.sizes(x))
         specs, metas = [before, after], [self.localizer.local_meta(self.node)]
         spec: ShardSpec = self.node.meta["spec"]
@@ -106,6 +106,7 @@ class StepEmitter:
             sizes[d : d + 1] = leading, groups[d]
             specs = [str(_with_dim_behind(ShardSpec.parse(text), d)) for text in specs]
             meta = _with_groups(x.meta, d)
+            # Groups become a dimension of their own, so that the step divides groups and cuts none.
             x = self.call(aten.unflatten.int, x, d, [-1, groups[d]])
             x.meta = meta
             metas.append(_with_groups(metas[-1], d))
@@ -125,15 +126,15 @@ class StepEmitter:
         return self.call(self.node.target, *args)
 
     def index(self, axes: str) -> fx.Node:
-        """Return the node of the device's position along `axes`."""
+        """Return the node with the device's position along `axes`."""
         return self.localizer.index(split_axes(axes))
 
     def count(self, axes: str) -> int:
-        """Return the number of devices along `axes`."""
+        """Count the devices along `axes`."""
         return self.localizer.mesh.count(split_axes(axes))
 
     def trimmed(self, gathered: fx.Node, dim: int) -> fx.Node:
-        """Cut off the padding of a dimension that has been gathered whole."""
+        """Cut off the padding from a dimension that has been gathered whole."""
         size, spec = planned_shape(self.node)[dim], self.node.meta["spec"]
         count = self.localizer.mesh.count(self.node.args[0].meta["spec"].dims[dim])
         is_open = isinstance(size, OpenSize)
@@ -153,12 +154,12 @@ class StepEmitter:
 
 
 def _with_dim_behind(spec: ShardSpec, dim: int) -> ShardSpec:
-    """Return a layout of one more dimension, of which every device has all."""
+    """Return a layout with one more dimension, which every device has completely."""
     return ShardSpec((*spec.dims[: dim + 1], (), *spec.dims[dim + 1 :]), pending=spec.pending)
 
 
 def _with_groups(meta: dict[str, Any], dim: int) -> dict[str, Any]:
-    """Return the metadata of a value whose dimension is groups, and the rows of each."""
+    """Return a value's metadata after its dimension is split into groups and their rows."""
     shapes = {
         key: (*meta[key][:dim], meta[key][dim], 1, *meta[key][dim + 1 :])
         for key in ("shape", "unknown")
