@@ -1,1 +1,1 @@
-"""The program of a rank: functional collectives, kernels, memory."""
+"""A rank's program: functional collectives, kernels, memory."""

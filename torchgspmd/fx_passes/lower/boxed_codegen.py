@@ -1,7 +1,7 @@
 """Code for a graph that takes its inputs in one list and empties it.
 
 Each input can then be freed after its last use. A caller's argument tuple would keep every saved
-activation alive to the end of the backward. The convention and the name are PyTorch AOTAutograd's.
+activation alive until the backward ends. The convention and the name are PyTorch AOTAutograd's.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from torch.fx.graph import CodeGen
 
 
 class BoxedCodeGen(CodeGen):
-    """Code generator of `def forward(self, boxed)`."""
+    """Code generator for `def forward(self, boxed)`."""
 
     def gen_fn_def(
         self, free_vars: list[str], maybe_return_annotation: str, **options: object
     ) -> str:
-        """Return the head of the function, which unpacks and clears the list."""
+        """Return the function head, which unpacks and clears the list."""
         names = [
             name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"
         ]
@@ -25,5 +25,5 @@ class BoxedCodeGen(CodeGen):
         )
 
     def process_inputs(self, *inputs: object) -> object:
-        """Return the list of inputs."""
+        """Return the input list."""
         return inputs[0]

@@ -3,8 +3,8 @@
 before   %x = input;  %y = mm(%x, ...);  return %y
 after    %x = input;  %s = take_part(%x, 0, 1, 2);  %y = mm(%s, ...)       # a whole tensor comes in
          %n = narrow(%y, 0, 0, 3);  return contiguous(%n)                 # without the padding
-needs    the program of one rank, forward and backward
-ensures  inputs and outputs are what DTensors store; gradients have the strides of parameters
+needs    one rank's program, forward and backward
+ensures  inputs and outputs are as DTensors store them; gradients have the parameters' strides
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ _CONSECUTIVE = (
 
 
 def convert_inputs(program: Program) -> fx.Graph:
-    """Insert the conversion of the caller's tensors to the shards that the program takes."""
+    """Insert the conversion from the caller's tensors to the shards that the program takes."""
     graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
     plain, boundary = iter(program.request.plain), program.boundary
     for node, inp, spec in zip(program.placeholders, program.captured.inputs, boundary.inputs):
         is_whole = inp.kind == ARGUMENT and next(plain)
+        # A cotangent comes from the caller's autograd, in the layout that its output went out in.
         if inp.kind == TANGENT:
             out_spec = boundary.results[inp.output]
             is_whole = out_spec is None or not out_spec.sharding_axes
@@ -66,7 +67,7 @@ def convert_inputs(program: Program) -> fx.Graph:
 
 
 def _group(graph: fx.Graph, node: fx.Node, mesh: Mesh, dim: int, spec: ShardSpec) -> int | fx.Node:
-    """Return how many rows of a dimension of an input stay on one device."""
+    """Return how many rows in an input's dimension stay together on one device."""
     other = node.meta.get("unknown") or node.meta["shape"]
     rows, second = node.meta["shape"][dim], other[dim]
     if rows == second:
@@ -78,7 +79,7 @@ def _group(graph: fx.Graph, node: fx.Node, mesh: Mesh, dim: int, spec: ShardSpec
 
 
 def _pad_open_dims(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh) -> ShardSpec:
-    """Pad sharded dimensions whose sizes a run knows. Return the layout of the others."""
+    """Pad sharded dimensions whose sizes a run knows. Return the other dimensions' layout."""
     other = node.meta.get("unknown") or node.meta["shape"]
     for d, (rows, second, axes) in enumerate(zip(node.meta["shape"], other, spec.dims)):
         if not axes or rows == second:
@@ -98,9 +99,9 @@ def _pad_open_dims(graph: fx.Graph, node: fx.Node, spec: ShardSpec, mesh: Mesh) 
 
 
 def convert_outputs(program: Program) -> fx.Graph:
-    """Remove the padding of results and gradients.
+    """Remove padding from results and gradients.
 
-    Gradients of parameters get the strides of these, as optimizers expect, and memory of their own:
+    Parameter gradients get the parameters' strides, as optimizers expect, and memory of their own:
     in eager PyTorch, autograd copies a gradient that somebody else holds.
     """
     graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
@@ -130,7 +131,7 @@ def convert_outputs(program: Program) -> fx.Graph:
 def _cut_open_dims(
     program: Program, value: fx.Node, spec: ShardSpec, shapes: tuple[tuple[int, ...], ...]
 ) -> tuple[fx.Node, ShardSpec]:
-    """Cut sharded dimensions whose sizes a run knows. Return the layout of the others, too."""
+    """Cut sharded dimensions whose sizes a run knows. Return the other dimensions' layout, too."""
     graph, mesh, coordinates = program.graph, program.mesh, program.rank.groups.coordinates
     for d, (size, other, axes) in enumerate(zip(*shapes, spec.dims)):
         if not axes or size == other:
@@ -145,7 +146,7 @@ def _cut_open_dims(
 
 
 class _Memory:
-    """The memory of a value. base: the value that allocates it. path: the piece of it, by index."""
+    """A value's memory. base: the value that allocates it. path: the piece of it, by index."""
 
     def __init__(self, value: fx.Node) -> None:
         self.path: tuple[int, ...] = ()
@@ -153,6 +154,7 @@ class _Memory:
         while viewed := viewed_operands(value):
             if value.target is operator.getitem:
                 call, index = value.args[0].target, value.args[1]
+                # A loop's results beside its carries are new tensors, not pieces of one.
                 if isinstance(call, LoopCall) and not call.is_carry(index):
                     break
                 self.path = (index, *self.path)
@@ -167,12 +169,13 @@ class _Memory:
 
 
 def _own_gradient(value: fx.Node, parameter: Tensor, owned: list[_Memory]) -> fx.Node:
-    """Return a gradient in the memory format of its parameter, in memory of its own.
+    """Return a gradient in its parameter's memory format, in memory of its own.
 
-    Fused optimizers assume equal strides without a check. owned: the memory of the gradients
-    before, to which that of this one is added.
+    Fused optimizers assume equal strides without a check. owned: the memory that earlier gradients
+    have, to which this one's is added.
     """
     memory, order = _Memory(value), memory_format(local_of(parameter))
+    # `contiguous` returns its operand if that is in order: only fresh memory may be given away.
     if memory.base.op != "call_function" or any(map(memory.overlaps, owned)):
         op = aten.clone.default
     else:

@@ -1,10 +1,10 @@
-"""Elide copies to contiguous memory of values that are contiguous at run time.
+"""Elide copies to contiguous memory for values that are contiguous at run time.
 
 before   %t = transpose(%attention, 1, 2);  %c = clone(%t, contiguous_format)
 after    %t = transpose(%attention, 1, 2);  %c = contiguous(%t)
-needs    the program of one device, before collectives are lowered, so that none of them reduces
-         shared memory in place
-ensures  inputs and results of the program share no memory that they did not share before
+needs    one device's program, before collectives are lowered, so that none reduces shared memory in
+         place
+ensures  inputs and results share no memory that they did not share before
 
 The copy was captured on fake tensors. It is free here: the CPU's kernel returns %t contiguous.
 """
@@ -34,9 +34,9 @@ def elide_copies(graph: fx.Graph) -> fx.Graph:
 
 
 def _reads_input(node: fx.Node) -> bool:
-    """Return True if a node may read (a view of) an input of the program.
+    """Return True if a node may read (a view of) a program input.
 
-    The result of a collective has memory of its own.
+    A collective's result has memory of its own.
     """
     source = node.args[0]
     while source.op == "call_function" and source.target is not wait and not allocates(source):
@@ -47,7 +47,7 @@ def _reads_input(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Return True if a value or a view of it may be a result of the program."""
+    """Return True if a value, or a view on it, may be a program result."""
     return any(
         user.op == "output" or not allocates(user) and _is_returned(user) for user in node.users
     )

@@ -1,4 +1,4 @@
-"""Remove redundant views from the program of one rank.
+"""Remove redundant views from one rank's program.
 
 before   %a = reshape(%x, [8, 4]);  %b = reshape(%a, [32]);  %c = reshape(%x, [32])
 after    %b = reshape(%x, [32])
@@ -29,10 +29,12 @@ def fold_views(graph: fx.Graph) -> fx.Graph:
     Forward and backward share no view, since saving its base is enough.
     """
     seen: dict[tuple, fx.Node] = {}
+    # list(): views are replaced, but erased only after the loop.
     for node in list(graph.nodes):
         if node.target not in _VIEWS:
             continue
         source = node.args[0]
+        # Only reshapes merge: their result depends on the elements' order alone.
         if node.target is _RESHAPE and source.target is _RESHAPE:
             source = source.args[0]
             node.replace_input_with(node.args[0], source)

@@ -2,7 +2,7 @@
 
 before   %r = all_reduce_(%x, sum, g)
 after    %r = all_reduce(%x, sum, g)
-needs    the program of one rank
+needs    one rank's program
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Finish the comparison of the ranks before the first collective of the forward.
+"""Finish the ranks' comparison before the forward's first collective.
 
 before   %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)
 after    finish_check();  %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)
 before   %r = all_reduce_(%x, sum, g);  %w = wait_tensor(%r)    # a few numbers
 after    %c = carry_check(%x);  %w = total(%c)
-needs    the forward of one rank; meta["shape"] and meta["dtype"] on collectives
+needs    one rank's forward; meta["shape"] and meta["dtype"] on collectives
 
-The message of the comparison carries a small sum that ends before the next collective begins.
+The comparison's message carries a small sum that ends before the next collective begins.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .verify_in_flight import STARTS, WAIT
 def insert_rank_check(program: Program) -> fx.Graph | None:
     """Rewrite the graph in place and return it; None for a backward, or if nothing is sent."""
     graph, rank = program.graph, program.rank
+    # The forward has compared the ranks already; a backward follows it.
     if program.backward is None:
         return None
     rings = (kind.runs for kind in KINDS.values() if isinstance(kind, FusedKind))
@@ -40,6 +41,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
         )
     )
     with graph.inserting_before(first):
+        # Ranks that differ would hang in the collective, so the comparison has to end before it.
         if not carries:
             graph.call_function(rank.finish_check)
             return graph

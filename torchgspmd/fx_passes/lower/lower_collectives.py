@@ -1,14 +1,14 @@
-"""The collectives of a program as torch.distributed's functional collectives, for one rank.
+"""A program's collectives as torch.distributed's functional collectives, for one rank.
 
 before   %s = start(all_gather, [%x], [[0, data]]);  ...;  %y = wait(%s, 0)
 after    %s = all_gather_into_tensor(%x, 2, g);  ...;  %y = wait_tensor(%s)
-needs    start_wait, localize: the first inputs are the coordinates of a device
-ensures  coordinates are numbers, and what can be computed from them is computed
+needs    start_wait, localize: the first inputs are a device's coordinates
+ensures  coordinates are numbers, and arithmetic on them alone is done here
 
 At its `start` a collective becomes the reshapes that bring its dimension to the front, and the
 call. At its first `wait` it becomes torch.distributed's wait and the reshapes back. These are plain
-nodes; no Python runs beside them. If only a run knows the size of its operand, it is one call that
-does all of this, and waits.
+nodes; no Python runs beside them. If only a run knows the operand's size, the collective is one
+call that does all this, and waits.
 
 Memory in flight: between its start and its wait a collective reads its operand and writes its
 result. Nobody writes the operand, since programs do not write in place. The in-place all_reduce_
@@ -52,12 +52,12 @@ _ARITHMETIC = {
 
 
 def lower_collectives(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
-    """Return the program of one rank; its inputs are the shards of the inputs."""
+    """Return one rank's program; its inputs are the input shards."""
     return _Lowerer(graph, groups).run()
 
 
 class _Lowerer(CollectiveBuilder):
-    """Builder of one rank's program, node by node of the source graph."""
+    """Builder for one rank's program, node by node along the source graph."""
 
     def __init__(self, source: fx.Graph, groups: ProcessGroups) -> None:
         super().__init__(groups)
@@ -80,6 +80,7 @@ class _Lowerer(CollectiveBuilder):
                 new[node] = self._with_meta(
                     node.target.lower(self, *fx.map_arg(node.args, new.__getitem__))
                 )
+            # Folded here, as every rank has its own program: nothing is left to compute per step.
             elif node.target in _ARITHMETIC and not any(
                 isinstance(new.get(a, a), fx.Node) for a in node.args
             ):
@@ -91,10 +92,11 @@ class _Lowerer(CollectiveBuilder):
         return self.graph
 
     def _start(self, node: fx.Node, new: dict[fx.Node, object]) -> _CollectiveInFlight:
-        """Lower a start to the nodes up to the call of its collective."""
+        """Lower a start to the nodes up to its collective's call."""
         name, operands, arguments = node.args
         kind = collective_kinds()[name]
         shapes = [list(x.meta["shape"]) for x in operands]
+        # The lowering needs numbers for its reshapes, so it has to wait for the run.
         if any(x.meta.get("unknown") for x in operands):
             arguments = fx.map_arg(arguments[0], new.__getitem__)
             collective = CollectiveOfAnySize(name, self.groups, operands[0].meta["dtype"])
@@ -117,7 +119,7 @@ class _Lowerer(CollectiveBuilder):
         return copy
 
     def _with_meta(self, result: fx.Node) -> fx.Node:
-        """Give the result of a lowering the metadata of the lowered node."""
+        """Give a lowering's result the lowered node's metadata."""
         result.meta = dict(self.node.meta)
         return result
 
@@ -137,6 +139,8 @@ class _CollectiveInFlight:
         """Return the results, after a wait that the first caller adds."""
         if self.output is None:
             try:
+                # The lowering is a generator: it yields the message, and goes on with the received
+                # tensor.
                 self.lowering.send(builder.call(c10d.wait_tensor.default, self.begun))
             except StopIteration as done:
                 self.output = done.value
@@ -145,7 +149,7 @@ class _CollectiveInFlight:
 
 
 class CollectiveOfAnySize:
-    """A collective of values whose size only a run knows: it is lowered when the size is known."""
+    """A collective on values whose size only a run knows: it is lowered when the size is known."""
 
     def __init__(self, kind: str, groups: ProcessGroups, dtype: torch.dtype) -> None:
         self.kind, self.groups, self.dtype = kind, groups, dtype
@@ -153,16 +157,17 @@ class CollectiveOfAnySize:
         self.programs: dict[tuple, fx.GraphModule] = {}  # by shape and arguments
 
     def __call__(self, x: Tensor, *args: object) -> Tensor:
-        """Return the result of the collective. args: those of its kind."""
+        """Return the collective's result. args: those of its kind."""
         key = (tuple(x.shape), repr(args))
         if key not in self.programs:
+            # Bounded: a long job may meet ever new sizes. The oldest program goes first.
             if len(self.programs) == _MANY:
                 self.programs.pop(next(iter(self.programs)))
             self.programs[key] = self._lower(x, args)
         return self.programs[key](x)[0]
 
     def _lower(self, x: Tensor, args: tuple) -> fx.GraphModule:
-        """Return the program of one rank that communicates and waits."""
+        """Return one rank's program that communicates and waits."""
         graph = fx.Graph()
         for name in self.groups.mesh.names:
             graph.placeholder(f"coordinate_{name}")
@@ -177,11 +182,12 @@ class CollectiveOfAnySize:
 
 
 def _at_once(result: fx.Node) -> MergedLowering:
-    """Return the lowering of a collective that one call computes."""
+    """Return the lowering for a collective that one call computes."""
     return [result]
+    # Never reached: it makes the function a generator, as lowerings are.
     yield
 
 
 def _as_merged(lowering: Lowering) -> MergedLowering:
-    """Return the lowering of one collective, with its result in a list."""
+    """Return one collective's lowering, with its result in a list."""
     return [(yield from lowering)]

@@ -1,4 +1,4 @@
-"""Lower einsum nodes of the local program to ATen operations.
+"""Lower einsum nodes in the local program to ATen operations.
 
 before   y = einsum("bsm,hm->bsh", x, w)
 after    y = linear(x, w)
@@ -31,6 +31,7 @@ def lower_einsum(graph: fx.Graph) -> fx.Graph:
         # Views of rows and columns need sizes.
         if node.target is EINSUM and not any(n.meta.get("unknown") for n in node.args[1:]):
             product = _Product(graph, node)
+            # At the addition, not at the product: the addend may be computed between the two.
             with graph.inserting_before(product.added or node):
                 result = product.lower()
             denoted = (product.added or node).meta.get("captured")
@@ -62,10 +63,10 @@ class _Product:
         self.added, self.addend = self.fusible_addition()
 
     def fusible_addition(self) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-        """Return (addition, addend) if the product can be fused with an addition of its result.
+        """Return (addition, addend) if the product can be fused with an addition to its result.
 
-        The addition is the only user of the product. The addend is a bias, or another product
-        that is used once.
+        The addition is the product's only user. The addend is a bias, or another product that is
+        used once.
         """
         user = next(iter(self.node.users)) if len(self.node.users) == 1 else None
         if (
@@ -76,8 +77,10 @@ class _Product:
         ):
             return None, None
         other = next(x for x in user.all_input_nodes if x is not self.node)
+        # addmm does not promote dtypes, as add does.
         if other.meta.get("dtype") != self.node.meta.get("dtype"):
             return None, None
+        # addmm broadcasts a vector over rows: a bias has to lie along the columns.
         columns = [c for c in self.out if c not in self.a]
         plain = (
             self.out
@@ -97,7 +100,7 @@ class _Product:
         return (user, other) if is_bias or is_product else (None, None)
 
     def has_rows(self) -> bool:
-        """Return True if a matrix multiplies the rows of a tensor of any rank."""
+        """Return True if a matrix multiplies the rows in a tensor with any rank."""
         column, inner = self.out[-1:], self.a[-1:]
         return (
             self.a == self.out[:-1] + inner
@@ -107,6 +110,7 @@ class _Product:
 
     def lower(self) -> fx.Node:
         """Return the product by linear, matmul, addmm, bmm or mm."""
+        # A bias has one dimension: more are another product.
         if self.addend is not None and len(self.addend.meta["shape"]) > 1:
             return self.added_to_product()
         if self.has_rows() and self.b[0] == self.out[-1]:
@@ -139,6 +143,7 @@ class _Product:
         if self.added is not None and form.columns == self.out[-1]:
             product = self.call(aten.addmm.default, self.addend, left, right)
         else:
+            # The addition stays a node of its own, as its addend does not fit the matrix.
             self.added = None
             op = aten.bmm.default if form.has_batch else aten.mm.default
             product = self.call(op, left, right)
@@ -159,7 +164,7 @@ class _Product:
         return self.call(aten.transpose.int, x, -2, -1) if matrix.swapped else x
 
     def call(self, op: object, *args: object) -> fx.Node:
-        """Add a call with the source line and phase of the einsum."""
+        """Add a call with the einsum's source line and phase."""
         result = add_node(self.graph, "call_function", op, args, {})
         result.meta.update({"source": None, "backward": False, **origin_of(self.node)})
         return result

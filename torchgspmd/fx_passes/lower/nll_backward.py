@@ -5,7 +5,7 @@ It is the gradient of a log softmax whose own gradient has one number in each ro
 before   %g = scatter(%zeros, 1, %i, %v)                                        # i, v: [rows, 1]
          %x = _log_softmax_backward_data(%g, %y, 1, f32)
 after    %e = exp(%y);  %n = neg(%v);  %p = mul(%e, %n);  %x = scatter_add(%p, 1, %i, %v)
-needs    the program of one rank; meta["shape"] and meta["dtype"] where they are known
+needs    one rank's program; meta["shape"] and meta["dtype"] where they are known
 ensures  the same values but for the rounding of a product: x = v [class i] - exp(y) sum(v)
 
 It reads and writes a third as many numbers, and the zeros need no memory. For 512 x 50257 numbers
@@ -31,6 +31,7 @@ def nll_backward(graph: fx.Graph) -> fx.Graph:
         if y is not gradient and _is_one_hot(gradient, node, dim):
             index, value = gradient.args[2:]
             with graph.inserting_before(node):
+                # y is the log softmax, so exp(y) is the softmax that the gradient needs.
                 softmax = _call(graph, node, aten.exp.default, y)
                 negated = _call(graph, value, aten.neg.default, value)
                 product = _call(graph, node, aten.mul.Tensor, softmax, negated)
@@ -63,6 +64,7 @@ def _is_one_hot(gradient: fx.Node, node: fx.Node, dim: int) -> bool:
     ):
         return False
     row = [*shape]
+    # One index and one value per row: otherwise the sum over a row is no single number.
     row[dim] = 1
     return (
         dtype in (torch.float32, torch.float64)
@@ -72,7 +74,7 @@ def _is_one_hot(gradient: fx.Node, node: fx.Node, dim: int) -> bool:
 
 
 def _call(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
-    """Add a call with the metadata of the node `like`."""
+    """Add a call with the metadata that the node `like` has."""
     result = graph.call_function(target, args)
     result.meta = dict(like.meta)
     return result

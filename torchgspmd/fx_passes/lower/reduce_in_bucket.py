@@ -1,17 +1,17 @@
-"""Compute the members of a merged all_reduce in the memory where they are reduced.
+"""Compute a merged all_reduce's members in the memory where they are reduced.
 
 before   %a = mm(%x, %y);  ...;  %flat = cat([reshape(%a, [-1]), reshape(%b, [-1])])
          %r = all_reduce_(%flat)
 after    %bucket = empty(%x, 96);  %parts = split_with_sizes(%bucket, [64, 32])
          %a = reshape(%parts[0], [8, 8]);  mm(%x, %y, out=%a);  ...
          _foreach_copy_([%parts[1]], [reshape(%b, [-1])]);  %r = all_reduce_(%bucket)
-needs    the program of one rank, lowered and checked (verify_in_flight.py). Afterwards the views of
-         results stand before the wait that fills them.
-ensures  the same numbers at the same places of the same collectives
+needs    one rank's program, lowered and checked (verify_in_flight.py). Afterwards result views
+         stand before the wait that fills them.
+ensures  the same numbers at the same places in the same collectives
 
-Products and sums, the gradients of weights and biases, are written to the bucket. Other values are
-copied as before. With 14 MB of gradients on two CPU processes the copies took 4 ms of a step's 210.
-The bucket is that of the last step if its gradients have been freed.
+Products and sums, the gradients for weights and biases, are written to the bucket. Other values are
+copied as before. With 14 MB gradients on two CPU processes the copies took 4 ms of a step's 210.
+The bucket is the last step's if its gradients have been freed.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ def _write_to_bucket(
     producers = dict(_writable_members(flat, sizes))  # position -> node
     if not producers:
         return
+    # The bucket has to exist before its first member is computed.
     first = min(producers.values(), key=order.__getitem__)
     with graph.inserting_before(first):
         source = next(x for x in first.args if isinstance(x, fx.Node))
@@ -76,6 +77,7 @@ def _write_to_bucket(
                 if len(shape) == 1
                 else graph.call_function(aten.reshape.default, (pieces[i], shape))
             )
+            # out= needs a view of the member's shape: torch would resize any other tensor.
             graph.call_function(WITH_OUT[node.target], args, {"out": outputs[i]})
     others = [
         (piece, _vector_base(member))
@@ -100,7 +102,7 @@ def _split_of(reduction: fx.Node) -> fx.Node | None:
 
 
 def _writable_members(flat: fx.Node, sizes: Sequence[int]) -> Iterator[tuple[int, fx.Node]]:
-    """Yield (position, node) of members without other users that can be written with out=."""
+    """Yield (position, node) for members without other users that can be written with out=."""
     for i, node in enumerate(flat.args[0]):
         while (
             node.target in (aten.reshape.default, aten.contiguous.default) and len(node.users) == 1
@@ -118,7 +120,7 @@ def _writable_members(flat: fx.Node, sizes: Sequence[int]) -> Iterator[tuple[int
 
 
 def _without_kept_dims(node: fx.Node) -> tuple[tuple, list[int]]:
-    """Return (arguments, result shape) of a member's node, for a sum without keepdim."""
+    """Return (arguments, result shape) for a member's node; a sum has no keepdim there."""
     shape = list(node.meta["shape"])
     if node.target is not aten.sum.dim_IntList or len(node.args) < 3 or not node.args[2]:
         return node.args, shape
@@ -128,7 +130,7 @@ def _without_kept_dims(node: fx.Node) -> tuple[tuple, list[int]]:
 
 
 def _vector_base(member: fx.Node) -> fx.Node:
-    """Return the base of a member that reshapes a vector, or else the member."""
+    """Return the base behind a member that reshapes a vector, or else the member."""
     base = member.args[0] if member.target is aten.reshape.default else member
     return base if len(base.meta.get("shape") or ()) == 1 else member
 
@@ -136,7 +138,7 @@ def _vector_base(member: fx.Node) -> fx.Node:
 def _read_from_bucket(
     graph: fx.Graph, split: fx.Node, i: int, piece: fx.Node, output: fx.Node | None
 ) -> None:
-    """Redirect the users of a reduced member to the bucket, where its terms were written.
+    """Redirect a reduced member's users to the bucket, where its terms were written.
 
     piece is the member as a vector, output is the view that its producer writes.
     """
@@ -145,6 +147,7 @@ def _read_from_bucket(
         graph.erase_node(member)
     for view in [u for u in piece.users if u.target is aten.reshape.default and u is not output]:
         shape = list(view.args[1])
+        # The bucket's pieces are contiguous, so a copy to that format is the piece itself.
         for copy in [
             u
             for u in view.users

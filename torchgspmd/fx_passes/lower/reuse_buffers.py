@@ -1,16 +1,16 @@
-"""Write results over operands at their last use, and new values of inputs over the old ones.
+"""Write results over operands at their last use, and new input values over the old ones.
 
 before   %g = add(%a, %b);  %h = scatter(%zeros, 1, %i, %g)      # the last uses of %a and of %zeros
 after    %g = add_(%a, %b);  %h = scatter_(%zeros, 1, %i, %g)
 before   %p = input;  %u = adam(%p, %g, %m, %v, ...);  return %u[0]   # the new value of %p
 after    %p = input;  adam_([%p], [%g], [%m], [%v], ...);  return %p
-needs    the program of one rank, lowered and checked (verify_in_flight.py); meta["shape"] and
+needs    one rank's program, lowered and checked (verify_in_flight.py); meta["shape"] and
          meta["dtype"] where they are known, and meta["dynamic"] where they depend on values
 ensures  the same values; inputs that are not changed, outputs and collectives in flight keep theirs
 
-Only memory that this program allocated is written, and only after the last read of all its views. A
-changed input is written by the chain of operations that ends with its new value. Copying the zeros
-that a gradient is scattered into took 2 % of a small model's step.
+Only memory that this program allocated is written, and only after all its views were read for the
+last time. A changed input is written by the operations that lead to its new value. Copying the
+zeros that a gradient is scattered into took 2 % of a small model's step.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _ALLOCATE = {
 
 
 def reuse_buffers(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node] | None = None) -> fx.Graph:
-    """Rewrite the graph in place and return it. changed: the new value of each changed input."""
+    """Rewrite the graph in place and return it. changed: each changed input's new value."""
     memory = _Memory(graph, changed or {})
     for node in graph.nodes:
         op = _in_place_op(node)
@@ -89,14 +89,14 @@ def reuse_buffers(graph: fx.Graph, changed: Mapping[fx.Node, fx.Node] | None = N
 
 
 def reuse_memory(program: Program) -> fx.Graph:
-    """Run the pass on a program, of which it knows the inputs that change."""
+    """Run the pass on a program, which says which inputs change."""
     return reuse_buffers(program.graph, changed_inputs(program))
 
 
 def changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
-    """Return the new value of each input that the forward of a program changes.
+    """Return the new value for each input that a program's forward changes.
 
-    Without those that it returns besides, or views of them: these have memory of their own.
+    Without inputs that it returns besides, or views on them: these have memory of their own.
     """
     if program.backward is None:
         return {}
@@ -110,7 +110,7 @@ def changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
 
 
 class _Memory:
-    """The buffers that each value may lie in, and the last read of each buffer.
+    """The buffers that each value may lie in, and each buffer's last read.
 
     A buffer is named by the node that allocates it.
     """
@@ -134,7 +134,7 @@ class _Memory:
     def is_free(self, value: fx.Node, others: tuple, node: fx.Node) -> bool:
         """Return True if a node may write over a value: it reads the buffer last.
 
-        The program has allocated the buffer, or changes the input that lies in it by this node. The
+        The program has allocated the buffer, or this node changes the input that lies in it. The
         other operands must not lie in the buffer.
         """
         # Other memory is the caller's: writing to it would change tensors outside of the program.
@@ -153,8 +153,9 @@ class _Memory:
         )
 
     def merge(self, result: fx.Node, operand: fx.Node) -> None:
-        """Record that a result is written over the buffer of an operand."""
+        """Record that a result is written over an operand's buffer."""
         buffer = self.reused[result] = self._buffer_of(_base_of(operand))
+        # From now on whoever reads the result reads the buffer.
         self.last_read[buffer] = self.last_read.get(result, self.last_read[buffer])
 
     def _buffer_of(self, base: fx.Node) -> fx.Node:
@@ -198,7 +199,7 @@ def _is_new(node: fx.Node) -> bool:
 
 
 def _in_place_op(node: fx.Node) -> OpOverload | None:
-    """Return the variant of an operation that writes its result over the first operand."""
+    """Return the operation variant that writes its result over the first operand."""
     op = node.target
     if (
         not _is_new(node)
@@ -236,7 +237,7 @@ def _same_type(node: fx.Node, operand: fx.Node) -> bool:
 
 
 def _alike(graph: fx.Graph) -> list[list[fx.Node]]:
-    """Return the calls of adam in groups that one call computes, at the place of the last.
+    """Return the adam calls in groups that one call computes, in the last one's place.
 
     Between them nothing is waited for, and nothing reads a result.
     """
@@ -258,7 +259,7 @@ def _alike(graph: fx.Graph) -> list[list[fx.Node]]:
 
 
 def _step_in_place(graph: fx.Graph, group: list[fx.Node], memory: _Memory) -> None:
-    """Replace calls of adam by one that writes over the old values, or over copies of them."""
+    """Replace adam calls by one that writes over the old values, or over copies."""
     rows = []
     for node in group:
         p, g, m, v = node.args[:4]

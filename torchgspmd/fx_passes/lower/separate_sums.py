@@ -2,11 +2,11 @@
 
 before   %p = mm(%a, %b);  %w = wait_tensor(%r);  %s = add(%p, %y)
 after    %p = mm(%a, %b);  %w = wait_tensor(%r);  %n = neg(%p);  %s = sub(%y, %n)
-needs    the program of one rank
+needs    one rank's program
 ensures  no sum has an operand that was computed on the other side of a start or wait
 
-Inductor makes addmm of a product and a sum, at the place of the sum. Then a product that hides a
-message no longer does. `y - (-p)` has the bits of `y + p`, and no pattern of Inductor's takes it.
+Inductor merges a product and a sum into addmm, at the sum's place. Then a product that hides a
+message no longer does. `y - (-p)` has the bits of `y + p`, and no Inductor pattern takes it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ def separate_sums(graph: fx.Graph) -> fx.Graph:
         operands = node.args
         if node.kwargs or not all(isinstance(x, fx.Node) for x in operands):
             continue
+        # Only a value with one use is merged: Inductor would have to compute others twice.
         own = [x for x in operands if len(x.users) == 1 and x.op == "call_function"]
         far = [x for x in own if bisect(messages, order[x]) < bisect(messages, order[node])]
         if far and node.meta["dtype"].is_floating_point:
@@ -36,6 +37,7 @@ def separate_sums(graph: fx.Graph) -> fx.Graph:
 
 def _subtract_negated(graph: fx.Graph, node: fx.Node, term: fx.Node) -> None:
     """Write the sum `node` as a difference from the negated term."""
+    # Both operands may be the term: x + x has no other one.
     other = next((x for x in node.args if x is not term), term)
     with graph.inserting_before(node):
         negated = graph.call_function(aten.neg.default, (term,))

@@ -1,10 +1,10 @@
-"""Split a joint program into the forward, and the backward of the values that it saves.
+"""Split a joint program into the forward, and the backward from the values that it saves.
 
 before   one graph whose nodes say whether they belong to the backward
 after    forward: inputs -> outputs, saved values;  backward: saved values, cotangents -> gradients
 needs    meta["backward"]; cotangents are the last inputs, gradients the last outputs
 
-The recomputation of a checkpointed region is part of the backward already (capture records it so).
+A checkpointed region's recomputation is part of the backward already (capture records it so).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...compat.fx_nodes import copy_node, drop_unused
 
 
 def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:
-    """Return (forward, backward), given the numbers of cotangents and gradients."""
+    """Return (forward, backward), given how many cotangents and gradients there are."""
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     cotangents = set(placeholders[len(placeholders) - tangents :])
     returned = graph.output_node().args[0]
@@ -29,6 +29,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
             node.meta.get("backward") or any(n in backward_nodes for n in node.all_input_nodes)
         ):
             backward_nodes.add(node)
+    # An output is returned before any backward runs, whatever its mark says.
     _move_to_forward(outputs, backward_nodes)
     _move_results(graph, backward_nodes)
     saved = _saved_values(graph, backward_nodes, grads)
@@ -60,7 +61,7 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
 
 
 def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
-    """Remove from `backward_nodes` the results of the forward, and all their operands."""
+    """Remove from `backward_nodes` the forward's results, and all their operands."""
     stack = [o for o in outputs if isinstance(o, fx.Node)]
     while stack:
         node = stack.pop()
@@ -72,14 +73,15 @@ def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
 
 
 def _move_results(graph: fx.Graph, backward_nodes: set[fx.Node]) -> None:
-    """Remove the results of operations of the forward, which are saved one by one."""
+    """Remove results of forward operations, which are saved one by one."""
     for node in graph.nodes:
+        # A tuple cannot be saved, only the tensors in it.
         if node.target is getitem and node.args[0] not in backward_nodes:
             backward_nodes.discard(node)
 
 
 def _saved_values(graph: fx.Graph, backward_nodes: set[fx.Node], grads: tuple) -> list[fx.Node]:
-    """Return the values of the forward that the backward uses, in program order."""
+    """Return the forward values that the backward uses, in program order."""
     returned = {g for g in grads if isinstance(g, fx.Node)}
     return [
         n

@@ -66,6 +66,7 @@ BINDINGS: dict[Any, Any] = {
     aten.unsqueeze.default: torch.unsqueeze,
     aten.where.self: torch.where,
 }
+# Some functions are private, and not every version of torch has them.
 _PRESENT = {op: function for op, function in BINDINGS.items() if not is_missing(function)}
 
 

@@ -1,6 +1,6 @@
-"""Verify the memory of collectives in flight.
+"""Verify the memory that collectives in flight use.
 
-needs    the program of one rank, with torch.distributed's functional collectives
+needs    one rank's program, with torch.distributed's functional collectives
 ensures  every collective has one wait, which alone reads its result;
          no later node reads the operand of an in-place all_reduce_, nor does a collective in flight
 """
@@ -21,7 +21,7 @@ WAIT = c10d.wait_tensor.default
 
 
 def verify_in_flight(graph: fx.Graph) -> fx.Graph:
-    """Return the graph. Raise AssertionError, for a bug of torchgspmd, if it is not legal."""
+    """Return the graph. Raise AssertionError, for a bug in torchgspmd, if it is not legal."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     faults = [fault for node in order if node.target in STARTS for fault in _faults(node, order)]
     if faults:
@@ -33,7 +33,7 @@ def verify_in_flight(graph: fx.Graph) -> fx.Graph:
 
 
 def _faults(collective: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
-    """Yield a message for every illegal use of the memory of a collective."""
+    """Yield a message for every illegal use of a collective's memory."""
     waits = [user for user in collective.users if user.target is WAIT]
     if len(waits) != 1:
         yield f"%{collective} is waited for {len(waits)} times"
@@ -42,9 +42,11 @@ def _faults(collective: fx.Node, order: dict[fx.Node, int]) -> Iterator[str]:
         for user in collective.users
         if user.target is not WAIT
     )
+    # Only reductions in place write their operand; others may share it with readers.
     if WIRE_OPS[collective.target].functional is None:
         return
     for user, value in _readers(_base_of(collective.args[0])):
+        # A collective reads its operand until it is waited for, not only where it starts.
         end = (
             max((order[w] for w in user.users), default=order[user])
             if user.target in STARTS
@@ -62,7 +64,7 @@ def _base_of(value: fx.Node) -> fx.Node:
 
 
 def _readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield (user, the value that it reads) for every reader of a value or of its views."""
+    """Yield (user, the value that it reads) for everyone who reads a value or its views."""
     for user in value.users:
         if _is_view(user):
             yield from _readers(user)

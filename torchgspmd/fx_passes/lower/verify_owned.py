@@ -17,7 +17,7 @@ from ...compat.fx_nodes import viewed_operands, written_operands
 
 
 def verify_owned(graph: fx.Graph, changed: Collection[fx.Node] = ()) -> fx.Graph:
-    """Return the graph. Raise AssertionError, for a bug of torchgspmd, if it is not legal.
+    """Return the graph. Raise AssertionError, for a bug in torchgspmd, if it is not legal.
 
     changed: the inputs that the user's own program writes to.
     """

@@ -1,10 +1,10 @@
-"""Send dtypes that gloo and NCCL do not support as others of the same size.
+"""Send dtypes that gloo and NCCL do not support as others with the same size.
 
 before   %r = all_to_all_single(%x, ...);  %w = wait_tensor(%r)                 # %x is int16
 after    %v = view(%x, float16);  %r = all_to_all_single(%v, ...)
          %y = wait_tensor(%r);  %w = view(%y, int16)
-needs    the program of one rank; meta["dtype"] on collectives
-ensures  reductions keep their dtype, but for sums of complex numbers: they are sums of real ones
+needs    one rank's program; meta["dtype"] on collectives
+ensures  reductions keep their dtype, but for complex sums: they are sums of real numbers
 """
 
 from __future__ import annotations
@@ -29,15 +29,17 @@ def wire_dtypes(graph: fx.Graph) -> fx.Graph:
         if node.target not in WIRE_OPS:
             continue
         dtype, reduces = node.meta["dtype"], WIRE_OPS[node.target].reduces
+        # Both parts of a complex sum add up by themselves; those of a product do not.
         if dtype.is_complex and (not reduces or node.args[1] == "sum"):
             _convert(graph, node, (aten.view_as_real.default,), (aten.view_as_complex.default,))
+        # Bits are copied unchanged, but added as numbers: a reduction needs the true dtype.
         elif dtype in CARRIERS and not reduces:
             _convert(graph, node, (aten.view.dtype, CARRIERS[dtype]), (aten.view.dtype, dtype))
     return graph
 
 
 def _convert(graph: fx.Graph, node: fx.Node, encode: tuple, decode: tuple) -> None:
-    """Encode the operand of a collective and decode its result.
+    """Encode a collective's operand and decode its result.
 
     encode and decode are an operation and its arguments after the first.
     """

@@ -1,1 +1,1 @@
-"""Choose the layouts of every operation, and insert the collectives between operations."""
+"""Choose every operation's layouts, and insert the collectives between operations."""

@@ -1,4 +1,4 @@
-"""The state of the search: the strategy of each operation and the layout of each value.
+"""The search state: each operation's strategy and each value's layout.
 
     %a = mm(%x, %w)      strategy_of[%a] = {m: data}      layout_of[%a] = [data, _]
     %b = relu(%a)        required[%a] = {(%b, 0): [data, _]}
@@ -35,7 +35,7 @@ SNAPSHOT_FIELDS = (
 
 
 class Assignment:
-    """Strategies, layouts and requirements of one graph, with the worklist of their changes."""
+    """One graph's strategies, layouts and requirements, with the worklist for their changes."""
 
     def __init__(
         self,
@@ -91,12 +91,13 @@ class Assignment:
         ] = {}  # by value and key of operations
 
     def _initial_layouts(self, input_specs: Mapping[fx.Node, ShardSpec]) -> dict:
-        """Return the layouts of inputs and constants; an open input uses whole axes only."""
+        """Return the layouts for inputs and constants; an open input uses whole axes only."""
         layout_of = {n: n.meta["spec"] for n in self.graph.nodes if n.op == "placeholder"}
         for node in self.graph.nodes:
             if node.op == "get_attr":
                 layout_of[node] = ShardSpec.replicated(node.meta["val"].dim())
         layout_of.update(input_specs)
+        # Inputs are stored by whole axes, which a DTensor can express.
         for node in self.open_inputs:
             layout_of[node] = layout_of[node].map_axes(self.mesh.whole)
         return layout_of
@@ -116,7 +117,7 @@ class Assignment:
         vars(self).update(snapshot)
 
     def assign(self, op: Op, strategy: Strategy) -> None:
-        """Give an operation a strategy: set the layouts of its results, require its operands'."""
+        """Give an operation a strategy: set its results' layouts, require its operands'."""
         if self.strategy_of.get(op.node) is not strategy:
             self.strategy_of[op.node] = strategy
             self.new_version()
@@ -170,9 +171,9 @@ class Assignment:
         self.neighborhood_cache.pop(node, None)
 
     def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:
-        """Touch all operations that decide by the layout of a value.
+        """Touch all operations that decide by a value's layout.
 
-        These are its users, and the users behind moves of rows. With `pending` (the pending axes
+        These are its users, and the users behind row moves. With `pending` (the pending axes
         changed) also those behind linear operations.
         """
         depth = self.pending_depth if depth is None else depth
@@ -207,7 +208,7 @@ class Assignment:
         required: tuple[tuple[ShardSpec, ...], ...],
         first: bool = False,
     ) -> Neighborhood:
-        """Return the neighborhood of an operation with other layouts around it."""
+        """Return an operation's neighborhood with other layouts around it."""
         return self.interner.neighborhood(operands, required, first, self.only_inputs[op.node])
 
     def operand_layouts(self, value: fx.Node, op: Op, first: bool = False) -> OperandLayouts:
@@ -259,7 +260,7 @@ class Assignment:
         return views[None]
 
     def sharers(self, value: fx.Node, op: Op) -> int:
-        """Return how many operations like this one use a value."""
+        """Count the operations like this one that use a value."""
         if (value, op.key) not in self.sharer_counts:
             self.sharer_counts[value, op.key] = max(
                 1, sum(user in self.ops and self.ops[user].key == op.key for user in value.users)

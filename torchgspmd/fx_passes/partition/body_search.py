@@ -1,7 +1,7 @@
 """Other layouts for whole bodies and threads (see regions.py).
 
-before   the residual stream of a layer is sharded along the batch by `model`
-after    it is sharded along the sequence by `model`, if that costs less in all of its operations
+before   a layer's residual stream is sharded along the batch by `model`
+after    it is sharded along the sequence by `model`, if that costs less over all its operations
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .regions import Body, bodies, threads
 
 
 class BodySearch(RegionProposals):
-    """Tries other factors for the axes of bodies and threads."""
+    """Tries other factors for the axes in bodies and threads."""
 
     search = "body"
 
@@ -47,16 +47,17 @@ class BodySearch(RegionProposals):
         }
 
     def lay_out(self) -> bool:
-        """Try other factors for every axis of bodies and threads; return whether that helped.
+        """Try other factors for every axis in bodies and threads; return whether that helped.
 
         In a body an axis moves to another factor throughout, or to none. In a thread it moves to
-        the factor of the thread.
+        the thread's factor.
         """
         changed = [
             self._try_layout(body, axes, factor_class)
             for body in self.bodies
             for axes, factor_class in self._piece_options(body)
         ]
+        # After the bodies, whose new layouts change which axes have traffic.
         self.busy = self.busy_axes()
         changed += [
             self._try_layout(thread, axes, 0, self.constants.min_saving)
@@ -66,7 +67,7 @@ class BodySearch(RegionProposals):
         return any(changed)
 
     def _piece_options(self, body: Body) -> list[tuple[Axes, int | None]]:
-        """Return the options of `_axis_options`, those of all parts of a piece as one."""
+        """Return the options from `_axis_options`, with all parts of a piece as one option."""
         options = self._axis_options(body)
         of_classes: dict[int | None, list[str]] = {}
         for axis, factor_class in options:
@@ -91,7 +92,7 @@ class BodySearch(RegionProposals):
     def _axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         """Return (axis, index in `body.classes`; None for no factor) that operations could take.
 
-        Without the present ones, and without factors that few of the operations have.
+        Without the present ones, and without factors that few operations have.
         """
         stamp = self.assignment.stamp(body.nodes)
         if self.option_lists.get(body, (None,))[0] != stamp:
@@ -99,7 +100,7 @@ class BodySearch(RegionProposals):
         return self.option_lists[body][1]
 
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
-        """Return the options of `_axis_options`, not cached."""
+        """Return the options for `_axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
         place: dict[tuple[fx.Node, str | None], int] = {
             (node, factor): i
@@ -148,7 +149,7 @@ class BodySearch(RegionProposals):
     def busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
 
-        Reductions of results of the program do not count.
+        Reductions on program results do not count.
         """
         busy: set[str] = set()
         for value, uses in self.assignment.required.items():
@@ -158,6 +159,7 @@ class BodySearch(RegionProposals):
                     removed = _removed_axes(layout, spec)
                     if not removed <= busy and value.meta["val"].numel() > 1:
                         busy |= removed
+            # All axes are busy: no value can add another.
             if len(busy) == len(self.assignment.mesh.names):
                 break
         return busy
@@ -165,11 +167,11 @@ class BodySearch(RegionProposals):
     def _try_layout(
         self, body: Body, axes: Axes, factor_class: int | None, min_saving: float = 0.0
     ) -> bool:
-        """Move axes to a class of factors in all of a body; return whether that costs less.
+        """Move axes to a factor class throughout a body; return whether that costs less.
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of the sent
         bytes that has to be saved. A layout that would have cost more is not tried again, nor for
-        like bodies, until the cost of the body differs by a share of that, `retry_share`.
+        like bodies, until the body's cost differs by a share of that, `retry_share`.
         """
         class_number = self._class_number(body, factor_class)
         situation = self._situation(body), axes, min_saving, class_number
@@ -186,6 +188,7 @@ class BodySearch(RegionProposals):
         self.memory.counts["thread_layouts" if min_saving else "body_layouts"] += 1
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
         self.force(body, axes, body.classes[factor_class] if factor_class is not None else {})
+        # Backwards, then forwards: a new layout spreads to operands as well as to users.
         for op in (*reversed(neighbors), *neighbors):
             self.op_search.choose(op)
         other = self.op_search.costs.exact(neighbors)
@@ -197,7 +200,7 @@ class BodySearch(RegionProposals):
         return False
 
     def _body_cost(self, body: Body) -> tuple[float, float, float]:
-        """Return the work of a body and its neighbors, their bytes, and their pending sums.
+        """Return the work for a body and its neighbors, their bytes, and their pending sums.
 
         All in bytes.
         """
@@ -230,7 +233,7 @@ class BodySearch(RegionProposals):
         return situation
 
     def _likeness(self, body: Body) -> int:
-        """Return a number that is equal for bodies of like operations among like neighbors."""
+        """Return a number that is equal for bodies with like operations among like neighbors."""
         if body not in self.likeness:
             keys = ("keys", *(op.key for op in self.neighbors[body]))
             self.likeness[body] = self.memory.numbers.setdefault(keys, len(self.memory.numbers))
@@ -263,6 +266,7 @@ class BodySearch(RegionProposals):
                 for v, have in ((v, at.operand_layouts(v, op)) for v in op.operands)
             )
             required = tuple(
+                # Uses within the body are about to change: only those outside bind its results.
                 tuple(
                     dict.fromkeys(
                         spec
@@ -282,7 +286,7 @@ class BodySearch(RegionProposals):
                 at.assign(op, best)
 
     def _neighboring_ops(self, body: Body) -> tuple[Op, ...]:
-        """Return the operations of a body, and those that produce or use its values."""
+        """Return a body's operations, and those that produce or use its values."""
         at = self.assignment
         values = [v for op in body.ops for v in (*op.operands, *op.results) if v is not None]
         nodes = {op.node for op in body.ops}

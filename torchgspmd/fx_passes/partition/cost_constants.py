@@ -1,4 +1,4 @@
-"""Every constant of the cost model and of the searches, with its unit, source and reason.
+"""Every constant in the cost model and the searches, with its unit, source and reason.
 
 Costs are in bytes on the wire: bytes that a device sends, and work that is worth as much. Constants
 are chosen by us unless a source is named: they order layouts, and predict no time.
@@ -15,13 +15,13 @@ from ...errors import ShardingError, did_you_mean, user_line
 
 
 def _constant(value: object, unit: str, reason: str, source: str = "ours") -> Any:
-    """Return a field of CostConstants."""
+    """Return a field for CostConstants."""
     return field(default=value, metadata={"unit": unit, "reason": reason, "source": source})
 
 
 @dataclass(frozen=True)
 class CostConstants:
-    """The constants of one plan; equal constants give two plans equal choices."""
+    """One plan's constants; equal constants give two plans equal choices."""
 
     # ---------------------------------------------------------------------- the cost of a strategy
     flops_per_byte: float = _constant(
@@ -140,7 +140,7 @@ class CostConstants:
     )
 
     def override(self, values: Mapping[str, float] | None) -> CostConstants:
-        """Return the constants with other values of some, by name."""
+        """Return the constants with other values for some, by name."""
         names = [f.name for f in fields(self)]
         for name, value in (values or {}).items():
             if name not in names:
@@ -149,6 +149,7 @@ class CostConstants:
                     where=user_line(),
                     fix=did_you_mean(name, names),
                 )
+            # Costs are divided by these: zero would be an infinite price.
             divides = name.endswith("_per_byte")
             if not (value > 0 if divides else value >= 0):
                 raise ShardingError(

@@ -1,4 +1,4 @@
-"""Costs of strategies and moves, in bytes on the wire. Nothing here changes an assignment.
+"""Costs for strategies and moves, in bytes on the wire. Nothing here changes an assignment.
 
 cost(op) = moves of its operands to where it needs them + its arithmetic and memory traffic
          + moves of its results to where they are used
@@ -28,16 +28,18 @@ from .reshard import Resharder
 
 
 def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
-    """Return the bytes of one device's shard."""
+    """Return the bytes in one device's shard."""
     return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()
 
 
 def arithmetic(rule: FactorRule, factors: Factors, mesh: Mesh, constants: CostConstants) -> float:
-    """Return the work of one device under an assignment of axes, in bytes on the wire."""
+    """Return one device's work under an assignment of axes, in bytes on the wire."""
     if not rule.contraction:
         return 0.0
     counts = {f: mesh.count(factors.get(f, ())) for f in rule.sizes}
     sizes = {f: 1 if f in rule.chosen else n for f, n in rule.sizes.items()}
+    # `even` is each device's fair share, `padded` the largest share; the rest is idle work. A
+    # multiply and an add are 2 operations.
     even = 2 * math.prod(sizes.values()) / math.prod(counts.values())
     padded = 2 * math.prod(
         1 / counts[f] if f in rule.chosen else -(-n // counts[f]) for f, n in sizes.items()
@@ -53,7 +55,7 @@ def work(
     mesh: Mesh,
     constants: CostConstants,
 ) -> float:
-    """Return the arithmetic and memory traffic of one device, in bytes on the wire."""
+    """Return one device's arithmetic and memory traffic, in bytes on the wire."""
     cost = arithmetic(op.rule, factors, mesh, constants)
     for value, spec in itertools.chain(zip(op.operands, operands), zip(op.results, results)):
         if value is not None:
@@ -62,7 +64,7 @@ def work(
 
 
 def _rounding(cost: float) -> float:
-    """Return a bound of the rounding of a sum of costs."""
+    """Bound the rounding error in a sum of costs."""
     return 1e-12 * abs(cost)
 
 
@@ -71,9 +73,9 @@ OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 @dataclass(frozen=True, eq=False)
 class CostModel:
-    """The costs of operations and of the moves between them, in the present assignment.
+    """Costs for operations and the moves between them, in the present assignment.
 
-    pending_bonus: as in CostConstants; it differs between the phases of a search.
+    pending_bonus: see CostConstants; it differs between search phases.
     """
 
     assignment: Assignment
@@ -83,7 +85,7 @@ class CostModel:
 
     @cached_property
     def phase(self) -> tuple[float, float]:
-        """The phase of a search; results of one are not cached for others."""
+        """The search phase; results in one are not cached for others."""
         return self.pending_bonus, self.resharder.constants.message_price
 
     def cost(
@@ -93,7 +95,7 @@ class CostModel:
         neighborhood: Neighborhood,
         limit: float = math.inf,
     ) -> float:
-        """Return the cost of one operation; from `limit` on any number that is no less."""
+        """Return one operation's cost; may return early with any value >= limit."""
         cost = strategy.work - self.pending_bonus * strategy.pending
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
             if cost >= limit:
@@ -105,6 +107,7 @@ class CostModel:
                 return cost
             if need not in have.layouts:
                 layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
+                # Operations that share a new layout of an operand share its price.
                 cost += (
                     self._nearest_cost(value, layouts, need, (limit - cost) * have.sharers)
                     / have.sharers
@@ -114,7 +117,7 @@ class CostModel:
     def cheapest(
         self, op: Op, strategies: Iterable[Strategy], neighborhood: Neighborhood
     ) -> Strategy | None:
-        """Return the first of the strategies that cost least; None if there are none.
+        """Return the first among the cheapest strategies; None if there are none.
 
         Those with the least bound are priced first, so that few moves are searched for.
         """
@@ -129,6 +132,7 @@ class CostModel:
             if (bound := self._at_least(op, strategy, neighborhood, least)) < least
         )
         for bound, i, strategy in sorted(bounded, key=lambda entry: entry[:2]):
+            # A later strategy wins only if it is cheaper; an earlier one also if it costs the same.
             limit = least if i > place else least + _rounding(least)
             if bound >= limit:
                 continue
@@ -140,8 +144,11 @@ class CostModel:
     def _at_least(
         self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
     ) -> float:
-        """Return a lower bound of `cost`, without a search; from `limit` on any that is no less."""
+        """Return a lower bound for `cost`, without a search; may return early with any value >=
+        limit.
+        """
         cost = strategy.work - self.pending_bonus * strategy.pending
+        # Rounded down, so that a sum in another order is never above the true cost.
         cost -= _rounding(cost)
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
             copies = [layout]
@@ -162,7 +169,7 @@ class CostModel:
     def _nearest_bound(
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec
     ) -> float:
-        """Return a lower bound of the cheapest move from one of the layouts."""
+        """Return a lower bound for the cheapest move from one among the layouts."""
         size, at_least = self.assignment.sizes[value], self.resharder.at_least
         bound = runs(value) * min(at_least(*size, layout, need) for layout in layouts)
         return bound - _rounding(bound)
@@ -170,7 +177,7 @@ class CostModel:
     def _distribution_cost(
         self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf
     ) -> float:
-        """Return the cost of all other layouts of a value, each from the nearest copy."""
+        """Return the cost for all other layouts of a value, each from the nearest copy."""
         copies, cost = [layout], 0.0
         for need in uses:
             if need not in copies:
@@ -181,7 +188,7 @@ class CostModel:
     def _nearest_cost(
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float
     ) -> float:
-        """Return the cost of the cheapest move from one of the layouts. limit: as in `cost`."""
+        """Return the cost for the cheapest move from one among the layouts. limit: see `cost`."""
         least, size = math.inf, self.assignment.sizes[value]
         if len(layouts) == 1:
             return (
@@ -190,13 +197,14 @@ class CostModel:
                 else math.inf
             )
         bounds = [runs(value) * self.resharder.at_least(*size, layout, need) for layout in layouts]
+        # By their bounds: the first true costs are likely the least, and end the loop early.
         for bound, layout in sorted(zip(bounds, layouts), key=lambda pair: pair[0]):
             if bound < min(least, limit):
                 least = min(least, self.move_cost(value, layout, need))
         return least
 
     def _with_deferred(self, layout: ShardSpec, have: OperandLayouts, need: ShardSpec) -> ShardSpec:
-        """Return the layout with those sums left pending that `need` asks for and that can be."""
+        """Leave those sums pending in a layout that `need` asks for and that can be."""
         more = {a for a in need.pending if a in have.deferrable}
         return (
             layout.with_pending(
@@ -207,12 +215,12 @@ class CostModel:
         )
 
     def move_cost(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
-        """Return the cost of another layout of a value."""
+        """Return the cost to move a value to another layout."""
         cost = runs(value) * self.resharder.cost(*self.assignment.sizes[value], have, need)
         return min(cost, self.window_cost(value, need)) if need.windows else cost
 
     def operand_windows(self, value: fx.Node, need: ShardSpec) -> tuple[ShardSpec, ...] | None:
-        """Return the operand windows from which the operation itself computes windows of a value.
+        """Return the operand windows from which the operation itself computes a value's windows.
 
         None unless the operation only moves rows.
         """
@@ -224,7 +232,7 @@ class CostModel:
         return self.operand_window_cache[value, need]
 
     def window_cost(self, value: fx.Node, need: ShardSpec) -> float:
-        """Return the cost of moving the operand windows of a value there; infinite without any."""
+        """Return the cost to move a value's operand windows there; infinite without any."""
         specs = self.operand_windows(value, need)
         if specs is None:
             return math.inf
@@ -239,22 +247,23 @@ class CostModel:
     # ------------------------------------------------------------------- of operations as they are
 
     def exact(self, ops: Collection[Op]) -> float:
-        """Return the work of operations, and the cost of moving operands and results."""
+        """Return the work in operations, and the cost to move operands and results."""
         return self.work(ops) + self.traffic(ops)
 
     def work(self, ops: Collection[Op]) -> float:
-        """Return the arithmetic and memory traffic of operations."""
+        """Return the operations' arithmetic and memory traffic."""
         return sum(self.assignment.strategy_of[op.node].work for op in ops)
 
     def traffic(self, ops: Collection[Op]) -> float:
-        """Return the cost of all moves of the operands and results of operations."""
+        """Return the cost for all moves to operands and from results."""
+        # By value: two operations may share one, whose moves are paid once.
         values = dict.fromkeys(
             v for op in ops for v in (*op.operands, *op.results) if v is not None
         )
         return sum(map(self._transport, values))
 
     def _transport(self, value: fx.Node) -> float:
-        """Return the cost of moving a value from its operation to all of its users.
+        """Return the cost to move a value from its operation to all its users.
 
         Windows may be computed from operands, wherever these are; other moves are priced once.
         """
@@ -270,7 +279,7 @@ class CostModel:
         return cost
 
     def gathers(self, axis: str) -> float:
-        """Return the cost of all moves after which an axis no longer shards a value."""
+        """Return the cost for all moves after which an axis no longer shards a value."""
         at = self.assignment
         return sum(
             self.move_cost(value, at.layout_of[value], spec)
@@ -281,16 +290,17 @@ class CostModel:
         )
 
     def extra_copy(self, value: fx.Node, spec: ShardSpec) -> float:
-        """Return the cost of one more layout of a value, from the nearest that it is moved to."""
+        """Return the cost for one more layout of a value, from its nearest copy."""
         uses = self.assignment.required_layouts(value, False)
         copies = (self.assignment.layout_of[value], *uses)
         return 0.0 if spec in copies else self._nearest_cost(value, copies, spec, math.inf)
 
     def region(self, region: Region) -> float:
-        """Return the work of a region and the moves of its operands and of its result."""
+        """Return the work in a region and the moves to its operands and from its result."""
         cost, at = 0.0, self.assignment
         for op in region.ops:
             neighborhood = at.neighborhood(op)
+            # Values within the region are paid for as operands: not twice.
             uses = tuple(
                 () if v in region.values and v is not region.value else w
                 for v, w in zip(op.results, neighborhood.required)

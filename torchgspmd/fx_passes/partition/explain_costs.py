@@ -5,7 +5,7 @@
     * m: data, k: model  [data _ sum@model]        12.8     2.1       0.0    200.0  214.9
       m: data            [data _]                  51.2     5.5     448.0      0.0  504.7
 
-A plan has the result of the search alone; the assignment and its costs are computed again from it.
+A plan has only the search's result; the assignment and its costs are computed again from it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = ("arithmetic", "memory", "operands", "results")
 
 @dataclass(frozen=True)
 class Decisions:
-    """The decisions of partition, for a graph that it did not change."""
+    """The decisions that partition took, for a graph that it did not change."""
 
     graph: fx.Graph
     mesh: Mesh
@@ -43,7 +43,7 @@ class Decisions:
 
     @classmethod
     def of(cls, assignment: Assignment, constants: CostConstants) -> Decisions:
-        """Return the decisions of an assignment."""
+        """Extract the decisions from an assignment."""
         at, output = assignment, assignment.output
         inputs = {n: spec for n, spec in at.layout_of.items() if n.op == "placeholder"}
         outputs = tuple(
@@ -75,7 +75,7 @@ class Decisions:
 
 
 def explain_costs(decisions: Decisions, value: fx.Node) -> str:
-    """Return the costs of all candidates for the operation of a value, and why one won."""
+    """Return all candidates' costs for a value's operation, and why one won."""
     memory = SearchMemory(*situation(decisions.graph, decisions.mesh, decisions.constants))
     at = decisions.assignment(memory)
     costs = CostModel(at, memory.priced_resharder, decisions.constants.tie_break)
@@ -84,12 +84,14 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
         return _explain_input(costs, value)
     neighborhood, chosen = at.neighborhood(op), at.strategy_of[op.node]
     candidates = {_content(s): s for s in memory.strategies.candidates(op, neighborhood)}
+    # The chosen one may be no candidate: a search for several operations may have forced it.
     candidates[_content(chosen)] = chosen
     which = op.results.index(value)
 
     def row(strategy: Strategy) -> CandidateRow:
-        """Return the costs of a strategy."""
+        """Price a strategy."""
         compute = arithmetic(op.rule, dict(strategy.assignment), at.mesh, decisions.constants)
+        # Without results, then without operands: each cost is the price of the other's moves.
         free = replace(strategy, work=0.0, pending=0.0)
         moves = [
             costs.cost(op, replace(free, **without), neighborhood)
@@ -111,7 +113,7 @@ def explain_costs(decisions: Decisions, value: fx.Node) -> str:
 
 @dataclass(frozen=True)
 class CandidateRow:
-    """One candidate, with its costs in the order of COLUMNS."""
+    """One candidate, with its costs in the order that COLUMNS has."""
 
     name: str
     result: str
@@ -130,7 +132,7 @@ def _content(strategy: Strategy) -> tuple:
 
 
 def _explain_input(costs: CostModel, value: fx.Node) -> str:
-    """Return the cost of moving an input to its users, by its layout."""
+    """Return the cost to move an input to its users, by its layout."""
     at, chosen = costs.assignment, costs.assignment.layout_of[value]
     uses = at.required_layouts(value, first=False)
     layouts = dict.fromkeys((chosen, *(spec.plain() for spec in uses if not spec.pending)))
@@ -145,7 +147,7 @@ def _explain_input(costs: CostModel, value: fx.Node) -> str:
 
 
 def _table(rows: Sequence[CandidateRow], constants: CostConstants) -> list[str]:
-    """Return the lines of a table."""
+    """Return a table's lines."""
     shown = [row for i, row in enumerate(rows) if i < MAX_ROWS or row.chosen]
     cells = [("strategy", "result", *COLUMNS, "total")]
     cells += [(r.name, r.result, *(f"{c:,.1f}" for c in (*r.costs, r.total))) for r in shown]

@@ -31,6 +31,7 @@ def start_of_halos(before: ShardSpec, after: ShardSpec) -> ShardSpec:
     """Return the plain layout from which windows are exchanged, or cut where a device has all."""
     busy, start = set(before.sharding_axes + before.pending), after.plain()
     for d, rows in enumerate(after.windows):
+        # A device with all rows only cuts its window, if no other dimension uses the axis.
         if rows and not before.dims[d] and not busy & set(after.dims[d]):
             start = start.with_dim(d, ())
     return start
@@ -44,10 +45,10 @@ def halo_steps(
     after: ShardSpec,
     constants: CostConstants,
 ) -> Path:
-    """Return (cost, steps) in the cheapest order of the dimensions, or at once if that sends less.
+    """Return (cost, steps) in the cheapest dimension order, or at once if that sends less.
 
-    Halos of several dimensions have the same rows either way. Where shards change places, as in a
-    flip of two dimensions, they would be sent once for each dimension.
+    Halos on several dimensions have the same rows either way. Where shards change places, as in a
+    flip along two dimensions, they would be sent once for each dimension.
     """
     dims = [d for d, rows in enumerate(after.windows) if rows]
     orders = (
@@ -74,6 +75,7 @@ def _in_order(
     """Return the steps with the dimensions in this order."""
     spec, steps = start, []
     for d in order:
+        # Before the window is added: a later exchange also sends the halos of earlier ones.
         local = spec.local_shape(shape, mesh)
         spec = spec.with_dim(d, after.dims[d]).with_window(d, after.window(d))
         row = math.prod(n for i, n in enumerate(local) if i != d) * itemsize
@@ -82,6 +84,6 @@ def _in_order(
 
 
 def _cut(d: int, spec: ShardSpec) -> Step:
-    """Return the step that cuts a window out of a dimension that is whole."""
+    """Return the step that cuts a window from a dimension that is whole."""
     axes = spec.dims[d]
     return Step(window, (d, "+".join(axes), str(spec.window(d))), spec, axes)

@@ -52,6 +52,7 @@ def _way(node: fx.Node, mesh: Mesh, fast: Axes, slow: Axes) -> Iterator[tuple[St
     payload, reduction = node.meta["step"].payload, node.args[1]
     for dim, size in enumerate(node.meta["val"].shape):
         fine = before.dims[dim] + fast
+        # Any dimension will do, as all ways send the same bytes: the first that divides is taken.
         if size and size % mesh.count(fine) == 0:
             pending = tuple(a for a in before.pending if a not in fast)
             scattered = before.with_pending(pending).with_dim(dim, fine)
@@ -67,8 +68,9 @@ def _way(node: fx.Node, mesh: Mesh, fast: Axes, slow: Axes) -> Iterator[tuple[St
 def _seconds(steps: tuple[Step, ...], mesh: Mesh, hardware: Hardware) -> float:
     """Return the seconds that steps take, one after the other.
 
-    The latency of a message counts once: how it grows with the devices is much the same either way.
+    A message's latency counts once: how it grows with the devices is much the same either way.
     """
+    # Measured collectives first, if the hardware has this one: links are only an estimate.
     links = [
         hardware.groups.get((step.kind, mesh.count(step.axes)))
         or hardware.link(mesh, step.axes, step.target.relays)
@@ -78,7 +80,7 @@ def _seconds(steps: tuple[Step, ...], mesh: Mesh, hardware: Hardware) -> float:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, steps: tuple[Step, ...]) -> None:
-    """Put the steps in the place of a node."""
+    """Put the steps in a node's place."""
     value = node.args[0]
     with graph.inserting_before(node):
         for step in steps:

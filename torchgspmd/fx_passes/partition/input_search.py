@@ -1,7 +1,7 @@
-"""Other layouts for open inputs, with all that one of their dimensions runs through.
+"""Other layouts for open inputs, with every operation that one of their dimensions runs through.
 
-before   %x : f32[64, 32, 16] is whole on all devices, as only the weights of experts are marked
-after    %x : f32[64@expert, 32, 16], and so is all that follows, if that sends less
+before   %x : f32[64, 32, 16] is whole on all devices, as only expert weights are marked
+after    %x : f32[64@expert, 32, 16], and so is every value after it, if that sends less
 source   ours
 
 No operation gains by dividing tokens alone, nor does a region between two contractions: the next
@@ -27,17 +27,17 @@ from .regions import Body, courses
 
 
 class InputSearch:
-    """Proposes layouts for dimensions of open inputs."""
+    """Proposes layouts along dimensions in open inputs."""
 
     def __init__(self, bodies: BodySearch) -> None:
         self.bodies, self.assignment = bodies, bodies.assignment
         self.constants = bodies.constants
 
     def proposals(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield axes, and functions that propose each for dimensions of open inputs.
+        """Yield axes, and functions that propose each for dimensions in open inputs.
 
-        The axes are those that operations exchange values over, the dimensions those that run
-        through most of the operations.
+        The axes are those that operations exchange values over; the dimensions run through most
+        operations.
         """
         at, costs = self.assignment, self.bodies.op_search.costs
         axes = [a for a in at.mesh.names if a in self.bodies.busy_axes()] if at.open_inputs else []
@@ -51,12 +51,13 @@ class InputSearch:
                     yield axis, partial(self._propose, course, axis, specs, factors)
 
     def _factors(self, course: Body, axis: str) -> tuple[dict[fx.Node, str], float]:
-        """Return the factors for the axis in all operations, and the cost of gathers for them.
+        """Return the factors for the axis in all operations, and the cost to gather for them.
 
         A weight that lies along the axis keeps it if the other operands can be exchanged for that,
         as tokens for their experts. If they cannot, either they or the weight are gathered.
         """
         factors, gathered = dict(course.classes[0]), 0.0
+        # Values in the course get the axis themselves: only operands from outside have it already.
         inside = {value for op in course.ops for value in op.results}
         for op in course.ops:
             for value, weight_factor in self._weight_factors(op, axis, inside):
@@ -72,14 +73,14 @@ class InputSearch:
     def _weight_factors(
         self, op: Op, axis: str, inside: Collection[fx.Node | None]
     ) -> Iterator[tuple[fx.Node, str]]:
-        """Yield operands of a contraction that are not inside, with their factor of an axis."""
+        """Yield a contraction's operands that are not inside, with their factor for an axis."""
         for value, dims in zip(op.operands, op.rule.operands) if op.rule.contraction else ():
             for axes, names in zip(self.assignment.layout_of[value].dims, dims):
                 if axis in axes and names and value not in inside:
                     yield value, names[0]
 
     def _gathers_of_others(self, op: Op, axis: str, factor: str, weight_factor: str) -> float:
-        """Return the cost of gathering the operands with one factor and not another."""
+        """Return the cost to gather the operands with one factor and not another."""
         cost = 0.0
         for value, dims in zip(op.operands, op.rule.operands):
             names = [names[0] if names else None for names in dims]
@@ -88,7 +89,7 @@ class InputSearch:
         return cost
 
     def _gather(self, value: fx.Node, axis: str, dim: int | None = None) -> float:
-        """Return the cost of gathering a value along an axis, from a dimension if not there.
+        """Return the cost to gather a value along an axis, from dimension `dim` if given.
 
         An open input may as well be stored whole.
         """
@@ -107,11 +108,12 @@ class InputSearch:
     def _specs_with(
         self, axis: str, places: Sequence[tuple[fx.Node, int]]
     ) -> dict[fx.Node, ShardSpec]:
-        """Return the layouts of those inputs that can have the axis in these dimensions."""
+        """Return the layouts for those inputs that can have the axis in these dimensions."""
         at, specs = self.assignment, {}
         for value, d in places:
             spec = at.layout_of[value]
             axes = (*spec.dims[d], axis)
+            # An axis shards a tensor once: an input that has it elsewhere stays as it is.
             is_free = axis not in spec.sharding_axes
             if is_free and is_roomy(at.sizes[value][0][d], axes, at.mesh, frozenset()):
                 specs[value] = spec.with_dim(d, axes)
@@ -124,7 +126,7 @@ class InputSearch:
         specs: Mapping[fx.Node, ShardSpec],
         factors: Mapping[fx.Node, str],
     ) -> None:
-        """Lay out inputs, and all that the dimension runs through, along the axis."""
+        """Lay out inputs, and every operation that the dimension runs through, along the axis."""
         for value, spec in specs.items():
             self.assignment.set_layout(value, spec)
         self.bodies.force(course, (axis,), factors)

@@ -1,6 +1,6 @@
-"""Insert collectives between operations: every value is resharded to the layouts of its users.
+"""Insert collectives between operations: every value is resharded to its users' layouts.
 
-before   an assignment of a strategy to every operation
+before   an assignment with a strategy for every operation
 after    %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
 needs    nothing else
@@ -45,6 +45,7 @@ class _Inserter:
             if node.op == "output":
                 self._copy_output(node)
             elif node in self.assignment.omitted_marks:
+                # Its users take the unmarked value, with the copies that exist or will.
                 (value,) = self.assignment.ops[node].operands
                 self.new[node] = self.new[value]
                 self.copies[node] = self.copies.setdefault(
@@ -106,7 +107,7 @@ class _Inserter:
             copy.meta["spec"] = at.layout_of[node]
 
     def _leave_as_carried(self, node: fx.Node, copy: fx.Node) -> None:
-        """Keep the layout of a carry where it leaves its loop: perhaps it is the first."""
+        """Keep a carry's layout where it leaves its loop: perhaps it is the first."""
         strategy = self.assignment.strategy_of[node.args[2]]
         (spec,) = strategy.results
         copy.update_arg(0, copy.args[1])
@@ -120,7 +121,8 @@ class _Inserter:
         self.copies[node] = {spec: copy}
 
     def _erase_unused_moves(self) -> None:
-        """Erase steps without users, and moves of rows of which only windows are used."""
+        """Erase steps without users, and row moves that are used only through windows."""
+        # Backwards: erasing a step may leave the one before it without users.
         for node in reversed(self.graph.nodes):
             if (
                 node.op == "call_function"
@@ -140,6 +142,7 @@ class _Inserter:
                 return copy
             node = copies[start]
             for step in resharder.steps(*size, start, spec):
+                # Another user's path may have passed here: the common steps are sent once.
                 if step.spec in copies:
                     node = copies[step.spec]
                     continue
@@ -156,7 +159,7 @@ class _Inserter:
     def recompute_windows(
         self, value: fx.Node, start: ShardSpec, spec: ShardSpec, user: fx.Node
     ) -> fx.Node | None:
-        """Return windows of a moved value, computed from windows of the operands.
+        """Return a moved value's windows, computed from operand windows.
 
         None if that sends more than windows of the value itself.
         """
@@ -181,7 +184,8 @@ class _Inserter:
 
 
 def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, object]:
-    """Return the meta of a node that is inserted between a value and its user."""
+    """Return the meta for a node that is inserted between a value and its user."""
+    # A step for the backward runs there, although its value is from the forward.
     backward = (
         user.meta.get("backward", value.meta.get("backward", False))
         if user.op != "output"

@@ -25,7 +25,7 @@ MAX_OPS = 8  # Operations of an island. Longer ones compute so much that a messa
 
 
 class MessageSearch(RegionProposals):
-    """Changes strategies next to messages. op_search: its cost model has a price for them."""
+    """Changes strategies next to messages. op_search: its cost model prices messages."""
 
     search = "message"
 
@@ -36,6 +36,7 @@ class MessageSearch(RegionProposals):
     def improve(self) -> bool:
         """Visit each operation next to a message, then each island; return whether any changed."""
         at, near = self.assignment, self._near_messages()
+        # Their neighborhoods are as before; the price of a message is new.
         at.worklist.update(op.node for op in near)
         changed = [self.op_search.choose(op) for op in near]
         for op in near:

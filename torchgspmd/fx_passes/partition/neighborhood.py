@@ -1,4 +1,4 @@
-"""Candidates of a search: strategies of an operation, and the layouts around it.
+"""Search candidates: an operation's strategies, and the layouts around it.
 
 Equal content is one object, so that caches compare identities.
 """
@@ -13,7 +13,7 @@ from ...shard_spec import Axes, ShardSpec
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strategy:
-    """The layouts of operands and results under an assignment of axes to factors.
+    """Operand and result layouts under an assignment of axes to factors.
 
     Like operations share one object for equal strategies.
     """
@@ -43,9 +43,8 @@ class OperandLayouts:
 class Neighborhood:
     """The layouts around an operation.
 
-    required: for each result the layouts in which it is used.
-    first: whether these are the propagated layouts, before any choice.
-    only_inputs: whether all operands are inputs of the program.
+    required: for each result the layouts in which it is used. first: whether these are the
+    propagated layouts, before any choice. only_inputs: whether all operands are program inputs.
     """
 
     operands: tuple[OperandLayouts, ...]
@@ -55,7 +54,7 @@ class Neighborhood:
 
 
 class Interner:
-    """Returns the one object of each content. All arguments have to be passed."""
+    """Returns one object per content. All arguments have to be passed."""
 
     def __init__(self) -> None:
         self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)

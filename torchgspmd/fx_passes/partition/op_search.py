@@ -1,4 +1,4 @@
-"""The cheapest strategy of one operation, while those around it keep theirs."""
+"""The cheapest strategy for one operation, while those around it keep theirs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .search_memory import SearchMemory
 
 
 class OpSearch:
-    """Chooses strategies of single operations. costs: the cost model of the present phase."""
+    """Chooses strategies for single operations. costs: the present phase's cost model."""
 
     def __init__(self, assignment: Assignment, costs: CostModel, memory: SearchMemory) -> None:
         self.assignment, self.costs, self.memory = assignment, costs, memory
@@ -36,7 +36,7 @@ class OpSearch:
         current: Strategy | None,
         forced: tuple[Axes, str | None] | None = None,
     ) -> Strategy | None:
-        """Return the cheapest strategy, of equals the current one; None if there is none.
+        """Return the cheapest strategy, among equals the current one; None if there is none.
 
         forced: axes, and the only factor that they may shard (None: no factor).
         """
@@ -54,6 +54,8 @@ class OpSearch:
                 op, neighborhood, dict.fromkeys(forced[0], forced[1:]) if forced else None
             )
             if current is not None:
+                # First among equals: an operation that gains nothing keeps its strategy, so
+                # searches end.
                 candidates = [current, *candidates]
             self.memory.counts["op_candidates"] += len(candidates)
             self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)

@@ -1,19 +1,19 @@
-"""Decide which axes shard which factors of every operation, and insert the collectives between.
+"""Decide which axes shard which factors in every operation, and insert the collectives between.
 
 before   meta["spec"] from `propagate` on every value
 after    meta["spec"] is the layout on the devices; every operand has the layout its operation needs
          %mm   : f32[8@data, 64] sum@model = mm(%gelu, %w2)
          %mm_r : f32[8@data, 64]           = all_reduce(%mm, sum, model)
-         meta["decisions"] of the output: the strategies, for `Plan.explain`
-needs    rules; layouts of the inputs and outputs that are not open
+         meta["decisions"] on the output: the strategies, for `Plan.explain`
+needs    rules; layouts for the inputs and outputs that are not open
 source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over the neighborhood
          is ours
 
-A strategy (see strategies.py) states the layouts that an operation needs of its operands and
+A strategy (see strategies.py) states the layouts that an operation needs for its operands and
 returns as results. An Assignment has one for every operation, a CostModel its price. Searches
-change the assignment. op_search.py changes one operation, message_search.py those next to
-messages, and sum_search.py, body_search.py and solver.py several at once. Round by round, solver.py
-visits all.
+change the assignment. op_search.py changes one operation, message_search.py those next to messages,
+and sum_search.py, body_search.py and solver.py several at once. Round by round, solver.py visits
+all.
 """
 
 from __future__ import annotations
@@ -48,15 +48,13 @@ def partition(
 ) -> fx.Graph:
     """Return the partitioned graph.
 
-    input_specs: layouts of inputs; those of other inputs are chosen.
-    outputs: layouts of outputs by position; a node stands for the layout of that input.
-    keep_marks: keep also the marks whose layout nobody uses.
-    memories: of graphs like this one, whose operations have the same rules.
-    storable: maps the layout that an open output would have to the one it is to have.
-    cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
-    constants: of the cost model.
-    solutions: of graphs that mostly have the same nodes, the first to start from.
-    counts: the work of the searches is added here (search_counts.py).
+    input_specs: input layouts; those for other inputs are chosen. outputs: output layouts by
+    position; a node stands for that input's layout. keep_marks: keep also the marks whose layout
+    nobody uses. memories: from graphs like this one, whose operations have the same rules.
+    storable: maps the layout that an open output would have to the one it is to have. cotangents:
+    input -> (the output whose layout it comes in, the open layout requested for it). constants: for
+    the cost model. solutions: from graphs that mostly have the same nodes, the first to start from.
+    counts: search effort is added here (search_counts.py).
     """
     shared = situation(graph, mesh, constants)
     memory = ({} if memories is None else memories).setdefault(shared, SearchMemory(*shared))
@@ -66,6 +64,7 @@ def partition(
     costs = solver.solve(({} if solutions is None else solutions).get(shared))
     if solutions is not None:
         solutions.setdefault(shared, Solution.of(assignment))
+    # After the search: only then it shows which marks have layouts that nobody uses.
     if not keep_marks:
         solver.omit_unused_marks()
     partitioned = insert_collectives(assignment, costs)

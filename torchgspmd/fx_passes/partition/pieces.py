@@ -4,8 +4,8 @@
     %x : [64@seq:(1)2+seq:(2)4, 32]          one piece: the whole axis
     %q : [64@seq:(2)4, 4@seq:(1)2, 8]        two pieces
 
-One operation may need a part of an axis. For all others the axis is as it was. A search of its
-parts one by one would judge more candidates on a larger mesh for the same program.
+One operation may need a part of an axis. For all others the axis is as it was. Searching its parts
+one by one would judge more candidates on a larger mesh for the same program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...shard_spec import Axes, ShardSpec
 
 @lru_cache(maxsize=256)
 def neighboring_parts(mesh: Mesh) -> tuple[tuple[str, str], ...]:
-    """Return the pairs of axes that follow on each other as parts of one axis."""
+    """Return the axis pairs that follow on each other as parts of one axis."""
     return tuple(
         (major, minor)
         for major, minor in itertools.pairwise(mesh.names)
@@ -32,10 +32,10 @@ def neighboring_parts(mesh: Mesh) -> tuple[tuple[str, str], ...]:
 def pieces(
     mesh: Mesh, layouts: Iterable[ShardSpec] = (), sets: Iterable[Axes] = ()
 ) -> tuple[Axes, ...]:
-    """Return all axes of a mesh, those in one tuple that move together.
+    """Return all mesh axes, grouped in tuples that move together.
 
     layouts: in which parts have to stand together; without any, each whole axis is a piece. sets:
-    of axes, each of which has both parts or none.
+    axis sets, each with both parts or none.
     """
     together = neighboring_parts(mesh)
     if together:
@@ -63,7 +63,7 @@ def divides_all(mesh: Mesh, axes: Axes, sizes: Iterable[int]) -> bool:
 
 @lru_cache(maxsize=1 << 16)
 def _are_apart(layout: ShardSpec, major: str, minor: str) -> bool:
-    """Return whether a layout has one of two axes without the other right behind or before it."""
+    """Return whether a layout separates two axes that follow on each other."""
     for axes in layout.dims:
         if major in axes or minor in axes:
             return (major, minor) not in itertools.pairwise(axes)

@@ -1,11 +1,11 @@
-"""Gather weights a second time for the backward, instead of keeping those of the forward.
+"""Gather weights a second time for the backward, instead of keeping the forward's.
 
 before   %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g);    %dx = einsum(%dy, %w_g)
 after    %w_g = all_gather(%w, 0, data);    %y = einsum(%x, %w_g)
          %w_g_1 = all_gather(%w, 0, data);  %dx = einsum(%dy, %w_g_1)
 needs    the partitioned program; meta["backward"]
 ensures  no gathered input, nor a cast or view of one, lives from the forward to the backward
-source   reshard_after_forward of PyTorch's FSDP2; ZeRO (arXiv 1910.02054), stage 3
+source   reshard_after_forward in PyTorch's FSDP2; ZeRO (arXiv 1910.02054), stage 3
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from ...compat.fx_nodes import copy_node
 def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
     """Rewrite the graph in place and return it.
 
-    activations: Gather all again that the forward gathered, as the keys of a long context.
+    activations: also gather again the activations that the forward gathered, as a long context's
+    keys.
     """
     order = {node: i for i, node in enumerate(graph.nodes)}
     # gathered value -> the first node of the backward that needs it
@@ -38,6 +39,7 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
             )
         ):
             gathered[node] = None
+    # Backwards: a gather is needed where the first of the values computed from it is.
     for node in reversed(gathered):
         needed = [
             gathered[u] if u in gathered else u

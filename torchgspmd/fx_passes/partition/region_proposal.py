@@ -1,11 +1,11 @@
-"""One attempt to change the strategies of a region at once.
+"""One attempt to change a region's strategies at once.
 
 before   every operation has the strategy that is cheapest while the others keep theirs
-after    all of them have other strategies, if those cost less together
+after    all have other strategies, if those cost less together
 source   ours
 
-A proposal sets the strategies of a region. It stays if it costs less; else the former strategies
-are restored.
+A proposal sets a region's strategies. It stays if it costs less; else the former strategies are
+restored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .regions import Region
 class RegionProposals:
     """Tries proposals for regions, and remembers their outcome for like regions.
 
-    search: the name of the search whose candidates are counted.
+    search: the search whose candidates are counted.
     """
 
     search: ClassVar[str]
@@ -55,6 +55,7 @@ class RegionProposals:
             self.memory.proposals[situation] = (
                 [at.strategy_of[op.node] for op in region.ops] if cheaper else None
             )
+            # Back first: a proposal from memory is assigned below in the same way.
             at.assign_all(region.ops, before)
         if (proposal := self.memory.proposals[situation]) is None:
             self.declined[proposal_key] = at.stamp(region.nodes)
@@ -65,7 +66,7 @@ class RegionProposals:
     def assign_cheapest(
         self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood
     ) -> None:
-        """Assign the cheapest of the candidates, as if `neighborhood` were around it."""
+        """Assign the cheapest candidate, as if `neighborhood` were around it."""
         self.memory.counts[f"{self.search}_candidates"] += len(candidates)
         best = self.op_search.costs.cheapest(op, candidates, neighborhood)
         if best is not None:
@@ -89,6 +90,8 @@ class RegionProposals:
             self.assign_cheapest(
                 op,
                 self.strategies.candidates(op, neighborhood),
+                # Operands follow: their layouts are chosen after this operation, and cost nothing
+                # here.
                 replace(neighborhood, operands=()),
             )
         return True

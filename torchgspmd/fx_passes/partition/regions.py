@@ -1,15 +1,15 @@
-"""Regions: operations whose strategies `partition` changes together, as none of them gains alone.
+"""Regions: operations whose strategies `partition` changes together, as none gains alone.
 
     %a = einsum(...);  %b = embedding_backward(...);  %c = reshape(%b);  %d = add(%a, %c)
 
-sum      summands (here of einsum and embedding_backward) that are only added: one reduction does
+sum      summands (here einsum and embedding_backward) that are only added: one reduction does
 chain    operations on one tensor each, like reshape and transpose, one after the other
 source   a contraction, or positions counted, with the chain that its result goes through
-body     everything between contractions and marks, like the residual stream of a transformer with
-         its norms, forward and backward
+body     everything between contractions and marks, like a transformer's residual stream with its
+         norms, forward and backward
 thread   everything that one dimension runs through, also contractions, like the heads from their
          projections to the output projection
-course   everything that a dimension of an open input runs through, like a batch through a model
+course   everything that an open input's dimension runs through, like a batch through a model
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from .cost_constants import CostConstants
 class Region:
     """Operations with the values between them.
 
-    ops: in program order; of a sum first those that compute the summands, then the additions.
-    values: the values between the operations, and the result.
-    value: the result.
+    ops: in program order; in a sum first those that compute the summands, then the additions.
+    values: the values between the operations, and the result. value: the result.
     """
 
     ops: tuple[Op, ...]
@@ -40,7 +39,7 @@ class Region:
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of the operations."""
+        """The operations' nodes."""
         return tuple(op.node for op in self.ops)
 
 
@@ -56,7 +55,7 @@ class Body:
 
     @cached_property
     def nodes(self) -> tuple[fx.Node, ...]:
-        """The nodes of the operations."""
+        """The operations' nodes."""
         return tuple(op.node for op in self.ops)
 
 
@@ -66,7 +65,7 @@ def adds(op: Op) -> bool:
 
 
 def summand_indices(op: Op) -> Sequence[int]:
-    """Return the operands that the result is a sum of: all, or several beside an index."""
+    """Return the operands that add up to the result: all, or several beside an index."""
     if len(op.results) != 1:
         return ()
     groups = [g for g in op.rule.linear if len(g) > 1 or len(g) == len(op.operands)]
@@ -74,15 +73,16 @@ def summand_indices(op: Op) -> Sequence[int]:
 
 
 def passes(op: Op) -> bool:
-    """Return whether the result is pending if all of its summands are."""
+    """Return whether the result is pending if all its summands are."""
     return bool(summand_indices(op))
 
 
 def sums(at: Assignment) -> list[Region]:
-    """Return all sums of at least two summands, each of which is used once."""
+    """Return all sums that have at least two summands, each used once."""
     totals = []
     for value, op in at.producers.items():
         user = at.ops.get(next(iter(value.users))) if has_one_use(value) else None
+        # A sum ends where its user adds no more: inner additions are part of the longer sum.
         if passes(op) and (user is None or not passes(user)):
             totals.append(_collect(op, value, at))
     return [total for total in totals if total is not None]
@@ -110,7 +110,7 @@ def _collect(root: Op, value: fx.Node, at: Assignment) -> Region | None:
 
 
 def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Return the longest sequences of at least two operations on one tensor each.
+    """Return the longest sequences with at least two operations on one tensor each.
 
     Every result but the last is used once.
     """
@@ -135,12 +135,12 @@ def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
 
 def _chain(ops: list[Op]) -> Region:
-    """Return the region of operations that follow one another."""
+    """Return the region for operations that follow one another."""
     return Region(tuple(ops), frozenset(map(_result, ops)), _result(ops[-1]))
 
 
 def _result(op: Op) -> fx.Node:
-    """Return the result of an operation that has one, which is never without a node."""
+    """Return the result if an operation has one, which is never without a node."""
     return next(value for value in op.results if value is not None)
 
 
@@ -171,7 +171,7 @@ def _is_link(op: Op | None) -> bool:
 
 
 class _UnionFind:
-    """Disjoint sets of items, which grow by joining two items at a time."""
+    """Disjoint item sets, which grow by joining two items at a time."""
 
     def __init__(self) -> None:
         self.parent: dict[Hashable, Hashable] = {}
@@ -181,16 +181,17 @@ class _UnionFind:
         parent = self.parent
         above = parent.setdefault(item, item)
         while above is not item:
+            # Each step also halves the path behind it, so that long chains stay cheap to follow.
             parent[item] = item = parent[above]
             above = parent[item]
         return item
 
     def join(self, one: Hashable, other: Hashable) -> None:
-        """Unite the sets of two items."""
+        """Unite two items' sets."""
         self.parent[self.find(one)] = self.find(other)
 
     def groups(self) -> list[list]:
-        """Return all sets, in the order of their first items."""
+        """Return all sets, ordered by their first items."""
         groups: dict[Hashable, list] = {}
         for item in self.parent:
             groups.setdefault(self.find(item), []).append(item)
@@ -198,7 +199,8 @@ class _UnionFind:
 
 
 def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """Return groups of at least two flexible operations that values connect, no contractions."""
+    """Return groups with at least two flexible operations that values connect, no contractions."""
+    # A contraction ends a body: it can take its operands in other layouts than it returns.
     inner = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.contraction}
     connected, factors = _connect(inner)
     classes: dict[Hashable, list[Mapping[fx.Node, str]]] = {}
@@ -215,12 +217,13 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
     """Return the operations that one factor runs through, with at least two contractions.
 
     Not with more contractions than a few layers or a short loop have. A factor also runs through
-    weights that the rounds of a loop share. It does not run through convolutions: between them
-    images stay sharded in space, and neighbors exchange rows.
+    weights that a loop's rounds share. It does not run through convolutions: between them images
+    stay sharded in space, and neighbors exchange rows.
     """
     free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
     places = {node: i for i, node in enumerate(free)}
     threads_by_factors: dict[frozenset, Body] = {}
+    # Both ways: through shared weights a thread is larger, and may have too many contractions.
     for through_weights in (False, True):
         for group in _connect(free, through_weights)[1].groups():
             if len(group) == 1:
@@ -249,7 +252,7 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
 def courses(
     ops: Mapping[fx.Node, Op], inputs: Sequence[fx.Node]
 ) -> list[tuple[Body, list[tuple[fx.Node, int]]]]:
-    """Return the operations that dimensions of inputs run through, and of each these dimensions."""
+    """Return the operations that input dimensions run through, and for each these dimensions."""
     free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
     _, factors = _connect(free)
     places: dict[Hashable, dict[tuple[fx.Node, int], None]] = {}
@@ -273,7 +276,7 @@ def courses(
 
 
 def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
-    """Return the operations that have a choice of strategies: with a rule, and no marks."""
+    """Return the operations with a choice between strategies: with a rule, and no marks."""
     return {
         node: op
         for node, op in ops.items()
@@ -284,7 +287,7 @@ def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
 def _connect(
     ops: Mapping[fx.Node, Op], through_weights: bool = False
 ) -> tuple[_UnionFind, _UnionFind]:
-    """Return the sets of operations that values connect, and of factors that dimensions connect.
+    """Return two kinds of sets: operations that values connect, factors that dimensions connect.
 
     through_weights: inputs that like operations share connect them too.
     """

@@ -1,4 +1,4 @@
-"""Reshard a value from one layout to another by the cheapest sequence of steps.
+"""Reshard a value from one layout to another by the cheapest steps.
 
 before   x laid out as f32[8@data, 64]
 after    x laid out as f32[8, 64@data]           all_to_all(x, 0, 1, data)
@@ -50,8 +50,8 @@ class Resharder:
     ) -> float:
         """Return the bytes sent, plus a fee for every collective; infinite if there are no steps.
 
-        No steps lead from windows, nor to terms of a reduction that is neither a sum nor pending
-        before, nor to shards of a dimension whose size depends on values.
+        No steps start from windows. None lead to terms, except in a sum or a reduction that was
+        pending before, nor to shards on a dimension whose size depends on values.
         """
         key = (shape, itemsize, before, after)
         if (cost := self.costs.get(key)) is None:
@@ -73,8 +73,10 @@ class Resharder:
             return math.inf
         if before.pending and after.pending and before.reduction != after.reduction:
             return math.inf
+        # These end with steps that the pattern search does not know: halos, and new terms.
         if after.windows or not {*after.pending} <= {*before.pending}:
             return self._solve(shape, itemsize, before, after)[0]
+        # Slicing sends nothing: the frequent case needs no search, and has no fee.
         if self._slices(shape, before, after) is not None:
             return 0.0
         each = self._instance((shape, itemsize, before, after))
@@ -83,7 +85,7 @@ class Resharder:
     def at_least(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
-        """Return a lower bound of the cost, without a search."""
+        """Return a lower bound for the cost, without a search."""
         key = (shape, itemsize, before, after)
         if (bound := self.bounds.get(key)) is None:
             has_no_bound = (
@@ -92,6 +94,7 @@ class Resharder:
                 or after.windows
                 or not set(after.pending) <= set(before.pending)
             )
+            # Uneven shards have a bound of their own: the elements that a device lacks on average.
             uneven = before.pending == after.pending and any(
                 n % self.mesh.count(axes)
                 for n, b, a in zip(shape, before.dims, after.dims)
@@ -145,7 +148,7 @@ class Resharder:
         return each
 
     def _solution(self, pattern: Pattern) -> PatternSolution:
-        """Return the steps of a pattern; its work is counted once a search memory."""
+        """Return a pattern's steps; its work is counted once per search memory."""
         solution = solve(pattern, self.constants)
         if pattern not in self.patterns:
             self.patterns.add(pattern)
@@ -155,7 +158,7 @@ class Resharder:
     def _path_to_windows(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> Path:
-        """Return a path that ends with an exchange of halos in each dimension with windows."""
+        """Return a path that ends with a halo exchange in each dimension with windows."""
         start = start_of_halos(before, after)
         cost, last = halo_steps(self.mesh, shape, itemsize, start, after, self.constants)
         return self.cost(shape, itemsize, before, start) + cost, (
@@ -171,7 +174,7 @@ class Resharder:
         after: ShardSpec,
         new: Axes,
     ) -> Path:
-        """Return a path that ends with a value as the only term of a sum over the `new` axes."""
+        """Return a path that ends with a value as the only term in a sum over the `new` axes."""
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))
         last = Step(term, ("+".join(new),), after, new)
         return self.cost(shape, itemsize, before, whole) + step_cost(last, self.constants), (
@@ -200,7 +203,7 @@ class Resharder:
 
 
 class PricedResharder(Resharder):
-    """The steps of another one, where each message costs `message_price` beside its bytes."""
+    """Another resharder's steps, where each message costs `message_price` beside its bytes."""
 
     def __init__(self, by_bytes: Resharder, constants: CostConstants) -> None:
         super().__init__(by_bytes.mesh, constants)
@@ -210,6 +213,7 @@ class PricedResharder(Resharder):
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
         cost = self.by_bytes.cost(shape, itemsize, before, after)
+        # Paths without messages, or without any steps, have no price.
         if not 0 < cost < math.inf:
             return cost
         steps = self.by_bytes.steps(shape, itemsize, before, after)
@@ -218,7 +222,7 @@ class PricedResharder(Resharder):
     def at_least(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
-        """Return a lower bound of the cost, without a search."""
+        """Return a lower bound for the cost, without a search."""
         return self.by_bytes.at_least(shape, itemsize, before, after)
 
     def steps(

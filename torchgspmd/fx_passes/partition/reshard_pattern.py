@@ -1,22 +1,27 @@
-"""Reduce a reshard to its pattern: the rest of two layouts without names and without scale.
+"""Reduce a reshard to its pattern: what is left of two layouts without names and scale.
 
 before   x: f32[16, 4096, 2048] on data=8,seq=8,model=4, from "data seq _" to "data _ seq"
 after    a pattern on p0=3,p1=3, from "p0 p1 _" to "p0 _ p1": any size but 2 will do here
 
-The steps of a pattern hold for all values with this pattern, so a process searches each once. The
-number of patterns, and the size of each, depends on the layouts and not on the number of devices:
+A pattern's steps hold for all values with this pattern, so a process searches each once. How many
+patterns there are, and how large each is, depends on the layouts and not on the device count:
 
-* Axes that stand together in both layouts are one piece. Pieces have names by their first use. *
-Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
-pass on values that few devices have. * A size that only a run knows is one row, of an open size
-too. * A size that divides counts by its shards. If nothing is reduced, that is the least common
-multiple of the shards before and after. A size that does not divide stays. * Bytes of a unit do not
-matter where they are many more than all fees.
+* Axes that stand together in both layouts are one piece. Pieces have names by their first use.
+
+* Axes that neither layout uses are left out. Where a size does not divide they stay: replicas can
+pass on values that few devices have.
+
+* A size that only a run knows is one row, of an open size too.
+
+* A size that divides counts by its shards. If nothing is reduced, that is the least common multiple
+between the shards before and after. A size that does not divide stays.
+
+* A unit's bytes do not matter where they are many more than all fees.
 
 Why nothing is lost: where all sizes divide and nothing is reduced, a permute sends exactly the
-missing elements, and no path sends less. So only the fees of one collective and of a permute are
-compared, and dimensions or parts of a piece that neither layout touches cannot help. Where terms
-are reduced, pieces are joined only if all fit on dimensions: terms are then cut as finely as with
+missing elements, and no path sends less. So only the fees for one collective and for a permute are
+compared, and dimensions or piece parts that neither layout touches cannot help. Where terms are
+reduced, pieces are joined only if all fit on dimensions: terms are then cut as finely as with
 parts.
 """
 
@@ -52,7 +57,7 @@ MIN_UNIT = 64  # A unit of so many bytes outweighs all fees of a path.
 
 
 class Pattern(NamedTuple):
-    """A reshard without names and scale. sizes: of the pieces p0, p1. unit: bytes of an element."""
+    """A reshard without names and scale. sizes: for pieces p0, p1. unit: bytes per element."""
 
     sizes: tuple[int, ...]
     shape: tuple[int, ...]
@@ -62,7 +67,7 @@ class Pattern(NamedTuple):
 
 
 class Send(NamedTuple):
-    """A step that communicates. payload: in elements of the pattern. devices: of a group."""
+    """A step that communicates. payload: in pattern elements. devices: per group."""
 
     kind: CollectiveKind
     payload: float
@@ -72,7 +77,7 @@ class Send(NamedTuple):
 
 @dataclass(frozen=True)
 class PatternSolution:
-    """The cheapest steps of a pattern, and the work of the search for them."""
+    """A pattern's cheapest steps, and the effort to search them."""
 
     steps: tuple[Step, ...]
     sends: tuple[Send, ...]
@@ -81,7 +86,7 @@ class PatternSolution:
     limited: bool
 
     def add_to(self, counts: SearchCounts) -> None:
-        """Add the work of the search."""
+        """Add the search effort."""
         counts[RESHARD_SEARCHES] += 1
         counts[RESHARD_STATES] += self.states
         counts[RESHARD_PERMUTES] += self.permutes
@@ -90,9 +95,9 @@ class PatternSolution:
 
 
 class Instance(NamedTuple):
-    """A reshard of a pattern: the axes of each piece, by its name, and the value.
+    """A reshard with a pattern: each piece's axes, by its name, and the value.
 
-    unit: bytes of an element of the pattern; 0 if the pattern does not have the sizes of pieces.
+    unit: bytes per pattern element; 0 if the pattern does not have the pieces' sizes.
     """
 
     pattern: Pattern
@@ -104,20 +109,22 @@ class Instance(NamedTuple):
     unit: int
 
     def cost(self, solution: PatternSolution) -> float:
-        """Return the bytes sent, plus the fees of collectives."""
+        """Return the bytes sent, plus the collectives' fees."""
         sends = solution.sends
         if self.unit:
             return sum(s.kind.sent(s.payload * self.unit, s.devices) + s.fee for s in sends)
         if not sends:
             return 0.0
+        # The pattern's sizes are others, so the bytes are counted on the true shapes.
         missing = lacking(self._own_mesh(), self.shape, self.pattern.before, self.pattern.after)
         return missing * self.itemsize + sum(s.fee for s in sends)
 
     def steps(self, solution: PatternSolution, constants: CostConstants) -> Iterator[Step]:
-        """Yield the steps with the axes and bytes of this reshard."""
+        """Yield the steps with this reshard's axes and bytes."""
         mesh, spec = self._own_mesh(), self.pattern.before
         search = ReshardSearch(mesh, self.shape, self.itemsize, self.pattern.after, constants)
         for each in solution.steps:
+            # Made again on the true mesh and shape: a step's bytes follow from these.
             moves = each.target.moves(search, spec, math.inf)
             same = (m for m in moves if m.args == each.args and m.spec == each.spec)
             step, spec = next(same), each.spec
@@ -130,24 +137,24 @@ class Instance(NamedTuple):
             yield Step(kind, args, new, axes, step.payload, step.sent)
 
     def _own_mesh(self) -> Mesh:
-        """Return the mesh of the pieces."""
+        """Return the mesh of pieces."""
         return _mesh(tuple(map(self.mesh.count, self.pieces.values())))
 
     def _rename(self, pieces: Axes) -> Axes:
-        """Return the axes of some pieces."""
+        """Return the axes in some pieces."""
         return tuple(axis for piece in pieces for axis in self.pieces[piece])
 
 
 @lru_cache(maxsize=4096)
 def _mesh(sizes: tuple[int, ...]) -> Mesh:
-    """Return the mesh of pieces of these sizes."""
+    """Return a mesh of pieces with these sizes."""
     return Mesh(**{f"p{i}": n for i, n in enumerate(sizes)})
 
 
 def instance(
     mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> Instance:
-    """Return the pattern of a reshard, with its names and bytes."""
+    """Return a reshard's pattern, with its names and bytes."""
     count, reduces = mesh.count, before.pending != after.pending
     used = tuple(dict.fromkeys(before.sharding_axes + after.sharding_axes + before.pending))
     even = all(
@@ -163,7 +170,7 @@ def instance(
     piece_of = {axis: name for name, axes in named.items() for axis in axes}
 
     def rename(axes: Axes) -> Axes:
-        """Return the pieces of some axes."""
+        """Return the pieces that some axes form."""
         return tuple(dict.fromkeys(map(piece_of.__getitem__, axes)))
 
     old, new, sizes = before.map_axes(rename), after.map_axes(rename), tuple(map(count, pieces))
@@ -206,6 +213,7 @@ def _has_room(
         shards = [mesh.count({*itertools.chain(*dims)}) for dims in zip(*(s.dims for s in layouts))]
         rows = (n // s if _divides(n, s) else 1 for n, s in zip(shape, shards))
         placed = {axis for spec in layouts for axis in spec.sharding_axes}
+        # Largest first: they have the fewest places, so a search for room fails early.
         free = sorted((mesh.count(p) for p in pieces if p[0] not in placed), reverse=True)
         if not _fits(tuple(free), tuple(rows)):
             return False
@@ -214,7 +222,7 @@ def _has_room(
 
 @lru_cache(maxsize=4096)
 def _fits(counts: tuple[int, ...], rows: tuple[int, ...]) -> bool:
-    """Return whether each count can divide the rows of a dimension, along with others there."""
+    """Return whether each count can divide the rows in a dimension, along with others there."""
     if not counts:
         return True
     first, *rest = counts
@@ -243,7 +251,7 @@ def _joined(used: Axes, before: ShardSpec, after: ShardSpec) -> list[Axes]:
 
 
 def _places(spec: ShardSpec) -> dict[str, tuple[int, int]]:
-    """Return the dimension and the position of each axis; dimension -1 for pending ones."""
+    """Return each axis's dimension and position; dimension -1 for pending ones."""
     places = {a: (d, i) for d, axes in enumerate(spec.dims) for i, a in enumerate(axes)}
     return {**places, **{axis: (-1, 0) for axis in spec.pending}}
 
@@ -256,7 +264,8 @@ def _follows(first: tuple[int, int] | None, second: tuple[int, int] | None) -> b
 
 
 def solve(pattern: Pattern, constants: CostConstants) -> PatternSolution:
-    """Return the cheapest steps of a pattern; a process searches each once."""
+    """Return a pattern's cheapest steps; a process searches each once."""
+    # The kinds are part of the key, as tests and users may add some.
     return _solve(pattern, constants, tuple(SEARCHED))
 
 
@@ -264,7 +273,7 @@ def solve(pattern: Pattern, constants: CostConstants) -> PatternSolution:
 def _solve(
     pattern: Pattern, constants: CostConstants, kinds: tuple[StepKind, ...]
 ) -> PatternSolution:
-    """Return the cheapest steps of a pattern by steps of these kinds."""
+    """Return a pattern's cheapest steps, taken from these kinds."""
     mesh = _mesh(pattern.sizes)
     search = ReshardSearch(mesh, pattern.shape, pattern.unit, pattern.after, constants)
     steps = search.run(pattern.before)
