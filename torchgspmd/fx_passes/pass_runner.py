@@ -1,4 +1,4 @@
-"""Run the rows of the pipeline on a program: alternatives, repetition, bodies of loops, halves.
+"""Run the pipeline rows on a program: alternatives, repetition, loop bodies, halves.
 
 After each pass the runner adds to the program's seconds, prints the changes (TORCHGSPMD_DUMP=2) and
 verifies the graph (TORCHGSPMD_CHECK=1).
@@ -31,6 +31,7 @@ def run_steps(program: Program, steps: Sequence[Step], until: Stage | None = Non
 
     until: the stage to stop at, as soon as a step reaches it.
     """
+    # At the start only: a program that goes on has been printed before.
     if (first := program.stage) == CAPTURED:
         _inspect(program, "capture")
     for step in dropwhile(lambda step: step.needs != first, steps):
@@ -44,10 +45,11 @@ def run_steps(program: Program, steps: Sequence[Step], until: Stage | None = Non
 
 
 def _run_alternatives(step: Alternatives, program: Program) -> Program:
-    """Run the passes with all of them and without one; return the program that is taken."""
+    """Run the passes with all and without one; return the program that is taken."""
     ways: list[Program] = []
     before: dict[str, Program] = {}  # pass -> the program before it, in the first way
     for left_out in step.order(program):
+        # A pass that changed nothing in the first way: leaving it out would give the same program.
         if ways and left_out is not None and left_out not in ways[0].changed:
             continue
         passes = [each for each in step.passes if each.name != left_out]
@@ -55,6 +57,7 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
         if left_out is not None and left_out in before:
             way, done = before[left_out], [p.name for p in step.passes].index(left_out)
         for each in passes[done:]:
+            # A fork is a copy of the graph, made only where a second way will start from it.
             if not ways and each.changes(way):
                 before[each.name] = way.fork()
             _run_pass(each, way, passes)
@@ -86,6 +89,8 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
                 half.call.graph = graph
             half.graph, half.changed = graph, half.changed | {step.name}
             if again:
+                # The changed graph is at an earlier stage again: later metadata would be out of
+                # date.
                 half.stage = again[0].needs
                 drop_later_keys(graph, half.stage)
     _inspect(program, step.name)
@@ -104,7 +109,7 @@ def _run_on(step: Pass, program: Program) -> Any:
 
 
 def _inspect(program: Program, name: str) -> None:
-    """Print and verify a program after the pass of that name, if the environment says so."""
+    """Print and verify a program after the named pass, if the environment says so."""
     for half in _halves(program):
         dump_pass(half, name)
         if verifies():
@@ -132,7 +137,7 @@ def _halves(program: Program) -> tuple[Program, ...]:
 
 
 def _bodies(program: Program) -> Iterator[Program]:
-    """Yield the bodies of the loops of a program, those in loops first, at its stage."""
+    """Yield the loop bodies in a program, inner ones first, at its stage."""
     for half in _halves(program):
         for each in (each for _, call in loop_calls(half.graph) for each in call.bodies):
             body = copy.copy(half)

@@ -14,19 +14,16 @@ from .stages import Stage
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite of a program.
+    """A rewrite on a program.
 
     run: takes the program, and returns the rewritten graph; None if it changed nothing. From
-    `split_joint` on it is called for the forward, and for the backward.
-    needs, ensures: the stages before and after it.
-    optional: names for `skip_passes`; a pass whose names are all skipped is left out.
-    when: whether the pass is for this program.
-    again: passes before it, or itself, that run next if it changed the program.
-    in_loops: whether it runs on the bodies of loops, too.
-    changes: whether it will change the program; a way without it then goes on from where it runs.
-    feature: the folder of features/ that the row belongs to; "core" for none.
-    after, before: names of passes that the row has to follow and to precede.
-    because: why it stands there.
+    `split_joint` on it is called for the forward, and for the backward. needs, ensures: the stages
+    before and after it. optional: names for `skip_passes`; a pass whose names are all skipped is
+    left out. when: whether the pass is for this program. again: passes before it, or itself, that
+    run next if it changed the program. in_loops: whether it runs on loop bodies, too. changes:
+    whether it will change the program; a way without it then goes on from where it runs. feature:
+    the features/ folder that the row belongs to; "core" for none. after, before: passes, by name,
+    that the row has to follow and to precede. because: why it stands there.
     """
 
     name: str
@@ -46,7 +43,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """Passes that may run without one of them.
+    """Passes that may run without one.
 
     order: the name of the pass that is left out, or None, for one way after the other. A pass that
     changed nothing in the first way is not left out. enough: whether to try no further way. cost:
@@ -67,12 +64,12 @@ Step = Pass | Alternatives
 
 
 def rows_of(steps: Sequence[Step]) -> tuple[Pass, ...]:
-    """Return the passes of steps, those of alternatives in their place."""
+    """Return the passes in steps, those in alternatives at their place."""
     return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
 
 
 def without_rows(steps: Sequence[Step], feature: str) -> Iterator[Step]:
-    """Yield the steps without the rows of a feature."""
+    """Yield the steps without a feature's rows."""
     for step in steps:
         if isinstance(step, Alternatives):
             rows = tuple(each for each in step.passes if each.feature != feature)
@@ -82,7 +79,7 @@ def without_rows(steps: Sequence[Step], feature: str) -> Iterator[Step]:
 
 
 def with_row(steps: Sequence[Any], new: Pass, after: str) -> Iterator[Any]:
-    """Yield the steps with a row behind the one of the name `after`."""
+    """Yield the steps with a row behind the one named `after`."""
     for step in steps:
         if isinstance(step, Alternatives):
             yield replace(step, passes=tuple(with_row(step.passes, new, after)))
@@ -103,5 +100,6 @@ def order_faults(steps: Sequence[Step]) -> list[str]:
             *((a, each.name) for a in each.after),
             *((each.name, b) for b in each.before),
         )
+        # Rows that went with their feature bind nobody.
         if early in place and late in place and place[early] > place[late]
     ]

@@ -1,11 +1,11 @@
-"""PIPELINE: the way of a program from capture to a rank, to be read from top to bottom.
+"""PIPELINE: a program's way from capture to a rank, to be read from top to bottom.
 
 A pass takes a program from the stage that it needs to the stage that it ensures. stages.py has the
 invariants, and pass_runner.py runs the rows. If a pass with `again` changes a program, those passes
-run once more. Alternatives run with one of their passes and without it, and the cheaper is taken.
+run once more. Alternatives run with all their passes and without one, and the cheaper is taken.
 
 A row names the feature that it belongs to. `after` and `before` say which rows it has to follow and
-to precede, and `because` says why; `order_faults` of pass_types.py checks them.
+to precede, and `because` says why; pass_types.py's `order_faults` checks them.
 """
 
 from __future__ import annotations
@@ -110,10 +110,11 @@ def _is_inductor(p: Program) -> bool:
 
 
 def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Graph | None]:
-    """Return the `run` of a pass that needs nothing but the graph."""
+    """Return the `run` for a pass that needs nothing but the graph."""
     return lambda p: run(p.graph)
 
 
+# Names to leave out, way by way: without regather_weights gathered weights are kept.
 _REGATHER = {
     "auto": ("regather_weights", None),
     "always": (None,),
@@ -425,6 +426,7 @@ PIPELINE: tuple[Step, ...] = (
     ),
 )
 
+# A ContextVar: with_pass in one thread must not change the plans of another.
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
 
 
@@ -447,14 +449,15 @@ def is_default() -> bool:
 
 
 def passes() -> tuple[Pass, ...]:
-    """Return all passes, in the order of the pipeline."""
+    """Return all passes, in pipeline order."""
     return rows_of(_current.get())
 
 
 def lower_plan(plan: RunnablePlan, rank: Rank, plain: Sequence[bool]) -> Program:
-    """Return the program of one rank. plain: as in Request. The plan's own stays as it is."""
+    """Return one rank's program. plain: see Request. The plan's own program stays as it is."""
     device = rank.groups.device_type
     graph = plan.local_graph()
+    # Passes write into loop bodies, which the plan's graph has, too.
     copy_loops(graph)
     request = Request(plan.captured, plan.mesh, plain=plain, device=device)
     program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
@@ -469,7 +472,7 @@ def skippable() -> list[str]:
 
 @contextmanager
 def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
-    """Run a pass behind the one of the name `after` while in this context.
+    """Run a pass behind the one named `after` while in this context.
 
     It runs wherever that one does, in alternatives too. docs/adding_a_pass.md has an example.
     """
@@ -487,7 +490,7 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
 
 @contextmanager
 def without_feature(name: str) -> Generator[None, None, None]:
-    """Take the rows of a feature out of all tables while in this context."""
+    """Remove a feature's rows from all tables while in this context."""
     if name not in FEATURES:
         fix = did_you_mean(name, FEATURES)
         raise ShardingError(f"there is no feature '{name}'", where=user_line(), fix=fix)

@@ -43,16 +43,16 @@ _NAMES = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the short name of a dtype: f32 for torch.float32."""
+    """Return a dtype's short name: f32 for torch.float32."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def type_text(
     dtype: torch.dtype, shape: Any, spec: ShardSpec | None, other: Any | None = None
 ) -> str:
-    """Return the type of a value as text: f32[8@data, 64] sum@model.
+    """Return a value's type as text: f32[8@data, 64] sum@model.
 
-    other: another shape of the value, if some sizes depend on values; these are printed as u496.
+    other: another shape for the value, if some sizes depend on values; these are printed as u496.
     """
     spec = spec or ShardSpec.replicated(len(shape))
     shape = [n if n == m else f"u{n}" for n, m in zip(shape, shape if other is None else other)]
@@ -75,15 +75,15 @@ def graph_text(graph: fx.Graph, mesh: Mesh, fold: bool = False) -> str:
 
 
 def program_text(graph: fx.Graph) -> str:
-    """Return the program of one device as text.
+    """Return one device's program as text.
 
-    Sizes are those of its shards. A collective has a start, and a wait for each result.
+    Sizes are its shards'. A collective has a start, and a wait for each result.
     """
     return "\n".join(_program_lines("one device", graph))
 
 
 def _program_lines(title: str, graph: fx.Graph) -> list[str]:
-    """Return the lines of a program of one device, then those of its loops."""
+    """Return the lines for one device's program, then those for its loops."""
     lines = [title, *_lines([_local_row(node) for node in graph.nodes])]
     for _, call in loop_calls(graph):
         for body in call.bodies:
@@ -93,7 +93,7 @@ def _program_lines(title: str, graph: fx.Graph) -> list[str]:
 
 
 def _times(row: _Row, count: int) -> _Row:
-    """Return the row of a node that runs so often, in a loop."""
+    """Return the row for a node that runs `count` times, in a loop."""
     name, kind, text = row
     return (name, kind, f"{text}  x {count}") if count > 1 else row
 
@@ -107,7 +107,7 @@ def _lines(rows: list[_Row]) -> list[str]:
 
 
 def _folded(rows: list[_Row]) -> list[str]:
-    """Return the lines of rows, of which those that repeat stand once, indented below `x 96`."""
+    """Return lines for rows; repeated ones stand once, indented below `x 96`."""
     blocks = [
         (run, rows[run.start : run.stop]) for run in repetitions([_like(row) for row in rows])
     ]
@@ -116,6 +116,7 @@ def _folded(rows: list[_Row]) -> list[str]:
         for run, block in blocks
         for row in block[: run.period]
     ]
+    # All lines are aligned together, folded or not: columns stay at one place.
     lines = iter(_lines(shown))
     text: list[str] = []
     for run, block in blocks:
@@ -133,7 +134,7 @@ def _like(row: _Row) -> _Row:
 
 
 def _fold_names(text: str) -> str:
-    """Return a list of names of which those that repeat stand once: [%a, %b] x 96."""
+    """Return a list of names in which repeated ones stand once: [%a, %b] x 96."""
     names = text.removeprefix("return ").split(", ")
     parts = [
         (", ".join(names[run.start : run.start + run.period]), run.repeats)
@@ -174,7 +175,7 @@ def _row(node: fx.Node) -> _Row | None:
 
 
 def call_text(node: fx.Node, names: Mapping[fx.Node, str] | None = None) -> str:
-    """Return the call of a node as text: mul(%x, 2). names: others than the operands' own."""
+    """Return a node's call as text: mul(%x, 2). names: others than the operands' own."""
     if node.op == "placeholder":
         return "input"
     if node.op == "get_attr":
@@ -182,6 +183,7 @@ def call_text(node: fx.Node, names: Mapping[fx.Node, str] | None = None) -> str:
     computed = f" in {dtype_name(node.meta['computed'])}" if "computed" in node.meta else ""
     if node.target is operator.getitem:
         return f"{_text(node.args[0], names)}[{node.args[1]}]{computed}"
+    # Device and layout are the same all over: only noise.
     options = {k: v for k, v in node.kwargs.items() if k not in ("device", "pin_memory", "layout")}
     arguments = [_text(value, names) for value in node.args]
     arguments += [f"{k}={_text(v, names)}" for k, v in options.items()]

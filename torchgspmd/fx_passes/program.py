@@ -1,4 +1,4 @@
-"""Program: a graph on its way from capture to a rank, with everything that passes need of it."""
+"""Program: a graph on its way from capture to a rank, with everything that passes need."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .stages import CAPTURED, LOCAL, Stage
 
 
 def stand_ins_of(captured: Captured, graph: fx.Graph) -> dict[str, int]:
-    """Return the numbers in the place of sizes of arguments in a graph of global shapes."""
+    """Return the numbers in place of argument sizes in a graph with global shapes."""
     pairs = zip(graph.find_nodes(op="placeholder"), captured.inputs)
     shapes = [node.meta["val"].shape for node, inp in pairs if inp.kind == ARGUMENT]
     return captured.dynamic.numbers(shapes)
@@ -37,7 +37,7 @@ def stand_ins_of(captured: Captured, graph: fx.Graph) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Shared:
-    """Rules, and results of searches, which plans of like programs share."""
+    """Rules, and search results, which plans for like programs share."""
 
     rules: Rules = field(default_factory=Rules)
     memories: Memories = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Shared:
 class Request:
     """A request for a program; compiler/options.py has the options.
 
-    arguments: a layout, or None, for each argument. stored: layouts of parameters and buffers, by
-    name. on_processes: results without a layout are replicated, the others become DTensors. plain:
-    for each argument whether it is a whole tensor on every rank; its gradient is whole then.
-    expand: decomposes the operations of a graph, and nodes that are to be decomposed all the same.
-    keep_marks: for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
-    reduce_dtype: in which gradients of parameters are summed over devices; None: as costs least.
-    stored_over: axes over which parameters are stored in parts, though no argument is. hardware:
-    speeds and links, if they are known. shared: results that plans of equal programs share.
+    arguments: a layout, or None, for each argument. stored: parameter and buffer layouts, by name.
+    on_processes: results without a layout are replicated, the others become DTensors. plain: for
+    each argument whether it is a whole tensor on every rank; its gradient is whole then. expand:
+    decomposes a graph's operations, and nodes that are to be decomposed all the same. keep_marks:
+    for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
+    reduce_dtype: sums parameter gradients over devices; None: as costs least. stored_over: axes
+    over which parameters are stored in parts, though no argument is. hardware: speeds and links, if
+    they are known. shared: results that plans for equal programs share.
     """
 
     captured: Captured
@@ -81,9 +81,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Boundary:
-    """The layouts of a program's inputs and results, and the global shapes of these.
+    """The layouts for a program's inputs and results, and the results' global shapes.
 
-    other: the shapes of results with the second numbers in the places of sizes of a run.
+    other: result shapes with the second numbers in place of sizes known in a run.
     """
 
     inputs: tuple[ShardSpec, ...]
@@ -93,7 +93,7 @@ class Boundary:
 
     @classmethod
     def of(cls, sharded: fx.Graph) -> Boundary:
-        """Return that of a partitioned graph."""
+        """Extract the boundary from a partitioned graph."""
         output = sharded.output_node()
         inputs = tuple(n.meta["spec"] for n in sharded.find_nodes(op="placeholder"))
         values = [*zip(output.meta["specs"], output.args[0])]
@@ -106,8 +106,8 @@ class Boundary:
 class Rank:
     """The process that a program is lowered for.
 
-    parameters: by input, the parameters, whose gradients get their strides. finish_check: ends the
-    comparison of the ranks. carry_check: begins it, together with the sum of a small tensor.
+    parameters: by input; gradients get their strides. finish_check: ends the ranks' comparison.
+    carry_check: begins it, together with summing a small tensor.
     """
 
     groups: ProcessGroups
@@ -122,12 +122,12 @@ class Program:
     """A graph and its stage.
 
     mesh: from `split_axes` to `merge_axes` a mesh with split axes. inputs, results: the layouts
-    asked for, on it. layouts: the result of `propagate`. sharded: the partitioned graph, from
-    `localize` on. rank, boundary: who runs it, and on which layouts, once it is lowered. backward:
-    from `split_joint` on the program of the backward; graph is the forward's then. call: the loop,
-    or the piece of a pipeline, whose body the graph is. solutions: of partitioning it, where
-    several ways are tried; later ones start from the first. changed: names of the passes that
-    changed it. seconds: by pass. counts: work of searches. printed: the last dump.
+    required on it. layouts: from `propagate`. sharded: the partitioned graph, from `localize` on.
+    rank, boundary: who runs it, and on which layouts, once it is lowered. backward: from
+    `split_joint` on the backward's program; graph is the forward's then. call: the loop, or the
+    pipeline piece, whose body the graph is. solutions: for partitioning it, where several ways are
+    tried; later ones start from the first. changed: names of passes that changed it. seconds: by
+    pass. counts: search effort. printed: the last dump.
     """
 
     request: Request
@@ -148,18 +148,20 @@ class Program:
     counts: SearchCounts = field(default_factory=no_counts)
     printed: str = ""
 
+    # From LOCAL on nodes have local shapes, and no global values that graph_text could print.
     def __str__(self) -> str:
         if self.stage < LOCAL:
             return graph_text(self.graph, self.mesh)
         return program_text(self.graph)
 
     def fork(self) -> Program:
-        """Return the program with a graph of its own, at the stage ANNOTATED."""
+        """Copy the program with a graph of its own, at the stage ANNOTATED."""
         new: dict[fx.Node, fx.Node] = {}
         copied = copy.copy(self)
         copied.graph = fx.Graph()
         for node in self.graph.nodes:
             new[node] = copy_node(copied.graph, node, new.__getitem__)
+        # Layouts are by node, so the copy needs its own.
         copied.layouts = self.layouts.of(new)
         return copied
 
@@ -181,10 +183,10 @@ class Program:
 
     @property
     def stand_ins(self) -> dict[str, int]:
-        """The numbers in the place of sizes of arguments, before the program is local."""
+        """The numbers in place of argument sizes, before the program is local."""
         return stand_ins_of(self.captured, self.graph)
 
     @property
     def placeholders(self) -> list[fx.Node]:
-        """The inputs, without sizes of arguments."""
+        """The inputs, without argument sizes."""
         return [n for n in self.graph.find_nodes(op="placeholder") if "size" not in n.meta]

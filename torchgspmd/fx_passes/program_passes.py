@@ -1,4 +1,4 @@
-"""Passes that need more of a program than its graph, as rows of the pipeline call them.
+"""Passes that need more from a program than its graph, as the pipeline's rows call them.
 
 It has the criteria between alternatives, too.
 """
@@ -34,7 +34,7 @@ def split_fused(program: Program) -> fx.Graph | None:
 
 
 def split_vectors(program: Program) -> fx.Graph | None:
-    """Decompose operations on vectors that send less in parts, or more, as the partition shows."""
+    """Decompose vector operations that send less in parts, or more, as the partition shows."""
     splitting = fused.ops_to_split(program.graph, program.layouts, program.rules, tried=True)
     return program.request.expand(program.graph, splitting) if splitting else None
 
@@ -51,11 +51,12 @@ def splits_products(program: Program) -> bool:
 
 
 def split_axes(program: Program) -> fx.Graph | None:
-    """Go on with a mesh of split axes, where an operation can use only a part of one."""
+    """Continue with a mesh whose axes are split, where an operation can use only a part."""
     splits = sub_axes.required_splits(program.graph, program.layouts, program.rules)
     if not splits:
         return None
     mesh = program.mesh = program.mesh.split(splits)
+    # Requirements name axes as the user wrote them, which the finer mesh lacks.
     program.inputs, program.results = (
         [spec and spec.map_axes(mesh.refine) for spec in specs]
         for specs in (program.inputs, program.results)
@@ -64,7 +65,7 @@ def split_axes(program: Program) -> fx.Graph | None:
 
 
 def reduce_dtype(program: Program) -> fx.Graph | None:
-    """Sum gradients of parameters in the dtype that is asked for."""
+    """Sum parameter gradients in the requested dtype."""
     captured, dtype = program.captured, program.request.reduce_dtype
     gradients = [
         i
@@ -77,7 +78,7 @@ def reduce_dtype(program: Program) -> fx.Graph | None:
 
 
 def merge_axes(program: Program) -> fx.Graph | None:
-    """Go back to the mesh that was asked for."""
+    """Go back to the mesh that the request has."""
     fine, program.mesh = program.mesh, program.request.mesh
     return None if fine == program.mesh else sub_axes.merge_axes(program.graph, fine)
 
@@ -88,7 +89,7 @@ def regather_weights(program: Program) -> fx.Graph:
 
 
 def localize(program: Program) -> fx.Graph:
-    """Return the graph of one device; the partitioned one stays with the program."""
+    """Return one device's graph; the partitioned one stays with the program."""
     program.sharded = program.graph
     return localize_graph(program.graph, program.mesh, program.stand_ins)
 
@@ -121,7 +122,7 @@ def hierarchical_sums(program: Program) -> fx.Graph | None:
 
 
 def split_joint(program: Program) -> fx.Graph:
-    """Return the graph of the forward; the backward becomes a program of its own."""
+    """Return the forward's graph; the backward becomes a program of its own."""
     kinds = [out.kind for out in program.captured.outputs]
     forward, backward = split_graph(
         program.graph,
@@ -139,7 +140,7 @@ def sent_bytes(p: Program) -> float:
 
 
 def fits_device(p: Program) -> bool:
-    """Return whether the program of one device fits into its GPU; elsewhere it does."""
+    """Return whether one device's program fits into its GPU; elsewhere it does."""
     inputs = p.captured.graph.find_nodes(op="placeholder")
     on_card = any(n.meta["val"].device.type == "cuda" for n in inputs)
     if not on_card or not torch.cuda.is_available():  # asked alone, it forbids forks that use cards

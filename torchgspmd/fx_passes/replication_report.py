@@ -1,12 +1,12 @@
-"""Replicated work that the user did not ask for, in a partitioned graph.
+"""Unrequested replicated work in a partitioned graph.
 
 Three kinds are listed. An operation is computed whole by every device. An operand is gathered, and
-then all devices of an axis compute the same. A weight is gathered along an axis of its mark.
+then all devices along an axis compute the same. A weight is gathered along an axis in its mark.
 
 Gathers that marks or outputs ask for are not listed. Neither is a gather for an operation that
 shards another dimension over the same axis: sequences are gathered so. For a weight a mark has to
 ask for that other dimension. No weight is listed that is gathered over an axis which also shards
-the batch, or which shard_updates names: weights of FSDP are stored so.
+the batch, or which shard_updates names: FSDP weights are stored so.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def replication_report(
     data_axes: Collection[str] = frozenset(),
     layouts: Layouts | None = None,
 ) -> tuple[ReplicatedOp, ...]:
-    """Return the replicated operations of a partitioned graph, in program order.
+    """Return a partitioned graph's replicated operations, in program order.
 
     inputs: those of the captured graph; without them no weight is listed. data_axes: see there.
     layouts: the propagated ones.
@@ -76,6 +76,7 @@ def replication_report(
                 report[ReplicatedOp(op, source, size, why)] = None
             continue
         for operand, value, dim, why, weight in _gathered_operands(node, weights):
+            # An operand that several operations read is gathered, and listed, once.
             if operand not in seen:
                 seen.add(operand)
                 val = operand.meta["val"]
@@ -100,19 +101,20 @@ def replication_report(
 def data_axes(captured: Captured, arguments: Sequence[ShardSpec | None]) -> frozenset[str]:
     """Return the axes that shard arguments: weights may be stored in parts over these (FSDP).
 
-    arguments: the layout, or None, that is required of each argument.
+    arguments: the layout, or None, that is required for each argument.
     """
     nodes = captured.graph.find_nodes(op="placeholder")
     specs = [*arguments, *(i.mark for i in captured.inputs if i.kind == ARGUMENT)]
     for node, each in zip(nodes, captured.inputs):
         if each.kind == ARGUMENT:
+            # A mark on an argument within forward says as much as in_specs.
             marks = [user for user in node.users if user.target is mark_sharding_op._opoverload]
             specs += [ShardSpec.parse(str(mark.args[2])) for mark in marks]
     return frozenset(axis for spec in specs if spec is not None for axis in spec.sharding_axes)
 
 
 class _Weights:
-    """The marked parameters of a graph, and which gathers of them the marks do not ask for."""
+    """A graph's marked parameters, and which gathers on them the marks do not ask for."""
 
     def __init__(
         self,
@@ -136,10 +138,10 @@ class _Weights:
         }
 
     def against(self, node: fx.Node, value: fx.Node, axes: Sequence[str]) -> tuple[str, list[str]]:
-        """Return the name of a weight, and the axes of its mark along which it is gathered.
+        """Return a weight's name, and the axes in its mark along which it is gathered.
 
-        value: the weight, a cast or another arrangement of it, which is gathered over `axes` for a
-        node. An axis does not count if a mark on another value asks the node to divide by it.
+        value: the weight, a cast or another arrangement, which is gathered over `axes` for a node.
+        An axis does not count if a mark on another value asks the node to divide by it.
         """
         name, marked = self.marked.get(_origin(value), ("", frozenset()))
         return name, [a for a in axes if _whole_axis(a) in marked and not self._asked(node, a)]
@@ -168,6 +170,7 @@ def _gathered_operands(
     rule, used = node.meta["rule"], _sharding_axes(node)
     for operand, dims in zip(operands_of(node), rule.operands):
         before: Any = operand
+        # Several gathers may stand in sequence: the layout before the first one counts.
         while "step" in before.meta and before.meta["step"].target.gathers:
             before = before.args[0]
         if before is operand:
@@ -194,11 +197,12 @@ def _gathered_operands(
 
 
 def _origin(value: fx.Node) -> fx.Node:
-    """Return the input of which a value is a cast or another arrangement, or the value."""
+    """Return the input behind a value that is its cast or other arrangement, or the value."""
     origin = value
     while origin.op == "call_function" and len(origin.all_input_nodes) == 1:
         (operand,) = origin.all_input_nodes
         sizes = [getattr(n.meta.get("val"), "shape", ()) for n in (origin, operand)]
+        # With another element count it is no arrangement, but a slice, a sum or a repetition.
         if math.prod(sizes[0]) != math.prod(sizes[1]):
             break
         origin = operand
@@ -206,12 +210,12 @@ def _origin(value: fx.Node) -> fx.Node:
 
 
 def _whole_axis(axis: str) -> str:
-    """Return the axis that an axis is a part of."""
+    """Return the axis that a sub-axis belongs to."""
     return (sub_axis(axis) or (axis,))[0]
 
 
 def _sharding_axes(node: fx.Node) -> set[str]:
-    """Return the axes whose devices compute different shards of a node.
+    """Return the axes whose devices compute different shards for a node.
 
     An operation that only moves rows also has the axes that all its users share.
     """

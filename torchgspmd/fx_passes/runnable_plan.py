@@ -17,7 +17,7 @@ from .replication_report import ReplicatedOp
 
 
 class RunnablePlan:
-    """The properties of a plan that a run depends on; Plan has the attributes."""
+    """The plan properties that a run depends on; Plan has the attributes."""
 
     mesh: Mesh
     captured: Captured
@@ -29,12 +29,12 @@ class RunnablePlan:
 
     @cached_property
     def boundary(self) -> Boundary:
-        """Layouts of all inputs and results, and the global shapes of the results."""
+        """Layouts for all inputs and results, and the results' global shapes."""
         return Boundary.of(self.sharded)
 
     @cached_property
     def program_graph(self) -> fx.Graph:
-        """The graph of `program`."""
+        """The graph in `program`."""
         return self.program.graph
 
     @cached_property
@@ -44,28 +44,28 @@ class RunnablePlan:
 
     @cached_property
     def stand_ins(self) -> tuple[int, ...]:
-        """The numbers in the place of sizes of arguments."""
+        """The numbers in place of argument sizes."""
         return tuple(stand_ins_of(self.captured, self.sharded).values())
 
     def sizes_of_run(self, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Return the sizes of arguments. shapes: the global ones of all inputs of a run."""
+        """Return the argument sizes. shapes: the global ones for all inputs to a run."""
         pairs = zip(shapes, self.captured.inputs)
         arguments = [shape for shape, inp in pairs if inp.kind == ARGUMENT]
         return tuple(self.captured.dynamic.numbers(arguments).values())
 
     def size_inputs(self, sizes: Sequence[int]) -> list[int]:
-        """Return which of the sizes of arguments the program takes, behind the coordinates."""
+        """Return which argument sizes the program takes, behind the coordinates."""
         return [sizes[node.meta["size"][0]] for node in size_inputs(self.program_graph)]
 
     def input_groups(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
-        """Return, for each dimension of each input, how many rows stay on one device."""
+        """Return, for each input dimension, how many rows stay together on one device."""
         inputs = self.sharded.find_nodes(op="placeholder")
         return [rows_together(node, sizes, self.stand_ins) for node in inputs]
 
     def result_shape(
         self, output: int, local: Sequence[int], sizes: Sequence[int]
     ) -> tuple[int, ...]:
-        """Return the global shape of a result in a run. local: that of a shard."""
+        """Return a result's global shape in a run. local: a shard's."""
         node = self.sharded.output_node().args[0][output]
         return global_shape(node, local, sizes, self.stand_ins)
 
@@ -76,13 +76,14 @@ class RunnablePlan:
         return any(torch.Tag.nondeterministic_seeded in each for each in tags)
 
     def local_graph(self) -> fx.Graph:
-        """Return a new copy of the graph of `program`.
+        """Return a new copy of the graph in `program`.
 
         Example:
             >>> result = plan(torch.neg, torch.ones(4), mesh=Mesh(data=2), in_specs="data")
             >>> result.local_graph() is result.program.graph
             False
         """
+        # A plan from text has decoded the graph for nobody else: the first caller may have it.
         if (decoded := vars(self).pop("_local", None)) is not None:
             return decoded
         graph = fx.Graph()

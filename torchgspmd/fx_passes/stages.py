@@ -1,4 +1,4 @@
-"""The stages of a program, the metadata of its nodes at each, and the verifier.
+"""The stages of a program, the metadata on its nodes at each, and the verifier.
 
 TORCHGSPMD_CHECK=1 lets the runner (pipeline.py) verify a program after every pass, as the tests do.
 With TORCHGSPMD_CHECK=2 each new plan has a certificate, too (docs/certificate.md).
@@ -23,7 +23,7 @@ from .partition.verify_partition import verify_partition
 
 
 class Stage(enum.IntEnum):
-    """A stage of a program. docs/architecture.md prints one at each stage."""
+    """A program's stage. docs/architecture.md prints a program at each stage."""
 
     CAPTURED = 0  # ATen operations at global shapes, forward and backward in one graph
     EXPANDED = 1  # operations have rules, or cannot be decomposed
@@ -39,7 +39,7 @@ CAPTURED, EXPANDED, ANNOTATED, PARTITIONED, LOCAL, SCHEDULED, LOWERED, RUNNABLE 
 
 
 class Key(NamedTuple):
-    """A key of node.meta: the stages that have it, the type of its value, and its meaning."""
+    """A key in node.meta: the stages that have it, its value's type, and its meaning."""
 
     name: str
     first: Stage
@@ -99,7 +99,7 @@ def verifies(level: int = 1) -> bool:
 
 
 def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:
-    """Raise AssertionError, for a bug of a pass, unless a graph is legal at its stage."""
+    """Raise AssertionError, for a bug in a pass, unless a graph is legal at its stage."""
     graph.lint()
     faults = [f for node in graph.nodes for key in node.meta if (f := _fault(node, key, stage))]
     if faults:
@@ -111,7 +111,7 @@ def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:
 
 
 def _fault(node: fx.Node, name: str, stage: Stage) -> str | None:
-    """Return the fault of a key of a node's metadata at a stage."""
+    """Return the fault in a key of a node's metadata at a stage."""
     row = META.get(name)
     if row is None:
         return f"%{node} has meta['{name}'], which has no row"
@@ -123,7 +123,7 @@ def _fault(node: fx.Node, name: str, stage: Stage) -> str | None:
 
 
 def drop_later_keys(graph: fx.Graph, stage: Stage) -> None:
-    """Remove the metadata of later stages from a graph that goes back to a stage."""
+    """Remove later stages' metadata from a graph that goes back to a stage."""
     later = [row.name for row in _ROWS if row.first > stage]
     for node in graph.nodes:
         for name in later:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def size_text(count: float) -> str:
-    """Return a number of bytes with its unit."""
+    """Return a byte count with its unit."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
@@ -17,6 +17,7 @@ def size_text(count: float) -> str:
 
 def short_source(source: str | None) -> str:
     """Return file:line relative to the working directory, if the file is below it."""
+    # An absolute path would differ between machines, and fill the line.
     return (source or "").removeprefix(os.getcwd() + os.sep)
 
 
@@ -28,7 +29,7 @@ def time_text(seconds: float) -> str:
 
 
 def count_text(count: float) -> str:
-    """Return a number of operations with its unit."""
+    """Return an operation count with its unit."""
     for unit in ("", "k", "M", "G", "T"):
         if count < 1000:
             return f"{count:.4g} {unit}".rstrip()

@@ -1,4 +1,4 @@
-"""A* search for the cheapest sequence of steps between two layouts.
+"""A* search for the cheapest steps between two layouts.
 
 before   x laid out as f32[8@data, 64]
 after    x laid out as f32[8, 64@data]           all_to_all(x, 0, 1, data)
@@ -29,9 +29,9 @@ NEARLY_EQUAL = 1e-3  # Paths whose costs differ by less compete by their number 
 
 
 class ReshardSearch:
-    """Searches steps to one layout of one tensor.
+    """Searches steps to one layout for one tensor.
 
-    states, permutes: how many layouts it expanded, and of how many permutes it knew the bytes.
+    states, permutes: how many layouts it expanded, and for how many permutes it knew the bytes.
     limited: whether it ended at `max_layouts`, with the best steps up to there.
     """
 
@@ -73,6 +73,7 @@ class ReshardSearch:
 
     def run(self, before: ShardSpec) -> tuple[Step, ...]:
         """Return the cheapest steps from a layout."""
+        # One collective that costs no more than the lower bound is the best: no queue is needed.
         least = self.remaining_cost(before)
         if shrinks(before, self.after) < MOST_CHANGED:
             for move in self._moves(before, 0.0):
@@ -84,7 +85,7 @@ class ReshardSearch:
         return direct if bound <= least else self._search(before, direct, bound)
 
     def alternatives(self, before: ShardSpec) -> Iterator[tuple[Step, ...]]:
-        """Yield paths that begin with each step that a search may take, the cheapest of each."""
+        """Yield paths, the cheapest one for each first step that a search may take."""
         for move in self._moves(before, math.inf):
             yield move, *self.run(move.spec)
 
@@ -100,6 +101,7 @@ class ReshardSearch:
         lowest = self.remaining_cost(before) + self._slices(before) * self.constants.local_step_fee
         while queue:
             *_, cost, spec, steps = heapq.heappop(queue)
+            # A layout may be in the queue several times: only its first and cheapest entry counts.
             if spec in seen:
                 continue
             if spec == self.after:
@@ -138,9 +140,9 @@ class ReshardSearch:
         return arrived
 
     def _slices(self, before: ShardSpec) -> int:
-        """Return the number of slices by which a reduction sends least: one for each new axis.
+        """Return how many slices a reduction needs to send least: one for each new axis.
 
-        One slice takes all new axes of a dimension that has no others.
+        One slice takes all new axes on a dimension that has no others.
         """
         if before.pending == self.after.pending:
             return 0
@@ -151,7 +153,7 @@ class ReshardSearch:
         return slices
 
     def _usual_cost(self, spec: ShardSpec) -> tuple[float, int]:
-        """Return the remaining cost by as few steps as may do, and their number.
+        """Return the remaining cost by as few steps as may do, and the step count.
 
         It orders the paths.
         """
@@ -181,11 +183,11 @@ class ReshardSearch:
         return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
 
     def fee(self, kind: CollectiveKind) -> float:
-        """Return the cost of a step besides the bytes sent."""
+        """Return a step's cost besides the bytes sent."""
         return getattr(self.constants, kind.fee)
 
     def remaining_cost(self, spec: ShardSpec) -> float:
-        """Return a lower bound of the cost from a layout to the target."""
+        """Return a lower bound for the cost from a layout to the target."""
         if (bound := self.bounds.get(spec)) is None:
             bound = self.bounds[spec] = at_least(
                 self.mesh, self.shape, self.itemsize, spec, self.after, self.constants
@@ -193,7 +195,7 @@ class ReshardSearch:
         return bound
 
     def shard_bytes(self, spec: ShardSpec) -> float:
-        """Return the bytes of one shard."""
+        """Return the bytes in one shard."""
         if spec.dims not in self.bytes_of_shards:
             self.bytes_of_shards[spec.dims] = (
                 math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize
@@ -201,7 +203,7 @@ class ReshardSearch:
         return self.bytes_of_shards[spec.dims]
 
     def nests(self, dim: int, coarse: Axes, fine: Axes) -> bool:
-        """Return whether fine shards of a dimension lie within coarse ones."""
+        """Return whether fine shards along a dimension lie within coarse ones."""
         return nests(self.shape[dim], coarse, fine, self.mesh)
 
     def _moves(self, spec: ShardSpec, left: float) -> Iterator[Step]:
@@ -212,7 +214,8 @@ class ReshardSearch:
                 yield move
 
     def padded_bytes(self, spec: ShardSpec, dim: int, axes: Axes) -> float:
-        """Return the bytes of a shard, with a dimension padded to a multiple of further axes."""
+        """Return a shard's bytes, with a dimension padded to a multiple of further axes."""
+        # At least one row, also in an empty dimension, which divides the bytes below.
         rows = max(-(-self.shape[dim] // self.mesh.count(spec.dims[dim])), 1)
         return (
             self.shard_bytes(spec)
@@ -230,7 +233,7 @@ def at_least(
     after: ShardSpec,
     constants: CostConstants,
 ) -> float:
-    """Return a lower bound of the cost of any path between two layouts."""
+    """Return a lower bound for the cost that any path between two layouts has."""
     sent = least_bytes(mesh, shape, itemsize, before, after)
     if before.pending == after.pending:
         return sent + least_fee(before, after, constants) if sent else 0.0
@@ -243,10 +246,10 @@ def at_least(
 def least_bytes(
     mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> float:
-    """Return a lower bound of the bytes that any path between two layouts sends.
+    """Return a lower bound for the bytes that any path between two layouts sends.
 
-    Without a reduction these are the elements that some device lacks. Of n terms of a sum all but
-    one are sent until the first device has the sum, however finely they are cut. Then some device
+    Without a reduction these are the elements that some device lacks. All but one among a sum's n
+    terms are sent until the first device has the sum, however finely they are cut. Then some device
     lacks its shard but for the part that it has reduced.
     """
     if before.pending == after.pending:
@@ -273,7 +276,7 @@ def _finest(mesh: Mesh, before: ShardSpec, after: ShardSpec, reduced: Axes) -> A
 
 
 def shrinks(before: ShardSpec, after: ShardSpec) -> int:
-    """Return the number of dimensions that have to lose axes on any path."""
+    """Return how many dimensions have to lose axes on any path."""
     return sum(b != a[: len(b)] for b, a in zip(before.dims, after.dims))
 
 
@@ -291,7 +294,7 @@ def mixes(before: ShardSpec, after: ShardSpec) -> bool:
 
 
 def least_fee(before: ShardSpec, after: ShardSpec, constants: CostConstants) -> float:
-    """Return the least fee of any path that sends something, without a reduction.
+    """Return the least fee for any path that sends something, without a reduction.
 
     A collective takes axes from one dimension, a permute from all.
     """
@@ -301,7 +304,7 @@ def least_fee(before: ShardSpec, after: ShardSpec, constants: CostConstants) -> 
 def on_average(
     mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> float:
-    """Return a lower bound for blocks of unequal sizes: the elements missing on average."""
+    """Return a lower bound for blocks with unequal sizes: the elements missing on average."""
     after_bytes = shared_bytes = float(itemsize)
     for n, b, a in zip(shape, before.dims, after.dims):
         after_bytes *= n / mesh.count(a)
@@ -315,7 +318,7 @@ def step_cost(step: Step, constants: CostConstants) -> float:
 
 
 def fee_of(step: Step, constants: CostConstants) -> float:
-    """Return the cost of a step besides the bytes that it sends."""
+    """Return a step's cost besides the bytes that it sends."""
     kind = step.target
     fee = kind.fee if isinstance(kind, CollectiveKind) and step.collective else "local_step_fee"
     return getattr(constants, fee)

@@ -1,20 +1,20 @@
-"""Counters of the work that the searches of partition do: equal on every machine, unlike seconds.
+"""Counters for the work in partition's searches: equal on every machine, unlike seconds.
 
 A search memory carries one Counter. `partition` adds its growth to the program's counts, and a plan
 has them as `Plan.counts`. A search adds to a key of its own:
 
-    reshard_searches   different problems of two layouts that were searched
+    reshard_searches   different problems between two layouts that were searched
     reshard_states     layouts that these searches expanded
     reshard_permutes   permutes whose bytes these searches evaluated
     reshard_limited    searches that ended at `max_layouts`, with the best steps up to there
     op_candidates      strategies judged for one operation; chain_candidates, sum_candidates and
-                       message_candidates those judged for operations of these regions
+                       message_candidates those judged for operations in these regions
     body_layouts       layouts tried for whole bodies; thread_layouts, input_layouts for threads
                        and for open inputs with all that follows
-    solver_sweeps      visits of all operations
+    solver_sweeps      visits to all operations
 
-Of `propagate` a plan has the largest run: propagation_sweeps over all operations, propagation_steps
-computed through one operation, and propagation_updates of layouts. `suggest` counts plans, too.
+A plan has `propagate`'s largest run: propagation_sweeps over all operations, propagation_steps
+computed through one operation, and propagation_updates to layouts. `suggest` counts plans, too.
 """
 
 from __future__ import annotations
@@ -28,5 +28,5 @@ ALWAYS = (RESHARD_SEARCHES, RESHARD_STATES, RESHARD_PERMUTES)  # Keys of every p
 
 
 def no_counts() -> SearchCounts:
-    """Return counts of 0 under the keys that every plan has."""
+    """Return zero counts under the keys that every plan has."""
     return Counter(dict.fromkeys(ALWAYS, 0))

@@ -1,4 +1,4 @@
-"""Results of the search that like operations share, also across graphs on the same mesh."""
+"""Search results that like operations share, also across graphs on the same mesh."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .strategies import Strategies, marked
 
 
 class SearchMemory:
-    """Cache of strategies, choices and proposals on one mesh, by operation and neighborhood."""
+    """Cache for strategies, choices and proposals on one mesh, by operation and neighborhood."""
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.constants, self.interner = constants, Interner()
@@ -41,14 +41,14 @@ Memories = dict[Situation, SearchMemory]
 
 @dataclass(frozen=True)
 class Solution:
-    """The end of a search, by names of nodes: strategies with keys of operations, inputs."""
+    """A search's end, by node names: strategies with operation keys, inputs."""
 
     strategies: Mapping[str, tuple[int | None, Strategy]]
     inputs: Mapping[str, ShardSpec]
 
     @classmethod
     def of(cls, assignment: Assignment) -> Solution:
-        """Return that of a search."""
+        """Extract a search's solution."""
         return cls(
             {
                 node.name: (assignment.ops[node].key, strategy)
@@ -64,6 +64,7 @@ class Solution:
                 assignment.set_layout(node, self.inputs[node.name])
         for op in assignment.ops.values():
             key, strategy = self.strategies.get(op.node.name, (None, None))
+            # A name may stand for another operation in this graph: its key tells.
             if strategy is not None and key == op.key and marked(op) is None:
                 assignment.assign(op, strategy)
 
@@ -72,6 +73,6 @@ Solutions = dict[Situation, Solution]
 
 
 def situation(graph: fx.Graph, mesh: Mesh, constants: CostConstants) -> Situation:
-    """Return the key of graphs that share a memory."""
+    """Return the key for graphs that share a memory."""
     layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
     return mesh, crowded(layouts, mesh), constants

@@ -1,9 +1,9 @@
 """The search for the cheapest assignment: one operation at a time, then whole regions.
 
-The first sweep goes by the propagated layouts. The following ones go by the choices of the
-neighbors, until nothing gets cheaper; an operation is visited again when its neighborhood changed.
-Then regions change at once (see regions.py). The result is the cheapest of the states in
-which such rounds end. At last messages are saved (see message_search.py).
+The first sweep goes by the propagated layouts. The following ones go by the neighbors' choices,
+until nothing gets cheaper; an operation is visited again when its neighborhood changed. Then
+regions change at once (see regions.py). The result is the cheapest state in which such rounds end.
+At last messages are saved (see message_search.py).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Storable = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
 
 
 class ChainSearch(RegionProposals):
-    """Tries other layouts for chains of operations on one tensor, or with the contraction before.
+    """Tries other layouts for operation chains on one tensor, or with the contraction before.
 
-    All of a chain are laid out like its operand, or as its result is needed.
+    A chain is laid out like its operand throughout, or as its result is needed.
     """
 
     search = "chain"
@@ -45,7 +45,7 @@ class ChainSearch(RegionProposals):
         self.chains, self.sources = chains(ops), sources(ops)
 
     def improve(self) -> list[bool]:
-        """Try every chain and contraction once; return of each whether it changed."""
+        """Try every chain and contraction once; return for each whether it changed."""
         return [*map(self._improve_chain, self.chains), *map(self._improve_source, self.sources)]
 
     def _improve_chain(self, chain: Region) -> bool:
@@ -60,7 +60,7 @@ class ChainSearch(RegionProposals):
 
 
 class Solver:
-    """Searches the strategies of all operations, and the layouts of open inputs and outputs."""
+    """Searches strategies for all operations, and layouts for open inputs and outputs."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class Solver:
 
     @property
     def costs(self) -> CostModel:
-        """The cost model of the present phase."""
+        """The present phase's cost model."""
         return self.op_search.costs
 
     def solve(self, former: Solution | None = None) -> CostModel:
-        """Assign a strategy to every operation; return the cost model of the last phase.
+        """Assign a strategy to every operation; return the last phase's cost model.
 
-        former: of a graph with mostly the same operations; only the last phase starts from it.
+        former: from a graph with mostly the same operations; only the last phase starts from it.
         """
         at, constants = self.assignment, self.constants
         if former is not None:
@@ -95,6 +95,7 @@ class Solver:
         for op in at.ops.values():
             if op.node not in at.strategy_of:
                 self.op_search.choose(op, first=True)
+        # Only now: an open output leaves in the layout in which it is produced.
         self._require_outputs()
         if former is not None:
             self._run_phase(constants.tie_break, constants.max_region_rounds)
@@ -111,6 +112,7 @@ class Solver:
             self._run_phase(constants.pending_bonus, rounds)
             self._run_phase(constants.tie_break, constants.max_region_rounds)
             candidates.append((self.costs.exact(at.ops.values()), at.snapshot()))
+        # Both ends are local minima, and neither is always the better one.
         at.restore(min(candidates, key=lambda candidate: candidate[0])[1])
         self._require_outputs()
         self._lay_out_inputs()
@@ -121,6 +123,7 @@ class Solver:
         ops, before, sent = at.ops.values(), at.snapshot(), by_bytes.traffic(at.ops.values())
         priced = replace(by_bytes, resharder=self.op_search.memory.priced_resharder)
         self.op_search.costs = priced
+        # Cached window prices are in bytes alone, before and after the search with messages.
         at.window_costs.clear()
         cost, changed = priced.exact(ops), self.messages.improve()
         self._require_outputs()
@@ -145,6 +148,7 @@ class Solver:
             gathers, outputs = self.costs.gathers(axis), self._open_outputs()
             propose()
             self.memory.counts["input_layouts"] += 1
+            # The proposal binds inputs and their course; operations beside these follow now.
             self._run_phase(constants.tie_break, constants.max_region_rounds)
             saved = sent - self.costs.traffic(ops)
             more = (
@@ -183,13 +187,14 @@ class Solver:
                 at.assign(op, strategy)
 
     def _run_phase(self, pending_bonus: float, rounds: int) -> None:
-        """Search with another bonus for pending sums; regions change in so many rounds."""
+        """Search with another bonus for pending sums; regions change in `rounds` rounds at most."""
         self.op_search.costs = replace(self.costs, pending_bonus=pending_bonus)
         # Costs differ from those of the last phase, so each choice may change.
         self.assignment.worklist.update(self.assignment.ops)
         self.assignment.new_version()
         self._run_sweeps()
         for _ in range(rounds):
+            # A list, not `or`: both searches take part in every round.
             if not any([self.bodies.lay_out(), self.sums.reduce_early()]):
                 break
             self._run_sweeps()
@@ -201,6 +206,7 @@ class Solver:
             self.memory.counts["solver_sweeps"] += 1
             changed = [
                 self.op_search.choose(op)
+                # Backwards first: the first choices went forwards, so their users are news.
                 for op in (order if sweep % 2 else reversed(order))
                 if op.node in self.assignment.worklist
             ]
@@ -228,7 +234,7 @@ class Solver:
             candidates = [self._fill_open(tied[1], spec, tied[0]) for spec in candidates]
 
         def cost(spec: ShardSpec) -> float:
-            """Return the cost of all moves of the input if it is stored in this layout."""
+            """Return the cost to move the input if it is stored in this layout."""
             move_cost = self.costs.move_cost
             arrival = move_cost(tied[0], at.layout_of[tied[0]], spec) if tied else 0.0
             return arrival + sum(move_cost(node, spec, use) for use in uses)
@@ -239,7 +245,7 @@ class Solver:
         return changed
 
     def _require_outputs(self) -> None:
-        """Require the layout of every output."""
+        """Require every output's layout."""
         output = self.assignment.output
         for i, value in enumerate(output.args[0]):
             if isinstance(value, fx.Node):
@@ -262,7 +268,8 @@ class Solver:
         return target if requested is None else self._fill_open(requested, target, value)
 
     def _fill_open(self, requested: ShardSpec, target: ShardSpec, value: fx.Node) -> ShardSpec:
-        """Return the requested layout, with that of `target` in its open dimensions."""
+        """Return the requested layout, with `target`'s axes in its open dimensions."""
+        # An axis shards one dimension: those that the request fixes are no more free.
         fixed = {
             a for axes, is_open in zip(requested.dims, requested.open) if not is_open for a in axes
         }

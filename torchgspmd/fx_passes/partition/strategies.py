@@ -1,9 +1,9 @@
-"""The strategies of an operation: which axes shard which of its factors, and the work of a device.
+"""An operation's strategies: which axes shard which factors, and the work on a device.
 
     mm(%x, %w): mk,kn->mn       {m: data, k: model}       result [data, _] sum@model
 
 A strategy assigns axes to factors. It also assigns axes to operands whose pending sum it passes on.
-Strategies worth a try follow from the layouts of the neighborhood: an axis that shards a factor in
+Strategies worth a try follow from the layouts in the neighborhood: an axis that shards a factor in
 one of these may do so here.
 """
 
@@ -35,7 +35,7 @@ Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layo
 
 
 class Strategies:
-    """Lists and caches the strategies of operations. crowded: see factors.py."""
+    """Lists and caches strategies for operations. crowded: see factors.py."""
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
@@ -49,8 +49,8 @@ class Strategies:
     ) -> list[Strategy]:
         """Return the strategies worth a try. forced: axis -> the only factors it may shard.
 
-        So are those that priorities or stages have pinned. These hold before those that are forced,
-        and both unless no layout does.
+        Priorities or stages may have pinned axes, too. These hold before those that are forced, and
+        both unless no layout does.
         """
         mark = marked(op)
         if mark is not None:
@@ -58,6 +58,7 @@ class Strategies:
         pinned = dict(op.node.meta.get("pinned", ()))
         own = self.options(op, neighborhood)
         options = own | (forced or {})
+        # The first choice follows propagation, which asks for rows as the rule has them.
         rows = op.rule.sizes if neighborhood.first else _rows(op)
         together = self._pieces(op, neighborhood)
         starts: tuple[Start, ...] = ()
@@ -72,6 +73,7 @@ class Strategies:
                 self._strategies(op, rows, _of_pieces(each, together), starts) for each in tries
             )
             self.lists[key] = next(filter(None, found), [])
+        # Not cached: the same list serves neighborhoods whose operands can or cannot be pending.
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def _strategies(
@@ -81,13 +83,13 @@ class Strategies:
         options: dict[Axes, tuple],
         starts: Sequence[Start],
     ) -> list[Strategy]:
-        """Return the strategies in which each piece does one of its options."""
+        """Return the strategies in which each piece does one among its options."""
         choices = self._choices(rows, options, starts)
         strategies = (self._cached_strategy(op, *choice) for choice in choices)
         return list(dict.fromkeys(s for s in strategies if s is not None))
 
     def options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
-        """Return the choices of each axis: shard a factor, pass through operands, or nothing.
+        """Return each axis's choices: shard a factor, pass through operands, or nothing.
 
         A string is a factor, an integer a group of linear operands, None nothing.
         """
@@ -97,7 +99,7 @@ class Strategies:
         return self.option_cache[key]
 
     def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
-        """Return the options of `options`, not cached."""
+        """Return the result for `options`, not cached."""
         rule, available, required = op.rule, neighborhood.operands, neighborhood.required
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
         tensors = [
@@ -135,10 +137,11 @@ class Strategies:
                     or (neighborhood.only_inputs and rule.reduce.keys() & targets.keys())
                 ):
                     targets.update(dict.fromkeys(f for f in rule.sizes if f not in rule.replicated))
+        # Doing nothing alone is no choice.
         return {axis: tuple(targets) for axis, targets in options.items() if len(targets) > 1}
 
     def _moves_alone(self, op: Op, axis: str) -> bool:
-        """Return whether an axis is whole, or a part of one that leaves sizes uneven."""
+        """Return whether an axis is whole, or a part that leaves sizes uneven."""
         piece = next(piece for piece in pieces(self.mesh) if axis in piece)
         return len(piece) == 1 or not divides_all(self.mesh, piece, op.rule.sizes.values())
 
@@ -163,6 +166,7 @@ class Strategies:
         """Return the axes, together those that an operation has no reason to take apart."""
         rule, around = op.rule, neighborhood.operands
         fuses = any(len(names) > 1 for dims in (*rule.operands, *rule.results) for names in dims)
+        # Where factors share a dimension, or hand over axes, only single parts may fit.
         if fuses or rule.instead is not None or not neighboring_parts(self.mesh):
             return tuple((axis,) for axis in self.mesh.names)
         key = (op.key, neighborhood)
@@ -174,7 +178,7 @@ class Strategies:
         return self.piece_cache[key]
 
     def _starts(self, op: Op, neighborhood: Neighborhood) -> tuple[Start, ...]:
-        """Return the choices of axes in each layout around an operation; None is nothing."""
+        """Return the axes' choices in each layout around an operation; None is nothing."""
         tensors = [
             *zip(op.rule.operands, (have.layouts for have in neighborhood.operands)),
             *zip(op.rule.results, neighborhood.required),
@@ -191,7 +195,7 @@ class Strategies:
     def _choices(
         self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: Sequence[Start]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """Yield assignments; if several pieces shard one factor, every order of them.
+        """Yield assignments; if several pieces shard one factor, every order among them.
 
         rows: how many devices may share a factor. starts: see `targets`.
         """
@@ -200,6 +204,7 @@ class Strategies:
             for piece, target in zip(options, targets):
                 if isinstance(target, str):
                     factors[target] = (*factors.get(target, ()), piece)
+            # A factor with fewer rows than devices would leave some without any.
             if not all(
                 is_roomy(rows[f], _joined(axes), self.mesh, self.crowded)
                 for f, axes in factors.items()
@@ -227,9 +232,9 @@ class Strategies:
     def _strategy(
         self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
     ) -> Strategy | None:
-        """Return the strategy of an assignment; None if no layouts express it.
+        """Return an assignment's strategy; None if no layouts express it.
 
-        through: axis -> group of operands whose pending sum the operation passes on.
+        through: axis -> the operand group whose pending sum the operation passes on.
         """
         rule = op.rule
         operands, results = [], []
@@ -246,6 +251,7 @@ class Strategies:
         for dims in rule.results:
             axes = assemble(dims, assignment, rule.sizes, self.mesh)
             reduced, kind = result_pending(rule, dims, assignment)
+            # Sums that pass through cannot mix with a maximum or product over other axes.
             if axes is None or through and reduced and kind != "sum":
                 return None
             pending = tuple(a for a in self.mesh.names if a in reduced or a in through)
@@ -265,7 +271,7 @@ class Strategies:
 
 
 def _of_pieces(options: dict[str, tuple], together: Sequence[Axes]) -> dict[Axes, tuple]:
-    """Return the options of each piece: those of its parts, which are the same for all of them."""
+    """Return each piece's options: those of its parts, which are all the same."""
     found: dict[Axes, tuple] = {}
     for piece in together:
         targets = [options[axis] for axis in piece if axis in options]
@@ -277,12 +283,12 @@ def _of_pieces(options: dict[str, tuple], together: Sequence[Axes]) -> dict[Axes
 
 
 def _joined(axes: Iterable[Axes]) -> Axes:
-    """Return the axes of pieces, one after the other."""
+    """Return the pieces' axes, one after the other."""
     return tuple(itertools.chain(*axes))
 
 
 def _targets(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[tuple]:
-    """Yield the choices of all pieces at once, in the order of itertools.product.
+    """Yield the choices for all pieces at once, ordered like itertools.product.
 
     Without starts every combination. With starts those that one layout asks for, filled up by the
     others, in which one piece does something else: as many as there are pieces, not a power.
@@ -298,6 +304,7 @@ def _targets(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[tu
         near = tuple(at.get(full.get(piece[0]), 0) for piece, at in zip(options, places))
         for k, at in enumerate(places):
             numbers.update((*near[:k], i, *near[k + 1 :]) for i in range(len(at)))
+    # In the order of the product, in which ties go to the earlier strategy.
     for number in sorted(numbers):
         yield tuple(targets[i] for targets, i in zip(options.values(), number))
 
@@ -305,7 +312,7 @@ def _targets(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[tu
 def _orders(
     factor: str, sharding: tuple[Axes, ...], starts: Sequence[Start]
 ) -> Iterable[tuple[Axes, ...]]:
-    """Return orders of the pieces of a factor: all, or those of the starts and of the mesh."""
+    """Return orders for a factor's pieces: all, or those in the starts and in the mesh."""
     if not starts or len(sharding) < 3:
         return itertools.permutations(sharding)
     orders: dict[tuple[Axes, ...], None] = {sharding: None}
@@ -318,9 +325,9 @@ def _orders(
 
 
 def _rows(op: Op) -> dict[str, int]:
-    """Return the rows of each factor; those of the operand where its windows reach into more.
+    """Return each factor's rows; the operand's where its windows reach into more.
 
-    A 2x2 pool of 15 rows on 8 devices has 7, each inside of a shard: the last device has none.
+    A 2x2 pool over 15 rows on 8 devices has 7, each inside a shard: the last device has none.
     """
     rows, rule = dict(op.rule.sizes), op.rule
     for operand, d in rule.halo:

@@ -27,7 +27,7 @@ class SumSearch(RegionProposals):
         self.sums = sums(self.assignment)
 
     def improve(self) -> list[bool]:
-        """Try all sums once; return of each whether it changed."""
+        """Try all sums once; return for each whether it changed."""
         return [*map(self._improve_sum, self.sums)]
 
     def _improve_sum(self, total: Region) -> bool:
@@ -51,12 +51,13 @@ class SumSearch(RegionProposals):
         )
 
     def _propose(self, total: Region, axes: Axes, pending: bool) -> bool:
-        """Leave everything up to the last addition pending over axes, or nothing of it.
+        """Leave everything up to the last addition pending over axes, or nothing.
 
         If nothing (`pending` is False), each summand gets the layout that costs least to compute.
         """
         for op in total.ops:
             neighborhood = self.assignment.neighborhood(op)
+            # The last result goes to users outside the sum, whose needs stay as they are.
             if op is not total.ops[-1]:
                 neighborhood = self.assignment.new_neighborhood(
                     op,
@@ -128,13 +129,14 @@ class SumSearch(RegionProposals):
         return False
 
     def _pending_users(self, value: fx.Node, axis: str) -> tuple[list[Op], int]:
-        """Return the operations that pass on the terms of a sum, and the number of reductions.
+        """Return the operations that pass on a sum's terms, and the reduction count.
 
         The operations are in program order.
         """
         at, users, reductions, stack = self.assignment, {}, 0, [value]
         while stack:
             uses = at.required.get(stack.pop(), {})
+            # Users that need the same layout share a reduction: count different layouts.
             reductions += len({spec for spec in uses.values() if axis not in spec.pending})
             for (user, _), spec in uses.items():
                 if axis in spec.pending and user in at.ops and user not in users:

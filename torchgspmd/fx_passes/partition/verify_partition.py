@@ -1,11 +1,11 @@
 """Verify a partitioned program.
 
 needs    the graph that `partition` returns, on its own mesh; after `merge_axes` on the whole one
-ensures  every value has one layout, of its rank, on axes of the mesh, each axis once; every operand
-         has the layout that the strategy of its operation needs; every inserted step leads where it
-         says; every output has its promised layout
+ensures  every value has one layout, with its rank, on mesh axes, each axis once; every operand has
+         the layout that its operation's strategy needs; every inserted step leads where it says;
+         every output has its promised layout
 
-Of sizes that depend on values `check_open_sizes` runs always: a collective that pads or divides
+For sizes that depend on values `check_open_sizes` runs always: a collective that pads or divides
 such a dimension would leave rows that no run has.
 """
 
@@ -36,7 +36,7 @@ def check_open_sizes(graph: fx.Graph) -> None:
 
 
 def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
-    """Raise AssertionError if a graph is illegal, which is a bug of torchgspmd."""
+    """Raise AssertionError if a graph is illegal, which is a bug in torchgspmd."""
     faults = [
         fault
         for node in graph.nodes
@@ -52,16 +52,18 @@ def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
 
 
 def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
-    """Return the faults of the layout of a value."""
+    """Return the faults in a value's layout."""
     value, spec, step = node.meta.get("val"), node.meta.get("spec"), node.meta.get("step")
     if node.op == "output" or not isinstance(value, Tensor):
         return []
     if spec is None:
+        # A result without users needs no layout.
         return [] if not node.users else [f"%{node} has no layout"]
     axes = [*spec.sharding_axes, *spec.pending]
     faults = [
         f"%{node} is [{spec}], which names axis {a} that mesh {mesh} does not have"
         for a in axes
+        # A part of an axis counts as the axis, also where the mesh has other parts.
         if a not in mesh.names and (sub_axis(a) or (a,))[0] not in mesh.names
     ]
     if len(spec.dims) != value.dim():
@@ -75,7 +77,7 @@ def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
 
 
 def _open_size_faults(node: fx.Node) -> list[str]:
-    """Return the faults of the layout of a value with a size that only a run knows."""
+    """Return the faults in the layout for a value with a size that only a run knows."""
     spec = node.meta.get("spec")
     if spec is None or "other" not in node.meta:
         return []
@@ -85,7 +87,7 @@ def _open_size_faults(node: fx.Node) -> list[str]:
 
 
 def _operand_faults(node: fx.Node) -> list[str]:
-    """Return the faults of the layouts of an operation's operands."""
+    """Return the faults in the layouts for an operation's operands."""
     rule: FactorRule | None = node.meta.get("rule")
     if rule is None:
         return []
@@ -94,6 +96,7 @@ def _operand_faults(node: fx.Node) -> list[str]:
         have = value.meta["spec"]
         if have != need:
             faults.append(f"%{node} needs %{value} as [{need}], it is [{have}]")
+        # A pending value has one term per device: only a linear operation may read terms.
         elif have.pending and not any(i in group for group in rule.linear):
             faults.append(f"%{node} is not linear in %{value}, which is [{have}]")
     return faults

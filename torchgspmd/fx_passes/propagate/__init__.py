@@ -1,1 +1,1 @@
-"""Propagate the layouts of marks to every value."""
+"""Propagate marked layouts to every value."""

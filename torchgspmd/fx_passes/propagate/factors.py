@@ -1,4 +1,4 @@
-"""Translate between the axes of a tensor's dimensions and the axes of a rule's factors.
+"""Translate between the axes on a tensor's dimensions and the axes on a rule's factors.
 
 reshape  b(hd)->bhd     x[b, h*d] sharded as [_, model]     <->     {h: model}
 """
@@ -20,7 +20,7 @@ Crowded = frozenset[tuple[int, frozenset[str]]]
 
 
 def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> Crowded:
-    """Return (size, axes) of dimensions that are sharded over more devices than they have rows.
+    """Return (size, axes) for dimensions that are sharded over more devices than they have rows.
 
     Only marks ask for such layouts.
     """
@@ -33,9 +33,9 @@ def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> C
 
 
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
-    """Return whether every device gets a row, or a mark shards a dimension of this size so.
+    """Return whether every device gets a row, or a mark shards a dimension with this size so.
 
-    Of an open size nobody knows that; a size of an argument is taken to have rows enough.
+    Nobody knows that for an open size; an argument size is taken to have rows enough.
     """
     if is_whole(size):
         return mesh.count(axes) == 1
@@ -43,12 +43,11 @@ def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
 
 
 def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:
-    """Return the axes of a tensor's factors, given those of its dimensions.
+    """Return the axes on a tensor's factors, given those on its dimensions.
 
-    The axes of a dimension fill its factors from the major one on. The next factor gets axes only
-    when the one before it is fully sharded. Only a factor that is alone in its dimension may be
-    uneven. Otherwise an axis that does not divide the rest of a factor is dropped, with all
-    axes after it.
+    A dimension's axes fill its factors from the major one on. The next factor gets axes only when
+    the one before it is fully sharded. Only a factor that is alone in its dimension may be uneven.
+    Otherwise an axis that does not divide the rest of a factor is dropped, with all axes after it.
     """
     assignment: dict[str, Axes] = {}
     for factors, axes in zip(dims, spec.dims):
@@ -62,6 +61,7 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
             while rest and left % mesh.count(rest[:1]) == 0:
                 left //= mesh.count(rest[:1])
                 taken.append(rest.pop(0))
+                # Fully sharded: further axes go to the next factor.
                 if left == 1:
                     break
             if taken:
@@ -72,9 +72,9 @@ def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -
 
 
 def _is_divided_first(factors: Sequence[str], sizes: Mapping[str, int]) -> bool:
-    """Return whether shards of a dimension are those of its major factor, in every run.
+    """Return whether a dimension's shards are its major factor's, in every run.
 
-    Where a factor has a size of the run, shards have whole groups of the one that is leading.
+    Where a factor has a size known in a run, shards have whole groups along the leading one.
     """
     leading = {n.leading for f in factors if isinstance(n := sizes[f], OpenSize)}
     first = sizes[factors[0]] if factors else 0
@@ -84,7 +84,7 @@ def _is_divided_first(factors: Sequence[str], sizes: Mapping[str, int]) -> bool:
 def assemble(
     dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh
 ) -> tuple[Axes, ...] | None:
-    """Return the axes of a tensor's dimensions, given those of its factors.
+    """Return the axes on a tensor's dimensions, given those on its factors.
 
     The inverse of `project`; None if no layout of the dimensions expresses the assignment.
     """
@@ -99,10 +99,12 @@ def assemble(
             return None
         for factor in factors:
             here = assignment.get(factor, ())
+            # An axis behind a factor with rows left would make shards that are no intervals.
             if here and not open_end:
                 return None
             axes += here
             count = mesh.count(here)
+            # Uneven shards of one factor would cut groups of the others apart.
             if sizes[factor] % count:
                 return None
             open_end = open_end and count == sizes[factor]
@@ -113,7 +115,7 @@ def assemble(
 def operand_layout(
     rule: FactorRule, operand: int, shape: Sequence[int], assignment: Assignment, mesh: Mesh
 ) -> ShardSpec | None:
-    """Return the layout that an operation needs of an operand, with the windows that it reads.
+    """Return the layout that an operation needs for an operand, with the windows that it reads.
 
     None if no layout expresses the assignment.
     """
@@ -126,13 +128,14 @@ def operand_layout(
             window = reach.bind(
                 rule.sizes[rule.operands[operand][d][0]], shape[d], mesh.count(names)
             )
+            # A window that is the plain shard would be another layout by name only.
             if not window.is_block(shape[d], mesh.count(names)):
                 spec = spec.with_window(d, window)
     return spec
 
 
 def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...] | None:
-    """Return the operand windows from which an operation computes windows of its result.
+    """Return the operand windows from which an operation computes its result's windows.
 
     None if the operation does more than move rows, or the windows cannot be expressed.
     """
@@ -164,7 +167,7 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
 
 
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
-    """Return whether some device's whole window comes from others, as for one half of an operand.
+    """Return whether some device's whole window comes from others, as for an operand's half.
 
     Only for operands that lose rows in the operation.
     """
@@ -184,6 +187,7 @@ def result_pending(rule: FactorRule, dims: Dims, assignment: Assignment) -> tupl
     axes: Axes = ()
     kind = "sum"
     for factor, reduction in rule.reduce.items():
+        # A factor in the result's dimensions is sharded there, and not summed over.
         if factor not in own and assignment.get(factor):
             axes += assignment[factor]
             kind = reduction

@@ -15,9 +15,9 @@ from ...shard_spec import ShardSpec
 class Layouts:
     """The propagated layouts.
 
-    fixed: for each dimension of a value whether a mark closes it.
-    origin: (value, axis) -> the value that the axis came from (None: a mark), and why.
-    reserved: value -> axes of its dimensions that take part in a later round; see rounds.py.
+    fixed: whether a mark closes a value's dimension, one by one. origin: (value, axis) -> the value
+    that the axis came from (None: a mark), and why. reserved: value -> axes on its dimensions that
+    take part in a later round; see rounds.py.
     """
 
     mesh: Mesh
@@ -31,6 +31,7 @@ class Layouts:
         dims, fixed = list(self.spec[value].dims), list(self.fixed[value])
         taken = {axis for d, axes in enumerate(dims) if fixed[d] for axis in axes}
         for d, axes in enumerate(spec.dims):
+            # First come: several marks may lie on one value, and an axis shards one dimension.
             if not fixed[d] and not taken & set(axes):
                 dims[d] = axes
                 taken |= set(axes)
@@ -39,7 +40,7 @@ class Layouts:
         self.spec[value], self.fixed[value] = ShardSpec(tuple(dims)), tuple(fixed)
 
     def of(self, new: Mapping[fx.Node, fx.Node]) -> Layouts:
-        """Return those of a copy of the graph. new: the nodes of the copy."""
+        """Return the layouts for a copied graph. new: the copy's nodes."""
         return Layouts(
             self.mesh,
             {new[value]: spec for value, spec in self.spec.items()},
@@ -68,5 +69,5 @@ class Layouts:
         return value
 
     def describe(self, value: fx.Node) -> str:
-        """Return the layout of a value as text, in brackets."""
+        """Return a value's layout as text, in brackets."""
         return f"[{self.spec[value]}]"

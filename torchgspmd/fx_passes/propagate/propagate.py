@@ -1,4 +1,4 @@
-"""Propagate the layouts of marks to every value, forwards and backwards over the whole graph.
+"""Propagate marked layouts to every value, forwards and backwards over the whole graph.
 
 before   layouts on some values             %x : f32[8@data, 64]   %w : f32[64, 256@model]
 after    meta["spec"] on every value        %mm : f32[8@data, 256@model]
@@ -6,11 +6,11 @@ needs    only operations whose rules are known to `Rules`
 source   GSPMD (arXiv 2105.04663, section 3.5) for the stages; Shardy's factors for the
          propagation through one operation
 
-In each operation, and for each of its factors, the axes of one tensor extend to the others. A value
-only ever gets more axes. There are three stages, each until nothing changes. The first propagates
-through elementwise operations, the second along factors through any operation. The last adds
-factors that are summed over, and small operands that are broadcast. All three run once for each
-priority of marks, the strongest first (rounds.py).
+In each operation, and for each factor, one tensor's axes extend to the others. A value only ever
+gets more axes. There are three stages, each until nothing changes. The first propagates through
+elementwise operations, the second along factors through any operation. The last adds factors that
+are summed over, and small operands that are broadcast. All three run once for each mark priority,
+the strongest first (rounds.py).
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def propagate(
     rules: Rules | None = None,
     counts: Counter[str] | None = None,
 ) -> Layouts:
-    """Return the layouts of all values, and write them to meta["spec"].
+    """Return all values' layouts, and write them to meta["spec"].
 
-    seeds: (value, layout, why) of marks, inputs and outputs. ties: (value, other value, why) that
-    should have one layout, such as a parameter and its gradient. counts: gets the work,
-    where this run did more than those before.
+    seeds: (value, layout, why) for marks, inputs and outputs. ties: (value, other value, why) that
+    should have one layout, such as a parameter and its gradient. counts: gets the work, where this
+    run did more than those before.
     """
     rules = rules or Rules()
     for node in graph.nodes:
@@ -61,6 +61,7 @@ def propagate(
     for value, spec, why in seeds:
         layouts.seed(value, spec, why)
     ops = [op for op in rules.ops(graph) if op.rule.described and op.rule.sizes]
+    # Ties are operations like others: an axis goes from a parameter to its gradient and back.
     ops += [_tie(a, b, why) for a, b, why in ties]
     propagation, rounds = _Propagation(layouts, ops), Rounds(layouts, seeds)
     for _ in rounds:
@@ -73,6 +74,7 @@ def propagate(
     # Stages send these values to each other in any round, so one layout has to fit all.
     held = {node: group[0] for group in delivered_alike(nest) for node in group}
     for op in ops:
+        # Ties have no key, and no operation that the partitioner could pin.
         if op.key is None:
             continue
         loops = nest[op.node]
@@ -90,7 +92,7 @@ def propagate(
 
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
-    """Return an operation that passes the layout of one value to another, and back."""
+    """Return an operation that passes one value's layout to another, and back."""
     shape = a.meta["val"].shape
     names = factors("d", len(shape))
     rule = make_rule([names], [names], dict(zip(names, shape)), text=why)
@@ -98,7 +100,7 @@ def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
 
 
 class _Extension(NamedTuple):
-    """Axes that one tensor of an operation gets because another one has them.
+    """Axes that one tensor in an operation gets because another one has them.
 
     tensor, source: indices among the operands and the results used.
     """
@@ -110,7 +112,7 @@ class _Extension(NamedTuple):
 
 
 class _Propagation:
-    """The operations of a graph, with the layouts that they extend."""
+    """A graph's operations, with the layouts that they extend."""
 
     def __init__(self, layouts: Layouts, ops: list[Op]) -> None:
         self.layouts, self.ops, self.mesh = layouts, ops, layouts.mesh
@@ -132,6 +134,7 @@ class _Propagation:
         """Sweep forwards and backwards over operations with changed neighbors, until none is."""
         dirty = set(range(len(self.ops)))
         forward = True
+        # Forwards and backwards in turn: in one sweep a layout crosses the whole graph.
         while dirty:
             self.counts["propagation_sweeps"] += 1
             order, later = sorted(dirty, reverse=not forward), set()
@@ -193,7 +196,7 @@ class _Propagation:
         return [values[extension.tensor] for extension in self.extension_cache[key]]
 
     def _extensions(self, op: Op, stage: int) -> Iterator[_Extension]:
-        """Extend the layouts of an operation's tensors, and yield the axes that each one gets."""
+        """Extend the layouts on an operation's tensors, and yield the axes that each one gets."""
         rule = op.rule
         tensors = [
             (v, d)
@@ -222,7 +225,7 @@ class _Propagation:
     def _factor_order(
         self, rule: FactorRule, assignments: list[dict[str, Axes]], tensors: list
     ) -> list[str]:
-        """Return the sharded factors, those of the largest tensors first."""
+        """Return the sharded factors, those in the largest tensors first."""
         weight: dict[str, int] = {}
         for (value, _), axes in zip(tensors, assignments):
             for factor in axes:
@@ -252,6 +255,7 @@ class _Propagation:
                 and _broadcasts(rule, i)
             ):
                 continue
+            # The first of equals wins: operands stand before results.
             if len(axes.get(factor, ())) > len(best):
                 best, source = axes[factor], i
         return best, source
@@ -265,13 +269,14 @@ class _Propagation:
         tensors: list,
         assignments: list[dict[str, Axes]],
     ) -> bool:
-        """Give tensor t the axes of `longest` that it lacks and can have; return whether any."""
+        """Give tensor t the axes in `longest` that it lacks and can have; return whether any."""
         value, dims = tensors[t]
         have = assignments[t].get(factor, ())
         dim = next((d for d, names in enumerate(dims) if factor in names), None)
         if (
             dim is None
             or have == longest
+            # Only a longer list with the same beginning refines a layout; others are conflicts.
             or have != longest[: len(have)]
             or self.layouts.fixed[value][dim]
         ):
@@ -280,11 +285,13 @@ class _Propagation:
         used = {*spec.sharding_axes, *self.layouts.reserved.get(value, ())}
         size = planned_shape(value)[dim] if len(dims[dim]) == 1 else rule.sizes[factor]
         accepted = None
+        # As many axes as fit: the first one that does not also blocks those behind it.
         for end in range(len(have) + 1, len(longest) + 1):
             axes = longest[:end]
             if longest[end - 1] in used or not is_roomy(size, axes, self.mesh, self.crowded):
                 break
             new = assemble(dims, {**assignments[t], factor: axes}, rule.sizes, self.mesh)
+            # Factors share dimensions: no other dimension may change by the way.
             if new is None or any(
                 a != b for d, (a, b) in enumerate(zip(new, spec.dims)) if d != dim
             ):
@@ -307,7 +314,7 @@ def _op_kind(op: Op) -> tuple:
 
 
 def _broadcasts(rule: FactorRule, operand: int) -> bool:
-    """Return whether an operand lacks factors of a larger operand, or (alone) of the result."""
+    """Return whether an operand lacks factors that a larger operand has, or (alone) the result."""
     own = {f for dim in rule.operands[operand] for f in dim}
     others = [
         {f for dim in dims for f in dim} for i, dims in enumerate(rule.operands) if i != operand

@@ -1,11 +1,11 @@
-"""Rounds of propagation by the priorities of marks: batch before model before ZeRO.
+"""Propagation rounds by mark priorities: batch before model before ZeRO.
 
     %x : f32[64@data, 256]    %w : f32[512@data, 256], a mark "data:p1 _"    %y = linear(%x, %w)
 
 round 0  %w takes part as f32[512, 256], and may not take `data`: %y is f32[64@data, 512]
 round 1  %w is f32[512@data, 256]; %y has `data` on its rows already
 after    meta["pinned"] of %y: `data` shards the rows, whatever that costs, so %w is gathered
-source   user priorities of Shardy (docs/propagation.md)
+source   user priorities in Shardy (docs/propagation.md)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PINNED = "pinned"
 
 
 class _Later(NamedTuple):
-    """A dimension of a mark whose turn is to come."""
+    """A mark on one dimension, propagated in a later round."""
 
     value: fx.Node
     dim: int
@@ -43,6 +43,7 @@ class Rounds:
         self.round_of: dict[tuple[fx.Node, str], int] = {}  # of every axis of a value
         for value, spec, why in seeds:
             for d, (axes, priority) in enumerate(zip(spec.dims, spec.priorities)):
+                # Another mark may have won this dimension: then the priority is without effect.
                 is_set = all(layouts.origin.get((value, axis)) == (None, why) for axis in axes)
                 if priority and axes == layouts.spec[value].dims[d] and is_set:
                     row = _Later(value, d, axes, layouts.fixed[value][d])
@@ -50,12 +51,13 @@ class Rounds:
         self.count = 1 + len(self.later)
         for rows in self.later.values():
             for row in rows:
+                # Closed and without axes for now, so that no earlier round fills the dimension.
                 self._set(row.value, row.dim, (), True)
                 reserved = layouts.reserved.get(row.value, frozenset())
                 layouts.reserved[row.value] = reserved.union(row.axes)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the priorities, the strongest first; set the marks of each before."""
+        """Yield the priorities, the strongest first; set their marks before each."""
         for priority in sorted({0, *self.later}):
             for value, d, axes, is_fixed in self.later.get(priority, ()):
                 self._set(value, d, axes, is_fixed)
@@ -73,7 +75,7 @@ class Rounds:
         )
 
     def _note(self, priority: int) -> None:
-        """Note, for every axis that a value got in this round, the round."""
+        """Note the round for every axis that a value got in it."""
         for key, (source, why) in self.layouts.origin.items():
             value, axis = key
             if key not in self.round_of and axis in self.layouts.spec[value].sharding_axes:
@@ -83,7 +85,7 @@ class Rounds:
     def staying(
         self, op: Op, mesh: Mesh, axes: Iterable[str]
     ) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield (axis, its factor) of axes along which no value of an operation may move."""
+        """Yield (axis, its factor) for axes along which no value in an operation may move."""
         found: dict[str, dict[str, None]] = {axis: {} for axis in axes}
         for value, dims in zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results)):
             spec = ShardSpec(()) if value is None else self.layouts.spec[value]
@@ -91,12 +93,13 @@ class Rounds:
                 for axis in of_factor:
                     if axis in found and factor not in op.rule.replicated:
                         found[axis][factor] = None
+        # An axis on two factors moves anyhow, and pins neither.
         yield from ((axis, (*of_axis,)) for axis, of_axis in found.items() if len(of_axis) == 1)
 
     def as_laid_out(
         self, op: Op, mesh: Mesh, value: fx.Node
     ) -> tuple[tuple[str, tuple[str | None, ...]], ...]:
-        """Return the effect of each axis where an operation's result has the layout of a value."""
+        """Return each axis's effect where an operation's result has a given value's layout."""
         dims, spec = op.rule.results[0], self.layouts.spec[value]
         factor_of = {
             axis: factor
@@ -106,7 +109,7 @@ class Rounds:
         return tuple((axis, (factor_of.get(axis),)) for axis, size in mesh.axes if size > 1)
 
     def pinned(self, op: Op, mesh: Mesh) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        """Return (axis, the factors of the earliest round) where layouts of several rounds meet."""
+        """Return (axis, the factors in the earliest round) where layouts of several rounds meet."""
         rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two
         tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
         for value, dims in tensors if self.count > 1 else ():

@@ -1,4 +1,4 @@
-"""Whose memory a value of one device's program has: its own, or that of a value it is a view of.
+"""Whose memory a value in one device's program has: its own, or that of a value it views.
 
     %q = getitem(%unbind, 0);  %t = transpose(%q, 1, 2)     # the memory of what %unbind takes apart
     %r = reshape(%t, [b, s, d])                             # its own: the rows of %t are apart
@@ -39,7 +39,7 @@ class Strided(NamedTuple):
 
 
 class Aliasing:
-    """The memory of values, as they are asked for in an order in which operands come first."""
+    """The memory that values use, asked for in an order in which operands come first."""
 
     def __init__(self) -> None:
         self._owners: dict[fx.Node, fx.Node] = {}
@@ -69,7 +69,7 @@ class Aliasing:
         return self.owner(node.args[0]) if is_view else node
 
     def _arguments(self, node: fx.Node) -> tuple[Any, Any]:
-        """Return the arguments of a node, a Strided in place of each tensor."""
+        """Return a node's arguments, a Strided in place of each tensor."""
         args, kwargs = fx.map_arg((node.args, tuple(node.kwargs.items())), self._value)
         return args, kwargs
 
@@ -95,7 +95,7 @@ def _may_be_view(node: fx.Node) -> bool:
 
 @lru_cache(maxsize=4096)  # like layers have equal ones
 def _view(op: Any, args: Any, kwargs: Any) -> tuple[bool, Strided | tuple[Strided, ...]]:
-    """Return whether a result is a view of the first operand, and the result."""
+    """Return whether a result views the first operand, and the result."""
     args, kwargs = _on_meta((args, kwargs))
     result = op(*args, **dict(kwargs))
     several = isinstance(result, Sequence)

@@ -1,6 +1,6 @@
-"""Floating-point operations and memory traffic of the nodes of a program.
+"""Floating-point operations and memory traffic for a program's nodes.
 
-Products, convolutions and attention are counted by the formulas of torch.utils.flop_counter; all
+Products, convolutions and attention are counted by the formulas in torch.utils.flop_counter; all
 else reads and writes memory. A causal mask does not halve the count.
 """
 
@@ -22,7 +22,7 @@ from .liveness import bytes_of
 
 
 def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
-    """Return the operations of the products that a node computes; of other nodes 0."""
+    """Return the FLOPs in the products that a node computes; 0 for other nodes."""
     kind = node.target
     if isinstance(kind, FusedKind):
         assert mesh is not None
@@ -36,12 +36,13 @@ def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
-    """Return the shape of a value; None of a number, such as the first row of a device."""
+    """Return a value's shape; None for a number, such as a device's first row."""
     return tuple(node.meta["shape"]) if "shape" in node.meta else None
 
 
 def _example(node: fx.Node) -> object:
-    """Return a value of a node's shape: of a global program its own, of a local one a meta tensor.
+    """Return a value with a node's shape: its own in a global program, a meta tensor in a local
+    one.
 
     Several results are a list, without those that nobody uses. A node without a shape is computed.
     """
@@ -66,7 +67,7 @@ def is_attention(node: fx.Node) -> bool:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Return True for a node that computes nothing: a view, or the choice of a result."""
+    """Return True for a node that computes nothing: a view, or one result picked from several."""
     if not isinstance(node.target, OpOverload):
         return True
     returns = node.target._schema.returns
@@ -82,7 +83,7 @@ def traffic(node: fx.Node) -> int:
 
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
-    """Return the operations of all products of a graph, those of loops in all iterations."""
+    """Return the FLOPs in all products in a graph, those in loops for all iterations."""
     within = sum(
         call.loop.length * graph_flops(body.graph, mesh)
         for _, call in loop_calls(graph)

@@ -1,22 +1,22 @@
-"""Merge small collectives of one kind into buckets.
+"""Merge small collectives with one kind into buckets.
 
 before   %a_r = all_reduce(%a, sum, data);  %b = mm(...);  %b_r = all_reduce(%b, sum, data)
 after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...)
          %a_r = wait(%a_r_start, 0);  %b_r = wait(%a_r_start, 1)
-needs    the program of one device
-ensures  only collectives of equal keys are joined, in the same order on every rank
+needs    one device's program
+ensures  only collectives with equal keys are joined, in the same order on every rank
 
-Reductions, mostly of gradients, fill buckets in the order in which their operands are computed. For
-gradients that is from the last layer to the first. A bucket waits for its last operand. Gathers of
-inputs (weights) move up to the first of their bucket. Other gathers are merged only if adjacent.
+Reductions, mostly for gradients, fill buckets in the order in which their operands are computed.
+For gradients that is from the last layer to the first. A bucket waits for its last operand. Gathers
+on inputs (weights) move up to the first in their bucket. Other gathers are merged only if adjacent.
 
-No bucket is larger than CAP. The collectives of one key fill at least PARTS buckets. The first
+No bucket is larger than CAP. The collectives with one key fill at least PARTS buckets. The first
 reduction is then sent while there is something left to compute, and the first weights arrive soon.
 Buckets do not get much smaller than SMALL bytes, since starting a collective costs time too. Where
-the cores that compute also send, one bucket of reductions is enough.
+the cores that compute also send, one bucket for reductions is enough.
 
 A sum may be divided by another sum before it is reduced, as a loss is by a count. Then it is
-reduced before the division, together with the other. Source: the buckets of PyTorch's
+reduced before the division, together with the other. Source: the buckets in PyTorch's
 DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the first 1 MB.
 """
 
@@ -43,10 +43,10 @@ Keys = Mapping[fx.Node, tuple[Any, ...]]
 
 
 def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
-    """Return the keys of collectives, equal for those that can be merged, by node.
+    """Return the collectives' keys, equal for those that can be merged, by node.
 
-    It is the kind, its own key (axes, reduction), and dtype; if forward and backward are programs
-    of their own, also of which the node is.
+    A key has the kind, the kind's own key (axes, reduction), and dtype. If forward and backward are
+    programs of their own, it also tells which has the node.
     """
     return {
         node: (
@@ -101,19 +101,19 @@ def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
 
 
 def _move_to_last(members: list[fx.Node]) -> None:
-    """Move the members of a bucket right before the last one."""
+    """Move a bucket's members right before the last one."""
     for node in members[:-1]:
         members[-1].prepend(node)
 
 
 def _move_to_first(members: list[fx.Node]) -> None:
-    """Move the members of a bucket right behind the first one."""
+    """Move a bucket's members right behind the first one."""
     for node in reversed(members[1:]):
         members[0].append(node)
 
 
 def _caps(keys: Keys, hardware: Hardware) -> dict[object, float]:
-    """Return the largest size of a bucket in bytes, for every key."""
+    """Return the largest bucket size in bytes, for every key."""
     totals: dict[Any, float] = defaultdict(float)
     for node, key in keys.items():
         totals[key] += _payload(node)
@@ -157,7 +157,7 @@ def _move_reductions_up(reductions: list[fx.Node]) -> None:
 def _move_tails_down(graph: fx.Graph, reductions: list[fx.Node]) -> None:
     """Move operations on a reduction alone to the first other use, where they close no bucket.
 
-    That is the output, or the step of an optimizer.
+    That is the output, or an optimizer step.
     """
     end = graph.output_node()
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -203,7 +203,7 @@ def _fill_buckets(
 def _adjacent_run(node: fx.Node, keys: Keys, caps: dict[object, float]) -> list[fx.Node]:
     """Return the node and the collectives right behind it that can be merged with it.
 
-    They have an equal key, and none uses the result of another.
+    They have an equal key, and none uses another's result.
     """
     run, total = [node], _payload(node)
     while keys.get(run[-1].next) == keys[node] and run[-1].next.args[0] not in run:
@@ -215,5 +215,5 @@ def _adjacent_run(node: fx.Node, keys: Keys, caps: dict[object, float]) -> list[
 
 
 def _payload(node: fx.Node) -> int:
-    """Return the bytes of the whole tensor, which do not depend on the number of devices."""
+    """Return the whole tensor's bytes, which do not depend on the device count."""
     return max(bytes_of(node), bytes_of(node.args[0]))

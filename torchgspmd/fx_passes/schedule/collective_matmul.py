@@ -1,14 +1,15 @@
-"""Compute products of gathered operands, and reduce-scattered products, in a ring if it is faster.
+"""Compute products with gathered operands, and reduce-scattered products, in a ring if it is
+faster.
 
 before   %x_g = all_gather(%x, 1, model)
          %y = einsum(cdb,ab->cda, %x_g, %w);  %z = einsum(cdb,ab->cda, %x_g, %v)
 after    %r = gather_einsum(%x, [%w, %v], 1, model, ...);  %y = %r[0];  %z = %r[1]
 before   %y = einsum(cdb,ab->cda, %x, %w);  %y_rs = reduce_scatter(%y, sum, 1, model)
 after    %y_rs = einsum_scatter(%x, %w, 1, model, cdb,ab->cda)
-needs    the program of one device, before start_wait
-ensures  the same bytes are sent, in steps that are hidden behind the products; one text for any
-         number of devices
-source   windowed einsum, arXiv 2105.04663. XLA too compares compute and transfer of a step to tell
+needs    one device's program, before start_wait
+ensures  the same bytes are sent, in steps that are hidden behind the products; one text for every
+         device count
+source   windowed einsum, arXiv 2105.04663. XLA too compares a step's compute and transfer to tell
          when it pays.
 
 Gathered inputs (weights), and sums that the backward only returns (gradients), are left alone. The
@@ -58,11 +59,12 @@ def _fuse_gather(
 ) -> None:
     """Replace a gather and its products by gather_einsum, if that pays.
 
-    Products are fused if they are of the same phase and their other operands exist before the
-    first product.
+    Products are fused if they are in the same phase and their other operands exist before the first
+    product.
     """
     x, dim, axes = node.args
     users = sorted(node.users, key=order.__getitem__)
+    # A first user other than a product needs the gathered operand at once: no ring can hide it.
     if users[0].target is not EINSUM:
         return
     first = users[0]
@@ -114,7 +116,7 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
-    """Return the operand of a product that is not `operand`."""
+    """Return a product's operand that is not `operand`."""
     return product.args[1] if product.args[2] is operand else product.args[2]
 
 
@@ -132,7 +134,7 @@ def _fuse_scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, hardware: Hardware
 
 
 def pays(hardware: Hardware, products: list[fx.Node], payload: float, n: int) -> bool:
-    """Return True if a ring of n steps is faster than the collective and the products in turn.
+    """Return True if a ring with n steps is faster than the collective and the products in turn.
 
     Each step computes 1/n of the products during 1/n of the communication.
     """

@@ -1,11 +1,11 @@
-"""A part of `overlap`: updates of weights that are gathered only to be returned.
+"""A part of `overlap`: updates to weights that are gathered only to be returned.
 
     %g1_start = start(reduce_scatter, %dw1); ... the backward up to %dw0; %g0_start = ...
     %w1 = adam(wait(%g1_start)); start(all_gather, %w1); ... the rest of the backward
 
-Nothing else asks for such a gather before the end of the program, where no computation is left to
-hide it. It begins one gradient later than the sum that it needs: that one has had the time of a
-layer. The idea of sharded updates is that of arXiv 2004.13336, which gathers in the next step.
+Nothing else asks for such a gather before the program ends, where no computation is left to hide
+it. It begins one gradient later than the sum that it needs: that one has had a layer's time. The
+idea of sharded updates comes from arXiv 2004.13336, which gathers in the next step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...comm.collective import start, wait
 
 
 def early_updates(order: Sequence[fx.Node], updates: Collection[fx.Node]) -> list[fx.Node]:
-    """Order nodes so that messages of updates that depend on sums follow the sum after these."""
+    """Order nodes so that update messages that depend on sums follow the sum after these."""
     place = {node: i for i, node in enumerate(order)}
     last = {
         s: before
@@ -55,13 +55,14 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _ancestors(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
-    """Return the ancestors of a node, in order; none if random numbers are drawn for it."""
+    """Return a node's ancestors, in order; none if random numbers are drawn for it."""
     found: set[fx.Node] = set()
     stack = [node]
     while stack:
         new = [x for x in stack.pop().all_input_nodes if x in place and x not in found]
         found.update(new)
         stack += new
+    # Moved draws would give other numbers than one device has.
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in found):
         return []
     return sorted(found, key=place.__getitem__)

@@ -1,9 +1,8 @@
-"""Bytes that are alive while a program of one device runs.
+"""Bytes that are alive while one device's program runs.
 
-A value lives from its operation to its last use and that of its views, which have no memory of
+A value lives from its operation to its last use and its views' last use, which have no memory of
 their own; inputs and outputs live to the end. A collective's result lives from its `start` on, its
-operand until its first wait. While a loop runs, its results are alive, and the values of one
-iteration.
+operand until its first wait. While a loop runs, its results are alive, and one iteration's values.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from .aliasing import Aliasing
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Return the bytes of a value, or 0 if it is not one tensor."""
+    """Return a value's bytes, or 0 if it is not one tensor."""
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     return math.prod(shape) * dtype.itemsize if shape is not None and dtype is not None else 0
 
 
 def inputs_bytes(graph: fx.Graph) -> int:
-    """Return the bytes of all inputs."""
+    """Return all inputs' bytes."""
     return sum(map(bytes_of, graph.find_nodes(op="placeholder")))
 
 
@@ -38,7 +37,7 @@ def peak(graph: fx.Graph) -> int:
 
 
 def iteration_bytes(call: BodyCall) -> int:
-    """Return the most bytes that an iteration of a loop allocates, with the carry that it gets."""
+    """Return the most bytes that a loop iteration allocates, with the carry that it gets."""
     if not isinstance(call, LoopCall):
         return call.iteration_bytes(_own_bytes)
     inputs = call.body_inputs
@@ -46,12 +45,12 @@ def iteration_bytes(call: BodyCall) -> int:
 
 
 def _own_bytes(body: fx.Graph) -> int:
-    """Return the most bytes that a run of a body has besides its inputs."""
+    """Return the most bytes that a body has in a run besides its inputs."""
     return peak(body) - inputs_bytes(body)
 
 
 class Ledger:
-    """Bytes alive as nodes of a program are emitted, in any legal order."""
+    """Bytes alive as a program's nodes are emitted, in any legal order."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.aliasing = Aliasing()
@@ -100,7 +99,7 @@ class Ledger:
         return during
 
     def _release_operands(self, node: fx.Node) -> None:
-        """Count a use of each operand, and free those that have no further use."""
+        """Count a use for each operand, and free those that have no further use."""
         for value in node.all_input_nodes:
             owner = self.aliasing.owner(value)
             self.uses[owner] -= 1

@@ -43,9 +43,9 @@ def overlap(
     room: float | None = None,
     updates: Collection[fx.Node] = (),
 ) -> fx.Graph:
-    """Reorder the graph, and the bodies of its loops, in place and return it.
+    """Reorder the graph, and its loop bodies, in place and return it.
 
-    room: bytes that it may cost, for a body those that the whole program may. updates: values that
+    room: bytes that it may cost; a body may cost as many as the whole program. updates: values that
     the program writes to inputs, such as weights.
     """
     # A body gets the room of the whole program: a share of its own small peak would allow nothing.

@@ -2,7 +2,7 @@
 
 before   %w_g = all_gather(%w, 0, data)
 after    %w_g_start = start(all_gather, [%w], [[0, data]]);  %w_g = wait(%w_g_start, 0)
-needs    the program of one device
+needs    one device's program
 ensures  nothing but `start` communicates; the wait follows its start at once, and later passes move
          the two apart
 """
@@ -33,9 +33,9 @@ def start_wait(graph: fx.Graph) -> fx.Graph:
 
 
 def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
-    """Merge adjacent collectives of one kind into one start. They become its waits.
+    """Merge adjacent collectives with one kind into one start. They become its waits.
 
-    None of them uses the result of another.
+    None uses another's result.
     """
     first = run[0]
     with graph.inserting_before(first):
@@ -60,7 +60,7 @@ def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
 
 
 def _label(run: Sequence[fx.Node]) -> str:
-    """Return kind, first operand, bytes of all results and axes of a start."""
+    """Return a start's kind, first operand, result bytes and axes."""
     first, rest = run[0], f" and {len(run) - 1} more" if len(run) > 1 else ""
     step = first.meta.get("step")
     axes = ", " + "+".join(step.axes) if step is not None else ""
