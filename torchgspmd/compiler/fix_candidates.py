@@ -82,7 +82,7 @@ def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
     ):
         return
     spec, shape = node.meta["spec"], node.meta["val"].shape
-    # Sub-axes have no place in a mark that a user writes.
+    # Only whole axes are proposed: parts come from split_axes, not from users.
     if not {a for axes in spec.dims for a in axes} <= set(plan.mesh.names):
         return
     axes = spec.dims[gathered.dim]
