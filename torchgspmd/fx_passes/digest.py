@@ -7,7 +7,7 @@
       layers.*.up          x 8                              all_reduce data 64.00 KiB
 
 A module's line has the layout of its largest value, and the bytes that a device sends for one among
-the like modules. Nested modules are joined until all fits the page.
+the like modules. Nested modules are joined until the text fits the page.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | None:
-    """Return the value behind a name in a digest, the first among equal ones.
+    """Return the value behind a name in a digest, the first of equal ones.
 
     That is an input, the last step in a module that sends, or its last value.
     """

@@ -45,7 +45,7 @@ def run_steps(program: Program, steps: Sequence[Step], until: Stage | None = Non
 
 
 def _run_alternatives(step: Alternatives, program: Program) -> Program:
-    """Run the passes with all and without one; return the program that is taken."""
+    """Run all passes, then without one at a time; return the program that is taken."""
     ways: list[Program] = []
     before: dict[str, Program] = {}  # pass -> the program before it, in the first way
     for left_out in step.order(program):

@@ -14,16 +14,19 @@ from .stages import Stage
 
 @dataclass(frozen=True)
 class Pass:
-    """A rewrite on a program.
+    """A rewrite of a program.
 
     run: takes the program, and returns the rewritten graph; None if it changed nothing. From
-    `split_joint` on it is called for the forward, and for the backward. needs, ensures: the stages
-    before and after it. optional: names for `skip_passes`; a pass whose names are all skipped is
-    left out. when: whether the pass is for this program. again: passes before it, or itself, that
-    run next if it changed the program. in_loops: whether it runs on loop bodies, too. changes:
-    whether it will change the program; a way without it then goes on from where it runs. feature:
-    the features/ folder that the row belongs to; "core" for none. after, before: passes, by name,
-    that the row has to follow and to precede. because: why it stands there.
+    `split_joint` on it is called for the forward, and for the backward.
+    needs, ensures: the stages before and after it.
+    optional: names for `skip_passes`; a pass whose names are all skipped is left out.
+    when: whether the pass is for this program.
+    again: passes before it, or itself, that run next if it changed the program.
+    in_loops: whether it runs on loop bodies, too.
+    changes: whether it will change the program; a way without it then goes on from where it runs.
+    feature: the features/ folder that the row belongs to; "core" for none.
+    after, before: passes, by name, that the row has to follow and to precede.
+    because: why it stands there.
     """
 
     name: str

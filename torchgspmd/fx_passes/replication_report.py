@@ -114,7 +114,7 @@ def data_axes(captured: Captured, arguments: Sequence[ShardSpec | None]) -> froz
 
 
 class _Weights:
-    """A graph's marked parameters, and which gathers on them the marks do not ask for."""
+    """A graph's marked parameters, and which gathers of them the marks do not ask for."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ def _gathered_operands(
 
 
 def _origin(value: fx.Node) -> fx.Node:
-    """Return the input behind a value that is its cast or other arrangement, or the value."""
+    """Return the input that a value is a cast or another arrangement of, else the value."""
     origin = value
     while origin.op == "call_function" and len(origin.all_input_nodes) == 1:
         (operand,) = origin.all_input_nodes
@@ -215,7 +215,7 @@ def _whole_axis(axis: str) -> str:
 
 
 def _sharding_axes(node: fx.Node) -> set[str]:
-    """Return the axes whose devices compute different shards for a node.
+    """Return the axes whose devices compute different shards of a node.
 
     An operation that only moves rows also has the axes that all its users share.
     """

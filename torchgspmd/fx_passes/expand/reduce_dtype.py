@@ -5,13 +5,14 @@ after    %dw   : f32[64, 32]  = einsum(%x, %dy) in bf16
 needs    a propagated graph
 ensures  the operation that sums a gradient over rows has its result in the dtype at once: a device
          casts its term, and no reduction comes before the cast. Later steps up to the gradient,
-         such as additions and views, compute in that dtype too. A parameter with another dtype
+         such as additions and views, compute in that dtype too. A parameter of another dtype
          gets `to(%dw, ...)`, which takes a sum and no terms.
 source   reduce_dtype in PyTorch's FSDP2
 
 If the dtype is narrower than the gradient's, only the last operation has its result in it. One
-value on the way may have other users, as in a product of two parameters; these get it in its own
-dtype. Gradients are not traced back past a second such value: it may be a gradient for activations.
+value on the way may have other users, as in the gradient of a product of two parameters; these
+get it in its own dtype. Gradients are not traced back past a second such value: it may be one of
+activations.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Split mesh axes where a reshape or a group of heads can use only a part.
+"""Split mesh axes where a reshape or a group of heads can use only a part of one.
 
 before   %q : f32[4, 8@model, 16]    on model=4
          %r : f32[4, 2, 4, 16]       = reshape(%q)      model does not divide the 2

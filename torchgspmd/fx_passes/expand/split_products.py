@@ -96,7 +96,7 @@ class _Splitter:
         return count > 1 and all(border % count == 0 for border in borders)
 
     def _movable_factor(self, value: fx.Node, dim: int) -> str | None:
-        """Return the factor on a result's dimension if operand slices give a result slice."""
+        """Return the factor of a result's dimension if operand slices give a result slice."""
         op = self.ops.get(value)
         if op is None or op.results != (value,):
             return None
@@ -296,7 +296,7 @@ class _Splitter:
         return False
 
     def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
-        """Return the factor on a value's dimension in a user; None if that needs it whole."""
+        """Return the factor of a value's dimension in a user; None if that needs it whole."""
         op = self.ops.get(user)
         if op is None or op.results != (user,):
             return None

@@ -47,7 +47,7 @@ def _reads_input(node: fx.Node) -> bool:
 
 
 def _is_returned(node: fx.Node) -> bool:
-    """Return True if a value, or a view on it, may be a program result."""
+    """Return True if a value, or a view of it, may be a program result."""
     return any(
         user.op == "output" or not allocates(user) and _is_returned(user) for user in node.users
     )

@@ -63,7 +63,7 @@ class _Product:
         self.added, self.addend = self.fusible_addition()
 
     def fusible_addition(self) -> tuple[fx.Node, fx.Node] | tuple[None, None]:
-        """Return (addition, addend) if the product can be fused with an addition to its result.
+        """Return (addition, addend) if the product can be fused with an addition of its result.
 
         The addition is the product's only user. The addend is a bias, or another product that is
         used once.
@@ -100,7 +100,7 @@ class _Product:
         return (user, other) if is_bias or is_product else (None, None)
 
     def has_rows(self) -> bool:
-        """Return True if a matrix multiplies the rows in a tensor with any rank."""
+        """Return True if a matrix multiplies the rows of a tensor of any rank."""
         column, inner = self.out[-1:], self.a[-1:]
         return (
             self.a == self.out[:-1] + inner

@@ -9,8 +9,8 @@ needs    one rank's program, lowered and checked (verify_in_flight.py). Afterwar
          stand before the wait that fills them.
 ensures  the same numbers at the same places in the same collectives
 
-Products and sums, the gradients for weights and biases, are written to the bucket. Other values are
-copied as before. With 14 MB gradients on two CPU processes the copies took 4 ms of a step's 210.
+Products and sums, the gradients of weights and biases, are written to the bucket. Other values are
+copied as before. With 14 MB of gradients on two CPU processes the copies took 4 ms of a step's 210.
 The bucket is the last step's if its gradients have been freed.
 """
 

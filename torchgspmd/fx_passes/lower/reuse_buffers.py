@@ -96,7 +96,7 @@ def reuse_memory(program: Program) -> fx.Graph:
 def changed_inputs(program: Program) -> dict[fx.Node, fx.Node]:
     """Return the new value for each input that a program's forward changes.
 
-    Without inputs that it returns besides, or views on them: these have memory of their own.
+    Without inputs that it returns besides, or views of them: these have memory of their own.
     """
     if program.backward is None:
         return {}

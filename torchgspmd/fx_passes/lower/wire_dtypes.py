@@ -1,4 +1,4 @@
-"""Send dtypes that gloo and NCCL do not support as others with the same size.
+"""Send dtypes that gloo and NCCL do not support as others of the same size.
 
 before   %r = all_to_all_single(%x, ...);  %w = wait_tensor(%r)                 # %x is int16
 after    %v = view(%x, float16);  %r = all_to_all_single(%v, ...)

@@ -149,7 +149,7 @@ class BodySearch(RegionProposals):
     def busy_axes(self) -> set[str]:
         """Return the axes over which operations exchange more than single numbers.
 
-        Reductions on program results do not count.
+        Reductions of program results do not count.
         """
         busy: set[str] = set()
         for value, uses in self.assignment.required.items():

@@ -117,7 +117,7 @@ class CostModel:
     def cheapest(
         self, op: Op, strategies: Iterable[Strategy], neighborhood: Neighborhood
     ) -> Strategy | None:
-        """Return the first among the cheapest strategies; None if there are none.
+        """Return the first of the cheapest strategies; None if there are none.
 
         Those with the least bound are priced first, so that few moves are searched for.
         """
@@ -144,9 +144,7 @@ class CostModel:
     def _at_least(
         self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
     ) -> float:
-        """Return a lower bound for `cost`, without a search; may return early with any value >=
-        limit.
-        """
+        """Bound `cost` from below, without a search; may return early with any value >= limit."""
         cost = strategy.work - self.pending_bonus * strategy.pending
         # Rounded down, so that a sum in another order is never above the true cost.
         cost -= _rounding(cost)
@@ -169,7 +167,7 @@ class CostModel:
     def _nearest_bound(
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec
     ) -> float:
-        """Return a lower bound for the cheapest move from one among the layouts."""
+        """Return a lower bound for the cheapest move from one of the layouts."""
         size, at_least = self.assignment.sizes[value], self.resharder.at_least
         bound = runs(value) * min(at_least(*size, layout, need) for layout in layouts)
         return bound - _rounding(bound)
@@ -188,7 +186,7 @@ class CostModel:
     def _nearest_cost(
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec, limit: float
     ) -> float:
-        """Return the cost for the cheapest move from one among the layouts. limit: see `cost`."""
+        """Return the cost for the cheapest move from one of the layouts. limit: see `cost`."""
         least, size = math.inf, self.assignment.sizes[value]
         if len(layouts) == 1:
             return (

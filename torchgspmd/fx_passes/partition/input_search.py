@@ -27,14 +27,14 @@ from .regions import Body, courses
 
 
 class InputSearch:
-    """Proposes layouts along dimensions in open inputs."""
+    """Proposes layouts for dimensions of open inputs."""
 
     def __init__(self, bodies: BodySearch) -> None:
         self.bodies, self.assignment = bodies, bodies.assignment
         self.constants = bodies.constants
 
     def proposals(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield axes, and functions that propose each for dimensions in open inputs.
+        """Yield axes, and functions that propose each for dimensions of open inputs.
 
         The axes are those that operations exchange values over; the dimensions run through most
         operations.

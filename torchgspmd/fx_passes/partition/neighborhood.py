@@ -43,8 +43,9 @@ class OperandLayouts:
 class Neighborhood:
     """The layouts around an operation.
 
-    required: for each result the layouts in which it is used. first: whether these are the
-    propagated layouts, before any choice. only_inputs: whether all operands are program inputs.
+    required: for each result the layouts in which it is used.
+    first: whether these are the propagated layouts, before any choice.
+    only_inputs: whether all operands are program inputs.
     """
 
     operands: tuple[OperandLayouts, ...]

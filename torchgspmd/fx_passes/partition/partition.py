@@ -48,12 +48,14 @@ def partition(
 ) -> fx.Graph:
     """Return the partitioned graph.
 
-    input_specs: input layouts; those for other inputs are chosen. outputs: output layouts by
-    position; a node stands for that input's layout. keep_marks: keep also the marks whose layout
-    nobody uses. memories: from graphs like this one, whose operations have the same rules.
-    storable: maps the layout that an open output would have to the one it is to have. cotangents:
-    input -> (the output whose layout it comes in, the open layout requested for it). constants: for
-    the cost model. solutions: from graphs that mostly have the same nodes, the first to start from.
+    input_specs: input layouts; those for other inputs are chosen.
+    outputs: output layouts by position; a node stands for that input's layout.
+    keep_marks: keep also the marks whose layout nobody uses.
+    memories: from graphs like this one, whose operations have the same rules.
+    storable: maps the layout that an open output would have to the one it is to have.
+    cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
+    constants: for the cost model.
+    solutions: from graphs that mostly have the same nodes, the first to start from.
     counts: search effort is added here (search_counts.py).
     """
     shared = situation(graph, mesh, constants)

@@ -30,7 +30,8 @@ class Region:
     """Operations with the values between them.
 
     ops: in program order; in a sum first those that compute the summands, then the additions.
-    values: the values between the operations, and the result. value: the result.
+    values: the values between the operations, and the result.
+    value: the result.
     """
 
     ops: tuple[Op, ...]
@@ -110,7 +111,7 @@ def _collect(root: Op, value: fx.Node, at: Assignment) -> Region | None:
 
 
 def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Return the longest sequences with at least two operations on one tensor each.
+    """Return the longest sequences of at least two operations on one tensor each.
 
     Every result but the last is used once.
     """
@@ -140,7 +141,7 @@ def _chain(ops: list[Op]) -> Region:
 
 
 def _result(op: Op) -> fx.Node:
-    """Return the result if an operation has one, which is never without a node."""
+    """Return the result of an operation that has one, which is never without a node."""
     return next(value for value in op.results if value is not None)
 
 
@@ -199,7 +200,7 @@ class _UnionFind:
 
 
 def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
-    """Return groups with at least two flexible operations that values connect, no contractions."""
+    """Return groups of at least two flexible operations that values connect, no contractions."""
     # A contraction ends a body: it can take its operands in other layouts than it returns.
     inner = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.contraction}
     connected, factors = _connect(inner)

@@ -95,7 +95,7 @@ class PatternSolution:
 
 
 class Instance(NamedTuple):
-    """A reshard with a pattern: each piece's axes, by its name, and the value.
+    """A reshard as an instance of its pattern: each piece's axes, by its name, and the value.
 
     unit: bytes per pattern element; 0 if the pattern does not have the pieces' sizes.
     """
@@ -141,7 +141,7 @@ class Instance(NamedTuple):
         return _mesh(tuple(map(self.mesh.count, self.pieces.values())))
 
     def _rename(self, pieces: Axes) -> Axes:
-        """Return the axes in some pieces."""
+        """Return the axes of some pieces."""
         return tuple(axis for piece in pieces for axis in self.pieces[piece])
 
 

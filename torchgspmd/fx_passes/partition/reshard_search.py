@@ -248,9 +248,9 @@ def least_bytes(
 ) -> float:
     """Return a lower bound for the bytes that any path between two layouts sends.
 
-    Without a reduction these are the elements that some device lacks. All but one among a sum's n
-    terms are sent until the first device has the sum, however finely they are cut. Then some device
-    lacks its shard but for the part that it has reduced.
+    Without a reduction these are the elements that some device lacks. Of a sum's n terms all
+    but one are sent until the first device has the sum, however finely they are cut. Then some
+    device lacks its shard but for the part that it has reduced.
     """
     if before.pending == after.pending:
         return lacking(mesh, shape, before, after) * itemsize
@@ -304,7 +304,7 @@ def least_fee(before: ShardSpec, after: ShardSpec, constants: CostConstants) -> 
 def on_average(
     mesh: Mesh, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
 ) -> float:
-    """Return a lower bound for blocks with unequal sizes: the elements missing on average."""
+    """Return a lower bound for blocks of unequal size: the elements missing on average."""
     after_bytes = shared_bytes = float(itemsize)
     for n, b, a in zip(shape, before.dims, after.dims):
         after_bytes *= n / mesh.count(a)

@@ -1,9 +1,9 @@
-"""Counters for the work in partition's searches: equal on every machine, unlike seconds.
+"""Counters of search effort in `partition`: equal on every machine, unlike seconds.
 
 A search memory carries one Counter. `partition` adds its growth to the program's counts, and a plan
 has them as `Plan.counts`. A search adds to a key of its own:
 
-    reshard_searches   different problems between two layouts that were searched
+    reshard_searches   different reshards that were searched
     reshard_states     layouts that these searches expanded
     reshard_permutes   permutes whose bytes these searches evaluated
     reshard_limited    searches that ended at `max_layouts`, with the best steps up to there
@@ -14,7 +14,7 @@ has them as `Plan.counts`. A search adds to a key of its own:
     solver_sweeps      visits to all operations
 
 A plan has `propagate`'s largest run: propagation_sweeps over all operations, propagation_steps
-computed through one operation, and propagation_updates to layouts. `suggest` counts plans, too.
+computed through one operation, and propagation_updates of layouts. `suggest` counts plans, too.
 """
 
 from __future__ import annotations

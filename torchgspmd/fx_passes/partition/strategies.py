@@ -83,7 +83,7 @@ class Strategies:
         options: dict[Axes, tuple],
         starts: Sequence[Start],
     ) -> list[Strategy]:
-        """Return the strategies in which each piece does one among its options."""
+        """Return the strategies in which each piece takes one of its options."""
         choices = self._choices(rows, options, starts)
         strategies = (self._cached_strategy(op, *choice) for choice in choices)
         return list(dict.fromkeys(s for s in strategies if s is not None))
@@ -195,7 +195,7 @@ class Strategies:
     def _choices(
         self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: Sequence[Start]
     ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """Yield assignments; if several pieces shard one factor, every order among them.
+        """Yield assignments; if several pieces shard one factor, every order of them.
 
         rows: how many devices may share a factor. starts: see `targets`.
         """

@@ -1,4 +1,4 @@
-"""Translate between the axes on a tensor's dimensions and the axes on a rule's factors.
+"""Translate between the axes of a tensor's dimensions and the axes of a rule's factors.
 
 reshape  b(hd)->bhd     x[b, h*d] sharded as [_, model]     <->     {h: model}
 """
@@ -33,7 +33,7 @@ def crowded(layouts: Iterable[tuple[Sequence[int], ShardSpec]], mesh: Mesh) -> C
 
 
 def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
-    """Return whether every device gets a row, or a mark shards a dimension with this size so.
+    """Return whether every device gets a row, or a mark shards a dimension of this size so.
 
     Nobody knows that for an open size; an argument size is taken to have rows enough.
     """
@@ -43,7 +43,7 @@ def is_roomy(size: int, axes: Axes, mesh: Mesh, marked: Crowded) -> bool:
 
 
 def project(dims: Dims, spec: ShardSpec, sizes: Mapping[str, int], mesh: Mesh) -> dict[str, Axes]:
-    """Return the axes on a tensor's factors, given those on its dimensions.
+    """Return the axes of a tensor's factors, given those of its dimensions.
 
     A dimension's axes fill its factors from the major one on. The next factor gets axes only when
     the one before it is fully sharded. Only a factor that is alone in its dimension may be uneven.
@@ -84,7 +84,7 @@ def _is_divided_first(factors: Sequence[str], sizes: Mapping[str, int]) -> bool:
 def assemble(
     dims: Dims, assignment: Assignment, sizes: Mapping[str, int], mesh: Mesh
 ) -> tuple[Axes, ...] | None:
-    """Return the axes on a tensor's dimensions, given those on its factors.
+    """Return the axes of a tensor's dimensions, given those of its factors.
 
     The inverse of `project`; None if no layout of the dimensions expresses the assignment.
     """
@@ -167,7 +167,7 @@ def layouts_behind(op: Op, need: ShardSpec, mesh: Mesh) -> tuple[ShardSpec, ...]
 
 
 def is_far(op: Op, factor: str, axes: Axes, mesh: Mesh) -> bool:
-    """Return whether some device's whole window comes from others, as for an operand's half.
+    """Return whether some device's whole window comes from others, as for one half of an operand.
 
     Only for operands that lose rows in the operation.
     """

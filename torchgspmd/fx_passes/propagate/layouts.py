@@ -15,9 +15,9 @@ from ...shard_spec import ShardSpec
 class Layouts:
     """The propagated layouts.
 
-    fixed: whether a mark closes a value's dimension, one by one. origin: (value, axis) -> the value
-    that the axis came from (None: a mark), and why. reserved: value -> axes on its dimensions that
-    take part in a later round; see rounds.py.
+    fixed: for each dimension of a value whether a mark closes it.
+    origin: (value, axis) -> the value that the axis came from (None: a mark), and why.
+    reserved: value -> axes on its dimensions that take part in a later round; see rounds.py.
     """
 
     mesh: Mesh

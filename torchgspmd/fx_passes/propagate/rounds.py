@@ -57,7 +57,7 @@ class Rounds:
                 layouts.reserved[row.value] = reserved.union(row.axes)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the priorities, the strongest first; set their marks before each."""
+        """Yield the priorities, the strongest first; set the marks of each before it."""
         for priority in sorted({0, *self.later}):
             for value, d, axes, is_fixed in self.later.get(priority, ()):
                 self._set(value, d, axes, is_fixed)

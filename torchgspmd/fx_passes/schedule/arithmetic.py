@@ -22,7 +22,7 @@ from .liveness import bytes_of
 
 
 def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
-    """Return the FLOPs in the products that a node computes; 0 for other nodes."""
+    """Return the FLOPs of the products that a node computes; 0 for other nodes."""
     kind = node.target
     if isinstance(kind, FusedKind):
         assert mesh is not None
@@ -41,8 +41,7 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
 
 
 def _example(node: fx.Node) -> object:
-    """Return a value with a node's shape: its own in a global program, a meta tensor in a local
-    one.
+    """Return a node's own value in a global program, a meta tensor like it in a local one.
 
     Several results are a list, without those that nobody uses. A node without a shape is computed.
     """
@@ -83,7 +82,7 @@ def traffic(node: fx.Node) -> int:
 
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:
-    """Return the FLOPs in all products in a graph, those in loops for all iterations."""
+    """Return the FLOPs of all products in a graph, with all iterations of its loops."""
     within = sum(
         call.loop.length * graph_flops(body.graph, mesh)
         for _, call in loop_calls(graph)

@@ -1,4 +1,4 @@
-"""Merge small collectives with one kind into buckets.
+"""Merge small collectives of one kind into buckets.
 
 before   %a_r = all_reduce(%a, sum, data);  %b = mm(...);  %b_r = all_reduce(%b, sum, data)
 after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...)
@@ -6,11 +6,11 @@ after    %b = mm(...);  %a_r_start = start(all_reduce, [%a, %b], ...)
 needs    one device's program
 ensures  only collectives with equal keys are joined, in the same order on every rank
 
-Reductions, mostly for gradients, fill buckets in the order in which their operands are computed.
+Reductions, mostly of gradients, fill buckets in the order in which their operands are computed.
 For gradients that is from the last layer to the first. A bucket waits for its last operand. Gathers
-on inputs (weights) move up to the first in their bucket. Other gathers are merged only if adjacent.
+of inputs (weights) move up to the first of their bucket. Other gathers are merged only if adjacent.
 
-No bucket is larger than CAP. The collectives with one key fill at least PARTS buckets. The first
+No bucket is larger than CAP. The collectives of one key fill at least PARTS buckets. The first
 reduction is then sent while there is something left to compute, and the first weights arrive soon.
 Buckets do not get much smaller than SMALL bytes, since starting a collective costs time too. Where
 the cores that compute also send, one bucket for reductions is enough.

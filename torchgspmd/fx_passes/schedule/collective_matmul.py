@@ -1,5 +1,4 @@
-"""Compute products with gathered operands, and reduce-scattered products, in a ring if it is
-faster.
+"""Compute products with gathered operands or scattered results in a ring, if it is faster.
 
 before   %x_g = all_gather(%x, 1, model)
          %y = einsum(cdb,ab->cda, %x_g, %w);  %z = einsum(cdb,ab->cda, %x_g, %v)
@@ -134,7 +133,7 @@ def _fuse_scatter(graph: fx.Graph, node: fx.Node, mesh: Mesh, hardware: Hardware
 
 
 def pays(hardware: Hardware, products: list[fx.Node], payload: float, n: int) -> bool:
-    """Return True if a ring with n steps is faster than the collective and the products in turn.
+    """Return True if a ring of n steps is faster than the collective and the products in turn.
 
     Each step computes 1/n of the products during 1/n of the communication.
     """

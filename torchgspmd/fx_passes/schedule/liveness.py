@@ -1,6 +1,6 @@
 """Bytes that are alive while one device's program runs.
 
-A value lives from its operation to its last use and its views' last use, which have no memory of
+A value lives from its operation to the last use of it or of its views, which have no memory of
 their own; inputs and outputs live to the end. A collective's result lives from its `start` on, its
 operand until its first wait. While a loop runs, its results are alive, and one iteration's values.
 """
