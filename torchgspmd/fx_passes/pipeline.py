@@ -114,7 +114,6 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
-# Names to leave out, way by way: without regather_weights gathered weights are kept.
 _REGATHER = {
     "auto": ("regather_weights", None),
     "always": (None,),
@@ -426,7 +425,6 @@ PIPELINE: tuple[Step, ...] = (
     ),
 )
 
-# A ContextVar: with_pass in one thread must not change the plans of another.
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
 
 
