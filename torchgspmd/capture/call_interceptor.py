@@ -75,6 +75,7 @@ class CallInterceptor(TorchFunctionMode):
                 fix="leave the generator out and call torch.manual_seed, or draw outside "
                 "and pass the numbers",
             )
+        # `==`, since each access to Tensor.data.__set__ makes a new object.
         if func == _SET_DATA:
             return set_data(*args)
         if func is Tensor.tolist:

@@ -253,6 +253,7 @@ class _Residuals:
         """Return one loop's value in another: it is stacked, and its row is taken."""
         # The loops before this depth are common to both, so they need no stack.
         shared = next(i for i, (a, b) in enumerate(zip(inner, nest)) if a != b)
+        # Its number of iterations differs, so rows of an outer stack would differ in size.
         if any(loop.ends == "*" for loop in inner[shared + 1 :]):
             raise self._of_any_length(value)
         for depth in range(len(inner), shared, -1):

@@ -55,6 +55,7 @@ def _shapes(
     graph.graph_copy(captured.graph, new)
     graph.output(tuple(new[result] for result in results))
     graph.eliminate_dead_code()
+    # The graph's constants are no fake tensors.
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = map(mode.from_tensor, tensors)
         unused = len(captured.inputs) - len(tensors)  # cotangents

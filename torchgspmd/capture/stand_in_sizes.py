@@ -43,6 +43,7 @@ class StandInSizes:
         self.units: list[int] = []  # for arguments' sizes, in their order
         if not nodes:
             return
+        # A stand-in that equals a number in the program could be mistaken for it.
         self.taken = set(_integers(graph))
         self._merge(graph, nodes)
         self.env = _shape_env(nodes[0].meta["val"])

@@ -213,6 +213,7 @@ class TracedProgram:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, used[len(self.names) :]):
             leaves[slot] = tensor
+        # Floats that vary between calls are symbolic numbers in this trace.
         for i, leaf in enumerate(leaves):
             leaves[i] = self.tables.varying.get(Varying.named(i), leaf)
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
@@ -244,6 +245,7 @@ class TracedProgram:
             )
             self.writes = [*argument_writes, *state_writes, *prints.writes(outputs)]
         finally:
+            # Also after an error: the caller's containers must not keep traced tensors.
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
             raise ShardingError(

@@ -45,6 +45,7 @@ def embedding_bag(
         rows = rows * per_sample_weights.unsqueeze(-1)
     if mode == "max" and input.dim() == 2:
         best = rows.masked_fill(~counts.unsqueeze(-1), float("-inf")).max(1).values
+        # PyTorch gives zeros for an empty bag.
         return best.masked_fill(~counts.any(1, keepdim=True), 0)
     if input.dim() == 1:
         assert offsets is not None

@@ -123,9 +123,11 @@ def run_loop(
     """
     use_in_bodies_around((*carry, *rows))
     carry, rows = of_loops_around(carry), of_loops_around(rows)
+    # The body runs once before, to find the outside tensors that need a gradient.
     record = outer_tensors(body, carry, rows)
     if record.draws or is_unrolling():
         return _unrolled(body, carry, rows, length, reverse)
+    # Only a backward needs entries for outside tensors: their gradients leave there.
     consts = list(record.outer.values()) if torch.is_grad_enabled() else []
     return trace_body(TracedLoop(length, reverse), body, carry, rows, consts)
 
@@ -280,6 +282,7 @@ class _Entries(torch.autograd.Function):
         ctx: Any, traced: TracedLoop, carries: int, rows: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.traced, ctx.carries, ctx.rows = traced, carries, rows
+        # None distinguishes a gradient that nobody computes from zeros.
         ctx.set_materialize_grads(False)
         text = traced.text(traced.loop)
         kinds = [loop_carry] * carries + [loop_row] * rows

@@ -42,7 +42,9 @@ def autocast(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     dtype = torch.get_autocast_dtype(device)
     return [
-        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+        # PyTorch's autocast leaves float64 as it is.
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t
+        for t in tensors
     ]
 
 
@@ -241,6 +243,7 @@ def _nll_loss(
     # An ignored target may be no class, and gather needs one; it is masked below.
     label = torch.where(counts, target, 0)
     losses = -input.gather(1, label.unsqueeze(1)).squeeze(1)  # [n, x, y, z]
+    # The mean is weighted, and leaves ignored targets out.
     scale = torch.ones_like(losses) if weight is None else weight[label]
     losses, scale = (torch.where(counts, t, 0) for t in (losses * scale, scale))
     return (
@@ -286,6 +289,7 @@ def _istft(
     )
     if window is None:
         window = torch.ones(width, dtype=frames.real.dtype, device=input.device)
+    # A shorter window is centered in its frame.
     window = F.pad(window, ((n_fft - width) // 2, n_fft - width - (n_fft - width) // 2))
     total = n_fft + hop * (frames.shape[-2] - 1)
     # Adds overlapping frames at their places.

@@ -92,6 +92,7 @@ def _direction(
     """Run x [l, n, i] through the cell; return the states [l, n, unit], and the last one."""
     of_input, of_hidden, bias, hidden_bias, projection = weights
     input_gates = _gates("lni,kui->lnku", x, of_input, bias, gates)
+    # Each position is overwritten, in whichever order the steps run.
     outs: list[Tensor] = [x] * len(x)
     for t in reversed(range(len(x))) if backwards else range(len(x)):
         state = cell(

@@ -138,6 +138,7 @@ def _product(a: Tensor, b: Tensor) -> Any:
     if is_sparse(a) and is_sparse(b) or a.dim() != 2 or b.dim() > 2:
         return DECLINED
     if is_sparse(b):
+        # a b = (b^T a^T)^T has the sparse matrix first.
         return _product(_transpose(b), a.t()).t()
     entries = Entries.of(a)
     rows, columns = entries.indices.unbind(0)

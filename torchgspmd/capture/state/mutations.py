@@ -174,6 +174,7 @@ class Tables:
                         fix="keep the tensor, and call item() on it outside",
                     )
             for write in self._writes_of(table, old, now, state_ids):
+                # A list that was extended keeps its old items as they are.
                 first = len(old) if write.how == EXTEND else 0
                 items = map(write.source.at, range(first, len(now)) or (0,))
                 for source in (write.source,) if write.source.steps else items:

@@ -111,6 +111,7 @@ class Recorder:
         present = HasAttributes.of(holder, names)
         for name in present.present:
             self.record(Source(holder, (Attribute(name),)))
+        # A new attribute may change the program, so their presence is guarded, too.
         self.entries[Source(holder)] = holder, present
 
     def record_variables(self, functions: Iterable[FunctionType]) -> None:
@@ -209,6 +210,7 @@ class ReachedObjects:
         since
         a user does not change them.
         """
+        # Breadth first, so that the nearest objects come before the limits.
         rest, seen = deque(values), 0
         while rest and seen < _MANY_VALUES and len(self.objects) < _MANY:
             value = rest.popleft()

@@ -65,6 +65,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
             ),
             name=f"{node.name}_ring",
         )
+    # The ring is one step, with the bytes of all the collectives that it replaces.
     steps = [x.meta["step"] for x in (*gathers, *scattered)]
     moved = bytes_of(k) + bytes_of(v)
     fused.meta = {
@@ -76,6 +77,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
         # The float32 result, or the gradient of q, has 4 bytes an element.
         "bytes": (5 if ring.scatters else 2) * moved + 4 * bytes_of(q) // q.meta["dtype"].itemsize,
     }
+    # The ring sums the gradients itself, so each reduce_scatter becomes one of its results.
     for i, step in enumerate(scattered, start=1):
         step.target, step.args = operator.getitem, (fused, i)
         fused.append(step)

@@ -210,6 +210,7 @@ class _Reordering:
         if op.node in self.attention and factor in self.attention[op.node].factors and outer == 1:
             return Tokens(op.node, "", 1)
         rule = op.rule
+        # Along these factors results depend on positions, so tokens keep their own order.
         bound = rule.replicated | rule.special | rule.windowed | rule.chosen
         if factor == "" or factor in bound or op.node.meta.get("dynamic") or not rule.described:
             return NATURAL
@@ -218,6 +219,7 @@ class _Reordering:
     def _factor(self, op: Op, tensor: int, place: TokenDim) -> tuple[str, int]:
         """Return the factor that has all tokens along a dimension, and its sequences, or ""."""
         dims: Dims = (*op.rule.operands, *op.rule.results)[tensor]
+        # The dimension is [outer, rows, inner]; one factor has to hold all rows.
         inner = place.value.meta["val"].shape[place.dim] // (place.outer * self.order.rows)
         before = 1
         for factor in dims[place.dim]:
@@ -266,6 +268,7 @@ class _Reordering:
         """Return a value with its tokens exchanged."""
         key = value, place
         if key not in self.exchanged:
+            # An exchange belongs to the backward only if all its users do.
             after, backward = value, all(user.meta.get("backward", False) for user in users)
             # Placeholders stay together at the beginning.
             while after.next.op == "placeholder":

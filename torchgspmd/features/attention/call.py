@@ -102,5 +102,6 @@ def of_backward(
 
 def of_parts(*args: Any) -> tuple[AttentionCall, int]:
     """Split the arguments of attention_parts into the call and the number of parts."""
+    # The number of parts stands behind the region.
     at = AttentionCall._fields.index("region") + 1
     return AttentionCall(*args[:at], *args[at + 1 :]), args[at]

@@ -59,6 +59,7 @@ def _attention(
         query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if fused:
+        # The operator's mask has at least two dimensions.
         mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]
         options = () if mask is None else (mask,)
         if dropout_p:
@@ -187,6 +188,7 @@ def _project(x: Tensor, weight: Any, bias: Tensor | None, heads: int) -> Tensor:
 def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | None:
     """Return the mask to add to the scores [n, h, l, s]: -inf where a boolean mask is True."""
     n, h = q.shape[:2]
+    # Here True hides a key; in scaled_dot_product_attention it shows one.
     masks = [] if mask is None else [mask if mask.dim() == 2 else mask.view(n, h, *mask.shape[1:])]
     if padding is not None:
         masks.append(padding[..., None, None, :])  # [n, 1, 1, s], or [1, 1, s]

@@ -143,6 +143,7 @@ def _expression(
         with _Buffers(args, dict(zip(buffers, rest))):
             return function(*own)
 
+    # A trace of its own: the program's trace sees nothing of it.
     with _disable_current_modes():
         stand_ins = [torch.zeros(tuple(x.shape), dtype=x.dtype) for x in buffers.values()]
         graph = make_fx(run)(*_operands(dtype, names), *stand_ins)

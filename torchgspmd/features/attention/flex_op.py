@@ -158,6 +158,7 @@ class Flex(NamedTuple):
         if not self.mask:
             return True
         seen = self._value(self.mask, place, shape, device)
+        # True saves the caller a torch.where over the tile.
         return True if seen.all() else seen
 
     def scores(self, scores: Tensor, place: Place) -> Tensor:

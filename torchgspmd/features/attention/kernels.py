@@ -108,6 +108,7 @@ def _groups(call: AttentionCall) -> list[AttentionCall]:
     if mask is None:
         return [call._replace(q=q) for q in queries]
     mask = mask[(None,) * (len(lead) + 3 - mask.dim())]
+    # Leading dimensions become one, so the mask cannot broadcast along some.
     if mask.shape[:-3].numel() > 1:
         mask = mask.expand(*lead, *mask.shape[-3:])
     mask = mask.reshape(-1, *mask.shape[-3:])

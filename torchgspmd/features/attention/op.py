@@ -69,6 +69,7 @@ def computed(call: AttentionCall) -> Results:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(
             q.shape[:-1], -math.inf, dtype=lse_dtype(q)
         )
+    # There are at most two blocks: the keys that all queries see, and the diagonal.
     out, lse = results[0] if len(results) == 1 else merge(*results)
     # The blocks leave out queries without keys and padding: these get 0 and -inf.
     before = max(0, -offset) if call.causal else 0
@@ -160,6 +161,7 @@ def attention_parts(*args: object) -> Results:
     """Return `attention` for each of `count` key ranges, in a new first dimension."""
     call, count = of_parts(*args)
     query, key, *rest = cast("Sequence[int]", call.region)
+    # No remainder: the keys are padded to a multiple of count (rule.py).
     rows = call.k.shape[-2] // count
     results: list[Results] = []
     for start in range(0, call.k.shape[-2], rows):

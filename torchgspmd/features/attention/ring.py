@@ -156,6 +156,7 @@ def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: Rin
                 home = came[source]
             if term is not None and blocks.before in came:
                 term += came[blocks.before]
+        # The own block's term stays, until the other devices' sum comes home.
         if step == 0:
             own = term
         else:
@@ -214,6 +215,7 @@ def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
     results: list[Any] = [None] * mesh.size
     for group in mesh.groups(split_axes(axes)):
         arrivals: list[Any] = [None] * len(group)
+        # Every round collects one message from each device, then delivers them all.
         while any(results[rank] is None for rank in group):
             messages: list[Message] = []
             for rank, arrival in zip(group, arrivals):

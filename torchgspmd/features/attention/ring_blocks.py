@@ -45,6 +45,7 @@ class Blocks:
 
     def needed(self, block: int, device: int) -> bool:
         """Return whether a device's queries see any key in a block."""
+        # In zigzag order each device has late queries; other lengths have no common diagonal.
         return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
 
     def visible(self, block: int) -> list[Rows]:
@@ -90,6 +91,7 @@ class Blocks:
         block, coming = (self.me - step) % self.n, (self.before - step) % self.n
         on = self.after == block or self.needed(block, self.after)
         receives: dict[int, int] = {}
+        # A sum comes on only between devices that both have a term.
         if self.needed(coming, self.before) and self.needed(coming, self.me):
             receives[self.before] = size
         # The device that has this one's block now.

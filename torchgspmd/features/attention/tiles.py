@@ -66,6 +66,7 @@ class Dropout(NamedTuple):
     def factors(self, weights: Tensor, place: Place) -> Tensor:
         shape = list(weights.shape)
         kept = dropout_mask(self.seed, self.p, shape, *place, weights.device)
+        # Scaled, so that the weights keep their expected sum; with p = 1 none is left.
         return kept.to(weights.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
@@ -115,6 +116,7 @@ class Tiles:
     def __init__(self, call: AttentionCall, change: ScoreChange) -> None:
         self.call, self.change = call, change
         self.place, self.dtype = Place.of(call), lse_dtype(call.q)
+        # The last letters, so that `h` always means the heads of keys.
         self.heads = "abcdefh"[-(call.k.dim() - 2) :]
         self.lead = self.heads + "g"
 
@@ -195,12 +197,14 @@ class Tiles:
         """Return the gradients for q, k and v."""
         grad, out, lse = upstream
         lead, heads, k, v = self.lead, self.heads, self.call.k, self.call.v
+        # Many tiles are summed, so in float32 or wider.
         q_grad, k_grad, v_grad = (
             torch.zeros_like(x, dtype=self.dtype, memory_format=torch.contiguous_format)
             for x in (self.call.q, k, v)
         )
         # sum_t weights * grad_weights = sum_e grad * out, which needs no [s, t] (FlashAttention).
         mean = (grad.to(self.dtype) * out.to(self.dtype)).sum(-1, True)  # [.., h g, s, 1]
+        # Rows that see no key get the weights exp(scores - inf) = 0.
         lse = torch.where(lse == -math.inf, math.inf, lse).unsqueeze(-1)
         for tile in self._tiles():
             if (scores := self._scores(tile)) is None:

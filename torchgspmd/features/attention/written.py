@@ -219,6 +219,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Tensor | Declined:
     scores = _scores_of(input)
     if scores is None or not _is_number(value) or value != -math.inf:
         return DECLINED
+    # masked_fill hides where its mask is True; ours shows there.
     return _masked(input.masked_fill(mask, value), input, scores, ~mask)
 
 

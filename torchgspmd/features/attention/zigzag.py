@@ -118,6 +118,7 @@ def zigzag_attention_backward(
             for total_grad, part, term in zip(grads, (rows, some, some), terms):
                 total_grad[..., part, :] += term
     if whole:
+        # The order is its own inverse.
         grads[1:] = (zigzag(x, x.dim() - 2, shards) for x in grads[1:])
     return grads[0], grads[1], grads[2]
 

@@ -33,5 +33,6 @@ def _groups(
     elif mat_a.dim() == 2:
         out = grouped_mm(mat_a, mat_b, offs)
     else:
+        # The groups are columns of mat_b: transposed, they are rows.
         out = grouped_mm(mat_b.t(), mat_a.mT, offs).t()
     return out if out is DECLINED or out_dtype is None else out.to(out_dtype)

@@ -37,6 +37,7 @@ def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
 
 def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
     """Compute the device's blocks."""
+    # The block range goes behind `groups`, which a call may leave out.
     count = [local.size("d")] if local.node.target is take_blocks._opoverload else []
     groups = [0] if len(args) == len(local.rule.operands) + 1 else []
     return local.call(local.node.target, *args, *groups, local.start("d"), *count)

@@ -144,6 +144,7 @@ class _Lifter:
             )
             return op.node.target(*args, **kwargs)
 
+        # Operands without rows are the same for all blocks.
         batched = torch.vmap(
             call, in_dims=tuple(lead if rows else None for rows in has_rows), out_dims=lead
         )

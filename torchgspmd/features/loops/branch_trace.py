@@ -43,6 +43,7 @@ def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], obj
     _check([record.results for record in records])
     if any(record.draws for record in records):
         return both_sides(goes, true, false)
+    # No gradient flows through a condition.
     goes = goes.detach().reshape(()).to(torch.bool)
     # A side that does not run passes its carry on: first zeros, then the other side's results.
     results = [x.new_zeros(()).expand(x.shape) for x in records[0].results]
@@ -89,6 +90,7 @@ def run_while(
             fix="draw outside and pass the numbers, or use scan",
         )
     goes, traced = goes_on(*carry), TracedLoop(1, ends="*")
+    # Only a backward needs entries for outside tensors: their gradients leave there.
     consts = [*record.outer.values()] if torch.is_grad_enabled() else []
     (_, traced.count, *last), _ = trace_body(
         traced,

@@ -84,6 +84,7 @@ def _while_loop(
     **_: Any,
 ) -> tuple[Any, ...]:
     carry = tuple(carried)
+    # A traced loop carries tensors alone; with other values it is unrolled.
     is_known = not all(isinstance(x, Tensor) for x in (*carry, cond_fn(*carry, *others)))
     if not (is_known or is_unrolling() or is_transforming()):
         return tuple(

@@ -80,6 +80,7 @@ class _Lists:
                 for piece in call.bodies:
                     self.add(piece.graph, (*around, (node, piece)))
                 continue
+            # Inner loops first: their stacks may become rows in this loop's.
             self.add(call.graph, (*around, (node, call)))
             if call.loop.ends or not call.loop.length:
                 continue

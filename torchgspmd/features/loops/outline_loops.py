@@ -62,6 +62,7 @@ class _Block:
             return
         if node.target in EXITS:
             nest = mark_of(node).nest
+            # Everything that the call needs exists by then.
             if node is self.exits_left[nest][-1]:
                 self.add_loop(nest)
             return

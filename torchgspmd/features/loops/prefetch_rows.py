@@ -38,6 +38,7 @@ def prefetch_rows(graph: fx.Graph, mesh: Mesh, room: float | None = None) -> Non
     for node, call in [*loop_calls(graph)]:
         if not isinstance(call, LoopCall):
             continue
+        # If a value ends the loop, nobody knows whether a next iteration comes.
         if call.loop.length > 1 and not call.loop.ends:
             body = _Body(node, call, mesh)
             if body.starts and body.bytes <= room:
@@ -116,6 +117,7 @@ class _Body:
         for value in like:
             with self.graph.inserting_after(place):
                 place = self.graph.placeholder(f"{value.name}_{name}")
+            # An input sends nothing, so it has no step.
             place.meta = {k: v for k, v in value.meta.items() if k != "step"}
             result.append(place)
         return result

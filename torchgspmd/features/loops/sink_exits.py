@@ -129,6 +129,7 @@ class _Sunk:
         end.replace_all_uses_with(moved)
         self.graph.erase_node(end)
         self.graph.erase_node(value)
+        # The operands are exits now, and may sink further.
         for x in operands.values():
             self.sink(x)
 
@@ -145,6 +146,7 @@ class _Sunk:
         """Return whether the loop's results suffice to compute a value."""
         operands, nest = value.all_input_nodes, mark_of(end).nest
         if end.target is STACK:
+            # A stack has the rows as a new dimension, which only these views can skip.
             may_move = value.target in _OF_ROWS
         else:
             may_move = value.target in _MOVES or value.target is _ADD and len(operands) == 2

@@ -180,5 +180,6 @@ def _is_cheap(node: fx.Node) -> bool:
     """Return whether recomputing a value beats stacking it: a view, a number, a filling."""
     if not isinstance(node.target, OpOverload):
         return node.target is not operator.getitem and not bytes_of(node)
+    # A random filling would differ the second time.
     is_random = torch.Tag.nondeterministic_seeded in node.target.tags
     return is_view(node) or not (is_random or node.all_input_nodes)

@@ -106,6 +106,7 @@ class _Cut:
         place: dict[fx.Node, int] = {}
         heads = [n for n in self.graph.nodes if n.target is HEAD]
         of_heads, last = _reached(heads, "users"), 4 * (self.rounds - 1)
+        # The last round's forward ends with the loss's operands, which no send needs.
         before_heads = [x for head in heads for x in head.all_input_nodes]
         backward = _reached([*self._sends(-1), *self.ends.stacks], "all_input_nodes")
         of_gradients = [_reached(self._carries(-1, r), "users") for r in range(self.rounds)]
@@ -240,6 +241,7 @@ class _Cut:
         """Return the values that a piece leaves for later ones, or for outside."""
         at = self.moments.index(piece)
         used: set[fx.Node] = set()
+        # A value that a piece in between computes again is not taken from here.
         between: set[fx.Node] = set()
         for later in self.moments[at + 1 :]:
             used |= {x for x in self.inputs[later] if x not in between}

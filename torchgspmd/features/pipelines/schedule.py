@@ -95,6 +95,7 @@ class Schedule:
 
         `2F0` is stage 2's forward, `2B0` its backward, `2I0` and `2W0` the backward's two parts.
         """
+        # torch writes I for a backward whose weight gradients are apart.
         split = any(slot.piece.kind == "W" for row in self.rows for slot in row)
         return tuple(
             tuple(str(slot.piece).replace("B", "I") if split else str(slot.piece) for slot in row)
@@ -188,6 +189,7 @@ def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
     while left:
         before = left
         for row, pieces in zip(rows, table):
+            # A device keeps its order: no piece overtakes one that waits.
             for piece in pieces[len(row) :]:
                 needs = needed_by(piece, last)
                 if not all(other in done for other in needs):

@@ -63,6 +63,7 @@ def _pad(
 
 def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -> Tensor:
     """Pad the last dimensions with rows before and after."""
+    # F.pad lists the last dimension first.
     for at in range(0, len(pad), 2):
         dim, (before, after) = input.dim() - 1 - at // 2, pad[at : at + 2]
         if mode == "constant":
@@ -146,6 +147,7 @@ def _repeat(input: Tensor, *counts: Any, dims: Any = ()) -> Any:
     counts = tuple(dims) or (tuple(counts[0]) if counts and _is_list(counts[0]) else counts)
     if not is_unknown(input, counts):
         return DECLINED
+    # Missing dimensions lead with size 1, as in PyTorch.
     rank = max(len(counts), input.dim())
     counts = (*[1] * (rank - len(counts)), *counts)
     sizes = [*[1] * (rank - input.dim()), *input.shape]
@@ -200,6 +202,7 @@ def _interpolate(
     if mode == "area":
         return _adaptive_average(input, sizes)
     for dim, count, factor in zip(dims, sizes, factors):
+        # Otherwise PyTorch computes the ratio from the rounded sizes.
         given = None if size is not None or recompute_scale_factor else factor
         input = _resample(input, dim, count, given, mode, bool(align_corners))
     return input
@@ -281,6 +284,7 @@ def _bins(x: Tensor, size: Any, count: Any) -> Tensor:
 
 def _adaptive_average(x: Tensor, counts: Sequence[Any]) -> Tensor:
     for dim, count in zip(range(x.dim() - len(counts), x.dim()), counts):
+        # A single result is a mean, which needs no matrix.
         if count is not None and not isinstance(count, torch.SymInt) and count == 1:
             x = x.mean(dim, keepdim=True)
         elif count is not None:

@@ -81,6 +81,7 @@ def _linspace(
     if not is_unknown(steps) or any(rest.values()):
         return DECLINED
     rows = torch.arange(steps, device=device).double()
+    # A single step has no distance to divide.
     values = start + rows * ((end - start) / torch.sym_max(steps - 1, 1))
     return values.to(dtype or torch.get_default_dtype())
 

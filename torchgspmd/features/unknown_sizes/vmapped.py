@@ -61,6 +61,7 @@ def _selected(x: Tensor, front: int, dim: int, index: Tensor) -> Tensor:
     """Return rows of x [*positions, ..., r, ...] at index [*positions, k]."""
     rank, shape = x.dim(), list(x.shape)
     behind = rank - front - dim - 1
+    # gather needs an index for each element, so it expands along the other dimensions.
     index = index.view(*index.shape[:front], *[1] * dim, index.shape[-1], *[1] * behind)
     shape[front + dim] = index.shape[front + dim]
     return torch.gather(x, front + dim, index.expand(shape))
@@ -138,6 +139,7 @@ def _cross_entropy(
         return DECLINED
     counted = target != ignore_index
     classes = arange_of(input, input.shape[1]).view(-1, *[1] * (input.dim() - 2))
+    # Compared with all classes: an ignored target, such as -100, matches none.
     found = torch.where(target.unsqueeze(1) == classes, input, 0).sum(1)
     losses = torch.where(counted, input.logsumexp(1) - found, 0)
     if reduction == "none":

@@ -130,6 +130,7 @@ def _pool_dimension(
         )
         return value, row if index is None else local.call(aten.add.Tensor, row, index)
     rows, weight, width, first = read_line(local, line, d, shape[d], torch.float32)
+    # The windows' rows behind one another, so that plain pooling takes windows of any start.
     windows = [math.prod(shape[:d]), count * width, math.prod(shape[d + 1 :])]
     after = [*shape[:d], count, *shape[d + 1 :]]
 

@@ -131,6 +131,7 @@ def _transposed_as_plain(
     positions in the padding read.
     """
     if min(padding) < 0:
+        # constant_pad_nd lists the last dimension first; negative numbers cut rows.
         left_out = [min(0, n) for n in reversed(padding) for _ in range(2)]
         x = local.call(aten.constant_pad_nd.default, x, left_out)
         padding = [max(0, n) for n in padding]

@@ -104,6 +104,7 @@ def _average(call: Call) -> FactorRule:
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         """Pool a halo. Where divisors differ, sum it, then divide by the row counts."""
         stride, padding = [w.stride for w in windows], remaining_padding(local, windows)
+        # The halo has padding as rows of zeros, so it counts here; divisors settle the rest.
         y = local.call(call.target, *args[:2], stride, padding, ceil, True, uniform or 1)
         if uniform:
             return y

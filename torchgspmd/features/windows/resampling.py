@@ -57,6 +57,7 @@ def weights(line: Line, dtype: torch.dtype) -> Tensor:
         else (line.corners, *scales)
     )
     result = getattr(aten, line.op).default(unit, size, *options)
+    # Positions along the other dimensions are equal: the first one is enough.
     for d in range(count):
         result = result if d == line.dim else result.narrow(2 + d, 0, 1)
     result = result.reshape(line.rows, line.positions)
@@ -128,6 +129,7 @@ def _part_on_device(
 ) -> tuple[Tensor, Tensor]:
     """Return `band`'s results. A GPU gets them once: a copy makes the host wait for it."""
     begin, _, weight = bands(line, kind)
+    # The last device may have padding behind the last position.
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
     index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]
     index = index.clamp(0, length - 1)

@@ -52,6 +52,7 @@ def _pad_dims(x: Tensor, pads: Sequence[int]) -> list[tuple[int, int, int]]:
 def _reflection_pad(x: Tensor, pads: Sequence[int]) -> Tensor:
     """Compute F.pad in mode "reflect" by slices, flips and concatenations. Negative pads cut."""
     for d, before, behind in _pad_dims(x, pads):
+        # A reflection leaves out the border row itself.
         front = x.narrow(d, 1, max(before, 0)).flip(d)
         back = x.narrow(d, x.shape[d] - 1 - max(behind, 0), max(behind, 0)).flip(d)
         x = _surround(d, [front], x, [back], before, behind)
