@@ -111,6 +111,7 @@ def namespace_of(frame: TracebackType | None) -> Namespace | None:
 @contextmanager
 def replaced(namespaces: Iterable[Namespace]) -> Iterator[None]:
     """Put the replacements into namespaces that have no variable with their name."""
+    # A module's variables hide builtins, so adding and removing these suffices.
     added = [(space, name) for space in namespaces for name in REPLACEMENTS.keys() - space.keys()]
     try:
         for space, name in added:

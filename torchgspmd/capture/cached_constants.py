@@ -45,6 +45,7 @@ class CachedConstants:
             return
         for tensor in _tensors((result,)):
             if isinstance(tensor, self.traced) and id(tensor) not in self.alive:
+                # A dead tensor is forgotten, since its id may come again.
                 self.alive[id(tensor)] = weakref.ref(
                     tensor, lambda _, key=id(tensor): self.alive.pop(key, None)
                 )

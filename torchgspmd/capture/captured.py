@@ -91,8 +91,7 @@ class Captured:
         """Return the function's result, and repeat its writes.
 
         outputs: a value for every output with kind OUTPUT; values after the result's tensors belong
-        to
-        writes.
+        to writes.
 
         arguments: this call's (args, kwargs), whose containers are changed.
         """

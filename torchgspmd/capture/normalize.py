@@ -40,6 +40,7 @@ def normalize(
     """
     old_nodes = list(traced.nodes)
     placeholders = [n for n in old_nodes if n.op == "placeholder"]
+    # None keeps its place among the results.
     results = list(pytree.tree_leaves(old_nodes[-1].args, is_leaf=lambda x: x is None))
     inputs, graph, new = list(inputs), fx.Graph(), {}
     sizes = StandInSizes(traced)

@@ -120,6 +120,7 @@ class Prints:
         """Return a value as text, with stand-ins for numbers that only a run knows."""
         if isinstance(value, str) or not self.has_values(value):
             return str(value)
+        # A container prints its items by repr().
         return str(pytree.tree_map(lambda x: _Shown(self, x) if _is_value(x) else x, value))
 
     def add(self, kind: str, option: object, text: str) -> None:

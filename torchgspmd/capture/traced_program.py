@@ -161,6 +161,7 @@ class TracedProgram:
         changed = {out.input for out in self.outputs if out.kind == MUTATION}
         new_positions, erased = {}, 0
         for i, node in enumerate([*graph.find_nodes(op="placeholder")]):
+            # State inputs come last; the inputs before keep their places even if unused.
             if i < first or node.users or i in changed:
                 new_positions[i] = i - erased
             else:

@@ -150,6 +150,7 @@ def _others(alone: str | None) -> str:
 
 def _loop_error(error: BaseException) -> ShardingError | None:
     """Return the error for a loop over rows that values chose; None if the line is no loop."""
+    # The frame has the loop's line, and its iterable by name.
     trace = innermost_frame_of(error)
     if trace is None or (name := _looped_over(trace)) is None:
         return None

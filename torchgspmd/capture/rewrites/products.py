@@ -4,8 +4,7 @@
 
 A trace calls these in place of PyTorch's Python functions. They decline products that they cannot
 express, such as repeated letters or broadcast batch dimensions with size 1. PyTorch's own function
-then runs, and is still correct. istft is here because PyTorch's reads
-values.
+then runs, and is still correct. istft is here because PyTorch's reads values.
 """
 
 from __future__ import annotations

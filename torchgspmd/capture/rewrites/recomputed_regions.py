@@ -59,6 +59,7 @@ def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         last, number = next(iter(reversed(graph.nodes)), None), next(_numbers)
         with _Saving(graph, policy) if policy else first:
             yield
+        # An outer checkpoint ends later, so its number replaces an inner one's.
         for node in _nodes_since(graph, last):
             node.meta[REGION] = number, node.meta.get(REGION, (0, False))[1]
 

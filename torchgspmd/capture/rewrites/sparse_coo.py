@@ -3,9 +3,8 @@
     near @ x            torch.zeros(n, k).index_add(0, rows, values[:, None] * x[columns])
 
 A layout needs a dense tensor. A sparse argument is taken apart into both (object_trees.py). A
-sparse
-tensor that the program creates, or reads from an attribute or variable, carries both beside it.
-Entries with one index count as their sum, as in PyTorch. Functions that are not linear in the
+sparse tensor that the program creates, or reads from an attribute or variable, carries both beside
+it. Entries with one index count as their sum, as in PyTorch. Functions that are not linear in the
 entries are therefore not supported.
 """
 

@@ -175,6 +175,7 @@ class Guards:
         """Return whether all guards hold."""
         # Most values are the objects from the trace, which C code compares by identity.
         now, simple = [*map(dict.get, self.tables, self.keys, repeat(ABSENT))], self.simple
+        # Identity first: it needs no call of Python code.
         if not all(map(is_, now[:simple], self.predicates)) and not all(
             map(matches, now[:simple], self.predicates)
         ):

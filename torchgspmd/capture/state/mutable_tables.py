@@ -81,6 +81,7 @@ class MutableTable:
             is_list = isinstance(self.container, LISTS)
             return dict(enumerate(self.container) if is_list else self.container)
         entries = attributes(self.container)
+        # torch's own tables, such as parameters and hooks, have other guards.
         if isinstance(self.container, nn.Module):
             return {step: v for step, v in entries.items() if step.name not in KEPT_BY_TORCH}
         return entries

@@ -207,8 +207,7 @@ class ReachedObjects:
         """Add everything that the values lead to.
 
         are_named: functions name the values. Objects from installed packages are left out then,
-        since
-        a user does not change them.
+        since a user does not change them.
         """
         # Breadth first, so that the nearest objects come before the limits.
         rest, seen = deque(values), 0

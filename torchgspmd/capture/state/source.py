@@ -8,8 +8,7 @@
 
 A step is an Attribute, or else an item: a dict key, or a position in a list or tuple. The model is
 torch._dynamo's Source, whose roots are the names in a frame. Here a root is the object itself,
-since
-guards are compared and state is read at every call.
+since guards are compared and state is read at every call.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class Attribute(NamedTuple):
     """The step to a component that is no item.
 
     It is an attribute on an object, in its __dict__ or in a slot, or on a class itself. For a
-    closure
-    cell or context variable it is the content, and the name is the variable's.
+    closure cell or context variable it is the content, and the name is the variable's.
     """
 
     name: str

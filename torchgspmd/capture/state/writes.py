@@ -46,10 +46,9 @@ class FromOutput:
 class Write:
     """A value that every run writes to a source.
 
-    The value is a pytree with FromOutput in place of tensors, Computed in place of numbers, and a
-    Source in place of values that the arguments had before. ABSENT removes the present value. A
-    list
-    is extended by the value, or all its items are replaced.
+    The value is a pytree with FromOutput in place of tensors, Computed in place of numbers. A
+    Source stands for a value that the arguments had before. ABSENT removes the present value. A
+    list is extended by the value, or all its items are replaced.
     """
 
     source: Source
@@ -92,6 +91,7 @@ def apply_writes(
 
     filled = []
     for write in writes:
+        # Only an argument's list mixes items from before with new ones.
         has_sources = write.how == REPLACE and write.source.root is ARGUMENTS
         value = [*map(fill, write.value)] if has_sources else fill(write.value)
         source = write.source
@@ -100,6 +100,7 @@ def apply_writes(
             if write.how == SET
             else (source.read(arguments), write.how, value)
         )
+    # Nothing is read from here on, so a write cannot change another one's value.
     for write, (container, step, value) in zip(writes, filled):
         if write.how == SET:
             set_component(container, step, value)

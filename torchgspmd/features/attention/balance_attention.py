@@ -281,8 +281,7 @@ class _Reordering:
         """Add the operations that exchange tokens.
 
         Keys in zigzag order get a mark. Without it they would be gathered first, which sends less,
-        and
-        could not travel round a ring.
+        and could not travel round a ring.
         """
         meta = {"source": None, **origin_of(value), "backward": backward}
         spec, producer = self.layouts.spec[place.value], self.producers.get(place.value)

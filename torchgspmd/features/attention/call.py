@@ -37,10 +37,8 @@ class AttentionCall(NamedTuple):
     mask: [..., h g, s, t], or 1 for each; True for visible scores, or added to the scores. region:
     the positions at which queries and keys begin, and how many there are in all; positions behind
     these are padding. With dropout a region goes on with `tiles.Place` for the dimensions before
-    the
-    queries: where they begin, then their full sizes. Heads are two dimensions there: heads for
-    keys,
-    and groups. seed: with positions, it decides which weights dropout leaves out.
+    the queries: where they begin, then their full sizes. Heads are two dimensions there: heads for
+    keys, and groups. seed: with positions, it decides which weights dropout leaves out.
     """
 
     q: Tensor

@@ -4,8 +4,8 @@
     ->  flex_attention(q, k, v, buffers, "aten.ge.Tensor(q, k)", "aten.add.Tensor(score, ...)", ...)
 
 mask_mod and score_mod are traced for one element, with 0-d tensors as its positions. Other values
-that they read are buffers. PyTorch's own computation, a softmax over all scores, remains for two
-cases: operations that depend on more than the element, and buffers that need a gradient.
+that they read are buffers. PyTorch's own computation, a softmax over all scores, remains for
+operations that depend on more than the element. It also remains for buffers that need a gradient.
 """
 
 from __future__ import annotations
@@ -210,6 +210,7 @@ def flexible_attention(
 ) -> Any:
     """Run torch's higher-order flex_attention as our operation."""
     arguments = (query, key, value, score_mod, block_mask, scale, kernel_options, *buffers)
+    # Batches that broadcast, and buffers that torch has lifted, are left to PyTorch.
     fits = query.shape[:1] == key.shape[:1] and not any(buffers)
     if not fits or kernel_options.get(RETURNS) or is_unrolling() or get_interpreter_stack():
         return math_attention(*arguments)

@@ -159,6 +159,7 @@ def _on_gpu(call: AttentionCall) -> Results:
         call.causal,
         scale=call.scale,
     )
+    # The kernel pads the rows of its logsumexp to LSE_ROWS.
     return out, lse[..., : call.q.shape[2]]
 
 

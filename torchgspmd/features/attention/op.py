@@ -65,6 +65,7 @@ def computed(call: AttentionCall) -> Results:
         kernel(_block(call, block, s)) for block in visible_blocks(s, t, offset, call.causal)
     ]
     q, v = call.q, call.v
+    # No query sees a key.
     if not results:
         return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_full(
             q.shape[:-1], -math.inf, dtype=lse_dtype(q)

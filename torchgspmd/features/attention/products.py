@@ -43,6 +43,7 @@ def backward_in_rows(call: AttentionCall, upstream: Upstream) -> Gradients:
 def _pieces(call: AttentionCall) -> Iterator[tuple[slice, AttentionCall]]:
     """Yield calls for some queries each, with the causal mask as part of their mask."""
     (b, h, s), t = call.q.shape[:3], call.k.shape[2]
+    # As many rows as keep all heads' scores within SCORES.
     step = max(1, SCORES // max(1, b * h * t))
     for row in range(0, s, step):
         rows, device = slice(row, row + step), call.k.device

@@ -3,8 +3,7 @@
     k[:, :, None].expand(b, n, g, s, d).reshape(b, n * g, s, d)         repeat_interleave(k, g, 1)
 
 Such a result remembers its unrepeated value, also behind a transpose. Attention reads that value,
-so
-the repetition has no user left.
+so the repetition has no user left.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class _Repeats(NamedTuple):
     """The tensor that another one repeats along a dimension.
 
     expanded: the dimension is not merged yet. versions: the tensor's and its base's, which a change
-    in
-    place raises.
+    in place raises.
     """
 
     base: Tensor
@@ -34,6 +32,7 @@ class _Repeats(NamedTuple):
 
 
 def _mark(result: Tensor, base: Tensor, dim: int, expanded: bool = False) -> Tensor:
+    # An attribute lives as long as the tensor, and no table has to be cleared.
     setattr(result, _NAME, _Repeats(base, dim, expanded, (result._version, base._version)))
     return result
 
@@ -75,6 +74,7 @@ def _reshape(input: Tensor, *shape: Any) -> object:
     if repeats is None:
         return DECLINED
     result, d = input.reshape(*shape), repeats.dim
+    # [.., n, g, ..] becomes [.., n g, ..]; any other reshape forgets the repetition.
     merged = [*input.shape[: d - 1], input.shape[d - 1] * input.shape[d], *input.shape[d + 1 :]]
     return _mark(result, repeats.base.squeeze(d), d - 1) if [*result.shape] == merged else result
 

@@ -7,9 +7,8 @@
                it home, where step 0's term is added.
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
-only later queries see are not sent to earlier ones. In zigzag order (zigzag.py) a causal
-mask leaves all devices the same work.
-Source: Ring Attention, arXiv 2310.01889.
+only later queries see are not sent to earlier ones. In zigzag order (zigzag.py) a causal mask
+leaves all devices the same work. Source: Ring Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations

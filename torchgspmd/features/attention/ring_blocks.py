@@ -89,6 +89,7 @@ class Blocks:
     def hand_over(self, step: int, term: Tensor | None, size: int) -> Message:
         """Return the message that hands a gradient on, or home from the last device."""
         block, coming = (self.me - step) % self.n, (self.before - step) % self.n
+        # To the next device while it has a term to add, else straight home.
         on = self.after == block or self.needed(block, self.after)
         receives: dict[int, int] = {}
         # A sum comes on only between devices that both have a term.

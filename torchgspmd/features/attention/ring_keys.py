@@ -39,8 +39,7 @@ class Ring(NamedTuple):
     factor: for the queries, which the ring's axes shard. queries: their index among the operands;
     keys and values follow. scatters: the collective that reduces the gradients of k and v. shards:
     the index of the shard count if tokens are in zigzag order, else None. arguments: returns
-    causal,
-    the scale, and the ring's options.
+    causal, the scale, and the ring's options.
     """
 
     kind: FusedKind
@@ -146,6 +145,7 @@ def _axes(node: fx.Node, ring: Ring) -> Axes:
 def _fits(node: fx.Node, ring: Ring) -> bool:
     """Return whether a node gathers, and reduces, only along its queries' axes."""
     axes, gathers = "+".join(_axes(node, ring)), _gathers(node, ring)
+    # Keys and values [..., t, d] have to be gathered along t.
     rows = gathers[0].meta["val"].dim() - 2
     if any(g.target is not ring.kind.replaces or g.args[1:] != (rows, axes) for g in gathers):
         return False
@@ -163,6 +163,7 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
     for gradient in results_of(node)[1:]:
         users = list(gradient.users) if gradient is not None else []
         rows = gradient.meta["val"].dim() - 2 if gradient is not None else 0
+        # A second reader would need the sum itself, which a ring does not leave there.
         step = users[0] if len(users) == 1 else None
         expected = ring.scatters, ("sum", rows, axes)
         fits = step is not None and (step.target, step.args[1:]) == expected
@@ -205,6 +206,7 @@ def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
     gather: Any = mark_of(stack).value
     shard = gather.args[0]
     spec: ShardSpec = shard.meta["spec"]
+    # The iterations come first in a stack, and no axis shards them.
     rows = ShardSpec(((), *spec.dims))
     stack.replace_input_with(gather, shard)
     _lay_out(stack, spec, rows)

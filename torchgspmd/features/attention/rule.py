@@ -111,6 +111,7 @@ def _balance(call: Call, operands: int) -> Balance | None:
     q, k, v = call.tensors[:3] if operands == 3 else call.tensors[1:4]
     if q.shape[-2] != k.shape[-2] or len(call.tensors) > operands or not call.args[operands]:
         return None
+    # A multiplication and an addition for each score and channel.
     products = 2 * q[..., 0].numel() * k.shape[-2]
     widths = q.shape[-1] + v.shape[-1] if operands == 3 else 3 * q.shape[-1] + 2 * v.shape[-1]
     target = (ours.zigzag_attention if operands == 3 else ours.zigzag_attention_backward).default
@@ -213,6 +214,7 @@ def place_of(local: LocalBuilder, q: int) -> list[object]:
     q: the index of the queries among the operands.
     """
     sizes = (local.global_shape(q), local.global_shape(q + 1))
+    # The heads of keys, then the groups: heads of queries for each of them.
     whole = [*sizes[1][:-2], sizes[0][-3] // sizes[1][-3]]
     return [*map(local.start, Names(*sizes).before), *whole]
 

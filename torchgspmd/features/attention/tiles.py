@@ -65,6 +65,7 @@ class Dropout(NamedTuple):
 
     def factors(self, weights: Tensor, place: Place) -> Tensor:
         shape = list(weights.shape)
+        # By global positions, so that shards drop the same weights as one device would.
         kept = dropout_mask(self.seed, self.p, shape, *place, weights.device)
         # Scaled, so that the weights keep their expected sum; with p = 1 none is left.
         return kept.to(weights.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)

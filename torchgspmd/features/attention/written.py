@@ -131,6 +131,7 @@ def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Decli
     v = _permuted(b, right, lead + t + others[0])
     if weights.site in sites.kept or v.dtype != q.dtype or not _pays(q, k, v):
         return DECLINED
+    # After the trace, this shows whether the weights are also used elsewhere.
     sites.rewritten.add(weights.site)
     k, v = unrepeated(k, v)
     mask = _joined(masks, q.dtype)

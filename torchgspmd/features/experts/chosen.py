@@ -36,8 +36,7 @@ class Choices:
 
     table: the value with groups as its first dimension: a table, or its gradient. operands: of the
     value, the index last. compute: computes the value by blocks, from the operands and the number
-    of
-    blocks.
+    of blocks.
     """
 
     table: fx.Node
@@ -173,6 +172,7 @@ def _product(
 ) -> Choices | None:
     """Return a product with chosen matrices, if each row meets one matrix."""
     table, index = chosen
+    # The chosen matrices are [t, ...], so their first letter is the row.
     row = w_letters[0]
     k = "".join(c for c in x_letters if c in w_letters and c not in out)
     n = "".join(c for c in out if c in w_letters and c != row)

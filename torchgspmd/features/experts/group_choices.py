@@ -40,6 +40,7 @@ def group_choices(
         if (index := sorted_index_of(ends)) is not None:
             cuts[index] = shards, ends
     products = [(node, found) for node in graph.nodes if (found := product_of_choices(node))]
+    # On one shard, each row's matrix is there anyway.
     products = [(node, found) for node, found in products if _shards(found, layouts) > 1]
     for node, choices in products:
         cuts[choices.index] = _shards(choices, layouts), None

@@ -163,6 +163,7 @@ def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tenso
     width = groups_of_block(ends.shape[-1], blocks)
     padding = width * max(blocks, first + count) - ends.shape[-1]  # a device may have empty blocks
     behind = ends[..., -1:].expand(*ends.shape[:-1], padding)
+    # Where groups begin and end; each `width` of them is a block.
     borders = torch.cat([torch.zeros_like(ends[..., :1]), ends, behind], -1)
     start = borders[..., :-1:width].narrow(-1, first, count)
     last = borders[..., 1:].unflatten(-1, (-1, width)).narrow(-2, first, count)
@@ -200,6 +201,7 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
     out = ys.new_zeros(ys.shape[1:])
     for y, begin, size in zip(ys, start, last[:, -1]):
         rows = torch.arange(len(out), device=out.device) - begin
+        # A mask, not a slice: a block's size is a value on the device.
         inside = ((rows >= 0) & (rows < size)).reshape([-1] + [1] * (out.dim() - 1))
         out = torch.where(inside, y[rows.clamp(0)], out)
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)

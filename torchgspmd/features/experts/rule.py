@@ -141,6 +141,7 @@ def outer_by_blocks(
     """Compute each block's products by itself."""
     xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
     blocks = ours.block_outer(xs, ys, ends, shards, groups)
+    # Without the empty groups that fill the last block.
     return blocks.flatten(-4, -3).narrow(-3, 0, groups or ends.shape[-1])
 
 

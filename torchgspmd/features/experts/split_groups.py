@@ -43,6 +43,7 @@ def keep_blocks(graph: fx.Graph, rules: Rules) -> fx.Graph:
         elif put := put_blocks_of(node):
             for addition in _additions_after(node, rules, put[1].lead):
                 lifter.add_by_blocks(addition, put[1])
+    # Operations on rows whose blocks took over have no users.
     graph.eliminate_dead_code()
     return graph
 

@@ -83,6 +83,7 @@ class _Block:
         rows = [n for n in entries if n.target is ROW]
         consts = [n for n in entries if n.target is CONST]
         inside = [n for n in self.source.nodes if self.nests[n][: len(nest)] == nest]
+        # An ordered set, so that all ranks have the operands in one order.
         outside = dict.fromkeys(
             x
             for n in (*inside, *exits)
@@ -90,6 +91,7 @@ class _Block:
             for x in n.all_input_nodes
             if self.nests[x][: len(nest)] != nest
         )
+        # The first placeholders of a local program are its coordinates.
         coordinates = [*self.source.find_nodes(op="placeholder")][: len(self.mesh.names)]
         for node in (*coordinates, *carries, *rows, *consts):
             body.new[node] = body.graph.placeholder(node.name)

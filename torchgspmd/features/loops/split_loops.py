@@ -121,8 +121,7 @@ class _Body:
         """Add a loop with some body nodes, with all carries or none.
 
         extra: its other results. stacked: nodes that it also stacks. brought: another loop's
-        stacked
-        values, by body node.
+        stacked values, by body node.
         """
         brought = brought or {}
         given = LoopOperands.of(self.node)
@@ -152,6 +151,7 @@ class _Body:
     ) -> None:
         """Redirect users to another loop's results, as `add` orders them."""
         totals = [i for i in extra if not self.call.is_stack(i)]
+        # -1 stands for values stacked for the other loop: no user here reads them.
         numbers = [*carries, *filter(self.call.is_stack, extra), *[-1] * stacked, *totals]
         for user in [*self.node.users]:
             if user.args[1] in numbers:

@@ -115,6 +115,7 @@ def curve(
     With several rounds the number grows in steps, by one activation a round.
     """
     result: list[tuple[int, float]] = []
+    # Every round needs room for at least one activation.
     for memory in range(rounds, rounds * microbatches + 1, rounds):
         schedule = list_schedule(
             stages, microbatches, split=True, memory=memory, times=times, rounds=rounds
@@ -175,8 +176,7 @@ class _Order:
         """Return whether a device may keep an activation more.
 
         Later rounds need room, or no microbatch would leave. Without W pieces, activations beyond
-        those
-        under way are useless.
+        those under way are useless.
         """
         # Room for the later rounds of microbatches under way.
         later = self.places.rounds - 1 - self.places.round(stage)

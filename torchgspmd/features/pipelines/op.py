@@ -25,8 +25,7 @@ def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str
     """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
 
     place: the stages' round, and the value's number among several. schedule: the order of pieces,
-    as
-    text (order.py).
+    as text (order.py).
     """
     return x.clone()
 

@@ -14,13 +14,11 @@ from .schedule import Schedule, Times, in_ticks
 class Order:
     """A pipeline's schedule. Its text: `1f1b 4x8` has 4 devices and 8 microbatches.
 
-    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen.
-    limit: the most activations that a device keeps. 0: all for gpipe, otherwise one a stage; if
-    1f1b
-    has rounds, also those for which a device waits. memory: bytes that these may take; 0:
-    unlimited.
-    recompute: whether a backward computes the forward again. rounds: how many stages a
-    device has. vee: whether the second round goes back.
+    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen. limit:
+    the most activations that a device keeps. 0: all for gpipe, otherwise one a stage; if 1f1b has
+    rounds, also those for which a device waits. memory: bytes that these may take; 0: unlimited.
+    recompute: whether a backward computes the forward again. rounds: how many stages a device has.
+    vee: whether the second round goes back.
     """
 
     name: str
@@ -123,6 +121,7 @@ def order_within(order: Order, activation: int, has_backward: bool) -> Order:
             fix="more microbatches, recompute=True or more memory"
             + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
         )
+    # More than the usual limit would gain nothing.
     if order.name in ("gpipe", "1f1b"):
         return replace(order, limit=0 if order.name == "gpipe" else min(most, order.usual_limit))
     # There is a point: the curve begins at `rounds`, and most >= rounds.

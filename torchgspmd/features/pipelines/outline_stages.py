@@ -207,6 +207,7 @@ class _Cut:
             if other == shift and which == leaf
         }
         carries = tuple(names[r] for r in range(self.rounds))
+        # One permute serves all rounds, so the carries have to agree.
         layouts = {c.meta["spec"] for c in self.carries if c.name in carries}
         assert len(layouts) == 1, "a message has one layout, at whatever round it arrives"
         send = self.ends.again[i]
@@ -223,6 +224,7 @@ class _Cut:
             for round_ in range(self.rounds):
                 self._recompute(4 * round_)
         self.inputs = [self._taken(nodes) for nodes in self.nodes]
+        # The order in which a microbatch passes the pieces.
         self.moments = sorted(range(len(self.nodes)), key=self._moment)
 
     def _recompute(self, first: int) -> None:
@@ -280,6 +282,7 @@ class _Cut:
     def _kept_bytes(self) -> int:
         """Return the most bytes that a stage keeps for a microbatch between two of its pieces."""
         outside, most = {*self.rows, *self.others}, 0
+        # Four pieces a round: forward, loss, backward, weights.
         for first in range(0, len(self.nodes), 4):
             received = self._carries(1, first // 4)
             back = {*self.inputs[first + 2], *self.inputs[first + 3]}

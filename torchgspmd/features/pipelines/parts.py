@@ -41,9 +41,8 @@ class StageLink:
     """The messages that a round's stages send to their neighbors.
 
     kind: F, to the next stage, or B, to the one before. round: the senders'. leaf: the value's
-    number
-    among several. sent: its name. carries: its name where it arrives, by the round there. message:
-    one microbatch's permute.
+    number among several. sent: its name. carries: its name where it arrives, by the round there.
+    message: one microbatch's permute.
     """
 
     kind: str

@@ -103,6 +103,7 @@ class Schedule:
         )
 
     def __str__(self) -> str:
+        # The shortest piece is one column wide.
         unit = min(slot.end - slot.begin for row in self.rows for slot in row)
         width = (
             max(len(_label(slot.piece, len(self.rows))) for row in self.rows for slot in row) + 1
@@ -212,6 +213,7 @@ def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
     if kind == "W":
         return (Piece("B", stage, microbatch),)
     own = Piece("F", stage, microbatch)
+    # The last stage's backward begins at its own loss.
     return (own,) if stage == last else (own, Piece("B", stage + 1, microbatch))
 
 

@@ -33,15 +33,15 @@ class StageTransport:
         x = x.contiguous()
         # x has to live until its send is complete.
         self.in_flight.append((dist.isend(x, self.processes[to], group=group, tag=tag), x))
+        # A completed send no longer needs its tensor.
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
     def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
         """Begin to receive a link's next value; return a function that returns it.
 
-        It begins before this piece has sent. A sent value may depend on a received one. So the two
-        use
-        different groups, where a group's messages wait for each other.
+        It begins before this piece has sent, and the received value may depend on the sent one. So
+        the two use different groups, where a group's messages wait for each other.
         """
         group, tag = self.groups[key_of(link, source, self.device)], _tag(link)
         x = torch.empty_like(like, memory_format=torch.contiguous_format)

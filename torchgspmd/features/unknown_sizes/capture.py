@@ -297,6 +297,7 @@ def _adaptive_average(x: Tensor, counts: Sequence[Any]) -> Tensor:
 def _adaptive_maximum(x: Tensor, counts: Sequence[Any]) -> Tensor:
     for dim, count in zip(range(x.dim() - len(counts), x.dim()), counts):
         if count is not None:
+            # [.., results, rows]: each result sees its own rows alone.
             rows = x.transpose(dim, -1).unsqueeze(-2)
             bins = _bins(x, x.shape[dim], count)
             x = rows.masked_fill(~bins, -math.inf).max(-1).values.transpose(dim, -1)

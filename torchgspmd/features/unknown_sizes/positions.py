@@ -32,6 +32,7 @@ class _WithPositions(Function):
         info: Any, in_dims: Any, run: Callable[..., Tensor], front: int, *tensors: Tensor
     ) -> tuple[Tensor, int]:
         """Run with the positions in front."""
+        # An operand that torch.vmap does not map is the same at all positions.
         batched = (
             x.unsqueeze(0).expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
             for x, dim in zip(tensors, in_dims[2:])

@@ -96,6 +96,7 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
     stride, padding, dilation, rest = (
         [_along_dim(v, i) for i in spatial] for v in (stride, padding, dilation, rest)
     )
+    # The distance between a window's first and last elements.
     spans = [d * (n - 1) for d, n in zip(dilation, local.shape(w)[2:])]
     sharded, cuts = [i for i in spatial if local.sharded(f"h{i}")], {}
     # The device may have some of the groups.

@@ -108,6 +108,7 @@ def rule_along(
     y = call.results[0]
     lead, accesses, whole = y.dim() - len(lines), {}, set()
     names = factors("d", y.dim())
+    # Before and after resampling a dimension has one factor; its rows are a window.
     operands, sizes = [list(names) for _ in call.tensors], dict(zip(names, y.shape))
     for d, line in enumerate(lines, start=lead):
         # Integers have no weights. A single position reads all rows, so a halo gains nothing.
@@ -151,6 +152,7 @@ def _reach(line: Line) -> Reach:
     slopes |= {Fraction(1 / line.scale).limit_denominator(64)} if line.scale else set()
     reaches = []
     for slope in (s for s in slopes if s > 0):
+        # The reach holds the farthest row that any position reads, relative to the slope.
         ahead = [slope.numerator * p for p in range(line.positions)]
         low, high = (
             pick(slope.denominator * r - a for r, a in zip(rows, ahead))

@@ -61,6 +61,7 @@ class PoolStage:
         It is computed for a multiple of `shards` rows, so that each device interleaves its phases.
         """
         dim, rows, windows = grad.dim() + self.dim, shape[self.dim], grad.shape[self.dim]
+        # From the flat position to the row along this dimension.
         row = (index // math.prod(shape[dim + 1 :])) % rows
         first = (torch.arange(windows, device=grad.device) * self.stride - self.padding).reshape(
             [-1] + [1] * (-1 - self.dim)
@@ -69,6 +70,7 @@ class PoolStage:
         phases: list[dict[int, Tensor]] = [{} for _ in range(self.stride)]
         for tap in range(0, self.kernel * self.dilation, self.dilation):
             # Offset a = s m + r: the phase r, and the move by m rows.
+            # Floored, so that a tap in the padding moves backwards.
             move, phase = divmod(tap - self.padding, self.stride)
             phases[phase][move] = _pad(
                 torch.where(row - first == tap, grad, 0), dim, 0, size - windows
@@ -162,6 +164,7 @@ def max_pool_backward(
         pooled, position = stage.pool(x, len(kernel), ceil_mode)
         saved.append((position, x.shape))
         x = pooled
+    # The caller has the last stage's index.
     saved.append((index, x.shape))
     for stage, (position, shape) in zip(reversed(forward), reversed(saved)):
         grad = stage.pool_backward(grad, position, shape, shards)

@@ -81,6 +81,7 @@ def _maximum_backward(call: Call) -> FactorRule:
         spread = Spread.from_windows(local, windows)
         moves = [-spread.first(local, i) for i in range(len(windows))]
         rows = [w.rows for w in windows]
+        # Indices count in the whole input; the kernel needs them among the touched rows.
         index = renumber(local, args[-1], rows, spread.shape[-len(windows) :], moves)
         return spread.gradient(local, args, [*args[5:-1], index])
 

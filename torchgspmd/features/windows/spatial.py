@@ -73,6 +73,7 @@ def _surround(
 ) -> Tensor:
     """Concatenate x with pieces around it, without the rows that negative pads cut."""
     start = max(-before, 0)
+    # Only negative pads cut; the others add pieces below.
     x = x.narrow(d, start, x.shape[d] - start - max(-behind, 0))
     return torch.cat([piece for piece in (*front, x, *back) if piece.shape[d]], d)
 

@@ -191,6 +191,7 @@ class Spread:
         for i, w in enumerate(windows):
             if local.sharded(f"d{lead + i}"):
                 cuts[lead + i] = cut(local, 0, lead + i, w.stride, w.padding, w.span, crop=False)
+                # From the first window's first row to the last window's last row.
                 shape[lead + i] = (local.window(0, lead + i).length - 1) * w.stride + w.span + 1
         return cls(tuple(windows), shape, cuts)
 
