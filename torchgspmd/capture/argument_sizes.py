@@ -68,6 +68,7 @@ class ArgumentSizes:
         sizes: dict[str, int] = {}
         for (tensor, dim), (name, added) in self.dims.items():
             size = shapes[tensor][dim]
+            # Dimensions with one name have to agree.
             if size < least or sizes.setdefault(name, size - added) != size - added:
                 return None
         return sizes

@@ -103,6 +103,7 @@ def number_draws(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if "draw" in node.meta:
             seed, call = node.meta["draw"]
+            # A call may make several equal nodes; repeated ones have the same positions.
             position = within[call, node.target] = within.get((call, node.target), -1) + 1
             number = numbers.setdefault((seed, node.target, position), len(numbers))
             node.meta["draw"] = number

@@ -152,6 +152,7 @@ def _joined(masks: Sequence[Tensor], dtype: torch.dtype) -> Tensor | None:
     """Join masks into one with at least two dimensions."""
     if not masks:
         return None
+    # Boolean masks stay boolean; beside an added mask they become -inf.
     if all(m.dtype == torch.bool for m in masks):
         mask = masks[0]
         for other in masks[1:]:

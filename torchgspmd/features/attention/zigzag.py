@@ -3,8 +3,8 @@
     shard       0     1     2     3            chunk 7 sees all keys, chunk 0 almost none
     chunks     0 7   2 5   4 3   6 1
 
-There are 2 n chunks. Shard i has chunk 2 i. In place of chunk 2 i + 1 it has the one that is
-as far from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one chunk, and the order is its own
+There are 2 n chunks. Shard i has chunk 2 i. In place of chunk 2 i + 1 it has the one that is as far
+from the end: 2 n - 1 - 2 i. So shards i and n - 1 - i exchange one chunk, and the order is its own
 inverse. Source: the zigzag order of Ring Flash Attention. Striped Attention (arXiv 2311.09431) has
 another order.
 """

@@ -72,6 +72,7 @@ def _map(
         return (), leaves
 
     _, rows = run_loop(body, (), xs, len(xs[0]))
+    # The body runs once to be recorded and once to be traced, with equal trees.
     return pytree.tree_unflatten(rows, trees[-1])
 
 
