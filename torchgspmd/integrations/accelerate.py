@@ -22,7 +22,8 @@ from .own_rows import GlobalBatches
 accelerate: Any = library("accelerate")
 states: Any = library("accelerate.state")
 
-FOLDER = "gspmd_{}"  # of a model and its optimizers, in a folder of save_state
+# One folder for each model and its optimizers, inside save_state's folder.
+FOLDER = "gspmd_{}"
 
 
 def as_one_process(cpu: bool = False) -> None:

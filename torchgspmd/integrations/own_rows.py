@@ -59,7 +59,7 @@ def read_own_rows(loader: Any, mesh: Meshes) -> Any:
             why="rows of an iterable data set have no numbers",
             fix="a data set with __getitem__ and __len__, or own_rows=False",
         )
-    inner = getattr(loader, "base_dataloader", loader)  # of accelerate
+    inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a loader
     if not isinstance(inner.batch_sampler, OwnRows):  # a DataLoader refuses the plain assignment
         vars(inner)["batch_sampler"] = OwnRows(inner.batch_sampler, mesh)
     return loader

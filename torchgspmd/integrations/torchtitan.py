@@ -19,7 +19,7 @@ from . import library
 titan: Any = library("torchtitan.config")
 
 BATCH = "dp_replicate+dp_shard"
-LLAMA3 = {  # glob -> layout; FSDP is a weight that the axis of the data divides, too
+LLAMA3 = {  # glob -> layout; FSDP: the data axis divides weights, too
     "tok_embeddings.weight": "tp dp_shard",
     "layers.*.attention.w[qkv].weight": "tp dp_shard",
     "layers.*.attention.wo.weight": "dp_shard tp",

@@ -29,7 +29,7 @@ from .own_rows import global_batch, read_own_rows
 
 transformers: Any = library("transformers")
 
-OPTIMIZER = "optimizer"  # a folder of torch.distributed.checkpoint in each checkpoint
+OPTIMIZER = "optimizer"  # a torch.distributed.checkpoint folder in each checkpoint
 SCHEDULER = "scheduler.pt"
 WEIGHTS = ("model.safetensors", INDEX)
 
@@ -110,7 +110,7 @@ class Trainer(transformers.Trainer):
         return pytree.tree_map(_whole, super().prediction_step(*args, **kwargs))
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        with as_first_process():  # workers of all ranks draw the same numbers
+        with as_first_process():  # all ranks' workers draw the same numbers
             return super()._get_dataloader(*args, **kwargs)
 
     def get_train_dataloader(self) -> Any:

@@ -108,7 +108,7 @@ def _divide(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> T
                 where=user_line(),
                 fix="pad it, or leave this part to propagation",
             )
-    names: list[str] = []  # of the dimensions; "" for one of a shard
+    names: list[str] = []  # an axis for each leading dimension; "" for a shard's own
     sizes: list[int] = []
     for n, dim_axes in zip(x.shape, spec.dims):
         names += [*dim_axes, ""]
@@ -155,7 +155,7 @@ class _Region:
         self.tree, self.leaves, self.out_specs = tree, leaves, out_specs
         self.result: Any = None  # its structure, once the function has run
         self.others: list[Any] = []  # its leaves
-        self.specs: list[ShardSpec] = []  # of its tensors
+        self.specs: list[ShardSpec] = []  # for its tensors
 
     def run(self, tensors: list[Tensor], along: Sequence[Sequence[str]]) -> Any:
         """Return the joined result. along: for each tensor, the axes of its leading dimensions."""

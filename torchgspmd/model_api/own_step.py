@@ -118,5 +118,5 @@ def _step(optimizer: Optimizer, groups: list[dict[str, object]], states: object)
     twin.__dict__.update({**vars(optimizer), **hooks, "param_groups": groups, "state": states})
     step: Any = type(optimizer).step
     with torch.no_grad():
-        # Without the hooks of all optimizers: one of ours follows a step on XLA.
+        # Without hooks on all optimizers: ours follows each step on XLA.
         getattr(step, "__wrapped__" if getattr(step, "hooked", False) else "__call__")(twin)

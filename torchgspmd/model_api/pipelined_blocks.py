@@ -157,7 +157,7 @@ class Pipeline(StackedBlocks):
     ) -> None:
         stages = mesh.count((axis,))
         # Rounded up: rows without a block pass their input on (`is_full`).
-        layers = -(-len(blocks) // (stages * repeats))  # of a stage, in one round
+        layers = -(-len(blocks) // (stages * repeats))  # in one stage and round
         places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, microbatches

@@ -48,7 +48,7 @@ class ScheduledStages:
     ) -> None:
         self.stages, self.losses, self.along = stages, losses, along
         self.axis, self.order = axis, order
-        self.names: list[Tensor] = []  # values of outside, as stages and losses name them
+        self.names: list[Tensor] = []  # outside values, as stages and losses name them
 
     def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss over microbatches [m, rows, ...]."""
@@ -80,7 +80,7 @@ class _Round:
 
     number: int
     ahead: list[Tensor]
-    behind: list[Tensor]  # gradients, of the values that have one
+    behind: list[Tensor]  # gradients, for values that have one
     taken: list[Tensor]
     results: list[Tensor]
 

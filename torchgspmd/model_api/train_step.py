@@ -43,16 +43,17 @@ class TrainStep(nn.Module):
         super().__init__()
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.clip, self.decay, self.param_dtype = clip, average, param_dtype
-        self.names = _names_of(model, optimizer)  # of the parameters, by group
+        self.names = _names_of(model, optimizer)  # parameter names by group
         rule = rule_of(optimizer)
         self.update, self.counts = rule.update, rule.counts
         self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=_device(model)))
-        self.states: dict[str, list[str]] = {}  # of each parameter: names of its states
+        self.states: dict[str, list[str]] = {}  # parameter -> names of its states
         for group, names in zip(optimizer.param_groups, self.names):
             for name in names:
                 self._add_states(name, rule.states(tensor_of(model, name), group))
         self._adopt()
-        vars(optimizer)["_opt_called"] = True  # for schedules of torch, which warn otherwise
+        # torch's schedulers warn unless the optimizer has stepped.
+        vars(optimizer)["_opt_called"] = True
         # load_state_dict makes new tensors; the program knows the buffers.
         optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
 

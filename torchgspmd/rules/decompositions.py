@@ -95,7 +95,7 @@ class _Recorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.graph, self.entries = fx.Graph(), {}  # id of a tensor -> its node, the tensor
+        self.graph, self.entries = fx.Graph(), {}  # tensor's id -> its node, the tensor
 
     def add_input(self, tensor: Tensor) -> Tensor:
         """Return the tensor as an input of the graph.
@@ -128,7 +128,7 @@ class _Recorder(TorchDispatchMode):
     ) -> Any:
         """Run an operation on fake tensors, and record its node."""
         kwargs = kwargs or {}
-        if op.namespace == "prim":  # asks for the device of a tensor
+        if op.namespace == "prim":  # asks for a tensor's device
             return op(*args, **kwargs)
         # Under no_grad detach is the value itself, so it gets no node.
         if op is aten.detach.default:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..layout.halo_window import Reach
 
-Dim = tuple[str, ...]  # factors of one dimension, major first
+Dim = tuple[str, ...]  # one dimension's factors, major first
 Dims = tuple[Dim, ...]
 DimNames = Sequence[str | Sequence[str]]  # Dims, where "d0" stands for ("d0",) and "" for ()
 Names = str | Iterable[str]  # factors; a string has blanks between them
@@ -231,7 +231,7 @@ def factors(prefix: str, count: int) -> list[str]:
 class Sentence:
     """A parsed sentence, not yet bound to shapes."""
 
-    operands: tuple[tuple[str, ...], ...]  # tokens of each tensor
+    operands: tuple[tuple[str, ...], ...]  # each tensor's tokens
     results: tuple[tuple[str, ...], ...]
     text: str = field(compare=False, default="")
 

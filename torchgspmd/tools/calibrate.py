@@ -32,15 +32,15 @@ from ..layout.mesh import Mesh
 from ..layout.spec_notation import Axes
 from ..runtime.parallelize import parallelize
 
-# (rows, width, layers) of the models: launches and what a step costs besides differ by the layers
+# Models (rows, width, layers). Launches grow with the layers, the rest of a step does not.
 SHAPES = ((16, 16, 1), (16, 16, 8), (64, 64, 4), (256, 128, 2), (512, 256, 2), (1024, 256, 1))
-SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # of attentions: (heads, length, width)
-ROWS = ((64, 256), (512, 256), (512, 1024))  # of models without products
-DTYPES = (torch.float64, torch.bfloat16)  # whose products are compared with those of float32
-SIDES = (32, 1024)  # of the square tensors that are sent
-PRIOR = 0.3  # weight of what is measured alone beside a model
-RANGE = 0.4, 4.0  # of a coefficient, over what is measured alone
-SECONDS = 0.2  # that each measurement takes at least
+SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # attentions (heads, length, width)
+ROWS = ((64, 256), (512, 256), (512, 1024))  # models (rows, width) without products
+DTYPES = (torch.float64, torch.bfloat16)  # products in these are compared with float32
+SIDES = (32, 1024)  # square tensors that are sent
+PRIOR = 0.3  # weight for a coefficient measured alone, beside a model
+RANGE = 0.4, 4.0  # bounds for a coefficient, over its value measured alone
+SECONDS = 0.2  # the least time for each measurement
 
 
 def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
@@ -72,7 +72,7 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
             fix="torch.distributed.init_process_group() first, under torchrun",
         )
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
-    with torch.random.fork_rng():  # weights of the models are drawn
+    with torch.random.fork_rng():  # drawing the models' weights must not move the user's generator
         return _Calibration(mesh_of(mesh or Mesh(data=dist.get_world_size())), str(device)).run()
 
 
@@ -134,7 +134,7 @@ class _Calibration:
 
     def __init__(self, mesh: Mesh, device: str) -> None:
         self.mesh, self.device = mesh, device
-        self.view = 0.0  # of a launch
+        self.view = 0.0  # a view's share in a launch
         self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
 
     def run(self) -> Hardware:
@@ -308,7 +308,7 @@ def _fit(
     matrix = torch.cat([models, PRIOR * torch.eye(len(alone), dtype=torch.float64)])
     ones = torch.cat([torch.ones(len(rows)), torch.full((len(alone),), PRIOR)]).double()
     factors, free = torch.ones(len(alone), dtype=torch.float64), [*range(len(alone))]
-    while free:  # until all others are within; those that are not stay at the end of the range
+    while free:  # until all are within; coefficients outside stay at their bound
         fixed = [i for i in range(len(alone)) if i not in free]
         rest = ones - matrix[:, fixed] @ factors[fixed]
         factors[free] = torch.linalg.lstsq(matrix[:, free], rest[:, None]).solution.flatten()

@@ -165,7 +165,7 @@ def run(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         # 128 + SIGINT, as shells report it.
         return 130
-    except BrokenPipeError:  # of `| head`
+    except BrokenPipeError:  # from `| head`
         # Python flushes stdout once more at exit, into a pipe that is closed.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -123,7 +123,7 @@ def _shown_program(
 ) -> JointProgram:
     """Return a call's program, whose operations print."""
     plan, groups = program.plan, module._groups
-    if is_shown and plan._layouts is None:  # of another process, which has the breakpoints
+    if is_shown and plan._layouts is None:  # another process made it and has the breakpoints
         plan = module._plan_here(call, lambda: None)
     tensors = module._tensors(call, plan.captured)
     shown = JointProgram(plan, groups, module._model, tensors, "torch", program.signature)

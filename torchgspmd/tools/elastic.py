@@ -34,10 +34,10 @@ from ..errors import RankError, ShardingError, user_line
 from ..runtime.checkpoint import FILE, Optimizers, load, newest_whole, parsed, save
 from ..runtime.peer_copies import PeerCopies
 
-COPIES = "TORCHGSPMD_COPIES"  # the variable with the folder of copies in memory of this host
-# A store of the agent would still have the addresses of the processes of the start before.
+COPIES = "TORCHGSPMD_COPIES"  # the variable that names this host's folder for copies in memory
+# The agent's store would still have the addresses of processes from the start before.
 _NO_SHARED_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_PDEATHSIG = 1  # of prctl: the signal that a process gets when its parent dies
+_PDEATHSIG = 1  # for prctl: the signal that a process gets when its parent dies
 _RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 
 
@@ -258,7 +258,7 @@ def elastic(
     finally:
         shutil.rmtree(root, ignore_errors=True)
         with contextlib.suppress(OSError):
-            root.parent.rmdir()  # unless another host of the job is on this machine
+            root.parent.rmdir()  # unless the job's other host is on this machine
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
     return [found[rank] for rank in sorted(found)]

@@ -105,12 +105,12 @@ class _Rank:
     number: int
     process: BaseProcess
     answer: Connection  # its result, or its error
-    output: int  # file descriptor of what it prints
+    output: int  # file descriptor for its output
     result: Any = None
     error: tuple[float, str] | None = None  # when it failed, and its traceback
     has_answered: bool = False
     has_ended: bool = False
-    line: bytes = b""  # the begin of a line that is not complete
+    line: bytes = b""  # the start of an incomplete line
 
 
 def _check(processes: int) -> None:
@@ -185,7 +185,7 @@ class _Child:
     threads: int
     answer: Connection
     printing: int
-    unused: list[int] = field(default_factory=list)  # descriptors of the parent
+    unused: list[int] = field(default_factory=list)  # the parent's descriptors
 
     def run(self, fn: Callable[..., object], args: Sequence[object]) -> None:
         """Run the function, and send its result or its error."""

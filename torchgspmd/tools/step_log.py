@@ -74,7 +74,8 @@ class StepLog:
         self.count, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
         self._model, self._wandb = model, wandb if self.rank == 0 else None
         self._hardware = _hardware(hardware)
-        self._operations: tuple[Any, float] = (None, 0.0)  # of the plan that was last counted
+        # the plan that was last counted, and its FLOPs
+        self._operations: tuple[Any, float] = (None, 0.0)
         self._since, self._steps = time.perf_counter(), 0
         self._calls, self._seen = 0, (0, 0)
         # Appended, so that a job that is started anew goes on in its log.
@@ -155,7 +156,7 @@ class StepLog:
         self._seen = watcher.looks, watcher.waits
         device = getattr(self._model, "_device_type", "cpu")
         own = torch.tensor([waits / max(looks, 1)], device=device)
-        if dist.get_world_size() != len(watcher.processes):  # a mesh of some of the processes
+        if dist.get_world_size() != len(watcher.processes):  # a mesh over some processes only
             return {"waits": float(own), "slowest": None}
         shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(shares, own)

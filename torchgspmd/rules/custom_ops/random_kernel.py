@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-DIMS = 4  # of positions that the kernel tells apart
-BLOCK = 1024  # elements of a program of the kernel
+DIMS = 4  # dimensions that the kernel can take
+BLOCK = 1024  # elements for each program in the grid
 
 
 @triton.jit

@@ -87,7 +87,7 @@ def adam_(
             *map(list, zip(*lists)),
             [],
             [step] * len(lists),
-            lr=lr.float() if lr.is_cuda else lr,  # the kernel of the CPU reads a number of it
+            lr=lr.float() if lr.is_cuda else lr,  # the CPU's kernel reads a number
             beta1=beta1,
             beta2=beta2,
             weight_decay=weight_decay,

@@ -29,7 +29,7 @@ class StridedWindow:
     size: int
     stride: int
     start: int
-    readers: list[tuple[int, int]]  # (dimension of the result, steps)
+    readers: list[tuple[int, int]]  # (result dimension, steps)
 
 
 def _storage_order(x: Tensor) -> list[int] | None:

@@ -18,7 +18,7 @@ from ...layout.halo_window import Reach
 from ..notation import FactorRule
 from ..rewrites import DECLINED, Declined
 
-MOST = 4  # the most slices of one dimension: q, k, v, and one more
+MOST = 4  # the most slices along one dimension: q, k, v, and one more
 
 
 def parts_taken(

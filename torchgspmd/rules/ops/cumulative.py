@@ -20,7 +20,7 @@ from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
 
-# scan -> how two of its results are joined, and the result of no rows
+# scan -> how two results are joined, and the result without rows
 _JOINS: dict[OpOverload, tuple[Callable, float]] = {
     aten.cumsum.default: (torch.add, 0),
     aten.cumprod.default: (torch.mul, 1),

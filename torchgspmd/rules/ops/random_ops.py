@@ -23,7 +23,7 @@ from ..registry import rule_for
 from ..rewrites import rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd
-DRAWS = (ours.uniform.default, ours.keep_mask.default)  # numbers by the place of an element
+DRAWS = (ours.uniform.default, ours.keep_mask.default)  # numbers by an element's position
 
 
 @rule_for(ours.draw_seed.default, ours.draw_seeds.default)

@@ -119,7 +119,7 @@ def _flip(call: Call) -> FactorRule:
 @rule_for(aten.roll.default)
 def _roll(call: Call) -> FactorRule:
     x, shifts, dims = call.tensors[0], call.args[1], call.argument(2, "dims", ())
-    if not dims:  # a roll of the flattened tensor
+    if not dims:  # it rolls the flattened tensor
         return keep_rule(call, range(x.dim()), linear=[[0]])
     total: dict[int, int] = {}
     for shift, d in zip(shifts, dims):
@@ -199,7 +199,7 @@ def _slice_backward(call: Call) -> FactorRule:
 def _pad(call: Call) -> FactorRule | Declined:
     rank, pads, value = call.tensors[0].dim(), call.args[1], call.argument(2, "value", 0)
     if isinstance(value, complex) and value.imag:
-        return DECLINED  # the fill of a window is a real number
+        return DECLINED  # a window's fill is a real number
     dims = {rank - 1 - i // 2: pads[i : i + 2] for i in range(0, len(pads), 2)}
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:

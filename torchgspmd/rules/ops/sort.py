@@ -41,7 +41,7 @@ def _split_sort(
         values = _columnsort(x, dim, blocks, descending)
         return values, values.to(torch.int64)  # nobody reads the second result
     if x.itemsize > 4 or x.is_complex() or size >= 2**31:
-        return DECLINED  # a value and its place do not fit into a number of 8 bytes
+        return DECLINED  # a value and its place do not fit into 8 bytes
     keys = _columnsort(_keys(x, dim, descending), dim, blocks, False)
     return _values(keys, x.dtype, descending), keys.bitwise_and(0xFFFFFFFF) >> 1
 

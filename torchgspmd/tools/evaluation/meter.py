@@ -49,9 +49,9 @@ class Meter:
                     fix="a Metric, as accuracy() returns, or an object with update, compute, reset",
                 )
         self._sums: dict[str, Tensor] = {}
-        self._mesh: DeviceMesh | None = None  # of the outputs of all batches
+        self._mesh: DeviceMesh | None = None  # all batches' outputs are on it
         self._is_empty = True
-        self._failure: Exception | None = None  # of this process
+        self._failure: Exception | None = None  # in this process
 
     @torch.no_grad()
     def update(self, outputs: Tensor, *targets: Tensor, real: Tensor | None = None) -> None:

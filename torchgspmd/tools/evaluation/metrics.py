@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-IGNORED = -100  # Target of what is not counted, as of torch's cross_entropy.
+IGNORED = -100  # Target for rows that are not counted, as in torch's cross_entropy.
 
 
 @dataclass(frozen=True)

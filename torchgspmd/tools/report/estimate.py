@@ -149,7 +149,7 @@ class _Streams:
 
     def __init__(self, mesh: Mesh, hardware: Hardware, ledger: Ledger) -> None:
         self.mesh, self.hardware, self.ledger = mesh, hardware, ledger
-        self.now = self.free = 0.0  # of the device; of the links
+        self.now = self.free = 0.0  # the device's time; the time at which the links are free
         self.arrival: dict[fx.Node, float] = {}
 
     def run(self, program: fx.Graph) -> Iterator[Event]:

@@ -66,7 +66,7 @@ class _Explainer:
         name = alias.get(name, name.removeprefix("%"))
         if name in self.values:
             return self._of_value(self.values[name], costs)
-        if name not in self.nodes:  # a line of the page: layers.*.down
+        if name not in self.nodes:  # a line on the page: layers.*.down
             names = [each.name for each in self.plan.captured.inputs]
             node = named_node(self.plan.sharded, names, name)
             if node is not None:

@@ -19,7 +19,7 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .estimate import COMPUTE, Estimate
 
-ROWS = 12  # of each table as text
+ROWS = 12  # rows in each table as text
 
 
 @dataclass(frozen=True)

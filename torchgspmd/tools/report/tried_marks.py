@@ -10,9 +10,9 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .report import Report, TriedMark, WholeTensor, mark_largest
 
-TRIES = 3  # marks of a report that are planned
-MIN_BYTES = 2**20  # of a tensor whose mark is planned
-MIN_SHARE = 1 / 64  # of the peak of a device, that such a tensor has
+TRIES = 3  # marks that are planned for a report
+MIN_BYTES = 2**20  # a smaller tensor's mark is not planned
+MIN_SHARE = 1 / 64  # nor is a tensor's with a smaller share in the device's peak
 
 
 def try_marks(

@@ -21,7 +21,7 @@ from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec, SpecLike
 
-Rows = tuple[int, int]  # of a dimension: the first, and the one behind the last
+Rows = tuple[int, int]  # the first row in a dimension, and the one behind the last
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from .recompute import Way, choose, has_solver
 from .script import ScriptSource
 
 ONE_DEVICE = Mesh(data=1, model=1)
-ACCUMULATION = 3  # times a gradient is read or written to add it to the one of other microbatches
+ACCUMULATION = 3  # times a gradient is read or written to add it to other microbatches'
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Numbers:
         )
 
 
-Key = tuple[Mesh, Marks, Savings, int, int]  # of what is planned: rows of a call, and `first`
+Key = tuple[Mesh, Marks, Savings, int, int]  # with the rows in a call, and `first`
 
 
 @dataclass
@@ -103,9 +103,9 @@ class Judge:
     layers: Layers = field(init=False)
     recomputable: Layers = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
-    flops: float = field(init=False)  # of a step of the model, on all devices
-    layer_flops: float = field(init=False)  # of a layer
-    dtype: torch.dtype = field(init=False)  # the smallest of the products
+    flops: float = field(init=False)  # in a step, on all devices
+    layer_flops: float = field(init=False)  # in a layer
+    dtype: torch.dtype = field(init=False)  # the products' smallest
     first: int = 1
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
@@ -165,7 +165,7 @@ class Judge:
         if key not in self.captures:
             try:
                 self.captures[key] = self._capture(*key)
-            except Exception:  # whatever the code of a model raises
+            except Exception:  # whatever a model's code raises
                 if not recomputed and rows == self.rows:
                     raise
                 self.captures[key] = None
@@ -249,7 +249,7 @@ class Judge:
         try:
             # Each further layer takes memory away, so bisection finds the fewest.
             return ways(bisect_left(range(total), True, key=fits))
-        except ShardingError:  # of the model: it cannot be recomputed
+        except ShardingError:  # the model cannot be recomputed
             return savings
 
     def best_recomputed(
@@ -267,7 +267,7 @@ class Judge:
             recomputed = () if path is None else ((path, total),)
             try:
                 known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
-            except ShardingError:  # of the model
+            except ShardingError:  # the model cannot recompute this
                 continue
         ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
         choice = choose(ways, total, limit)
@@ -328,7 +328,7 @@ class Judge:
             if inp.name in groups:
                 priorities = inp.mark.priorities if inp.mark else ()
                 stored[groups[inp.name].pattern].add(spec.with_priorities(priorities))
-        self.stored[key] = stored  # of the larger program, which comes last
+        self.stored[key] = stored  # the larger program's, which comes last
         return Numbers.of(result.report(self.hardware, tried=False))
 
     def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:

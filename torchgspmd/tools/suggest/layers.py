@@ -12,10 +12,10 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-MIN_LAYERS = 4  # of a list that is shortened
+MIN_LAYERS = 4  # a shorter list is not cut
 LISTS = (nn.ModuleList, nn.Sequential)
 
-Recomputed = tuple[tuple[str, int], ...]  # of Savings
+Recomputed = tuple[tuple[str, int], ...]  # see Savings
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ class Group:
 
     pattern: str
     shape: tuple[int, ...]
-    bytes: int  # of all of them together
+    bytes: int  # all of them together
 
 
 def patterns_of(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:

@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from ...compiler.option_types import Precision
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-MIN_SHARE = 0.005  # of the parameters' bytes, that a group has which is searched by itself
-MIN_GAIN = 0.005  # of a step's time, or of its bytes in equal time: what brings less is left out
-POOR = 1.1  # times the time of the best of a pass: a change that is slower is not tried again
-HOPELESS = 1.5  # times the time or memory of the best: a mesh that starts so is not searched
+MIN_SHARE = 0.005  # a group with less of the parameters' bytes is not searched by itself
+# of a step's time, or of its bytes in equal time: a change that brings less is left out
+MIN_GAIN = 0.005
+POOR = 1.1  # times a pass's best time: a slower change is not tried again
+HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
 BEST = 5
-FRUGAL = 1.25  # times the time of the best: of what is not slower the one that sends least is shown
-RECHECK = 0.2  # of the time, in which the best are planned again with one layer more
+FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
+RECHECK = 0.2  # share of the time in which the best are planned again with one layer more
 
 
 @documented("suggest")
@@ -132,7 +133,7 @@ class _Search:
 
     judge: Judge
     limit: float
-    deadline: float  # of the search; what follows it has until the end
+    deadline: float  # for the search; later steps have until the end
     end: float = math.inf
     tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
     microbatches: int = 1
@@ -265,7 +266,7 @@ class _Search:
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
         """Return the marks that single changes lead to, each to a shorter step or fewer bytes."""
         settled: set[Marks] = set()
-        poor: set[int] = set()  # the numbers of changes that are not tried again
+        poor: set[int] = set()  # numbers of changes that are not tried again
         while best not in settled:
             settled.add(best)
             steps: dict[int, float] = {}
