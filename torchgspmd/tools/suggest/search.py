@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
 UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 MIN_SHARE = 0.005  # a group with less of the parameters' bytes is not searched by itself
-# of a step's time, or of its bytes in equal time: a change that brings less is left out
-MIN_GAIN = 0.005
+MIN_GAIN = 0.005  # in time, or in bytes at equal time: a change that brings less is left out
 POOR = 1.1  # times a pass's best time: a slower change is not tried again
 HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
 BEST = 5
