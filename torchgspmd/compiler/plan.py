@@ -175,6 +175,7 @@ class Plan(PlanFiles):
         """Axes that divide no value: their devices all compute the same."""
         metas = [n.meta for n in self.sharded.nodes]
         specs = {s for m in metas for s in (m.get("spec"), *m.get("result_specs", ())) if s}
+        # A part of an axis on any value uses the axis.
         used = {whole_axis(a) for s in specs for a in (*s.sharding_axes, *s.pending)}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
@@ -275,6 +276,7 @@ class Plan(PlanFiles):
         if self._small_sizes and (small := self._small_sizes.plan_for(args, kwargs)):
             return small.simulate(*args, _poison=_poison, **kwargs)
         tensors = self.flat_inputs(args, kwargs)
+        # A program takes its inputs for different tensors: none may be passed twice and mutated.
         self.captured.check_aliases(tensors)
         sizes = self.sizes_of_run([t.shape for t in tensors])
         inputs = [
@@ -282,6 +284,7 @@ class Plan(PlanFiles):
             for t, spec, groups in zip(tensors, self.input_layouts, self.input_groups(sizes))
         ]
         with torch.no_grad():
+            # The program has its own backward: autograd would record all devices for nothing.
             simulator = vars(self).get("_simulator", Simulator)(self.program, self.mesh)
             results = simulator.run_devices(inputs, self.size_inputs(sizes))
         joined = [
@@ -375,6 +378,8 @@ class Plan(PlanFiles):
                 observed.append(value)
             elif out.kind == MUTATION:
                 with torch.no_grad():
+                    # Outside no_grad autograd refuses to write into a leaf that requires a
+                    # gradient.
                     tensors[out.input].copy_(value)
         result = self.captured.result(outputs, arguments)
         self.captured.observe(observed)
