@@ -15,8 +15,8 @@ from torchgspmd.errors import did_you_mean, user_line
 MESH = Mesh(data=2, model=4)
 X = torch.zeros(4, 8)
 WHERE = "\n  where test_errors.py:N"
-ONE = "\n  fix   one entry per dimension, such as "
-FORMS = "\n  fix   specs in string form, in the containers of the value"
+ONE = "\n  fix   write one entry per dimension, such as "
+FORMS = "\n  fix   write specs as strings, in the containers of the value"
 
 
 def linear_on(mesh, spec):
@@ -69,12 +69,12 @@ ERRORS = {
     "one spec for two arguments": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
         f"one spec, 'data _', is given for 2 arguments{WHERE}\n"
-        "  fix   a tuple with one spec for each",
+        "  fix   give a tuple with one spec for each",
     ),
     "too few specs": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs=("data _",)),
         f"args has 2 entries, but 1 specs are given{WHERE}\n"
-        "  fix   one spec for each, None where it is open; a spec itself is a "
+        "  fix   give one spec for each, None where it is open; a spec itself is a "
         "string here, a tuple is a container",
     ),
     "a spec in tuple form": (
@@ -117,7 +117,7 @@ ERRORS = {
     "out_specs of another number": (
         lambda: plan(lambda x: (x, x + 1), X, mesh=MESH, out_specs=("data _",)),
         f"the result has 2 entries, but 1 specs are given{WHERE}\n"
-        "  fix   one spec for each, None where it is open; a spec itself is a "
+        "  fix   give one spec for each, None where it is open; a spec itself is a "
         "string here, a tuple is a container",
     ),
     "grad of a function": (
@@ -156,7 +156,7 @@ ERRORS = {
     ),
     "a constant of the cost model that divides": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH, costs={"flops_per_byte": 0}),
-        f"costs has flops_per_byte=0{WHERE}\n  fix   a number above 0",
+        f"costs has flops_per_byte=0{WHERE}\n  fix   give a number above 0",
     ),
     "explain an unknown value": (
         lambda: plan(lambda x: x.sin(), X, mesh=MESH).explain("sn"),
@@ -206,8 +206,8 @@ def test_where_is_the_line_of_the_wrong_call():
 
 def test_did_you_mean():
     assert did_you_mean("modl", ["data", "model"]) == "did you mean 'model'?"
-    assert did_you_mean("xyz", ["data", "model"]) == "known are 'data', 'model'"
-    assert did_you_mean("xyz", []) == "known are none"
+    assert did_you_mean("xyz", ["data", "model"]) == "use one of 'data', 'model'"
+    assert did_you_mean("xyz", []) == "there is none"
 
 
 def test_sparse_arguments():

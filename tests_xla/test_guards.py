@@ -43,7 +43,7 @@ def test_part_of_the_devices_is_no_mesh():
 mesh data=4 has 4 devices, XLA has 8
   where test_guards.py:N
   why   torch_xla partitions for all devices at once; a part of them cannot be a mesh
-  fix   an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU""",
+  fix   add an axis, or set CPU_NUM_DEVICES for virtual devices on the CPU""",
     )
 
 
@@ -151,7 +151,7 @@ def test_an_annotation_that_loses_gradients():
         """\
 xla::dynamo_mark_sharding loses the gradient
   where model.py:7
-  fix   torchgspmd.mark_sharding""",
+  fix   use torchgspmd.mark_sharding""",
     )
 
 
@@ -224,8 +224,8 @@ def test_parameters_elsewhere():
         """\
 'weight' is on cpu, not on xla:0
   where test_guards.py:N
-  fix   model.to_empty(device='xla') after a model on meta, then initialize it; \
-other changes before it is wrapped""",
+  fix   call model.to_empty(device='xla') for a model on meta, then initialize it; \
+make other changes before it is wrapped""",
     )
 
 
@@ -242,7 +242,7 @@ def test_a_dtensor(tmp_path):
             """\
 a DTensor is given to a program on XLA
   where test_guards.py:N
-  fix   the global batch as a plain tensor, or shard_batch""",
+  fix   pass the global batch as a plain tensor, or call shard_batch""",
         )
     finally:
         dist.destroy_process_group()

@@ -87,7 +87,7 @@ def test_rows_that_do_not_divide_over_the_devices_of_a_host():
         """\
 dimension 0 of a host's batch has 5 rows, which its 2 shards do not divide
   where test_hosts.py:N
-  fix   the same number of rows for every device, on every host""",
+  fix   give every device the same number of rows, on every host""",
     )
 
 

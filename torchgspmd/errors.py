@@ -177,7 +177,9 @@ def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:
     return (
         f"did you mean '{close[0]}'?"
         if close
-        else f"known are {', '.join(map(repr, words[:_MAX_SHOWN])) or 'none'}{more}"
+        else f"use one of {', '.join(map(repr, words[:_MAX_SHOWN]))}{more}"
+        if words
+        else "there is none"
     )
 
 

@@ -379,7 +379,7 @@ class ShardSpec(metaclass=Interned):
                 f"spec '{self}' has {self.rank} entries, "
                 f"but {what} has {len(shape)} dimensions {list(shape)}",
                 where=user_line(),
-                fix=f"one entry per dimension, such as '{self.of_rank(len(shape))}'",
+                fix=f"write one entry per dimension, such as '{self.of_rank(len(shape))}'",
             )
         seen: set[str] = set()
         for axis in self.sharding_axes + self.pending:

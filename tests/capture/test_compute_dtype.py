@@ -87,5 +87,5 @@ def test_other_dtypes_are_errors(dtype):
 
 
 def test_functions_have_no_parameters():
-    with pytest.raises(ShardingError, match="are of modules"):
+    with pytest.raises(ShardingError, match="are options for modules"):
         planned(torch.relu, rand(2, 4), grad=False)

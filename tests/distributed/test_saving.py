@@ -177,9 +177,9 @@ one process saves or pickles a tensor of shape [13, 6], which is sharded over mo
   where FILE
   why   this process has 42 of its 78 elements, and torch.save, pickle or safetensors would write \
 these alone
-  fix   on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 `torch.save(state, \
-path)`; on every rank, `torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`\
-; for one tensor, on every rank, `tensor.full_tensor()`"""
+  fix   run `state = gspmd.full_state_dict(model)` on every rank, and `torch.save(state, path)` \
+on rank 0; or run `torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` on \
+every rank; for one tensor, call `tensor.full_tensor()` on every rank"""
 
 
 @distributed("model=2")

@@ -86,7 +86,7 @@ def test_a_cure_that_was_tried():
         return lambda: gspmd.plan(f, x, y, mesh=mesh, in_specs=(None, "_ _ _"), strict=True)
 
     assert message(program(cure=False)).splitlines()[3:] == [
-        '  fix   mark_sharding(%mark_sharding, mesh, "model _ _") before it',
+        '  fix   call mark_sharding(%mark_sharding, mesh, "model _ _") before it',
         "  tried 1 all_to_all, 256 bytes sent, nothing replicated or gathered unasked",
     ]
     plan = program(cure=True)()

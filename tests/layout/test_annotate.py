@@ -183,7 +183,7 @@ ERRORS = [
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, "data _ _"),
         f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
-        "  fix   one entry per dimension, such as 'data _'",
+        "  fix   write one entry per dimension, such as 'data _'",
     ),
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), MESH, ("data", "data")),
@@ -202,7 +202,7 @@ ERRORS = [
     (
         lambda: gspmd.mark_sharding(torch.zeros(4, 8), "data=2", "_ _"),
         f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not str{WHERE}\n"
-        "  fix   Mesh(data=2, model=4)",
+        "  fix   pass a mesh such as Mesh(data=2, model=4)",
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"blocks.*.up.weigth": "model _"}),
@@ -217,12 +217,12 @@ ERRORS = [
     (
         lambda: gspmd.annotate(Net(), MESH, {"*.up.weight": "model _"}),
         f"'*.up.weight' matches no parameter, buffer or module{WHERE}\n"
-        "  fix   '**.up.weight' does: * matches within one part of a name, ** across parts",
+        "  fix   write '**.up.weight': * matches within one part of a name, ** across parts",
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {r"blocks\.\d+\.up.*": "model _"}),
         f"'blocks\\.\\d+\\.up.*' matches no parameter, buffer or module{WHERE}\n"
-        "  fix   patterns are globs, not regular expressions, of which this one matches "
+        "  fix   write a glob, not a regular expression, of which this one matches "
         "'blocks.0.up.weight': "
         "* matches within one part of a name, ** across parts",
     ),
@@ -231,14 +231,14 @@ ERRORS = [
             nn.ModuleList(nn.Linear(1, 1) for _ in range(20)), MESH, {"embedding": "model _"}
         ),
         f"'embedding' matches no parameter, buffer or module{WHERE}\n"
-        "  fix   known are "
+        "  fix   use one of "
         + ", ".join(f"'{i}.{n}'" for i in range(10) for n in ("weight", "bias"))
         + " and 40 more",
     ),
     (
         lambda: gspmd.annotate(Net(), MESH, {"head.weight": "model"}),
         "'head.weight' gives 'model' to 'head.weight', which has 2 dimensions [3, 4]"
-        f"{WHERE}\n  fix   'head.weight': 'model _'",
+        f"{WHERE}\n  fix   write 'head.weight': 'model _'",
     ),
 ]
 

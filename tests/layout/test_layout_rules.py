@@ -237,7 +237,7 @@ def test_what_was_passed_over_is_reported_of_every_tensor():
         (lambda: gspmd.plan(Named(), rand(8, 4), mesh=MESH), "'mlp embed', and no layout says"),
         (
             lambda: gspmd.plan(lambda x: gspmd.mark_sharding(x * 2, "a b"), rand(8, 4), mesh=MESH),
-            "'a b', and no layout says how.*fix   mesh=Layout",
+            "'a b', and no layout says how.*fix   pass mesh=Layout",
         ),
         (lambda: gspmd.mark_sharding(rand(2, 3), "a b c"), "3 names, but the tensor has 2 dim"),
         (lambda: gspmd.plan(Named(), rand(8, 4), mesh=Layout({"mpl": None}).on(MESH)), "for 'mlp'"),

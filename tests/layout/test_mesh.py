@@ -145,7 +145,7 @@ ERRORS = [
     (
         lambda: Mesh.from_device_mesh(FakeDeviceMesh(None)),
         "the DeviceMesh has no dimension names\n  where test_mesh.py:N\n"
-        "  fix   init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+        "  fix   call init_device_mesh(..., mesh_dim_names=('data', 'model'))",
     ),
     (
         lambda: Mesh(data=2, model=4).check_axis("dta"),
@@ -153,7 +153,7 @@ ERRORS = [
     ),
     (
         lambda: Mesh(data=2, model=4).check_axis("zzz"),
-        "mesh data=2,model=4 has no axis 'zzz'; known are 'data', 'model'\n  where test_mesh.py:N",
+        "mesh data=2,model=4 has no axis 'zzz'; use one of 'data', 'model'\n  where test_mesh.py:N",
     ),
 ]
 

@@ -120,7 +120,7 @@ def test_shards():
     assert ShardSpec.parse("data+model").shards(MESH) == 8
 
 
-WORDS = "  fix   one word per dimension: '_', '?', an axis, or axes joined by '+'"
+WORDS = "  fix   write one word per dimension: '_', '?', an axis, or axes joined by '+'"
 ENTRIES = "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
 WHERE = "\n  where test_shard_spec.py:N"
 MALFORMED = [
@@ -135,23 +135,23 @@ MALFORMED = [
     ("sum@m a", f"'sum@m' in spec 'sum@m a' is not an axis name{WHERE}\n{WORDS}"),
     (
         "a ave@m",
-        f"'ave' in spec 'a ave@m' is not a reduction; known are sum, max, min, prod{WHERE}",
+        f"'ave' in spec 'a ave@m' is not a reduction; use one of sum, max, min, prod{WHERE}",
     ),
-    ("a @m", f"'' in spec 'a @m' is not a reduction; known are sum, max, min, prod{WHERE}"),
+    ("a @m", f"'' in spec 'a @m' is not a reduction; use one of sum, max, min, prod{WHERE}"),
     (
         "a sum@",
         f"'' in spec 'a sum@' is not an axis name{WHERE}\n"
-        "  fix   behind '@' an axis, or axes joined by '+'",
+        "  fix   write an axis behind '@', or axes joined by '+'",
     ),
     (
         "a sum@m+",
         f"'m+' in spec 'a sum@m+' is not an axis name{WHERE}\n"
-        "  fix   behind '@' an axis, or axes joined by '+'",
+        "  fix   write an axis behind '@', or axes joined by '+'",
     ),
     (
         "a sum@_",
         f"'_' in spec 'a sum@_' is not an axis name{WHERE}\n"
-        "  fix   behind '@' an axis, or axes joined by '+'",
+        "  fix   write an axis behind '@', or axes joined by '+'",
     ),
     (3, f"a spec is a string such as 'data _' or a tuple such as ('data', None), not 3{WHERE}"),
     (
@@ -183,13 +183,13 @@ UNFIT = [
         "data _ _",
         (4, 8),
         f"spec 'data _ _' has 3 entries, but the tensor has 2 dimensions [4, 8]{WHERE}\n"
-        "  fix   one entry per dimension, such as 'data _'",
+        "  fix   write one entry per dimension, such as 'data _'",
     ),
     (
         "data",
         (),
         f"spec 'data' has 1 entries, but the tensor has 0 dimensions []{WHERE}\n"
-        "  fix   one entry per dimension, such as ''",
+        "  fix   write one entry per dimension, such as ''",
     ),
     (
         "data data",
@@ -215,7 +215,7 @@ UNFIT = [
     (
         "data _ sum@x",
         (4, 8),
-        f"mesh data=2,model=4 has no axis 'x'; known are 'data', 'model'{WHERE}",
+        f"mesh data=2,model=4 has no axis 'x'; use one of 'data', 'model'{WHERE}",
     ),
 ]
 

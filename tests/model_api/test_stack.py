@@ -242,11 +242,11 @@ def test_marks_after_stacking_by_the_names_of_the_blocks():
 
 
 def test_errors():
-    with pytest.raises(gspmd.ShardingError, match="a stack of no blocks"):
+    with pytest.raises(gspmd.ShardingError, match="a stack has no blocks"):
         gspmd.stack([])
     with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a stack differ"):
         gspmd.stack([nn.Linear(4, 4), nn.Linear(4, 5)])
-    with pytest.raises(gspmd.ShardingError, match="a stack of stacked blocks"):
+    with pytest.raises(gspmd.ShardingError, match="a stack is made of stacked blocks"):
         gspmd.stack([gspmd.stack([nn.Linear(4, 4)])])
     with pytest.raises(
         gspmd.ShardingError, match=r"takes float32\[2, 4\] and returns float32\[2, 5\]"

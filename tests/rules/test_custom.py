@@ -70,7 +70,7 @@ def test_without_a_rule_it_runs_whole():
         (("b k -> b", {"whole": "j"}), "'j' is no factor of the rule 'b k -> b'"),
         (
             ("b k -> b", {"reduce": {"k": "median"}}),
-            "'median' is not a reduction; known are sum, max, min, prod",
+            "'median' is not a reduction; use one of sum, max, min, prod",
         ),
         (("b b -> b", {}), "'b b' in rule 'b b -> b' has a factor twice"),
     ],

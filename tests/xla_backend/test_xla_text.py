@@ -120,7 +120,7 @@ def test_without_torch_xla_the_error_says_what_to_install(monkeypatch):
         """\
 backend 'xla' needs torch_xla
   where test_xla_text.py:N
-  fix   pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'""",
+  fix   run pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'""",
     )
 
 

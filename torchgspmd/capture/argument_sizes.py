@@ -87,7 +87,7 @@ class ArgumentSizes:
                 raise ShardingError(
                     f"size {name} is {size}, and the program divides it into {unit} equal parts",
                     where=user_line(),
-                    fix=f"a multiple of {unit}",
+                    fix=f"give a multiple of {unit}",
                 )
             numbers[f"{name}_by_{unit}" if unit > 1 else name] = size // unit
         return numbers
@@ -150,7 +150,7 @@ def sizes_of(
             raise ShardingError(
                 f"dynamic names '{pattern}', which is no tensor among the arguments",
                 where=user_line(),
-                fix=f"the tensors are {', '.join(name for name, _ in tensors)}",
+                fix=f"name one of these tensors: {', '.join(name for name, _ in tensors)}",
             )
         for i in chosen:
             for dim, size in _named(asked, *tensors[i]).items():
@@ -179,7 +179,7 @@ def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]
             raise ShardingError(
                 f"dynamic names the size '{size}' of dimension {dim} of '{name}'",
                 where=user_line(),
-                fix="a size is a name, or a name and a number, as 'length + 1'",
+                fix="give a name, or a name and a number, as 'length + 1'",
             )
         named[dim % rank] = match[1], int(match[2] or 0)
     return named

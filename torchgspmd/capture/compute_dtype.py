@@ -53,5 +53,5 @@ def check_dtypes(**dtypes: object) -> None:
             raise ShardingError(
                 f"{name}={dtype!r} is no floating dtype that gradients can be computed in",
                 where=user_line(),
-                fix=f"{name}=torch.bfloat16, torch.float16, torch.float32 or torch.float64",
+                fix=f"give {name}=torch.bfloat16, torch.float16, torch.float32 or torch.float64",
             )

@@ -349,11 +349,11 @@ class _Residuals:
 
     def _of_any_length(self, value: fx.Node) -> ShardingError:
         return ShardingError(
-            "the backward of a while_loop in another loop",
+            "the backward of a while_loop cannot run in another loop",
             where=value.meta.get("source"),
             why="it has as many iterations as values say, so that what its backward needs of them "
             "cannot be stacked for all iterations of the loop around",
-            fix="a scan with a fixed number of iterations, and torch.where for the last ones",
+            fix="use a scan with a fixed number of iterations, and torch.where for the last ones",
         )
 
     def _escape(self, value: fx.Node, user: fx.Node) -> ShardingError:

@@ -262,7 +262,7 @@ class translate_errors:
             raise ShardingError(
                 "int or float is a dtype in code that calls it on a number that only a run knows",
                 where=user_line_of(error),
-                fix="torch.int64 in place of int, torch.float64 in place of float",
+                fix="write torch.int64 in place of int, torch.float64 in place of float",
             ) from error
         if kind is TypeError and _FORMATTED.search(str(error)):
             raise ShardingError(
@@ -283,7 +283,7 @@ class translate_errors:
                 f"an operation gets a {container[1]} where it needs a tensor",
                 where=user_line_of(error) or user_line(),
                 why="arguments are passed one by one, as forward takes them",
-                fix="plan(model, x, mesh=mesh) in place of plan(model, (x,), mesh=mesh)",
+                fix="call plan(model, x, mesh=mesh) in place of plan(model, (x,), mesh=mesh)",
             ) from error
         if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
             raise ShardingError(

@@ -109,7 +109,7 @@ class ProcessGroups:
                 f"a pipeline between processes sends tensors of {self.device_type} over gloo",
                 where=user_line(),
                 why="gloo sends tensors of the CPU alone to one process",
-                fix='torch.distributed.init_process_group("nccl")',
+                fix='call torch.distributed.init_process_group("nccl")',
             )
         if self.device_type == "cpu":
             return dict.fromkeys(keys, self.device_mesh.get_group(axis))
@@ -193,9 +193,9 @@ def check_backend(device_type: str) -> None:
             f"the process group has no backend for tensors of the device {device_type}",
             where=user_line(),
             why=f"init_process_group was called with {dist.get_backend()!r}",
-            fix="model.cuda() before parallelize, after torch.cuda.set_device(local rank)"
+            fix="call model.cuda() before parallelize, after torch.cuda.set_device(local rank)"
             if on_cpu
-            else 'torch.distributed.init_process_group("nccl")',
+            else 'call torch.distributed.init_process_group("nccl")',
         )
 
 
@@ -318,6 +318,7 @@ def check_world(mesh: Mesh) -> None:
         raise ShardingError(
             f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes",
             where=user_line(),
-            fix=f"torchrun --nproc-per-node {mesh.size}, a mesh of {dist.get_world_size()} "
-            "devices, or a part of a DeviceMesh, as devices['model']",
+            fix=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), make a "
+            f"mesh of {dist.get_world_size()} devices, or pass a part of a DeviceMesh, as "
+            "devices['model']",
         )

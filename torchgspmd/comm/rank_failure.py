@@ -9,7 +9,7 @@ from ..errors import RankError, user_line
 from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
-_ANEW = "the connections are closed: start anew, from the last checkpoint"
+_ANEW = "start anew, from the last checkpoint: the connections are closed"
 
 
 @dataclass(frozen=True)
@@ -102,17 +102,17 @@ class Words:
 WORDS = {
     "died": Words(
         "{f.name} has died in {f.status.when}",
-        "the output of rank {f.rank} and the kernel's log of its host (killed for memory?) say "
-        "why; " + _ANEW,
+        "read the output of rank {f.rank} and the kernel's log of its host (killed for memory?), "
+        "which say why; " + _ANEW,
     ),
     "raised": Words(
         "{f.name} has raised {f.text}, in {f.status.when}",
-        "the traceback of rank {f.rank} says more; " + _ANEW,
+        "read the traceback of rank {f.rank}, which says more; " + _ANEW,
     ),
     "stuck": Words(
         "{f.name} has not come",
-        "make the same calls on every rank; if one has more to do, "
-        "parallelize(..., timeout=) waits longer. The connections are closed: start anew",
+        "make the same calls on every rank; if one has more to do, wait longer by "
+        "parallelize(..., timeout=). Start anew: the connections are closed",
     ),
     "left": Words(
         "{f.name} has left: its program has ended after {f.status.when}",

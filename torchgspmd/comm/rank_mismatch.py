@@ -54,7 +54,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
             f"rank {failed} could not make its program",
             where=user_line(),
             why=accounts[failed].failure,
-            fix="the error of that rank says more; forward has to do the same on every rank",
+            fix="read the error of that rank; forward has to do the same on every rank",
         )
     arguments = [account.arguments for account in accounts]
     if any(own != arguments[0] for own in arguments):

@@ -38,7 +38,8 @@ class AbsentOperator:
         return ShardingError(
             f"torch {torch.__version__} has no operator {self._name}",
             where=user_line(),
-            fix="`python -m torchgspmd doctor` lists what is missing in this version of torch",
+            fix="run `python -m torchgspmd doctor`, which lists what is missing in this version "
+            "of torch",
         )
 
     def __repr__(self) -> str:

@@ -328,8 +328,8 @@ def error_without(*apis: PrivateApi) -> ShardingError:
         f"torch {torch.__version__} lacks {names}",
         where=user_line(),
         why=f"needed for {lost}" if lost else None,
-        fix=f"a torch that torchgspmd was checked on: {', '.join(CHECKED)}; "
-        "`python -m torchgspmd doctor` says what is missing",
+        fix=f"install a torch that torchgspmd was checked on: {', '.join(CHECKED)}; `python -m "
+        "torchgspmd doctor` says what is missing",
     )
 
 

@@ -186,7 +186,7 @@ def _check_of_function(options: Options) -> None:
         )
     if options.param_dtype or options.reduce_dtype:
         raise ShardingError(
-            "param_dtype and reduce_dtype are of modules: a function has no parameters",
+            "param_dtype and reduce_dtype are options for modules: a function has no parameters",
             where=user_line(),
             fix="pass the module, or cast inside of the function",
         )

@@ -26,7 +26,7 @@ class FixCandidate:
 
     @property
     def fix(self) -> str:
-        return f'mark_sharding(%{self.value}, mesh, "{self.spec}") before it'
+        return f'call mark_sharding(%{self.value}, mesh, "{self.spec}") before it'
 
     @property
     def tried(self) -> str:

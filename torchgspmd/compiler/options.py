@@ -179,16 +179,17 @@ class Options:
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
             raise ShardingError(
-                f"an audit of {self.audit!r}",
+                f"audit is {self.audit!r}",
                 where=user_line(),
-                fix="audit=100: calls from one comparison to the next, 1 or more; None for never",
+                fix="give the calls from one comparison to the next, 1 or more, such as "
+                "audit=100; None for never",
             )
         limit = self.time_limit
         if limit is not None and limit <= timedelta():
             raise ShardingError(
-                f"a timeout of {limit.total_seconds():g} s",
+                f"timeout is {limit.total_seconds():g} s",
                 where=user_line(),
-                fix="seconds or a timedelta, more than 0; None for that of init_process_group",
+                fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
             )
 
     def check_backend(self) -> None:
@@ -266,8 +267,8 @@ def rows_for(reader: Reader) -> list[Option]:
 
 
 _INSTEAD = {
-    "cudagraphs": "torch.cuda.graph around a step of backend 'torch', check='first' (docs/gpu.md); "
-    "plan.uncapturable() names what such a graph cannot compute"
+    "cudagraphs": "use torch.cuda.graph around a step of backend 'torch', check='first' "
+    "(docs/gpu.md); plan.uncapturable() names what such a graph cannot compute"
 }
 
 

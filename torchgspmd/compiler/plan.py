@@ -123,7 +123,8 @@ class Plan(PlanFiles):
             raise ShardingError(
                 "this plan was planned by another process, which has the reasons for its layouts",
                 where=user_line(),
-                fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or torchgspmd.plan()",
+                fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or call "
+                "torchgspmd.plan()",
             )
         return self._layouts
 

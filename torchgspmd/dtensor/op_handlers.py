@@ -36,7 +36,7 @@ def set_data(self: DTensor, value: Tensor) -> None:
             f"is set to {value.dtype} of shape {list(value.shape)}",
             where=user_line(),
             why="programs were made for the one that was there",
-            fix="model.to(dtype) changes types; change shapes before the model is wrapped",
+            fix="change types by model.to(dtype), and shapes before the model is wrapped",
         )
     if not isinstance(value, DTensor):
         value = distribute_like(self, value)

@@ -97,10 +97,10 @@ def _error(tensor: DTensor) -> ShardingError:
         where=user_line(),
         why=f"this process has {tensor._local_tensor.numel()} of its {tensor.numel()} elements, "
         "and torch.save, pickle or safetensors would write these alone",
-        fix="on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 "
-        "`torch.save(state, path)`; on every rank, "
-        "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`; for one "
-        "tensor, on every rank, `tensor.full_tensor()`",
+        fix="run `state = gspmd.full_state_dict(model)` on every rank, and `torch.save(state, "
+        "path)` on rank 0; or run `torch.distributed.checkpoint.save(model.state_dict(), "
+        "checkpoint_id=path)` on every rank; for one tensor, call `tensor.full_tensor()` on "
+        "every rank",
     )
 
 

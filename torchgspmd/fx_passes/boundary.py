@@ -232,7 +232,7 @@ def _check_sizes(value: fx.Node, spec: ShardSpec, where: str | None) -> None:
                 where=where,
                 why="a device knows the rows of its shard only if the size is a whole number times "
                 "sizes of arguments",
-                fix=f"'{spec.with_dim(d, ())}', or pad it to a size that is known",
+                fix=f"use the layout '{spec.with_dim(d, ())}', or pad it to a size that is known",
             )
 
 

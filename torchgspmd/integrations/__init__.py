@@ -42,7 +42,7 @@ def library(name: str) -> ModuleType:
         raise ShardingError(
             f"{name.partition('.')[0]} is not installed",
             where=user_line(),
-            fix="pip install 'torchgspmd[integrations]'",
+            fix="run pip install 'torchgspmd[integrations]'",
         ) from None
 
 

@@ -62,7 +62,7 @@ def check_precision(accelerator: Any) -> None:
     """Raise ShardingError if autocast would be put around a model that is on a mesh already."""
     if accelerator.mixed_precision != "no":
         raise ShardingError(
-            f"mixed precision '{accelerator.mixed_precision}' for a model that is on a mesh",
+            f"mixed precision '{accelerator.mixed_precision}' is set for a model that is on a mesh",
             where=user_line(),
             why="autocast has to be part of the program, which parallelize makes",
             fix="pass the model of one device with its marks, or leave mixed precision out and "

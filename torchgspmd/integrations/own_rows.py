@@ -42,7 +42,7 @@ class OwnRows:
                     f"a batch of {len(rows)} rows is not divided by {self.parts} devices",
                     where=user_line(),
                     why="own_rows=True lets each rank read as many rows as any other",
-                    fix="drop_last=True and a batch size that is divided, or own_rows=False",
+                    fix="use drop_last=True and a batch size that is divided, or own_rows=False",
                 )
             yield rows[self.place * count : (self.place + 1) * count]
 
@@ -54,10 +54,10 @@ def read_own_rows(loader: Any, mesh: Meshes) -> Any:
     """Make a DataLoader read only this rank's rows, and return it."""
     if getattr(loader, "batch_sampler", None) is None:
         raise ShardingError(
-            f"own_rows=True for a {type(loader).__name__} without a batch sampler",
+            f"own_rows=True is given for a {type(loader).__name__} without a batch sampler",
             where=user_line(),
             why="rows of an iterable data set have no numbers",
-            fix="a data set with __getitem__ and __len__, or own_rows=False",
+            fix="use a data set with __getitem__ and __len__, or own_rows=False",
         )
     inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps a loader
     if not isinstance(inner.batch_sampler, OwnRows):  # a DataLoader refuses the plain assignment

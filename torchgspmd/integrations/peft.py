@@ -51,7 +51,7 @@ def get_peft_model(
         raise ShardingError(
             "the model is on no mesh",
             where=user_line(),
-            fix="peft.get_peft_model, then marks, then parallelize",
+            fix="call peft.get_peft_model, then mark the model, then call parallelize",
         )
     with _whole_weights(model):
         adapted = peft.get_peft_model(model._model, config, *args, **kwargs)

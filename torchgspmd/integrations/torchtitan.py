@@ -55,7 +55,7 @@ def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
             raise ShardingError(
                 f"parallel_dims has {name}={getattr(parallel_dims, name)}",
                 where=user_line(),
-                fix="marks of your own and parallelize: docs/parallelize.md, docs/pipelines.md",
+                fix="use marks of your own and parallelize: docs/parallelize.md, docs/pipelines.md",
             )
     sizes = {name: getattr(parallel_dims, name) for name in ("dp_replicate", "dp_shard", "tp")}
     mesh = Mesh(**sizes)

@@ -128,7 +128,7 @@ def _mark_tensors(
                 f"'{pattern}' gives '{spec}' to '{name}', which has {tensor.dim()} dimensions "
                 f"{list(tensor.shape)}",
                 where=user_line(),
-                fix=("" if pattern == name else "add an entry behind it: ")
+                fix=("write " if pattern == name else "add an entry behind it: ")
                 + f"'{name}': '{spec.of_rank(tensor.dim())}'",
             )
         _marked(tensor, mesh, spec)
@@ -183,12 +183,12 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
     syntax = "* matches within one part of a name, ** across parts"
     wider = re.sub(r"\*+", "**", pattern)
     if any(map(_glob(wider).fullmatch, names)):
-        return f"'{wider}' does: {syntax}"
+        return f"write '{wider}': {syntax}"
     # A frequent mistake: a regular expression, as other libraries' tables of names take.
     with suppress(re.error):
         if name := next(filter(re.compile(pattern).fullmatch, names), None):
             return (
-                "patterns are globs, not regular expressions, of which this one matches "
+                "write a glob, not a regular expression, of which this one matches "
                 f"'{name}': {syntax}"
             )
     end = pattern.removeprefix("**.")

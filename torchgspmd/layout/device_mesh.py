@@ -23,5 +23,5 @@ def mesh_of(mesh: Mesh | DeviceMesh | MeshLayout) -> Mesh:
     raise ShardingError(
         f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
         where=user_line(),
-        fix="Mesh(data=2, model=4)",
+        fix="pass a mesh such as Mesh(data=2, model=4)",
     )

@@ -303,7 +303,8 @@ def _name(name: object) -> str:
         raise ShardingError(
             f"{name!r} is no name of a dimension or an axis",
             where=user_line(),
-            fix='a rule is "heads": "model", "model+data", "data:p1", None, or a sequence of these',
+            fix='write a rule as "heads": "model", "model+data", "data:p1", None, or a sequence '
+            "of these",
         )
     return name
 

@@ -120,7 +120,8 @@ def _no_tensor(given: object, spec: object) -> ShardingError:
         fix = "pass a parameter, a buffer or a value inside of forward"
     elif name := next((name for name, _ in given.named_parameters()), None):
         fix = (
-            f"mark_sharding(module.{name}, mesh, ...), or annotate(module, mesh, {{'{name}': ...}})"
+            f"call mark_sharding(module.{name}, mesh, ...), or "
+            f"annotate(module, mesh, {{'{name}': ...}})"
         )
     else:
         fix = "mark its results: annotate(model, mesh, {name of the module: spec})"
@@ -140,7 +141,7 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
             f"the mark '{names}' has {len(names.split())} names, but the tensor has "
             f"{tensor.dim()} dimensions, {list(tensor.shape)}",
             where=user_line(),
-            fix="one word a dimension; _ for one without a name",
+            fix="write one word per dimension; use _ for a dimension without a name",
         )
     return _record(tensor, None, names)
 
@@ -165,7 +166,7 @@ def without_layout(names: str, where: str | None = None) -> ShardingError:
     return ShardingError(
         f"a mark names dimensions, '{names}', and no layout says how they lie on the mesh",
         where=where or user_line(),
-        fix='mesh=Layout({"batch": "data", ...}).on(mesh) in plan or parallelize',
+        fix='pass mesh=Layout({"batch": "data", ...}).on(mesh) to plan or parallelize',
     )
 
 

@@ -85,7 +85,7 @@ class Mesh:
             raise ShardingError(
                 "the DeviceMesh has no dimension names",
                 where=user_line(),
-                fix="init_device_mesh(..., mesh_dim_names=('data', 'model'))",
+                fix="call init_device_mesh(..., mesh_dim_names=('data', 'model'))",
             )
         return cls(**dict(zip(device_mesh.mesh_dim_names, map(int, device_mesh.mesh.shape))))
 

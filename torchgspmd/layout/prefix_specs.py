@@ -60,8 +60,8 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
             raise ShardingError(
                 f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
                 where=user_line(),
-                fix="one spec for each, None where it is open; "
-                "a spec itself is a string here, a tuple is a container",
+                fix="give one spec for each, None where it is open; a spec itself is a string "
+                "here, a tuple is a container",
             )
         return [
             spec
@@ -72,7 +72,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
         f"the specs given for {what} are a {type(prefix).__name__}, "
         f"where the value is a {type(tree).__name__}",
         where=user_line(),
-        fix="specs in string form, in the containers of the value",
+        fix="write specs as strings, in the containers of the value",
     )
 
 
@@ -128,7 +128,7 @@ def spread_inputs(
         raise ShardingError(
             f"one spec, '{prefix}', is given for {len(args)} arguments",
             where=user_line(),
-            fix="a tuple with one spec for each",
+            fix="give a tuple with one spec for each",
         )
     elif isinstance(prefix, (tuple, list)) and len(prefix) > len(args) and kwargs:
         names = ", ".join(f"'{name}': ..." for name in (*argument_names(fn, args), *kwargs))

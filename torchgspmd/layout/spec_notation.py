@@ -50,14 +50,14 @@ def parse_string(text: str) -> SpecFields:
         if reduction not in REDUCTIONS:
             raise ShardingError(
                 f"'{reduction}' in spec '{text}' is not a reduction; "
-                f"known are {', '.join(REDUCTIONS)}",
+                f"use one of {', '.join(REDUCTIONS)}",
                 where=user_line(),
             )
         if not all(map(_is_axis, pending)):
             raise ShardingError(
                 f"'{names}' in spec '{text}' is not an axis name",
                 where=user_line(),
-                fix="behind '@' an axis, or axes joined by '+'",
+                fix="write an axis behind '@', or axes joined by '+'",
             )
     dims, opens, windows, priorities = [], [], [], []
     for word in words:
@@ -73,7 +73,7 @@ def parse_string(text: str) -> SpecFields:
             raise ShardingError(
                 f"'{word}' in spec '{text}' is not an axis name",
                 where=user_line(),
-                fix="one word per dimension: '_', '?', an axis, or axes joined by '+'",
+                fix="write one word per dimension: '_', '?', an axis, or axes joined by '+'",
             )
         dims.append(axes)
         opens.append(is_open)

@@ -120,5 +120,5 @@ def unnamed_axes(given: tuple[object, ...]) -> ShardingError:
     return ShardingError(
         f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
         where=user_line(),
-        fix=f"Mesh({axes})",
+        fix=f"write Mesh({axes})",
     )

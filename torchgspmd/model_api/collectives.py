@@ -125,7 +125,7 @@ def _level(axis: str, what: Callable[..., object]) -> Level:
 def _dim(x: Tensor, dim: int, what: Callable[..., object]) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ShardingError(
-            f"{what.__name__} has dimension {dim}, of a tensor of shape {list(x.shape)}",
+            f"{what.__name__} names dimension {dim} of a tensor of shape {list(x.shape)}",
             where=user_line(),
         )
     return dim % x.dim()

@@ -92,7 +92,7 @@ def _own(spec: ShardSpec | None, axes: tuple[str, ...]) -> ShardSpec | None:
             f"spec '{spec}' of a manual region names '{other[0]}', which is not among its axes",
             where=user_line(),
             why="along other axes layouts are propagated",
-            fix=f"'_' in its place, or axes={(*axes, *other)}",
+            fix=f"write '_' in its place, or axes={(*axes, *other)}",
         )
     return spec
 
@@ -214,6 +214,6 @@ class _Region:
                 f"'{self.specs[i]}' lacks",
                 where=user_line(),
                 why="it depends on a shard, and no collective made it equal",
-                fix=f'all_reduce(x, "{axis}") if devices have terms of a sum, all_gather if they '
-                "have parts, or name the axis in out_specs",
+                fix=f'call all_reduce(x, "{axis}") if devices have terms of a sum, all_gather if '
+                "they have parts, or name the axis in out_specs",
             )

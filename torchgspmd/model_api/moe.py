@@ -133,7 +133,7 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
             f"weight of shape {list(weight.shape)} does not have a matrix for each of "
             f"{list(ends.shape)} ends",
             where=user_line(),
-            fix="weight [experts, m, h] and ends [experts]",
+            fix="pass weight [experts, m, h] and ends [experts]",
         )
     device = rows.device.type
     if torch.is_autocast_enabled(device) and weight.dtype != torch.float64:
@@ -189,7 +189,7 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
             f"rows of shape {list(rows.shape)} and weights of shape {list(weights.shape)} do not "
             f"fit {list(routed.rows.shape)} rows of {_choices(routed)} choices",
             where=user_line(),
-            fix="a row for each row of `dispatch`, and weights of the shape of expert_index",
+            fix="pass a row for each row of `dispatch`, and weights of the shape of expert_index",
         )
     shape, weights = weights.shape[:-1], weights.flatten(0, -2)
     if routed.slots is None:
@@ -213,7 +213,7 @@ def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: 
             f"tokens of shape {list(x.shape)} and experts of shape {list(expert_index.shape)} "
             "differ in more than the last dimension",
             where=user_line(),
-            fix="x [..., m] and expert_index [..., k]",
+            fix="pass x [..., m] and expert_index [..., k]",
         )
     if overflow not in OVERFLOW:
         raise ShardingError(
@@ -227,7 +227,7 @@ def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: 
             f"{tokens} tokens for {experts} experts cannot be cut into {parts} parts",
             where=user_line(),
             why="each group, and with a capacity each shard of it, has as many tokens",
-            fix="groups and shards that divide the tokens",
+            fix="choose groups and shards that divide the tokens",
         )
 
 

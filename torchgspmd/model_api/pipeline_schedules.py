@@ -22,26 +22,27 @@ def check_schedule(
         )
     if schedule not in names:
         raise ShardingError(
-            f"schedule '{schedule}' with{'out' if loss is None else ''} a loss",
+            f"schedule '{schedule}' is used with{'out' if loss is None else ''} a loss",
             where=user_line(),
             why="backwards between forwards need the loss of a microbatch, which is outside"
             if loss is None
             else "the stages of a pipeline with its loss have neighboring blocks",
-            fix="loss=fn, and self.blocks(x, targets=...): docs/pipelines.md"
+            fix="pass loss=fn, and call self.blocks(x, targets=...): docs/pipelines.md"
             if loss is None
             else "leave loss= out, or schedule='zero_bubble'",
         )
     # GPipe's stages are neighboring blocks, which a second round would split.
     if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
         raise ShardingError(
-            f"schedule '{schedule}' with {repeats} repeats and {microbatches} microbatches",
+            f"schedule '{schedule}' is used with {repeats} repeats and {microbatches} microbatches",
             where=user_line(),
-            fix="schedule='circular' has repeats, with a loss '1f1b' and 'zero_bubble' have; both "
-            "numbers are at least 1",
+            fix="use schedule='circular' for repeats, or with a loss '1f1b' or 'zero_bubble'; "
+            "both numbers have to be at least 1",
         )
     if memory is not None and (loss is None or memory < 1):
         raise ShardingError(
-            f"memory={memory} of a pipeline with{'out' if loss is None else ''} a loss",
+            f"a pipeline with{'out' if loss is None else ''} a loss is given memory={memory}",
             where=user_line(),
-            fix="a number of bytes, and loss=fn: without it all forwards come before all backwards",
+            fix="give a number of bytes, and loss=fn: without it all forwards come before all "
+            "backwards",
         )

@@ -110,10 +110,10 @@ def pipeline(
     check_schedule(schedule, repeats, microbatches, loss, memory)
     if repeats > 1 and microbatches < mesh.count((axis,)):
         raise ShardingError(
-            f"a circular pipeline of {mesh.count((axis,))} stages and {microbatches} microbatches",
+            f"a circular pipeline has {mesh.count((axis,))} stages and {microbatches} microbatches",
             where=user_line(),
             why="a microbatch comes round when all others have been begun",
-            fix="as many microbatches as stages, or more",
+            fix="use as many microbatches as stages, or more",
         )
     vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
     stages = mesh.count((axis,))
@@ -367,7 +367,7 @@ class Pipeline(StackedBlocks):
             raise ShardingError(
                 f"a batch of {leaf.shape[0]} is divided into {self.microbatches} microbatches",
                 where=user_line(),
-                fix="a batch that they divide",
+                fix="use a batch that they divide",
             )
         # The minor part is split off, so a shard of the batch has rows of every microbatch.
         return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)

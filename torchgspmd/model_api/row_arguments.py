@@ -55,7 +55,8 @@ class RowArguments:
                     f"argument '{name}' of a pipeline has {batch} rows, as many as the batch",
                     where=user_line(),
                     why="a stage computes on a part of the batch",
-                    fix=f"rows=('{name}',) gives it the same part of the argument, rows=() all",
+                    fix=f"pass rows=('{name}',), which gives it the same part of the argument, "
+                    "or rows=(), which gives all",
                 )
             self.places += [i] * (name in names)
 

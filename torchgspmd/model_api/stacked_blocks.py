@@ -89,7 +89,7 @@ class StackedBlocks(nn.Module):
             return self.block
         if [*range(self.count)[index]] != [*range(self.count)]:
             raise ShardingError(
-                f"a part of {self.count} stacked blocks: {index}",
+                f"a part of {self.count} stacked blocks is taken: {index}",
                 where=user_line(),
                 why="all of them are one call",
                 fix="stack the parts by themselves",
@@ -148,10 +148,10 @@ def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> Non
 def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
     """Return the parameters' names. Raise unless the blocks differ in values alone."""
     if not blocks:
-        raise ShardingError(f"a {what} of no blocks", where=user_line())
+        raise ShardingError(f"a {what} has no blocks", where=user_line())
     if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
         raise ShardingError(
-            f"a {what} of stacked blocks",
+            f"a {what} is made of stacked blocks",
             where=user_line(),
             fix=f"give the blocks themselves to {what}",
         )
@@ -191,7 +191,8 @@ def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
                     f"{value!r}, {its!r}",
                     where=user_line(),
                     why="all blocks run one program, with the numbers of the first",
-                    fix="a parameter or an argument, or, if forward does not use it, set it alike",
+                    fix="make it a parameter or an argument, or, if forward does not use it, "
+                    "set it alike",
                 )
 
 

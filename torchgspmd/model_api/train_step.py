@@ -183,7 +183,7 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
                     "the model's",
                     where=user_line(),
-                    fix="train_step(model, AdamW(model.parameters()), loss)",
+                    fix="call train_step(model, AdamW(model.parameters()), loss)",
                 )
     return [
         [known[id(p)] for p in group["params"] if p.requires_grad]

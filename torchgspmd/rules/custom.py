@@ -61,7 +61,7 @@ def rule(
     for kind in reductions.values():
         if kind not in IDENTITY:
             raise ShardingError(
-                f"'{kind}' is not a reduction; known are {', '.join(IDENTITY)}", where=where
+                f"'{kind}' is not a reduction; use one of {', '.join(IDENTITY)}", where=where
             )
     if target in RULES and target not in _CUSTOM:
         raise ShardingError(f"{target} has a rule already", where=where)
@@ -107,5 +107,5 @@ def _parse(sentence: str, where: str | None) -> Sentence:
         raise ShardingError(
             str(error),
             where=where,
-            fix="tensors separated by commas, factors by blanks: 'b k, k n -> b n'",
+            fix="separate tensors by commas, factors by blanks: 'b k, k n -> b n'",
         ) from error

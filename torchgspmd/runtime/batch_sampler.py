@@ -75,20 +75,20 @@ class BatchSampler(Sampler[list[int]]):
         place = mesh.index(names, mesh.coordinates(rank))
         if last not in LAST:
             raise ShardingError(
-                f"last is '{last}'", where=user_line(), fix=f"one of {', '.join(LAST)}"
+                f"last is '{last}'", where=user_line(), fix=f"use one of {', '.join(LAST)}"
             )
         if batch_size % shards:
             raise ShardingError(
                 f"a batch of {batch_size} rows is not divided by {shards} devices of "
                 f"{' and '.join(names)}",
                 where=user_line(),
-                fix=f"a batch of {shards * -(-batch_size // shards)} rows",
+                fix=f"use a batch of {shards * -(-batch_size // shards)} rows",
             )
         if self.length < batch_size and last == "drop" or not self.length:
             raise ShardingError(
                 f"{self.length} rows fill no batch of {batch_size}",
                 where=user_line(),
-                fix='a smaller batch, or last="repeat"',
+                fix='use a smaller batch, or last="repeat"',
             )
         rows = batch_size // shards
         self._rows = slice(place * rows, (place + 1) * rows)
@@ -171,5 +171,5 @@ def _rank(mesh: Mesh) -> int:
     raise ShardingError(
         f"{mesh} has {mesh.size} devices, and this process is in no process group",
         where=user_line(),
-        fix="torch.distributed.init_process_group() before",
+        fix="call torch.distributed.init_process_group() before",
     )

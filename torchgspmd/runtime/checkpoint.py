@@ -192,7 +192,7 @@ def _not_written(path: Path, error: BaseException) -> ShardingError:
         f"the checkpoint {path} could not be written: rank {rank} has raised {text}",
         where=user_line(),
         why=_newest_text(path.parent),
-        fix="room on the disk, or another folder; training may go on",
+        fix="make room on the disk, or use another folder; training may go on",
     )
 
 
@@ -253,7 +253,7 @@ def load(
             raise ShardingError(
                 f"there is no checkpoint at {path}",
                 where=user_line(),
-                fix="a folder that gspmd.save has written, or one of such folders",
+                fix="pass a folder that gspmd.save has written, or a folder of such folders",
             )
         path = found[-1]
     said = _read(path / FILE)
@@ -265,7 +265,7 @@ def load(
             f"the checkpoint {path} has no state '{lacking[0]}'",
             where=user_line(),
             why=f"it was saved with {', '.join(map(repr, said['states'])) or 'no states'}",
-            fix="the names that save got",
+            fix="use the names that save got",
         )
     weights, state, _ = state_of(model, optimizer)
     fresh = said.get("fresh", [])
@@ -311,9 +311,9 @@ def _damaged(path: Path, fault: str) -> ShardingError:
         fault,
         where=user_line(),
         why=f"the checkpoint {path} is damaged, and nothing of it was loaded",
-        fix=f"there is no other whole checkpoint in {path.parent}"
+        fix=f"start from the beginning: there is no other whole checkpoint in {path.parent}"
         if whole is None
-        else f"gspmd.load('{whole}', ...), the newest whole checkpoint, of step "
+        else f"call gspmd.load('{whole}', ...): it is the newest whole checkpoint, of step "
         f"{_read(whole / FILE)['step']}",
     )
 
@@ -338,7 +338,7 @@ def _read(file: Path) -> dict[str, Any]:
             f"{file} is no file of gspmd.save",
             where=user_line(),
             why="it has another checksum, or holds more than a step and states",
-            fix=f"another checkpoint: {_newest_text(file.parent.parent)}",
+            fix=f"use another checkpoint: {_newest_text(file.parent.parent)}",
         )
     return said
 
@@ -386,7 +386,7 @@ def meet(failure: BaseException | None) -> None:
                 f"rank {rank} has not written the checkpoint: {text}",
                 where=user_line(),
                 why="a checkpoint needs the parts of all ranks; the one before stays as it was",
-                fix="the error of that rank",
+                fix="read the error of that rank",
             )
 
 

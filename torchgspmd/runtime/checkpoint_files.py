@@ -131,7 +131,7 @@ def _shared(writing: Path, why: str) -> ShardingError:
         f"two jobs write the checkpoint {writing}",
         where=user_line(),
         why=why,
-        fix="a folder of its own for each job; end the other one if it is a former start of this",
+        fix="give each job a folder of its own; end the other one if it is a former start of this",
     )
 
 

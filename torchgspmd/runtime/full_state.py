@@ -68,7 +68,7 @@ def full_state_dict(
         raise ShardingError(
             f"full_state_dict takes a model and an optimizer, and got {type(wrong).__name__}",
             where=user_line(),
-            fix="full_state_dict(model, optimizer)",
+            fix="call full_state_dict(model, optimizer)",
         )
     tables = [*tables_of(model)]
     stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
@@ -120,7 +120,7 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
         raise ShardingError(
             "no tensor of the model is on a mesh of processes",
             where=user_line(),
-            fix="model.state_dict() has the whole tensors already",
+            fix="call model.state_dict(), which has the whole tensors already",
         )
     described = [(name, f"{t.dtype} {list(t.shape)} {_placements(t)}") for name, t in tensors]
     meta = next((name for name, t in tensors if t.device.type == "meta"), None)
@@ -128,8 +128,8 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
         raise ShardingError(
             f"'{meta}' is on meta: it has no values",
             where=user_line(),
-            fix=f"model.to_empty(device='{groups.device_type}'), "
-            "then initialize it or load its values",
+            fix=f"call model.to_empty(device='{groups.device_type}'), then initialize it or load "
+            "its values",
         )
     for _, t in tensors:
         if isinstance(t, DTensor):

@@ -251,14 +251,14 @@ def _pairs(source: Any) -> Iterator[tuple[str, Any]]:
             raise ShardingError(
                 f"there is no file of tensors at {path}",
                 where=user_line(),
-                fix="the path of a file of torch.save or safetensors, or of a folder of these",
+                fix="pass the path of a file of torch.save or safetensors, or of a folder of these",
             )
         for file in files:
             yield from _file(file)
     elif isinstance(source, Mapping):
         yield from source.items()
     elif source is None:
-        raise ShardingError("rank 0 has no source", fix="load_full_state_dict(model, source)")
+        raise ShardingError("rank 0 has no source", fix="call load_full_state_dict(model, source)")
     else:
         yield from source
 

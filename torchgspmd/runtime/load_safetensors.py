@@ -132,7 +132,7 @@ def _agree(groups: ProcessGroups, problem: str) -> None:
             where + problems[first],
             where=user_line(),
             why="load_safetensors takes the names and shapes of the one-device model",
-            fix="rename=, which returns the model's name for one of a file, or strict=False",
+            fix="pass rename=, which returns the model's name for one of a file, or strict=False",
         )
 
 

@@ -219,8 +219,9 @@ class ModuleProxy(nn.Module):
             "DistributedDataParallel is around a module on a mesh",
             where=user_line(),
             why="the mesh shards the batch and reduces the gradients",
-            fix="leave it out, and shard the batch: parallelize(..., in_specs='data _'); for "
-            "transformers' Trainer and accelerate, which put it there, torchgspmd.integrations",
+            fix="leave it out, and shard the batch: parallelize(..., in_specs='data _'); use "
+            "torchgspmd.integrations for transformers' Trainer and accelerate, which put it "
+            "there",
         )
 
     def named_modules(self, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Module]]:
@@ -247,9 +248,10 @@ class ModuleProxy(nn.Module):
             "a module on a mesh cannot be pickled",
             where=user_line(),
             why="its processes would have to be there when it is read",
-            fix="on every rank, `state = gspmd.full_state_dict(model)`, and on rank 0 "
-            "`torch.save(state, path)`; or, on every rank, "
-            "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)`",
+            fix="run `state = gspmd.full_state_dict(model)` on every rank, and "
+            "`torch.save(state, path)` on rank 0; or run "
+            "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` on "
+            "every rank",
         )
 
     def compile(self, *args: object, **kwargs: object) -> NoReturn:
@@ -257,7 +259,7 @@ class ModuleProxy(nn.Module):
         raise ShardingError(
             "a module on a mesh is compiled by its backend",
             where=user_line(),
-            fix="parallelize(..., backend='inductor')",
+            fix="call parallelize(..., backend='inductor')",
         )
 
     def _trainable(self) -> tuple[bool, ...]:

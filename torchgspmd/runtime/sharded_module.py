@@ -200,8 +200,9 @@ class ShardedModule(MeshModule):
                 f"parameter '{path}' is a plain tensor",
                 where=user_line(),
                 why="it was put into the model after parallelize",
-                fix="change the model before it is wrapped; put in a DTensor (torch's "
-                "distribute_tensor); for adapters, torchgspmd.integrations.peft.get_peft_model",
+                fix="change the model before it is wrapped, or put in a DTensor (torch's "
+                "distribute_tensor); for adapters, use "
+                "torchgspmd.integrations.peft.get_peft_model",
             )
         return super()._kind(name, value)
 
@@ -352,8 +353,8 @@ class ShardedModule(MeshModule):
                 raise ShardingError(
                     f"'{name}' is on meta: it has no values",
                     where=user_line(),
-                    fix=f"model.to_empty(device='{self._groups.device_type}'), "
-                    "then initialize it or load its values",
+                    fix=f"call model.to_empty(device='{self._groups.device_type}'), then "
+                    "initialize it or load its values",
                 )
         captured, specs = self._capture(call)
         tensors = self._tensors(call, captured)

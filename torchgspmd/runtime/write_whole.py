@@ -74,6 +74,6 @@ def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
         raise ShardingError(
             f"rank 0 has not written the model: {said}",
             where=user_line(),
-            fix="the error of rank 0",
+            fix="read the error of rank 0",
         )
     return result

@@ -148,8 +148,8 @@ class XlaModule(MeshModule):
         return ShardingError(
             f"'{name}' is on {tensor.device}, not on {self._device}",
             where=user_line(),
-            fix="model.to_empty(device='xla') after a model on meta, then initialize it; "
-            "other changes before it is wrapped",
+            fix="call model.to_empty(device='xla') for a model on meta, then initialize it; "
+            "make other changes before it is wrapped",
         )
 
     def _finish_step(self, optimizer: Optimizer) -> None:

@@ -69,7 +69,7 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
         raise ShardingError(
             "there is no process group to measure",
             where=user_line(),
-            fix="torch.distributed.init_process_group() first, under torchrun",
+            fix="call torch.distributed.init_process_group() first, under torchrun",
         )
     device = "cpu" if dist.get_backend() == "gloo" else torch.accelerator.current_accelerator()
     with torch.random.fork_rng():  # drawing the models' weights must not move the user's generator

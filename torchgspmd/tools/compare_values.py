@@ -74,7 +74,7 @@ def compare(
         raise ShardingError(
             f"compare gets a {type(model).__name__}",
             where=user_line(),
-            fix="the module that parallelize returned, or a Plan",
+            fix="pass the module that parallelize returned, or a Plan",
         )
     # Both programs draw the same numbers, and the caller's next ones are not changed.
     random = torch.get_rng_state()
@@ -143,7 +143,7 @@ def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict)
                 raise ShardingError(
                     f"the reference has no '{each.name}' of shape {list(each.shape)}",
                     where=user_line(),
-                    fix="the same model, as it was before parallelize: copy.deepcopy(model)",
+                    fix="pass the same model, as it was before parallelize: copy.deepcopy(model)",
                 )
             found.append(whole_of(tensor).detach().clone())
     leaves = pytree.tree_leaves((args, kwargs))

@@ -75,7 +75,8 @@ def debug(
         raise ShardingError(
             f"debug gets a {type(model).__name__}",
             where=user_line(),
-            fix="the module that parallelize returned for backend='torch' or 'inductor', or a Plan",
+            fix="pass the module that parallelize returned for backend='torch' or 'inductor', "
+            "or a Plan",
         )
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if isinstance(model, Plan):

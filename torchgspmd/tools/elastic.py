@@ -209,12 +209,15 @@ def elastic(
         raise ShardingError(
             "elastic is called in a process that has a process group",
             where=user_line(),
-            fix="call it first: it starts the processes and makes their groups",
+            fix="call elastic first, before any process group exists: it starts the processes "
+            "and makes their groups",
         )
     for option, value in {"processes": processes, "every": every, "copies": copies}.items():
         if value < 1:
             what = f"elastic gets {value} processes" if option == "processes" else None
-            raise ShardingError(what or f"{option} is {value}", where=user_line(), fix="1 or more")
+            raise ShardingError(
+                what or f"{option} is {value}", where=user_line(), fix=f"give {option}=1, or more"
+            )
     worker = _Worker(
         fn, args, Path(folder), every, copies, keep=keep, backend=backend, threads=threads
     )
@@ -249,7 +252,7 @@ def elastic(
         raise RankError(
             f"rank {rank} has failed, after {restarts} starts anew: {failure.message}",
             where=user_line(),
-            fix="the error of that rank; restarts= is the number of starts",
+            fix="read the error of that rank; restarts= is the number of starts",
         ) from None
     except SignalException as error:
         if error.sigval == signal.SIGINT:

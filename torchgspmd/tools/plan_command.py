@@ -116,7 +116,7 @@ def example_of(file: Path, mesh: Mesh, options: list[str]) -> tuple[Any, tuple]:
     if example is None:
         raise ShardingError(
             f"{file} has no function 'example'",
-            fix="def example(mesh): return model, (tokens, targets)",
+            fix="write def example(mesh): return model, (tokens, targets)",
         )
     with torch.device("meta"):
         return example(mesh, **dict(map(_option, options)))
@@ -145,7 +145,7 @@ def _option(text: str) -> tuple[str, Any]:
     """Return an option's name and value; digits are a number, also with a point."""
     name, equals, value = text.partition("=")
     if not equals:
-        raise ShardingError(f"'{text}' is no option of example", fix="name=value")
+        raise ShardingError(f"'{text}' is no option of example", fix="write name=value")
     if value.replace(".", "", 1).isdecimal():
         return name, float(value) if "." in value else int(value)
     return name, value

@@ -69,7 +69,7 @@ class StepLog:
         hardware: Hardware | str | None = None,
     ) -> None:
         if every < 1:
-            raise ShardingError(f"every is {every}", where=user_line(), fix="1 or more")
+            raise ShardingError(f"every is {every}", where=user_line(), fix="give every=1, or more")
         self.total, self.every, self.tokens = total, every, tokens
         self.count, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
         self._model, self._wandb = model, wandb if self.rank == 0 else None
@@ -232,7 +232,7 @@ def _writer(folder: str | Path) -> Any:
         return import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
     except ImportError as error:
         raise ShardingError(
-            "tensorboard is not installed", where=user_line(), fix="pip install tensorboard"
+            "tensorboard is not installed", where=user_line(), fix="run pip install tensorboard"
         ) from error
 
 

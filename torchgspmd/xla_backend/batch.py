@@ -58,7 +58,7 @@ def parts(
                 f"dimension {d} of a host's batch has {size} rows, "
                 f"which its {len(own[d])} shards do not divide",
                 where=user_line(),
-                fix="the same number of rows for every device, on every host",
+                fix="give every device the same number of rows, on every host",
             )
         shape.append(size * mesh.count(axes) // len(own[d]))
     rows = spec.local_shape(shape, mesh)

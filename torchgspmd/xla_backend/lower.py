@@ -204,5 +204,5 @@ def _check_supported(graph: fx.Graph) -> None:
             raise ShardingError(
                 f"{name} loses the gradient",
                 where=node.meta.get("source"),
-                fix="torchgspmd.mark_sharding",
+                fix="use torchgspmd.mark_sharding",
             )

@@ -13,7 +13,8 @@ from ..errors import ShardingError, user_line
 from ..layout.mesh import Mesh
 
 _INSTALL = (
-    "pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 'torch_xla[tpu]==2.9.0'"
+    "run pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 "
+    "'torch_xla[tpu]==2.9.0'"
 )
 
 
@@ -45,7 +46,7 @@ def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
             f"mesh {mesh} has {mesh.size} devices, XLA has {devices}",
             where=user_line(),
             why="torch_xla partitions for all devices at once; a part of them cannot be a mesh",
-            fix="an axis more, or CPU_NUM_DEVICES for virtual devices on the CPU",
+            fix="add an axis, or set CPU_NUM_DEVICES for virtual devices on the CPU",
         )
     return torch_xla.device()
 

@@ -56,7 +56,7 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
         raise ShardingError(
             "a DTensor is given to a program on XLA",
             where=user_line(),
-            fix="the global batch as a plain tensor, or shard_batch",
+            fix="pass the global batch as a plain tensor, or call shard_batch",
         )
     if tensor.device == device:
         return tensor

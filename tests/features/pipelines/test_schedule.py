@@ -54,7 +54,7 @@ def test_less_time_is_lost_with_more_memory():
     points = curve(4, 12)
     assert points[3] == (4, 3.0) and points[-1] == (7, 0.0)
     assert all(a >= b for (_, a), (_, b) in zip(points, points[1:]))
-    with pytest.raises(gspmd.ShardingError, match="keeps 0 activations"):
+    with pytest.raises(gspmd.ShardingError, match="keep only 0 activations"):
         list_schedule(2, 2, memory=0)
 
 

@@ -179,7 +179,7 @@ class PlanFiles(Later, RunnablePlan):
                 "this plan was read from a file, and cannot be simulated",
                 where=user_line(),
                 why=self._lacks,
-                fix="torchgspmd.plan() of the model",
+                fix="call torchgspmd.plan() with the model",
             )
         # At the first run only: it costs as much as planning, and printing needs no such proof.
         if not self._is_checked:

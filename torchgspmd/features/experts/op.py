@@ -285,7 +285,7 @@ def within(counts: Tensor, room: int, where: str | None) -> Tensor:
             f"for {room}",
             where=where,
             why="dispatch has a capacity, and drops nothing in silence",
-            fix='a larger capacity, or overflow="count", which drops rows and counts them',
+            fix='give a larger capacity, or overflow="count", which drops rows and counts them',
         )
     return counts.clone()
 

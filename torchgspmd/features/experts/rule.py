@@ -209,7 +209,7 @@ def _within(counts: Tensor, room: int, where: str | None) -> Tensor:
     raise ShardingError(
         "dispatch has a capacity, and a program of XLA cannot raise an error",
         where=where,
-        fix='overflow="count", and a look at what was dropped',
+        fix='use overflow="count", and look at what was dropped',
     )
 
 

@@ -81,9 +81,9 @@ def list_schedule(
     """
     if memory is not None and memory < rounds:
         raise ShardingError(
-            f"a schedule that keeps {memory} activations",
+            f"no schedule can keep only {memory} activations",
             where=user_line(),
-            fix=f"memory={rounds}, or more",
+            fix=f"give memory={rounds}, or more",
         )
     places = StagePlacement(stages, rounds, split and rounds == 2)
     return _shortest(places, microbatches, "FBW" if split else "FB", memory, times or Times())

@@ -115,10 +115,10 @@ def order_within(order: Order, activation: int, has_backward: bool) -> Order:
     most = order.memory // activation if activation else m * rounds
     if most < (m if order.name == "gpipe" else rounds):
         raise ShardingError(
-            f"memory={order.memory} bytes for activations of a pipeline, of which a microbatch "
-            f"takes {activation}" + f" in each of {rounds} rounds" * (rounds > 1),
+            f"a pipeline has memory={order.memory} bytes for activations, and a microbatch takes "
+            f"{activation}" + f" in each of {rounds} rounds" * (rounds > 1),
             where=user_line(),
-            fix="more microbatches, recompute=True or more memory"
+            fix="use more microbatches, recompute=True or more memory"
             + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
         )
     # More than the usual limit would gain nothing.

@@ -302,7 +302,7 @@ class _Cut:
                     where=node.meta.get("source"),
                     why="while a stage computes the forward another one computes its backward",
                     fix="mark no weight or value of the blocks and of the loss along that axis, "
-                    "or schedule='gpipe' without loss=",
+                    "or use schedule='gpipe' without loss=",
                 )
 
 

@@ -223,8 +223,8 @@ def needs_number(name: str, source: str | None) -> ShardingError:
         f"%{name} needs the number of a size that only a run knows",
         where=source,
         why="no argument of it has this size, and devices have one program for all sizes",
-        fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False); "
-        "a size that depends on values: pad it to a known one",
+        fix="make a plan for each size: leave out dynamic=, or call parallelize(dynamic=False); "
+        "pad a size that depends on values to a known one",
     )
 
 

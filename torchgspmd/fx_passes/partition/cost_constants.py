@@ -155,6 +155,6 @@ class CostConstants:
                 raise ShardingError(
                     f"costs has {name}={value!r}",
                     where=user_line(),
-                    fix=f"a number {'above' if divides else 'not below'} 0",
+                    fix=f"give a number {'above' if divides else 'not below'} 0",
                 )
         return replace(self, **(values or {}))

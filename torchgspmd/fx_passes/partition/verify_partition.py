@@ -31,7 +31,8 @@ def check_open_sizes(graph: fx.Graph) -> None:
                 f"{faults[0]}: a run of another size would have rows of padding",
                 where=node.meta.get("source"),
                 why="this is a fault of torchgspmd; please report it",
-                fix="a plan for each size: leave out dynamic=, or parallelize(dynamic=False)",
+                fix="make a plan for each size: leave out dynamic=, or call "
+                "parallelize(dynamic=False)",
             )
 
 

@@ -46,7 +46,8 @@ class Meter:
                 raise ShardingError(
                     f"metric '{name}' is a {type(metric).__name__}",
                     where=user_line(),
-                    fix="a Metric, as accuracy() returns, or an object with update, compute, reset",
+                    fix="pass a Metric, as accuracy() returns, or an object with update, "
+                    "compute, reset",
                 )
         self._sums: dict[str, Tensor] = {}
         self._mesh: DeviceMesh | None = None  # all batches' outputs are on it
@@ -81,7 +82,7 @@ class Meter:
                 f"outputs of one batch are on {mesh}, those of another on {self._mesh}",
                 where=user_line(),
                 why="rows of a DTensor are summed over devices, and those of plain tensors are not",
-                fix="evaluation.evaluate, or parallelize(..., out_specs=...) with a layout",
+                fix="use evaluation.evaluate, or parallelize(..., out_specs=...) with a layout",
             )
         self._mesh, self._is_empty = mesh, False
         for name, metric in self.metrics.items():
@@ -167,7 +168,7 @@ class Meter:
             raise ShardingError(
                 f"a metric has failed on {int(failed)} of {groups.mesh.size} processes",
                 where=user_line(),
-                fix="these say why",
+                fix="read the errors of these processes, which say why",
             )
         return total
 
@@ -178,7 +179,7 @@ def _check(name: str, metric: Metric, sums: Tensor) -> None:
         raise ShardingError(
             f"metric '{name}' returned sums of shape {list(sums.shape)}, not [{metric.count}]",
             where=user_line(),
-            fix=f"Metric(sums, count={sums.numel()}), and torch.stack of numbers",
+            fix=f"give Metric(sums, count={sums.numel()}), and stack numbers by torch.stack",
         )
 
 

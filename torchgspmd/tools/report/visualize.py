@@ -199,7 +199,7 @@ def visualize(
         raise ShardingError(
             "a layout alone does not say who holds what",
             where=user_line(),
-            fix='visualize("data _", mesh, (8, 4))',
+            fix='call visualize("data _", mesh, (8, 4))',
         )
     devices = mesh_of(mesh)
     spec = ShardSpec.parse(tensor).closed().check(devices, shape)

@@ -240,7 +240,7 @@ class Proposal:
         """Return a whole script for torchrun: process group, model, marks, loop."""
         if self.source is None:
             raise ShardingError(
-                "this proposal is not of suggest", where=user_line(), fix="proposal.code"
+                "this proposal is not of suggest", where=user_line(), fix="use proposal.code"
             )
         return self.source.script(self._wrapping(), self.mesh.size, self.savings.microbatches)
 

@@ -115,7 +115,7 @@ def size_of(memory: str | float) -> float:
         return float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
     except ValueError:
         raise ShardingError(
-            f"memory '{memory}' is no size", where=user_line(), fix='"80GB" or 80e9'
+            f"memory '{memory}' is no size", where=user_line(), fix='write "80GB" or 80e9'
         ) from None
 
 
