@@ -84,8 +84,8 @@ class Options:
     skip_passes: Iterable[str] = _option(
         (),
         "plan parallelize",
-        'Passes to leave out, from "bucket", "collective_matmul", "overlap" and "prefetch"; the '
-        "same on all ranks.",
+        'Passes to leave out, such as "prefetch"; the same on all ranks. docs/schedule.md has the '
+        "names.",
     )
     costs: Mapping[str, float] | None = _option(
         None,
