@@ -1,4 +1,4 @@
-"""The certificate of a plan: each value of its programs is the value of one device, in a layout."""
+"""A plan's certificate: each value in its programs is one device's value, in a layout."""
 
 from .blame import blamed
 from .certificate import Certificate, Uncertified, certify

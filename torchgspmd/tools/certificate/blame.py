@@ -1,6 +1,6 @@
 """Which pass has made a program wrong: plan again, and compare the program behind each pass.
 
-Up to `localize` a program is one of global shapes: one device evaluates it. Then the devices do.
+Up to `localize` a program has global shapes, so one device evaluates it. Then the devices do.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class _Wrong(Exception):
 
 
 def blamed(plan: Plan, error: ShardingError) -> ShardingError:
-    """Return the error of a plan with the pass that made it wrong, if planning again shows it.
+    """Add to a plan's error the pass that made it wrong, if planning again shows it.
 
-    A plan of a file has no passes: its error stays as it is.
+    A plan from a file has no passes: its error stays as it is.
     """
     if plan._replanner is None:
         return error
@@ -41,7 +41,7 @@ def blamed(plan: Plan, error: ShardingError) -> ShardingError:
 
 
 def _compare(name: str, program: Program) -> None:
-    """Raise _Wrong if a program, as a pass has left it, is not that of one device."""
+    """Raise _Wrong if a program, as a pass has left it, computes other values than one device."""
     is_local = program.stage >= LOCAL
     graph = program.sharded if is_local else program.graph
     plan = Plan(program.mesh, program.captured, graph, program.graph, None, {})

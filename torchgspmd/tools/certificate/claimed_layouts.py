@@ -1,4 +1,4 @@
-"""Layouts as a certificate sees them: which elements of a global tensor each device holds."""
+"""Layouts as a certificate sees them: which elements each device holds."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ Rows = tuple[list[int], list[int]]  # of the global tensor, and their places in 
 def rows_of(
     shape: Sequence[int], spec: ShardSpec, mesh: Mesh, local: Sequence[int], rank: int
 ) -> Iterator[Rows]:
-    """Yield the rows that a device holds of each dimension. local: the shape of its shard."""
+    """Yield the rows that a device holds along each dimension. local: its shard's shape."""
     at = mesh.coordinates(rank)
     for d, (size, axes, rows) in enumerate(zip(shape, spec.dims, local)):
         if (window := spec.window(d)) is not None:
             index = int(mesh.index(axes, at)) if axes else 0
+            # Rows outside [begin, end) are the window's fill, not the tensor's.
             held = [window.first(index) + k for k in range(rows)]
             inside = [k for k, row in enumerate(held) if window.begin <= row < window.end]
             wrap = window.wrap or size
@@ -36,16 +37,17 @@ def rows_of(
 
 
 def shard_shape(shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> list[int]:
-    """Return the shape of a shard: rows divided and rounded up, or those of a window."""
+    """Return a shard's shape: rows divided and rounded up, or a window's rows."""
     result = []
     for d, (size, axes) in enumerate(zip(shape, spec.dims)):
         window = spec.window(d)
+        # Rounded up: every device has a shard of one shape, the last ones padded.
         result.append(window.length if window else -(-size // mesh.count(axes)))
     return result
 
 
 def cut(x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = None) -> list[Tensor]:
-    """Return the shards of a tensor; NaN, or zeros of integers, are where a shard has no rows."""
+    """Cut a tensor into shards; NaN, or 0 for integers, is where a shard has no rows."""
     local, shards = shard_shape(x.shape, spec, mesh), []
     for rank in range(mesh.size) if ranks is None else ranks:
         shard = poison(local, x)
@@ -65,7 +67,7 @@ def cut(x: Tensor, spec: ShardSpec, mesh: Mesh, ranks: Iterable[int] | None = No
 
 
 def poison(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Return a tensor of NaN; of zeros, if the dtype has none."""
+    """Return a tensor filled with NaN, or with 0 if the dtype has none."""
     if like.is_floating_point() or like.is_complex():
         return torch.full([*shape], math.nan, dtype=like.dtype, device=like.device)
     return torch.zeros([*shape], dtype=like.dtype, device=like.device)
@@ -80,7 +82,7 @@ def _number(fill: float, dtype: torch.dtype) -> float | int:
 
 
 def _grid(rows: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    """Return indices that select these rows of each dimension: slices, where rows follow."""
+    """Return indices that select these rows along each dimension: slices, where rows follow."""
     if all(r and r[-1] - r[0] + 1 == len(r) and [*r] == [*range(r[0], r[-1] + 1)] for r in rows):
         return tuple(slice(r[0], r[-1] + 1) for r in rows)
     rank = len(rows)
@@ -94,6 +96,7 @@ def reduced(shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh) -> list[Tenso
     """Return the shards with the pending reduction done."""
     if not spec.pending:
         return list(shards)
+    # In the order of the ranks; trials allow for rounding.
     result, combine = list(shards), COMBINE[spec.reduction]
     for group in mesh.groups(spec.pending):
         total = reduce(combine, [shards[rank] for rank in group])
@@ -105,7 +108,7 @@ def reduced(shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh) -> list[Tenso
 def compared(
     shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh, truth: Tensor
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield (device, its rows of a value, the same rows of the truth).
+    """Yield (device, its rows, the same rows in the truth).
 
     Shards that do not cover the value are compared whole: their shape differs from its own.
     """
@@ -119,7 +122,7 @@ def compared(
 
 
 def _covers(local: Sequence[int], shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> bool:
-    """Return whether shards of a shape have all rows of a value, each as many as it has to."""
+    """Return whether shards with a shape hold all rows of a value, each as many as it must."""
     windows = spec.windows or (None,) * len(shape)
     return len(local) == len(shape) and all(
         rows == window.length if window else rows * mesh.count(axes) >= size
@@ -137,6 +140,7 @@ def gathered(
     """Return the global tensor whose parts some devices hold."""
     whole = poison(shape, shards[0])
     for rank in ranks:
+        # Without dimensions there are no rows: any device has the value.
         if not shape:
             return shards[rank]
         chosen, held = zip(*rows_of(shape, spec, mesh, shards[rank].shape, rank))

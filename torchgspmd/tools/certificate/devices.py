@@ -1,6 +1,6 @@
-"""The programs of all devices, evaluated in lockstep, with a table of its own for collectives.
+"""All devices' programs, evaluated in lockstep, with their own collectives table.
 
-A value that says which value it is of the partitioned graph (meta "value") is a claim.
+A value that says which value in the partitioned graph it is (meta "value") is a claim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .one_device import drawn
 
 At = Mapping[int, int]  # devices with work of their own -> their microbatches
 Claim = Callable[[str, fx.Node, list[Tensor], At], None]
-"""Takes the path of a node through the loops, the node, its shards, and who is where.
+"""Takes a node's path through the loops, the node, its shards, and who is where.
 
 All devices compute the same iteration where that mapping is empty.
 """
@@ -45,12 +45,13 @@ def _in_groups(
 
 
 def _parts(x: Tensor, dim: int, count: int) -> list[Tensor]:
-    """Return equal parts of a dimension; the last ones are padded."""
+    """Cut a dimension into equal parts; the last ones are padded."""
     rows = -(-x.shape[dim] // count)
     missing = rows * count - x.shape[dim]
     if missing:
         shape = [*x.shape]
         shape[dim] = missing
+        # Poison, so that a value which reads the padding is found.
         x = torch.cat([x, poison(shape, x)], dim)
     return list(x.split(rows, dim))
 
@@ -82,10 +83,11 @@ def _all_to_all(mesh: Mesh, x: list[Tensor], gather: int, scatter: int, axes: st
 def _exchange(
     mesh: Mesh, x: list[Tensor], before: str, after: str, shape: Sequence[int]
 ) -> list[Tensor]:
-    """Exchange boxes. Devices whose terms of a pending sum differ exchange apart."""
+    """Exchange boxes. Devices with different terms of a pending sum exchange apart."""
     here, there = ShardSpec.parse(before), ShardSpec.parse(after)
     results = list(x)
     apart = mesh.groups(here.pending) if here.pending else ([rank] for rank in range(mesh.size))
+    # One device of each group: together they hold one term of the sum.
     terms = list(zip(*apart)) if here.pending else [range(mesh.size)]
     for ranks in terms:
         shards = cut(gathered(x, here.with_pending(()), mesh, shape, ranks), there, mesh, ranks)
@@ -98,6 +100,7 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
     window = Window.parse(text)
 
     def run(shards: list[Tensor]) -> list[Tensor]:
+        # Without the padding behind the last rows, which is no neighbor's row.
         whole = torch.cat(shards, dim).narrow(dim, 0, size)
         lay = ShardSpec.replicated(whole.dim()).with_window(dim, window)
         return [_window(whole, lay, dim, i) for i in range(len(shards))]
@@ -106,7 +109,7 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
 
 
 def _window(whole: Tensor, spec: ShardSpec, dim: int, index: int) -> Tensor:
-    """Return the rows of the window of a device."""
+    """Return the rows in a device's window."""
     window = spec.window(dim)
     assert window is not None
     shape = [*whole.shape]
@@ -122,6 +125,7 @@ def _window(whole: Tensor, spec: ShardSpec, dim: int, index: int) -> Tensor:
     return result
 
 
+# Written anew, not shared with comm/: a fault there must not hide itself.
 COLLECTIVES: dict[str, Callable[..., list[Tensor]]] = {
     "all_gather": _all_gather,
     "all_reduce": _all_reduce,
@@ -142,7 +146,7 @@ class DeviceError(Exception):
 
 
 class Devices(Simulator):
-    """Evaluates the program of one device on all of them."""
+    """Evaluates the one-device program on all devices."""
 
     def __init__(
         self,
@@ -157,12 +161,12 @@ class Devices(Simulator):
         self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Simulator:
-        """Return the evaluator of a loop's body."""
+        """Return an evaluator for a loop's body."""
         program = fx.GraphModule(torch.nn.Module(), graph)
         return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", self.at)
 
     def run_body(self, graph: fx.Graph, inputs: Sequence[list], at: At) -> list[list]:
-        """Run a piece of a pipeline's stage; devices without work have poison."""
+        """Run a piece of a stage; devices without work have poison."""
         program = fx.GraphModule(torch.nn.Module(), graph)
         body = Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", at)
         values = body.run_devices(inputs)
@@ -185,9 +189,10 @@ class Devices(Simulator):
     def collective(
         self, kind: CollectiveKind, x: list[Tensor], arguments: Sequence[Any]
     ) -> list[Tensor]:
-        """Return the results of a collective, by the table here; a kind of a user has its own."""
+        """Run a collective by the table here; a user's kind has its own."""
         return COLLECTIVES.get(kind.name, kind.simulate)(self.mesh, x, *arguments)
 
     def call(self, target: Any, args: tuple, kwargs: dict) -> Any:
         """Call an operation for one device."""
+        # Seeded by the value's name, as on one device: both draw the same numbers.
         return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)

@@ -1,4 +1,4 @@
-"""Whether the values of a program have the dtypes of the plan: trials compute in 64 bits."""
+"""Whether a program's values have the plan's dtypes: trials compute in 64 bits."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .wrong_values import fails, other_dtype
 
 
 def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
-    """Raise ShardingError for a value of another dtype than the plan's.
+    """Raise ShardingError if a value has another dtype than in the plan.
 
-    inputs: those of a trial, in the dtypes of the plan.
+    inputs: a trial's, in the plan's dtypes.
     """
     allowed = {
         node.name: {node.meta["val"].dtype, node.meta.get("computed", node.meta["val"].dtype)}
@@ -29,6 +29,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
     }
 
     def claim(path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
+        # A value that the plan lacks has no dtype to compare with.
         known = allowed.get(node.meta["value"], {shards[0].dtype})
         if shards[0].dtype not in known:
             raise other_dtype(node, shards[0].dtype, known)
@@ -48,7 +49,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
 
 
 def programs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """Yield a program, and those of the bodies of its loops."""
+    """Yield a program, and the programs in its loops' bodies."""
     yield graph
     for _, call in loop_calls(graph):
         for body in call.bodies:
@@ -64,5 +65,6 @@ def _check_rounding(node: fx.Node) -> None:
     wide, small = back.kwargs.get("dtype"), narrow.kwargs.get("dtype")
     if wide is None or small is None or not (wide.is_floating_point and small.is_floating_point):
         return
+    # Only a loss of digits is wrong: a cast to a wider dtype and back changes nothing.
     if torch.finfo(small).eps > torch.finfo(wide).eps:
         raise other_dtype(narrow, small, {wide})

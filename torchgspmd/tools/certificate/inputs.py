@@ -1,7 +1,7 @@
-"""RandomInputs for the inputs of a certificate's trials, and programs that compute in 64 bits.
+"""Random inputs for a certificate's trials, and programs that compute in 64 bits.
 
-Indices are below the rows that their readers look up. A trial has positive numbers only, for what
-roots and logarithms are taken of, the others have both signs.
+Indices are below the rows that their readers look up. One trial has only positive numbers, for
+roots and logarithms; the others have both signs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDE = {
 
 
 def index_bounds(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return for integer inputs the rows that they index, where an operation says so."""
+    """Return the rows that each integer input indexes, where an operation says so."""
     bounds: dict[fx.Node, int] = {}
     for node in graph.nodes:
         for index, rows in rows_read(node):
@@ -57,7 +57,7 @@ def _is_integer(val: object) -> bool:
 
 
 class RandomInputs:
-    """Random inputs of one trial. positive: no number but of parameters is negative."""
+    """Random inputs for one trial. positive: no number except in parameters is negative."""
 
     def __init__(self, captured: Captured, seed: int, positive: bool, most: int) -> None:
         self.captured, self.positive, self.most = captured, positive, most
@@ -77,14 +77,17 @@ class RandomInputs:
         if dtype == torch.bool:
             return torch.rand(shape, generator=self.generator) < 0.7
         if _is_integer(like):
+            # Small integers without a known reader: they may be indices all the same.
             most = max(1, min(self.most, 4 if bound is None else bound))
             if dtype in (torch.uint16, torch.uint32, torch.uint64):
                 return torch.zeros(shape, dtype=dtype)
             return torch.randint(0, most, shape, generator=self.generator).to(dtype)
         x = torch.randn(shape, generator=self.generator, dtype=torch.float64)
         if kind == PARAMETER:
+            # As layers are initialized, so that deep models stay finite.
             x = x / math.sqrt(shape[-1]) if len(shape) > 1 else 1 + x / 4
         elif self.positive:
+            # Away from 0, where logarithms and quotients grow without bound.
             x = x.abs() / 2 + 0.1
         return x.to(dtype)
 
@@ -93,14 +96,14 @@ class RandomInputs:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Return a tensor in the wide dtype of its own."""
+    """Widen a tensor's dtype: float32 to float64, for example."""
     return x.to(WIDE.get(x.dtype, x.dtype))
 
 
 def device_of(captured: Captured) -> torch.device:
-    """Return the device on which trials compute: that of a program, if this machine has one.
+    """Return the device on which trials compute: the program's, if this machine has one.
 
-    A program of a card has operations that no other device knows.
+    A program for a card has operations that no other device knows.
     """
     kinds = {node.meta["val"].device.type for node in captured.graph.find_nodes(op="placeholder")}
     return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
@@ -113,7 +116,7 @@ class Rewritten:
         self.wide, self.device = wide, device
 
     def graph(self, graph: fx.Graph) -> fx.Graph:
-        """Return a copy of a graph, down to the bodies of its loops."""
+        """Copy a graph, down to its loops' bodies."""
         copy = copy_of(graph)
         for node in copy.nodes:
             node.args, node.kwargs = self.value(node.args), self.value(dict(node.kwargs))

@@ -1,8 +1,8 @@
-"""The truth of a certificate: a graph at global shapes, evaluated on one device.
+"""A certificate's truth: a graph at global shapes, evaluated on one device.
 
 Both the captured graph and the partitioned one are such graphs. A step between layouts changes no
-value, so it is the identity here. The bodies of loops are marked in the flat graph, as
-rules/custom_ops/loops.py says; they run once for each row. Nothing of later passes is used.
+value, so it is the identity here. Loop bodies are marked in the flat graph, as
+rules/custom_ops/loops.py says; they run once for each row. Nothing from later passes is used.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 class OneDeviceRun:
     """Evaluates a graph at global shapes.
 
-    values: all that was computed, by the names of nodes. given: values that are not computed.
+    values: all that was computed, by node names. given: values that are not computed.
     """
 
     def __init__(
@@ -77,6 +77,7 @@ class OneDeviceRun:
 
     def _compute(self, wanted: fx.Node, frame: _Frame) -> None:
         """Compute a node, and before it all that it needs and nobody has computed."""
+        # A stack instead of recursion: a chain of operations may be longer than Python allows.
         stack = [wanted]
         while stack:
             node = stack[-1]
@@ -112,6 +113,7 @@ class OneDeviceRun:
         args, kwargs = fx.map_arg(
             (node.args, dict(node.kwargs)), lambda n: frame.get(n, self.nest[n])
         )
+        # A step or a mark changes the layout, not the value.
         if "step" in node.meta or "mark" in node.meta:
             return args[0]
         if node.op == "get_attr":
@@ -138,7 +140,7 @@ class OneDeviceRun:
 
 
 def _nests(graph: fx.Graph) -> dict[fx.Node, Nest]:
-    """Return the loops around each node; what a loop draws anew in each iteration is in it."""
+    """Return the loops around each node; a draw that a loop repeats is inside it."""
     result: dict[fx.Node, Nest] = {}
     for node in graph.nodes:
         if node.target in ENTRIES:
@@ -153,14 +155,14 @@ def _nests(graph: fx.Graph) -> dict[fx.Node, Nest]:
 
 
 class _Frame:
-    """The values of one level: those of the whole graph, or of one iteration of a loop."""
+    """One level's values: the whole graph's, or one loop iteration's."""
 
     def __init__(self, nest: Nest, outer: _Frame | None, rows: Rows) -> None:
         self.nest, self.outer, self.rows = nest, outer, rows
         self.values: dict[fx.Node, Any] = {}
 
     def of(self, nest: Nest) -> _Frame:
-        """Return the frame of a level around this one."""
+        """Return the frame for a level around this one."""
         frame = self
         while len(frame.nest) > len(nest):
             assert frame.outer is not None
@@ -193,7 +195,7 @@ class _LoopRun:
         return self.outer.get(node, self.device.nest[node])
 
     def rows(self) -> Iterator[int]:
-        """Yield the rows, in the order of the iterations, while the loop goes on."""
+        """Yield the rows, in iteration order, while the loop goes on."""
         loop, row = self.loop, 0
         while loop.ends == "*" and self._goes_on():
             yield row
@@ -208,7 +210,7 @@ class _LoopRun:
         return bool(next(iter(self.carried.values())))
 
     def enter(self, row: int) -> _Frame:
-        """Return the frame of an iteration, with the values that enter it."""
+        """Return an iteration's frame, with the values that enter it."""
         frame = _Frame(self.nest, self.outer, (*self.outer.rows, row))
         for node in self.entries:
             if node.target is CARRY:
@@ -231,14 +233,14 @@ class _LoopRun:
         return frame.get(node, self.device.nest[node])
 
     def leave(self, frame: _Frame, row: int) -> None:
-        """Take what leaves an iteration."""
+        """Collect the values that leave an iteration."""
         for node in self.exits:
             self.collected[node].append((row, self.value(node.args[0], frame)))
         for carry in self.carried:
             self.carried[carry] = self.value(self.ends[carry].args[1], frame)
 
     def result(self, node: fx.Node) -> Any:
-        """Return the value of an exit after the last iteration."""
+        """Return an exit's value after the last iteration."""
         values = self.collected[node]
         if node.target is NEXT:
             return values[-1][1] if values else self._outside(node.args[2].args[0])
@@ -246,6 +248,7 @@ class _LoopRun:
             like = node.meta["val"]
             device = self._outside(self.entries[0].args[0]).device
             return torch.zeros(like.shape, dtype=like.dtype, device=device)
+        # A loop that runs backwards collects its last row first.
         in_order = [x for _, x in sorted(values, key=lambda each: each[0])]
         if node.target is STACK:
             return torch.stack(in_order)
@@ -255,8 +258,8 @@ class _LoopRun:
 def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
     """Compute an iteration until each stage has what the stage before it sends, forth and back.
 
-    A flat body does not say that the stages of one microbatch follow each other. The carries of a
-    microbatch have the values that its own sends deliver, and zeros where no stage comes before.
+    A flat body does not say that a microbatch's stages follow each other. Its carries have the
+    values that its own sends deliver, and zeros where no stage comes before.
     """
     groups: dict[tuple[Any, ...], dict[int, tuple[fx.Node, fx.Node]]] = {}
     for send in sends:
@@ -266,6 +269,7 @@ def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
     stages = max(len(rounds) for rounds in groups.values()) * max(
         frame.get(send, run.nest).shape[0] for send in sends
     )
+    # Forward passes the stages once, backward once more: then nothing changes.
     for _ in range(2 * stages + 1):
         arrived = {
             carry: value
@@ -277,6 +281,7 @@ def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
             break
         for node in run.body:
             if node.target not in ENTRIES:
+                # Computed again, from what has arrived by now.
                 frame.values.pop(node, None)
         for carry, value in arrived.items():
             run.device._keep(carry, value, frame)
@@ -304,6 +309,7 @@ def _arrivals(
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    # Stages without work may have NaN, which equals nothing.
     return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
 
 
@@ -313,10 +319,12 @@ def draws(target: object) -> bool:
 
 
 def drawn(target: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:
-    """Call an operation. One that draws by torch's generator draws the numbers of a name."""
+    """Call an operation. One that draws by torch's generator is seeded by a name."""
     if not draws(target):
         return target(*args, **kwargs)
     cards = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    # The user's generators are not moved.
     with torch.random.fork_rng(devices=cards):
+        # crc32, since Python's hash of a text differs between processes.
         torch.manual_seed(zlib.crc32(name.encode()))
         return target(*args, **kwargs)
