@@ -1,12 +1,12 @@
-"""Plan.verify: does each value of the planned programs denote the value that it claims?
+"""Plan.verify: does each value in the planned programs denote the value that it claims?
 
     captured program, one device      --values by name-->      partitioned program, one device
     partitioned program, one device   --shards by layout-->    programs of all devices
 
-A node of the program of one device claims a value of the partitioned program (meta "value") in a
+A node in the one-device program claims a value in the partitioned program (meta "value") in a
 layout (meta "spec"). The devices run in lockstep, on random numbers, with NaN in all padding, and
-each claim is compared element by element. Results claim their layouts, too: they are judged
-whatever the claims within say. docs/certificate.md has the method and its limits.
+each claim is compared element by element. Results claim their layouts, too: they are judged even if
+no value inside claims anything. docs/certificate.md has the method and its limits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Certificate:
     """The result of `Plan.verify`: all claims that were judged hold.
 
     Args:
-        certified: Names of values of the partitioned program that hold on all devices.
+        certified: Names of values in the partitioned program that hold on all devices.
         uncertified: Values that could not be judged, each with the reason.
         trials: How many sets of random numbers were run.
         results: How many outputs, updated inputs and gradients hold.
@@ -86,23 +86,23 @@ class Certificate:
 
 
 class Truths:
-    """The trials of a plan, each made once; plans of equal partitioned graphs share them."""
+    """A plan's trials, each made once; plans with equal partitioned graphs share them."""
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.trials = plan, dict[tuple[int, bool], Trial]()
 
     def trial(self, seed: int, positive: bool, wide: bool) -> Trial:
-        """Return the trial of a seed. Raise NoNumbers if one device cannot compute it."""
+        """Return a seed's trial. Raise NoNumbers if one device cannot compute it."""
         if (seed, wide) not in self.trials:
             self.trials[seed, wide] = Trial(self.plan, seed, positive, wide)
         return self.trials[seed, wide]
 
 
 def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
-    """Return the certificate of a plan. truths: those of a plan of the same partitioned graph.
+    """Return a plan's certificate. truths: those of a plan with the same partitioned graph.
 
     Raises:
-        ShardingError: A value is another one than that of one device.
+        ShardingError: A value differs from one device's.
     """
     trial_of = partial(Trial, plan) if truths is None else truths.trial
     names = _claimed(plan)
@@ -111,6 +111,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     if (work := plan.mesh.size * elements(plan)) > _TOO_LARGE:
         why = f"{work:.0e} elements on all devices are too many; verify a plan of smaller sizes"
     for seed, positive in TRIALS if not why else ():
+        # In 64 bits first, where the order of a sum matters least; some operations lack them.
         for wide in (True, False):
             try:
                 trial = trial_of(seed, positive, wide)
@@ -129,7 +130,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
 
 
 def _claimed(plan: Plan) -> list[str]:
-    """Return the values that nodes of the programs claim. The inputs of a body repeat others."""
+    """Return the values that nodes in the programs claim. A body's inputs repeat others."""
     without = _without_content(plan)
     claims = (n for graph in programs_of(plan.program_graph) for n in graph.nodes)
     top = set(plan.program_graph.nodes)
@@ -142,6 +143,6 @@ def _claimed(plan: Plan) -> list[str]:
 
 
 def _without_content(plan: Plan) -> set[str]:
-    """Return values of the partitioned graph that are memory without content."""
+    """Return values in the partitioned graph that are memory without content."""
     blank = {node.name for node in plan.captured.graph.nodes if is_blank(node)}
     return {n.name for n in plan.sharded.nodes if is_blank(n) or n.meta.get("captured") in blank}

@@ -1,4 +1,4 @@
-"""One trial of a certificate: a set of random numbers, on one device and on all of them."""
+"""One trial in a certificate: a set of random numbers, on one device and on all."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
 
 
 class NoNumbers(Exception):
-    """The program of one device takes no random numbers: they are no matrix that has a root."""
+    """The one-device program takes no random numbers, such as for a root of a matrix."""
 
 
 class Trial:
-    """One set of numbers, on one device and on all of them.
+    """One set of numbers, on one device and on all.
 
-    wide: whether floating numbers have 64 bits, so that no order of a sum matters.
+    wide: whether floating numbers have 64 bits, so that no summation order matters.
     """
 
     def __init__(self, plan: Plan, seed: int, positive: bool, wide: bool) -> None:
@@ -46,7 +46,7 @@ class Trial:
         self.inputs, self.truth, self.expected = self._one_device()
 
     def run(self, graph: fx.Graph) -> None:
-        """Compare all values of a program of one device on all devices.
+        """Run a one-device program on all devices, and compare all its values.
 
         Raises:
             ShardingError: The first value that differs.
@@ -72,7 +72,7 @@ class Trial:
                 self.results += judged and returned[i].name not in self.unmatched
 
     def _one_device(self) -> tuple[list[Tensor], Values, Sequence[Any]]:
-        """Return inputs, values by name of the partitioned program, and the true results."""
+        """Return inputs, the partitioned program's values by name, and the true results."""
         most = 1 << 30
         while True:
             numbers = RandomInputs(self.plan.captured, self.seed, self.positive, most)
@@ -88,10 +88,11 @@ class Trial:
                     raise fails(node, error, "one device", whole) from error
                 if most == 1 or self.wide and self._captured_runs(inputs):
                     raise NoNumbers(str(error).partition("\n")[0]) from error
+                # Integers may be sizes or counts: smaller ones fit more programs.
                 most = 8 if most > 8 else most // 2
 
     def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether one device computes the captured program of these numbers."""
+        """Return whether one device computes the captured program from these numbers."""
         try:
             OneDeviceRun(self.graphs[0], self.constants).run(inputs)
         except Exception:
@@ -99,7 +100,7 @@ class Trial:
         return True
 
     def _truth(self, inputs: Sequence[Tensor]) -> tuple[Values, Sequence[Any]]:
-        """Return values of the partitioned program, compared with the captured one."""
+        """Return the partitioned program's values, compared with the captured program's."""
         graphs, constants = self.graphs, self.constants
         self.partitioned = partitioned = OneDeviceRun(graphs[1], constants)
         own = partitioned.run(inputs)
@@ -132,7 +133,7 @@ class Trial:
         return partitioned.values, mixed
 
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
-        """Compare the shards of a node with the value that it claims."""
+        """Compare a node's shards with the value that it claims."""
         name, spec = node.meta["value"], node.meta["spec"]
         turn = self.seen.get(path, 0)
         self.seen[path] = turn + 1
@@ -163,7 +164,7 @@ class Trial:
     ) -> bool:
         """Compare shards with the truth; return whether that judges the value.
 
-        node: that has the claim, or None for result number `result`.
+        node: the one that has the claim, or None for result number `result`.
         """
         alone = len(shards) == 1 and not spec.sharding_axes
         pairs = [(0, shards[0], truth)] if alone else compared(shards, spec, self.plan.mesh, truth)
@@ -194,7 +195,7 @@ class Trial:
         return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
 
     def _error(self, truth: Tensor) -> float:
-        """Return how far two ways to compute a value may be apart, of the largest number."""
+        """Return how far two ways to compute a value may differ, relative to its largest number."""
         return self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
 
     def _difference(self, rank: int, mine: Tensor, one: Tensor) -> str:
@@ -210,9 +211,9 @@ class Trial:
 
 
 def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Values:
-    """Return the draws of the captured program: the numbers that the partitioned one has drawn.
+    """Return the captured program's draws: the numbers that the partitioned one has drawn.
 
-    names: of values in the partitioned graph. A draw that is drawn again has the same numbers.
+    names: captured name -> name in the partitioned graph. A repeated draw has the same numbers.
     """
     found, again = Values(), dict[tuple[int, object], Any]()
     for node in captured.nodes:
@@ -226,7 +227,7 @@ def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Valu
 
 
 def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
-    """Return values of the captured program that no other program need have.
+    """Return values in the captured program that no other program need have.
 
     They depend on draws without a counterpart, have no content, or a gradient alone reads them.
     """
@@ -244,7 +245,7 @@ def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
 
 
 def _is_place_of_maximum(node: fx.Node) -> bool:
-    """Return whether a node has the places of a pool's maxima, for its gradient alone.
+    """Return whether a node has the places of a pool's maxima, only for its gradient.
 
     A pool that runs dimension by dimension counts them within its last one.
     """
@@ -266,6 +267,7 @@ def _native(graph: fx.Graph) -> set[str]:
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         names = [a.name for a in schema.arguments] if schema is not None else []
+        # `native` may be passed by position or by name.
         given = {**dict(zip(names, node.args)), **node.kwargs}
         if given.get("native") is True or found & set(node.all_input_nodes):
             found.add(node)
@@ -273,13 +275,13 @@ def _native(graph: fx.Graph) -> set[str]:
 
 
 def elements(plan: Plan) -> int:
-    """Return the elements of all values on one device."""
+    """Count the elements in all values on one device."""
     values = ((n.meta.get("val"), runs(n)) for n in plan.sharded.nodes)
     return sum(v.numel() * times for v, times in values if isinstance(v, Tensor))
 
 
 def _coarsest(plan: Plan) -> float:
-    """Return the largest epsilon of the values of a plan."""
+    """Return the largest epsilon that a plan's values have."""
     values = (node.meta.get("val") for node in plan.sharded.nodes)
     dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
@@ -291,7 +293,7 @@ def is_blank(node: fx.Node) -> bool:
 
 
 def constants_of(plan: Plan, wide: bool) -> torch.nn.Module:
-    """Return the constants of a plan's graphs."""
+    """Return the constants that a plan's graphs read."""
     constants, device = torch.nn.Module(), device_of(plan.captured)
     graphs = plan.captured.graph, plan.sharded, plan.program_graph
     for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):

@@ -1,4 +1,4 @@
-"""The errors of a certificate: each is a fault of torchgspmd, and names a value."""
+"""A certificate's errors: each is a fault in torchgspmd, and names a value."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _REPORT = "report it, with the file that plan.save(path) writes; do not train wi
 
 
 def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> ShardingError:
-    """Return the error of a value that differs. claim: of the plan. found: the numbers."""
+    """Return the error for a value that differs. claim: the plan's. found: the numbers."""
     return ShardingError(
         f"'%{name}' is not the value of one device: {found}",
         where=None if node is None else node.meta.get("source"),
@@ -21,7 +21,7 @@ def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> Shar
 
 
 def other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> ShardingError:
-    """Return the error of a value of another dtype."""
+    """Return the error for a value with another dtype."""
     names = " or ".join(sorted(map(str, known)))
     return ShardingError(
         f"'%{node}' is {dtype}, its value is {names}",
@@ -32,7 +32,7 @@ def other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> S
 
 
 def fails(node: fx.Node, error: Exception, on: str, computed: str) -> ShardingError:
-    """Return the error of a node that fails. on: where. computed: by one device all the same."""
+    """Return the error for a node that fails. on: where. computed: by one device all the same."""
     return ShardingError(
         f"'%{node}' fails on {on}: {str(error).partition(chr(10))[0]}",
         where=node.meta.get("source"),
