@@ -28,6 +28,7 @@ from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import batch_norm, products, sparse_coo, value_free  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
+from .rewrites.loop_trace import recording
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once, is_transforming, is_vectorizing
@@ -147,7 +148,7 @@ class CallInterceptor(TorchFunctionMode):
     def _run(self, func: Callable, args: tuple, kwargs: dict) -> Any:
         """Run a function, or a body that computes the same by calls that this mode sees."""
         for body in bodies(func):
-            with self:
+            with self, recording():
                 result = body(*args, **kwargs)
             if result is not DECLINED:
                 return result

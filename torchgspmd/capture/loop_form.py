@@ -55,7 +55,8 @@ def loop_form(graph: fx.Graph) -> None:
     # Totals first: the carries that they replace need no stacks.
     for node in graph.find_nodes(op="call_function", target=NEXT):
         _add_up(graph, node)
-    _erase_unused(graph)
+    # A loop that a checkpoint runs again may have no result that is used, but needs an end.
+    _erase_unused(graph, but_last_exits=True)
     _number(graph)
     _Residuals(graph).run()
     _erase_unused(graph)
@@ -126,9 +127,11 @@ def _is_like(value: object, carry: fx.Node) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype
 
 
-def _erase_unused(graph: fx.Graph) -> None:
+def _erase_unused(graph: fx.Graph, but_last_exits: bool = False) -> None:
     """Erase unused nodes; a carry depends on its next value, and a loop on its end."""
     used: set[fx.Node] = set()
+    exits = [node for node in graph.nodes if but_last_exits and node.target in EXITS]
+    last_exits = {mark_of(node).loop: node for node in exits}
     stack = [graph.output_node()]
     conditions: dict[str, fx.Node] = {}  # loop -> the next value for its condition
     for node in graph.find_nodes(op="call_function", target=NEXT):
@@ -141,6 +144,8 @@ def _erase_unused(graph: fx.Graph) -> None:
             stack += node.all_input_nodes
             if node.target is CARRY and (end := end_of(node)):
                 stack.append(end)
+            if node.target in ENTRIES and mark_of(node).loop in last_exits:
+                stack.append(last_exits[mark_of(node).loop])
             if node.target in EXITS and (loop := mark_of(node).loop) in conditions:
                 stack.append(conditions[loop])
     for node in reversed(graph.nodes):

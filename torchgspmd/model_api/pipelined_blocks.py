@@ -23,12 +23,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
-from ..features.loops.recomputed_loops import recomputed
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, in_ticks
@@ -353,7 +353,7 @@ class Pipeline(StackedBlocks):
             return tuple(body(*leaves, *(x[0] for x in rows))[0])
 
         if recompute:
-            return [*recomputed(all_stages, weights, *state)]
+            return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
         return [*all_stages(weights, *state)]
 
     def _along(self, leaf: Tensor) -> Tensor:

@@ -10,12 +10,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..features.loops.recomputed_loops import recomputed
 from .row_arguments import SharedArguments
 from .stacked_blocks import StackedBlocks
 
@@ -81,7 +81,7 @@ class Stack(StackedBlocks):
             row = dict(zip(weights, inputs[len(leaves) :]))
             carry = inputs[: len(leaves)]
             if self.recompute:
-                return [*recomputed(block, row, *carry)], []
+                return [*checkpoint(block, row, *carry, use_reentrant=False)], []
             return block(row, *carry), []
 
         last, _ = run_loop(body, leaves, [*weights.values()], self.count)

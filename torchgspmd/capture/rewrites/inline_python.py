@@ -11,7 +11,7 @@ from functools import cache
 from types import FunctionType
 
 from ...rules.rewrites import rewrite_of
-from . import embedding_bag, rnn  # noqa: F401 (they register bodies)
+from . import embedding_bag  # noqa: F401 (it registers bodies)
 from .foreach import tensor_by_tensor
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
@@ -180,6 +180,15 @@ def use_in_bodies_around(operands: Sequence[Tensor]) -> None:
 
 
 @contextmanager
+def recording() -> Iterator[None]:
+    """Show the operations of the block to the bodies around: a mode is off while it has a call."""
+    with ExitStack() as stack:
+        for record in _records.get():
+            stack.enter_context(record)
+        yield
+
+
+@contextmanager
 def open_loop(length: int) -> Iterator[TracedLoop]:
     """Trace a loop body in the block, which writes its entries and exits itself."""
     traced = TracedLoop(length)
@@ -192,8 +201,38 @@ def loops_around() -> tuple[TracedLoop, ...]:
     return _around.get()
 
 
+class RecomputedRegion:
+    """A checkpoint's function, whose loops the backward traces again.
+
+    torch.utils.checkpoint runs its function a second time when the backward reads a saved value.
+    By then the trace is in no loop, so the region notes the loops around it. A loop of the second
+    time walks the rows of the same loop of the first: both share random seeds.
+    """
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function, self.around, self.outer = function, loops_around(), _repeats.get()
+        self.loops: list[TracedLoop] = []  # of the first time
+
+    @contextmanager
+    def first_time(self) -> Iterator[None]:
+        """Note the loops that the block traces."""
+        with _repeating(self.around, self._note):
+            yield
+
+    def again(self, *args: object, **kwargs: object) -> object:
+        """Run the function a second time."""
+        remaining = iter(self.loops)
+        with _repeating(self.around, lambda _: next(remaining)):
+            return self.function(*args, **kwargs)
+
+    def _note(self, loop: TracedLoop) -> TracedLoop:
+        first = self.outer(loop) if self.outer else loop
+        self.loops.append(first)
+        return first
+
+
 @contextmanager
-def repeating(
+def _repeating(
     around: tuple[TracedLoop, ...], first: Callable[[TracedLoop], TracedLoop]
 ) -> Iterator[None]:
     """Trace operations in loops in the block. first: maps a new loop to the one it repeats."""
@@ -333,6 +372,8 @@ class _Exits(torch.autograd.Function):
         ctx: Any, traced: TracedLoop, carries: int, count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.traced, ctx.carries = traced, carries
+        # The last value that a loop saves: a checkpoint that runs it again stops behind its end.
+        ctx.save_for_backward(*tensors[:1])
         text, tensors = traced.text(traced.loop), tensors[:count]
         return (
             *(loop_next(x, x, carry, text) for x, carry in zip(tensors, traced.carries)),
@@ -341,6 +382,7 @@ class _Exits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple:
+        assert ctx.saved_tensors  # A checkpoint runs again now, before the loop's backward.
         traced, needed = ctx.traced, ctx.needs_input_grad[3:]
         text, at = traced.start_backward(), ctx.carries
         is_branch = traced.loop.ends == "?"

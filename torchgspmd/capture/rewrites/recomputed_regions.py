@@ -26,6 +26,7 @@ from ...compat.private_apis import TorchDispatchMode, get_proxy_mode
 from ...rules import has_own_seed
 from ...rules.custom_ops.loops import ENTRIES, EXITS
 from ...rules.custom_ops.random import DRAW_SEED
+from .loop_trace import RecomputedRegion
 
 REGION = "checkpoint"  # key in node.meta: a node's checkpoint by number, whether it saves the node
 _SAVED = checkpointing.CheckpointPolicy.MUST_SAVE, checkpointing.CheckpointPolicy.PREFER_SAVE
@@ -51,7 +52,9 @@ def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[N
         function: Any, preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
     ) -> Iterator[None]:
         if not _in_block.get() or (mode := get_proxy_mode()) is None:
-            yield from before(function, preserve_rng_state, context_fn, *args, **kwargs)
+            region = RecomputedRegion(function)
+            with region.first_time():
+                yield from before(region.again, preserve_rng_state, context_fn, *args, **kwargs)
             return
         graph = mode.tracer.graph
         first, _ = context_fn()

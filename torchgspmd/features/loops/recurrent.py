@@ -1,7 +1,7 @@
-"""LSTM, GRU and RNN step by step, with batch, gate and hidden unit as dimensions of their own.
+"""LSTM, GRU and RNN as loops, with batch, gate and hidden unit as dimensions of their own.
 
-PyTorch computes a layer as one kernel, or flattens [position, batch]. Here each step becomes
-operations in the program, which grows with the sequence length.
+PyTorch computes a layer as one kernel, or flattens [position, batch]. Here the steps are a loop, so
+the program does not grow with the sequence. A backend without loops gets each step.
 
 Formulas: https://docs.pytorch.org/docs/stable/generated/torch.nn.LSTM.html
 """
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...capture.rewrites.loop_trace import run_loop
 from ...rules.rewrites import DECLINED, rewrite
 
 # A cell: (the input's part of the gates [n, gate, unit], the hidden state's part, the state)
@@ -91,17 +92,19 @@ def _direction(
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run x [l, n, i] through the cell; return the states [l, n, unit], and the last one."""
     of_input, of_hidden, bias, hidden_bias, projection = weights
-    input_gates = _gates("lni,kui->lnku", x, of_input, bias, gates)
-    # Each position is overwritten, in whichever order the steps run.
-    outs: list[Tensor] = [x] * len(x)
-    for t in reversed(range(len(x))) if backwards else range(len(x)):
-        state = cell(
-            input_gates[t], _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates), state
-        )
+
+    def step(*entries: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        *state, input_gates = entries
+        hidden_gates = _gates("ni,kui->nku", state[0], of_hidden, hidden_bias, gates)
+        following = cell(input_gates, hidden_gates, state)
         if projection is not None:
-            state = (F.linear(state[0], projection), *state[1:])
-        outs[t] = state[0]
-    return torch.stack(outs), tuple(state)
+            following = (F.linear(following[0], projection), *following[1:])
+        return following, following[:1]
+
+    # The inputs' products are one for all steps.
+    input_gates = _gates("lni,kui->lnku", x, of_input, bias, gates)
+    last, (outs,) = run_loop(step, state, [input_gates], len(x), backwards)
+    return outs, tuple(last)
 
 
 def _gates(equation: str, x: Tensor, weight: Tensor, bias: Tensor | None, gates: int) -> Tensor:
