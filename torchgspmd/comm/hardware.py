@@ -11,6 +11,9 @@ from ..layout.mesh import Mesh
 
 GB = 1e9
 US = 1e-6
+STARTS = 4.0  # How many times as long as its start the largest bucket takes.
+BUCKETS = 1.6e6, 400e6  # Bytes that a device sends in the largest bucket: the least, the most.
+UNHIDDEN = 25 * 2**20  # The same where it hides behind nothing.
 
 
 @dataclass(frozen=True)
@@ -156,12 +159,45 @@ class Hardware:
             >>> round(seconds(Mesh(model=8), ("model",), "all_gather", True, 450e6) * 1e3, 3)
             1.015
         """
+        latency, bandwidth = self._start(mesh, axes, kind, relayed)
+        return latency + sent / bandwidth
+
+    def bucket_bytes(self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool) -> float:
+        """Return the bytes that a device sends in the largest bucket of collectives.
+
+        They take STARTS times as long as the start of a collective: a larger bucket would save
+        little, and let more wait. Where devices send nothing beside computation it is UNHIDDEN.
+
+        Args:
+            mesh: The mesh.
+            axes: The axes that a group runs over.
+            kind: Of the collectives.
+            relayed: As for `link`.
+
+        Returns:
+            Bytes, from 1.6 to 400 MB.
+
+        Example:
+            >>> largest = Hardware.of("h100").bucket_bytes
+            >>> round(largest(Mesh(data=8), ("data",), "all_gather", True) / 1e6)
+            27
+            >>> round(largest(Mesh(data=512), ("data",), "all_gather", True) / 1e6)
+            216
+        """
+        if not self.beside:
+            return UNHIDDEN
+        latency, bandwidth = self._start(mesh, axes, kind, relayed)
+        return min(max(STARTS * latency * bandwidth, BUCKETS[0]), BUCKETS[1])
+
+    def _start(
+        self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool
+    ) -> tuple[float, float]:
+        """Return the latency and bandwidth of a whole collective."""
         if (measured := self.groups.get((kind, mesh.count(axes)))) is not None:
-            return measured.latency + sent / measured.bandwidth
+            return measured.latency, measured.bandwidth
         link = self.link(mesh, axes, relayed)
         # A tree of messages has log2(n) levels; no group is faster than a pair.
-        latency = link.latency * math.ceil(math.log2(max(link.devices, 2)))
-        return latency + sent / link.bandwidth
+        return link.latency * math.ceil(math.log2(max(link.devices, 2))), link.bandwidth
 
     def product_seconds(self, flops: float, itemsize: int) -> float:
         """Return the seconds that matmuls take.

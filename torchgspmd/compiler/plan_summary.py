@@ -9,7 +9,9 @@ from torch import fx
 
 from ..capture import BUFFER, PARAMETER
 from ..capture.captured import Input
-from ..comm.collective import Collective
+from ..comm.collective import Collective, split_axes, start
+from ..comm.hardware import Hardware
+from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.program import Request
@@ -107,6 +109,22 @@ def gathered_results(sharded: fx.Graph, results: Sequence[int]) -> tuple[tuple[s
         if sent and {*node.meta["spec"].sharding_axes} - {*at_end.meta["spec"].sharding_axes}:
             found[node.name] = sent
     return tuple(found.items())
+
+
+def buckets_text(program: fx.Graph, mesh: Mesh, hardware: Hardware) -> str:
+    """Return a line for the largest buckets of a program's joined collectives; "" without one."""
+    starts = program.find_nodes(op="call_function", target=start)
+    found: dict[tuple[str, str], float] = {}
+    for name, joined, arguments in (node.args for node in starts if hardware.beside):
+        kind = KINDS[name]
+        if len(joined) > 1 and isinstance(kind, CollectiveKind) and kind.merged is not None:
+            axes = arguments[0][kind.merged.shared[-1]]
+            sent = hardware.bucket_bytes(mesh, split_axes(axes), name, kind.relays)
+            found[name, axes] = sent
+    rows = [f"{size_text(sent)} of {name} over {axes}" for (name, axes), sent in found.items()]
+    return (
+        f"in a bucket for {hardware.name} a device sends at most {', '.join(rows)}" if rows else ""
+    )
 
 
 def limits_text(counts: Mapping[str, int]) -> list[str]:

@@ -78,6 +78,11 @@ class Request:
     hardware: Hardware | None = None
     shared: Shared = field(default_factory=Shared)
 
+    @property
+    def planned_for(self) -> Hardware:
+        """Return the hardware that is named, or round numbers for the device."""
+        return self.hardware or hardware_of(self.device)
+
 
 @dataclass(frozen=True)
 class Boundary:
@@ -179,7 +184,7 @@ class Program:
 
     @property
     def hardware(self) -> Hardware:
-        return self.request.hardware or hardware_of(self.request.device)
+        return self.request.planned_for
 
     @property
     def stand_ins(self) -> dict[str, int]:

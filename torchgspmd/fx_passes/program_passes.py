@@ -96,7 +96,8 @@ def localize(program: Program) -> fx.Graph:
 
 def bucket(program: Program) -> fx.Graph:
     """Merge collectives."""
-    return bucket_graph(program.graph, program.hardware, program.captured.has_backward)
+    halves = program.captured.has_backward
+    return bucket_graph(program.graph, program.mesh, program.hardware, halves)
 
 
 def overlap(program: Program) -> fx.Graph:

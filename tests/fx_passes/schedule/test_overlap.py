@@ -4,7 +4,9 @@ touch memory in flight.
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 
 import models
 import pytest
@@ -267,9 +269,32 @@ def test_one_bucket_of_reductions_where_what_computes_also_sends(monkeypatch):
     monkeypatch.setattr(buckets, "SMALL", 1024)
     plan, _, _ = sharded_layers(8, width=16)
     assert [len(s.args[1]) for s in starts(plan)] == [2, 2, 2, 2, 8]
-    monkeypatch.setattr(buckets, "CAP", 4096)
+    monkeypatch.setattr(hardware, "UNHIDDEN", 4096)
     plan, _, _ = sharded_layers(8, width=16)
     assert [len(s.args[1]) for s in starts(plan)] == [2, 2, 2, 2, 4, 4]
+
+
+def test_the_largest_bucket_is_that_of_the_links():
+    """It takes four starts: bytes of the plan stay, and slow starts make fewer messages."""
+    h100, seen = hardware.Hardware.of("h100"), []
+    for axes in ({"data": 2}, {"data": 8}, {"data": 64}, {"data": 4096}):
+        size = h100.bucket_bytes(Mesh(**axes), ("data",), "all_gather", True)
+        start = h100.transfer_seconds(Mesh(**axes), ("data",), "all_gather", True, 0.0)
+        both = h100.transfer_seconds(Mesh(**axes), ("data",), "all_gather", True, size)
+        assert both == pytest.approx(5 * start)
+        seen.append(size)
+    assert seen == sorted(seen) and hardware.BUCKETS[0] < seen[0] and seen[-1] < hardware.BUCKETS[1]
+    link, messages = hardware.Link(math.inf, 1e9, 1e-4), []
+    for latency in (1e-9, 1e-3, 1e3):
+        slow = replace(hardware.GPU, links=(replace(link, latency=latency),))
+        with torch.device("meta"):
+            plan, _, _ = sharded_layers(8, 1024, 8192, hardware=slow)  # 4 MiB a weight
+        messages.append((len(starts(plan)), plan.sent_bytes))
+    assert [count for count, _ in messages] == [16, 16, 8]
+    assert len({sent for _, sent in messages}) == 1
+    measured = replace(hardware.GPU, groups={("all_gather", 2): hardware.Link(2, 1e9, 1e-2)})
+    assert measured.bucket_bytes(DATA, ("data",), "all_gather", True) == 4e7
+    assert measured.bucket_bytes(DATA, ("data",), "all_reduce", True) == pytest.approx(8e6)
 
 
 def random_program(seed: int) -> torch.fx.Graph:

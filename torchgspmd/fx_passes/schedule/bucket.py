@@ -10,10 +10,10 @@ Reductions, mostly of gradients, fill buckets in the order in which their operan
 For gradients that is from the last layer to the first. A bucket waits for its last operand. Gathers
 of inputs (weights) move up to the first of their bucket. Other gathers are merged only if adjacent.
 
-No bucket is larger than CAP. The collectives of one key fill at least PARTS buckets. The first
-reduction is then sent while there is something left to compute, and the first weights arrive soon.
-Buckets do not get much smaller than SMALL bytes, since starting a collective costs time too. Where
-the cores that compute also send, one bucket for reductions is enough.
+No bucket is larger than Hardware.bucket_bytes. The collectives of one key fill at least PARTS
+buckets. The first reduction is then sent while there is something left to compute, and the first
+weights arrive soon. Buckets do not get much smaller than SMALL bytes, since starting a collective
+costs time too. Where the cores that compute also send, one bucket for reductions is enough.
 
 A sum may be divided by another sum before it is reduced, as a loss is by a count. Then it is
 reduced before the division, together with the other. Source: the buckets in PyTorch's
@@ -28,13 +28,14 @@ from typing import Any
 
 from torch import fx
 
+from ...comm.collective import split_axes
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind
+from ...layout.mesh import Mesh
 from ...rules import quotient
 from .liveness import bytes_of
 from .start_wait import join
 
-CAP = 25 * 2**20  # Largest bucket, in bytes.
 SMALL = 2**20  # About the smallest bucket of a key that fills several, in bytes.
 PARTS = 4  # Buckets of one key, if they do not get smaller than SMALL.
 
@@ -45,7 +46,7 @@ Keys = Mapping[fx.Node, tuple[Any, ...]]
 def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
     """Return the collectives' keys, equal for those that can be merged, by node.
 
-    A key has the kind, the kind's own key (axes, reduction), and dtype. If forward and backward are
+    A key has the kind, the kind's own key (reduction, axes), and dtype. If forward and backward are
     programs of their own, it also tells which has the node.
     """
     return {
@@ -62,7 +63,7 @@ def _keys(graph: fx.Graph, halves: bool) -> dict[fx.Node, tuple[object, ...]]:
     }
 
 
-def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
+def bucket(graph: fx.Graph, mesh: Mesh, hardware: Hardware, halves: bool) -> fx.Graph:
     """Rewrite the graph in place and return it. halves: it becomes a forward and a backward."""
     keys = _keys(graph, halves)
     reductions = [node for node in keys if node.target.reduces]
@@ -70,7 +71,7 @@ def bucket(graph: fx.Graph, hardware: Hardware, halves: bool) -> fx.Graph:
     _reduce_before_division(reductions, keys)
     _move_reductions_up(reductions)
     _move_tails_down(graph, reductions)
-    caps = _caps(keys, hardware)
+    caps = _caps(keys, mesh, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
     last = len(order)
     deadline = {
@@ -112,7 +113,14 @@ def _move_to_first(members: list[fx.Node]) -> None:
         members[0].append(node)
 
 
-def _caps(keys: Keys, hardware: Hardware) -> dict[object, float]:
+def _largest(kind: CollectiveKind, axes: str, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the largest bucket's payload in bytes, for a kind over axes."""
+    names = split_axes(axes)
+    sent = hardware.bucket_bytes(mesh, names, kind.name, kind.relays)
+    return sent if not hardware.beside else sent / (kind.sent(1.0, mesh.count(names)) or 1.0)
+
+
+def _caps(keys: Keys, mesh: Mesh, hardware: Hardware) -> dict[object, float]:
     """Return the largest bucket size in bytes, for every key."""
     totals: dict[Any, float] = defaultdict(float)
     for node, key in keys.items():
@@ -120,7 +128,10 @@ def _caps(keys: Keys, hardware: Hardware) -> dict[object, float]:
     # Without messages beside computation, several buckets hide nothing and cost more starts.
     buckets = {k: PARTS if hardware.beside or k[0].gathers else 1 for k in totals}
     return {
-        k: min(CAP, total / min(buckets[k], max(1, round(total / SMALL))))
+        k: min(
+            _largest(k[0], k[-3], mesh, hardware),
+            total / min(buckets[k], max(1, round(total / SMALL))),
+        )
         for k, total in totals.items()
     }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...comm.hardware import Hardware
 from ...compiler.plan import Plan
-from ...compiler.plan_summary import limits_text
+from ...compiler.plan_summary import buckets_text, limits_text
 from ...errors import ShardingError
 from ..certificate import Certificate, blamed, certify
 from .diff import PlanDiff, layout_changes
@@ -78,7 +78,7 @@ class PlanViews(Plan):
     def uncapturable(self) -> tuple[Uncapturable, ...]:
         """List what a CUDA graph cannot compute, where a whole step is captured.
 
-        docs/gpu.md has the capture. It needs parallelize's check="first" or "never", too.
+        docs/gpu.md has the capture.
 
         Returns:
             For each such value its name, a reason, and the line in the model.
@@ -225,7 +225,10 @@ class PlanViews(Plan):
             self.replicated_ops,
             self.estimate(hardware),
         )
-        alone = replace(alone, limits=tuple(limits_text(self.counts)))
+        asked = [] if self.request is None else [self.request.planned_for]
+        buckets = [buckets_text(self.program_graph, self.mesh, each) for each in asked]
+        lines = [*filter(None, buckets), *limits_text(self.counts)]
+        alone = replace(alone, limits=tuple(lines))
         # A plan from a file cannot plan again.
         if self._replanner is None or not tried:
             return alone
