@@ -425,3 +425,18 @@ def test_a_plan_read_from_its_text_computes_the_same(mesh):
     assert one.equal(other) and all(one_grads[k].equal(other_grads[k]) for k in one_grads)
     with pytest.raises(values.Stale):
         plans.decode_plan(text, nn.Linear(4, 4), mesh, gspmd.Plan)
+
+
+def test_a_constant_of_a_card_is_in_a_text(monkeypatch):
+    """By its values and the type of its device; each process puts it on its own device."""
+    model, x = Net(8), torch.arange(12.0).view(3, 4)
+    plan = gspmd.plan(model, x, mesh=model.mesh)
+    monkeypatch.setattr(plans, "device_type", lambda constant: "cuda")
+    text = plans.encode_plan(plan, model)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    again = plans.decode_plan(text, model, model.mesh, gspmd.Plan)
+    assert again.simulate(x).equal(plan.simulate(x))  # without a card it is on the CPU
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    again = plans.decode_plan(text, model, model.mesh, gspmd.Plan)
+    assert {c.device.type for c in again.captured.constants.buffers()} == {"meta"}

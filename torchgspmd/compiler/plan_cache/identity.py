@@ -25,7 +25,7 @@ from .contents import content
 from .guard_text import module_names
 from .values import Stale, Unshareable
 
-_FORMAT = 1
+_FORMAT = 2
 _OWN = __name__.partition(".")[0]
 _NO_OPTIONS = ("TORCHGSPMD_CACHE", "TORCHGSPMD_DUMP", "TORCHGSPMD_CHECK")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

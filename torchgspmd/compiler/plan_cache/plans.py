@@ -31,6 +31,7 @@ from .guard_text import GuardDecoder, GuardEncoder
 from .signature import bytes_of, check_signature
 from .values import Encoder
 
+DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "npu", "xla")  # types that constants may be on
 LARGEST = 1 << 14  # elements of a constant in a text
 # Names by which a function reads what no guard compares.
 _UNSEEN = {"environ", "getenv", "get_rank", "get_local_rank", "get_node_local_rank", "urandom"}
@@ -199,7 +200,10 @@ def decode_graphs(
 
 
 def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
-    """Return the module with a text's constants: name -> dtype, shape, bytes in base64."""
+    """Return the module with a text's constants.
+
+    A row has dtype, shape, bytes in base64, and type of device.
+    """
     constants = nn.Module()
     rows = typed(text, "constants", dict, "a table of constants")
     for name, row in rows.items():
@@ -207,17 +211,30 @@ def _constants(text: dict[str, object], decoder: Decoder) -> nn.Module:
         try:
             dtype, shape, content = decoder.decode(row[0]), [*map(natural, row[1])], row[2]
             values = base64.b64decode(content, validate=True)
-            if len(row) != 3 or len(values) != math.prod(shape) * dtype.itemsize:
+            if len(row) != 4 or len(values) != math.prod(shape) * dtype.itemsize:
                 raise ValueError(shape)
             # A bool with another byte than 0 or 1 is undefined for torch's kernels.
             if dtype is torch.bool and values.strip(b"\0\1"):
                 raise ValueError(dtype)
             # torch.frombuffer refuses an empty buffer.
             tensor = torch.frombuffer(bytearray(values), dtype=dtype) if values else torch.empty(0)
-            constants.register_buffer(name, tensor.to(dtype).view(shape))
+            constants.register_buffer(name, on_device(tensor.to(dtype).view(shape), row[3]))
         except REFUSALS as error:
-            raise Malformed(rows, name, "dtype, shape and bytes of a constant") from error
+            raise Malformed(rows, name, "dtype, shape, bytes, device of a constant") from error
     return constants
+
+
+def device_type(constant: Tensor) -> str:
+    """Return the type of a constant's device: each process has a device of it, of another index."""
+    return constant.device.type
+
+
+def on_device(constant: Tensor, kind: str) -> Tensor:
+    """Return a constant on the current device of a type; on the CPU if there is none of it."""
+    if kind not in DEVICES:
+        raise ValueError(kind)
+    is_there = kind != "cpu" and torch.accelerator.is_available()
+    return constant.to(torch.accelerator.current_accelerator()) if is_there else constant
 
 
 def _fields(text: dict[str, object], decoder: Decoder) -> dict[str, Any]:
@@ -287,12 +304,12 @@ def constants_of(
         if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
             raise Unshareable(f"its constant {name} is a {type(value).__qualname__}")
         # A large constant would dominate the text, which all ranks get by broadcast.
-        if value.numel() > largest or value.device.type != "cpu" or value.requires_grad:
-            raise Unshareable(f"its constant {name} is large, or not on the CPU")
+        if value.numel() > largest or value.is_meta or value.requires_grad:
+            raise Unshareable(f"its constant {name} is large, or has no values")
         if value.is_complex() or value.is_quantized or value.layout is not torch.strided:
             raise Unshareable(f"its constant {name} is {value.dtype}")
         encoded = base64.b64encode(bytes_of(value)).decode()
-        yield name, [encoder.encode(value.dtype), list(value.shape), encoded]
+        yield name, [encoder.encode(value.dtype), list(value.shape), encoded, device_type(value)]
 
 
 def tensors_of(model: nn.Module, inputs: tuple[Input, ...]) -> list[Tensor]:

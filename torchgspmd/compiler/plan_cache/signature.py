@@ -110,7 +110,7 @@ def signature_of(captured: Captured) -> list[str]:
 
 def bytes_of(tensor: Tensor) -> bytes:
     """Return a tensor's content."""
-    return tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
 def _tensor_text(dtype: torch.dtype, shape: Sequence[int]) -> str:
