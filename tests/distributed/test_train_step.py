@@ -7,25 +7,31 @@ from step_cases import averaged, check, loop, pair
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
+from torchgspmd.comm.kinds import all_gather, all_reduce, reduce_scatter
+from torchgspmd.comm.process_groups import assumes_cuda
 from torchgspmd.rules.custom_ops.updates import adam_
 
 C10D = torch.ops._c10d_functional
+BY_NCCL = (all_gather, all_reduce, reduce_scatter)
 
 
 class Wire(TorchDispatchMode):
-    """The bytes that this process sends to others in all_to_all, and no other collective runs."""
+    """The bytes that this process sends: over gloo in all_to_alls, for CUDA by each kind."""
 
-    def __init__(self):
+    def __init__(self, ranks):
         super().__init__()
-        self.rank, self.sent = torch.distributed.get_rank(), 0.0
+        self.rank, self.ranks, self.sent = torch.distributed.get_rank(), ranks, 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is C10D.all_to_all_single.default:
             tensor, _, sends, _ = args
             share = (sum(sends) - sends[self.rank]) / max(sum(sends), 1)
             self.sent += share * tensor.nbytes
-        else:
-            assert func.namespace != "_c10d_functional" or func is C10D.wait_tensor.default
+        elif func.namespace == "_c10d_functional" and func is not C10D.wait_tensor.default:
+            assert assumes_cuda(), f"over gloo {func} sends more, or can damage memory"
+            (kind,) = (k for k in BY_NCCL if any(func is wire.op for wire in k.wire))
+            whole = self.ranks if kind is all_gather else 1
+            self.sent += kind.sent(args[0].nbytes * whole, self.ranks)
         return func(*args, **(kwargs or {}))
 
 
@@ -39,7 +45,7 @@ def test_bytes_of_zero_on_the_wire(mesh):
             alone.load_state_dict(step.state_dict())
             step = gspmd.parallelize(step, zero_step.LAYOUT.on(mesh), **options)
             for _ in range(2):
-                with Wire() as wire:
+                with Wire(mesh.size) as wire:
                     loss = step(x)
                 torch.testing.assert_close(loss, alone(x))
             expected = zero_step.expected_bytes(stage, layers, mesh.size, dtype)
