@@ -58,6 +58,7 @@ OF_NO_DIMENSION = {
     aten._to_copy.default,
     aten.lift_fresh_copy.default,
 }
+READS_MASKS = (torch.Tag.cudagraph_unsafe,)  # The host asks whether a tile has scores to compute.
 _VARIABLE = re.compile(r"b|h|q|k|score|grad|inf|nan|[ut]\d+")
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -194,7 +195,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
 
 
 @torch.library.custom_op(
-    "torchgspmd::flex_attention", mutates_args=(), schema=forward_schema(_REST)
+    "torchgspmd::flex_attention", mutates_args=(), schema=forward_schema(_REST), tags=READS_MASKS
 )
 def flex_attention(*args: Any) -> Results:
     """Return softmax(changed scores) v, and the logsumexp of these scores.
@@ -209,7 +210,10 @@ flex_attention.register_fake(empty_results)
 
 
 @torch.library.custom_op(
-    "torchgspmd::flex_attention_backward", mutates_args=(), schema=backward_schema(_REST)
+    "torchgspmd::flex_attention_backward",
+    mutates_args=(),
+    schema=backward_schema(_REST),
+    tags=READS_MASKS,
 )
 def flex_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
