@@ -16,12 +16,13 @@ from typing import Any
 from torch import fx
 
 from ..errors import line_in_file
-from .rank_failure import Status
+from .rank_failure import COMPARISON, Status
 
 _STACK = 12  # Stack entries that a report has.
 # Waits outside programs, by a frame's file and function, innermost first.
 _WAITS = {
-    ("rank_check.py", "check"): "the comparison of the ranks",
+    ("rank_check.py", "check"): COMPARISON,
+    ("late_check.py", "differs"): COMPARISON,
     ("shared_plan.py", "_broadcast"): "the plan of rank 0",
     ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
     ("fused_optimizers.py", "_reduced"): "the norms of DTensors",
@@ -158,7 +159,7 @@ def _kind(node: fx.Node) -> str | None:
     if name == "wait_tensor" and isinstance(node.args[0], fx.Node):
         return _kind(node.args[0]) or "wait"
     if name in ("carry", "total", "settle"):
-        return "the comparison of the ranks"
+        return COMPARISON
     if not any(word in name for word in _COLLECTIVES):
         return None
     planned = re.match("|".join(_COLLECTIVES), node.name)  # gloo may do it by another one

@@ -48,7 +48,10 @@ class ProcessGroups:
         # The processes of torch's fake backend are not there: nobody answers this rank.
         self.is_fake = dist.get_backend() == "fake"
         self.is_gloo = not self.is_assumed and backend_of(device_type) == "gloo"
+        self.device = torch.device(device_type)  # where tensors are
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
+        self.late_checks: Any = None  # see late_check.py
+        self._of_all: Any = None
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available() and not self.is_fake
         self.timeout: timedelta | None = None  # None: the default group's
@@ -60,7 +63,7 @@ class ProcessGroups:
         self.checked_on = torch.device("cpu" if needs_gloo or self.is_fake else device_type)
         self.created = [dist.group.WORLD if self.checks is None else self.checks]
         self.created += [self.device_mesh.get_group(name) for name in mesh.names]
-        self.limit = _limit_of(dist.group.WORLD)  # as init_process_group has set it
+        self.limit = _limit_of(dist.group.WORLD, self.device)  # as init_process_group has set it
         others = [] if self.is_fake else self.processes
         self.watcher = watcher_of(others, self.limit.total_seconds())
 
@@ -117,6 +120,16 @@ class ProcessGroups:
             if (axis, key) not in self.directions:
                 self.directions[axis, key] = self._new_groups((axis,))
         return {key: self.directions[axis, key] for key in keys}
+
+    def of_all(self) -> Any:
+        """Return a group of all processes of the mesh that carries tensors of its device."""
+        if len(self.processes) == dist.get_world_size():
+            return self.world
+        if len(self.mesh.names) == 1:
+            return self.device_mesh.get_group(self.mesh.names[0])
+        if self._of_all is None:
+            self._of_all = self._new_groups(self.mesh.names)
+        return self._of_all
 
     def size(self, name: str) -> int:
         """Count the ranks in a group."""
@@ -211,10 +224,13 @@ def _can_split(world: Any) -> bool:
     return device is not None and world._get_backend(device).supports_splitting
 
 
-def _limit_of(group: Any) -> timedelta:
-    """Return the time limit for a group's waits, as far as it says."""
+def _limit_of(group: Any, device: torch.device) -> timedelta:
+    """Return the time limit of a group's waits on a device, as far as it says.
+
+    NCCL has 10 minutes by default, and ends the process then; gloo has 30.
+    """
     try:
-        return group._get_backend(torch.device("cpu")).options._timeout
+        return group._get_backend(device).options._timeout
     except (AttributeError, RuntimeError):
         return default_pg_timeout
 

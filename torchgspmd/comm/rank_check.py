@@ -2,6 +2,7 @@
 
     up to FEW_RANKS     an all_to_all with all ranks' words, which are compared
     more                an all_reduce of the largest and the smallest of each word
+    GPUs                only first calls of programs; the others are those of late_check.py
 
 An all_to_all connects each rank to each. On two gloo processes it takes 0.2 ms of CPU time up to
 256 bytes, an all_reduce 0.4 to 0.8 ms, a small model's step 25 ms.
@@ -84,13 +85,13 @@ class RankCheck:
         """Reduce the words to the largest over all ranks, and to the smallest."""
         # A largest and a smallest that are equal say that all are: one all_reduce at any number of
         # ranks.
-        own = [*row[:-FLOATS], *map(_ordered, row[-FLOATS:])]
+        own = [*row[:-FLOATS], *map(ordered, row[-FLOATS:])]
         largest = torch.tensor([*own, *(~word for word in own)], device=self.groups.checked_on)
 
         def rows() -> list[list[int]]:
             top, bottom = largest.view(2, HEAD).tolist()
             both = top, [~word for word in bottom]
-            return [[*each[:-FLOATS], *map(_ordered, each[-FLOATS:])] for each in both]
+            return [[*each[:-FLOATS], *map(ordered, each[-FLOATS:])] for each in both]
 
         self.finish = lambda: self._compare(rows())
         self.work = dist.all_reduce(
@@ -120,7 +121,7 @@ class RankCheck:
         return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
 
 
-def _ordered(bits: int) -> int:
+def ordered(bits: int) -> int:
     """Return an integer that orders a double's bits as the numbers are; its own inverse."""
     return bits if bits >= 0 else bits ^ (2**63 - 1)
 
@@ -186,10 +187,9 @@ def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, rank
 
     It must not delay the comparison.
     """
-    # A copy from the device would make the comparison wait for its computation.
-    same_device = groups.checked_on.type == groups.device_type
+    # A copy from a GPU would make the comparison wait for its computation.
     return (
-        same_device
+        groups.device_type == "cpu"
         and dtype.is_floating_point
         and math.prod(shape) <= ROOM
         and ranks == groups.mesh.size <= FEW_RANKS

@@ -9,6 +9,7 @@ from ..errors import RankError, user_line
 from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
+COMPARISON = "the comparison of the ranks"
 _ANEW = "start anew, from the last checkpoint: the connections are closed"
 
 
@@ -31,6 +32,12 @@ class Status:
     def moment(self) -> tuple[int, int]:
         """Orders one rank's statuses."""
         return self.step, PHASES.index(self.phase)
+
+    def is_beyond(self, compared: Status) -> bool:
+        """Return whether a rank has begun a call that another, in a comparison, has not."""
+        begun = self.waits_in not in ("", COMPARISON) or self.phase not in ("", "forward")
+        is_same = self.step == compared.step and compared.phase == "forward"
+        return self.step > compared.step or is_same and begun
 
     @property
     def when(self) -> str:
@@ -113,6 +120,10 @@ WORDS = {
         "{f.name} has not come",
         "make the same calls on every rank; if one has more to do, wait longer by "
         "parallelize(..., timeout=). Start anew: the connections are closed",
+    ),
+    "apart": Words(
+        "{f.name} runs a program that rank {f.by} does not call: it has begun {f.status.when}",
+        "make the same calls on every rank, with arguments of equal shapes; " + _ANEW,
     ),
     "left": Words(
         "{f.name} has left: its program has ended after {f.status.when}",

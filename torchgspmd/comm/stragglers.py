@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .json_rows import from_row
-from .rank_failure import Status, listed
+from .rank_failure import COMPARISON, Status, listed
 
 SOON, PLANNING = 3.0, 60.0  # Seconds to wait before the others are asked; while one plans.
 WINDOW, TICK = 20, 0.25  # How many looks are counted, and the seconds between two.
@@ -94,6 +94,14 @@ class Stragglers:
             silent = set(self.processes) - {self.rank, *fresh}
             late = {r: self._seen(r) for r in sorted(silent)} or late
         return late if status.waits_in else {}
+
+    def apart(self, status: Status) -> dict[int, Answer]:
+        """Return ranks that have begun a call which this one still compares with them."""
+        if status.waits_in != COMPARISON:
+            return {}
+        return {
+            rank: answer for rank, answer in self.fresh().items() if answer.status.is_beyond(status)
+        }
 
     def _seen(self, rank: int) -> Answer:
         """Return the last known status, for a rank that does not answer."""

@@ -6,7 +6,7 @@ are two numbers, a norm and an irregular mean.
 
 The tensors are the caller's: no operation here writes to its operand unless it allocated it.
 
-Nobody waits for a GPU: its tensors' checksums are compared at the program's next call.
+Nobody waits for a GPU: what its checksums become in a message is computed there (late_check.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ INTEGERS, FLOATS, SAMPLE = 2**18, 2**12, 2**10  # Numbers of elements.
 WORDS = 4  # of a message, of 8 bytes each
 TURN = 8  # Number of large tensors that a call reads; the next calls read the next ones.
 _GOLDEN, _WORD = 0.6180339887498949, 2**64
+_TINY = 1e-300
 _BOUND = 1e100  # Infinities and larger values count as this; its square is finite.
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # bytes -> dtype
 COLUMNS = 1024  # of a hash of all bits
@@ -43,10 +44,9 @@ class ArgumentValues:
         compared = [i for i, name in enumerate(names) if name]
         self.small = [i for i in compared if tensors[i].numel() <= _limit(tensors[i])]
         self.large = [i for i in compared if tensors[i].numel() > _limit(tensors[i])]
-        self.on_the_way: list[_Reading] = []
 
-    def read(self, tensors: Sequence[Tensor]) -> dict[str, Checksum]:
-        """Return checksums by name: this call's, and the last call's for tensors on a GPU."""
+    def read(self, tensors: Sequence[Tensor]) -> list[Reading]:
+        """Begin to read tensors, those of each device together."""
         indices = self.small
         if self.large:
             turn = [*self.large[self.turn :], *self.large[: self.turn]][:TURN]
@@ -55,43 +55,53 @@ class ArgumentValues:
         by_device: dict[torch.device, list[int]] = {}
         for i in indices:
             by_device.setdefault(tensors[i].device, []).append(i)
-        readings = [_Reading(each, tensors) for each in by_device.values()]
-        ready = [*self.on_the_way, *(r for r in readings if r.event is None)]
-        self.on_the_way = [r for r in readings if r.event]
-        return {self.names[i]: value for reading in ready for i, value in reading.checksums()}
-
-
-class _Reading:
-    """Checksums for tensors on one device. event: when a GPU's have arrived."""
-
-    def __init__(self, indices: Sequence[int], tensors: Sequence[Tensor]) -> None:
-        integers = [i for i in indices if _is_integer(tensors[i])]
-        floats = [i for i in indices if not _is_integer(tensors[i])]
-        sums = [_sum(tensors[i].detach()) for i in integers]
-        pairs = [each for i in floats for each in _squares_and_mean(tensors[i].detach())]
-        device = tensors[indices[0]].device
-        is_gpu = device.type == "cuda"
-        self.indices = [*integers, *floats]
-        self.values = [
-            torch.stack(each).to("cpu", non_blocking=is_gpu) if each else torch.empty(0)
-            for each in (sums, pairs)
+        return [
+            Reading([self.names[i] for i in each], [tensors[i] for i in each])
+            for each in by_device.values()
         ]
-        self.event = torch.cuda.Event() if is_gpu else None
-        if self.event:
-            self.event.record(torch.cuda.current_stream(device))
 
-    def checksums(self) -> list[tuple[int, Checksum]]:
-        """Wait for the values and return the checksums by tensor index."""
-        if self.event:
-            self.event.synchronize()
-        sums, pairs = (each.tolist() for each in self.values)
+
+class Reading:
+    """Checksums of tensors of one device, where they are computed."""
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+        pairs = [*zip(names, (t.detach() for t in tensors))]
+        integers = [pair for pair in pairs if _is_integer(pair[1])]
+        floats = [pair for pair in pairs if not _is_integer(pair[1])]
+        self.device, none = tensors[0].device, torch.empty(0)
+        self.integers, self.floats = ([name for name, _ in each] for each in (integers, floats))
+        self.sums = torch.stack([_sum(t) for _, t in integers]) if integers else none
+        parts = [part for _, t in floats for part in _squares_and_mean(t)]
+        self.parts = torch.stack(parts) if parts else none
+
+    def checksums(self) -> dict[str, Checksum]:
+        """Wait for the values and return them by name."""
+        sums, parts = self.sums.tolist(), self.parts.tolist()
         floats = [
             (math.sqrt(squares), mean / math.sqrt(squares))
             if 0 < squares < math.inf
             else (0.0, 0.0)
-            for squares, mean in zip(pairs[::2], pairs[1::2])
+            for squares, mean in zip(parts[::2], parts[1::2])
         ]
-        return [*zip(self.indices, [*sums, *floats])]
+        return dict(zip([*self.integers, *self.floats], [*sums, *floats]))
+
+    def words(self) -> tuple[Tensor, Tensor]:
+        """Return a word of the integers and a double of the floats, where the tensors are."""
+        exact = torch.zeros((), dtype=torch.int64, device=self.device)
+        double = torch.zeros((), dtype=torch.float64, device=self.device)
+        if self.integers:
+            exact = (self.sums * _factors(len(self.sums), self.device)).sum()
+        if self.floats:
+            squares, means = self.parts.view(-1, 2).unbind(1)
+            norms = squares.sqrt().clamp(min=_TINY)
+            weights = 0.75 + _weights(len(norms), self.device) / 2
+            double = ((norms.log() + means / norms) * weights).sum()
+        return exact, double
+
+
+def checksums_of(readings: Sequence[Reading]) -> dict[str, Checksum]:
+    """Wait for readings and return all checksums by name."""
+    return {name: value for reading in readings for name, value in reading.checksums().items()}
 
 
 def words(checksums: Mapping[str, Checksum]) -> list[int]:
@@ -102,7 +112,7 @@ def words(checksums: Mapping[str, Checksum]) -> list[int]:
             exact += value * (2 * i + 1)
         else:
             weight = 0.5 + i * _GOLDEN % 0.5
-            norms += weight * math.log(value[0] + 1e-300)
+            norms += weight * math.log(value[0] + _TINY)
             means += weight * value[1]
     exact = (exact + _WORD // 2) % _WORD - _WORD // 2
     return [len(checksums), exact, *struct.unpack("qq", struct.pack("dd", norms, means))]
@@ -192,15 +202,22 @@ def _places(count: int, device: torch.device) -> Tensor:
     """Return SAMPLE indices below `count`, one per equal stretch."""
     ordinals = torch.arange(SAMPLE, dtype=torch.float64)
     within = (ordinals * _GOLDEN).frac_()
-    return ((ordinals + within) * (count / SAMPLE)).long().clamp_(max=count - 1).to(device)
+    return moved(((ordinals + within) * (count / SAMPLE)).long().clamp_(max=count - 1), device)
 
 
 @functools.lru_cache(64)
 def _factors(count: int, device: torch.device) -> Tensor:
-    return (torch.arange(count).mul_(2 * _ODD).add_(_ODD)).to(device)
+    return moved(torch.arange(count).mul_(2 * _ODD).add_(_ODD), device)
 
 
 @functools.lru_cache(64)
 def _weights(count: int, device: torch.device) -> Tensor:
     weights = torch.arange(count, dtype=torch.float64).mul_(_GOLDEN).frac_().sub_(0.5)
-    return weights.to(device)
+    return moved(weights, device)
+
+
+def moved(value: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device, or one that is there; the host does not wait."""
+    if value.device.type == "cpu" and device.type == "cuda":
+        value = value.pin_memory()
+    return value.to(device, non_blocking=True)

@@ -134,6 +134,7 @@ class Watcher:
         if self._stragglers.has_to_ask(status, place, self.limit):
             self._ask()
         self._judge_raised(status)
+        self._judge_apart(status)
         if text := self._stragglers.report(status, self.limit):
             print(text, file=sys.stderr, flush=True)
 
@@ -150,6 +151,13 @@ class Watcher:
             if answer.status.raised and answer.status.step == self.step and not self.raised:
                 now = replace(answer.status, at="")
                 self._tell(Fate(answer.rank, answer.host, "raised", now, text=now.raised))
+
+    def _judge_apart(self, status: Status) -> None:
+        """End the comparison with ranks that have begun the call without it: they run another."""
+        for rank, answer in self._stragglers.apart(status).items():
+            seen = answer.status.text("is")
+            own = Fate(rank, answer.host, "apart", answer.status, seen, by=self.rank)
+            self._tell(own)
 
     # ----------------------------------------------------------------------------- the messages
 

@@ -133,7 +133,8 @@ class Options:
         "parallelize",
         'When ranks compare the values of plain tensor arguments. "always": at every call, by '
         'checksums over all integers and small tensors and samples from large ones. "first": at '
-        'each program\'s first call. "never": later calls do not compare programs either.',
+        'each program\'s first call. "never": later calls do not compare programs either. On GPUs '
+        "each eighth call is compared, and no rank waits (docs/gpu.md).",
     )
     timeout: float | timedelta | None = _option(
         None,
@@ -267,8 +268,8 @@ def rows_for(reader: Reader) -> list[Option]:
 
 
 _INSTEAD = {
-    "cudagraphs": "use torch.cuda.graph around a step of backend 'torch', check='first' "
-    "(docs/gpu.md); plan.uncapturable() names what such a graph cannot compute"
+    "cudagraphs": "use torch.cuda.graph around a step of backend 'torch' (docs/gpu.md); "
+    "plan.uncapturable() names what such a graph cannot compute"
 }
 
 

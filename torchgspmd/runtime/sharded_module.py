@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -18,8 +16,8 @@ from ..capture import ARGUMENT, Captured
 from ..capture.state.value_keys import as_text
 from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
-from ..comm.rank_check import RankCheck, check_ranks
-from ..comm.rank_mismatch import Account, check_alike, check_values, raise_difference
+from ..comm.rank_check import check_ranks
+from ..comm.rank_mismatch import Account, check_alike, raise_difference
 from ..comm.watcher import watched
 from ..compiler.api import compile_plan
 from ..compiler.options import Options
@@ -35,6 +33,7 @@ from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .audit import Audit
+from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
@@ -155,7 +154,7 @@ class ShardedModule(MeshModule):
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)
 
-        check_ranks(self._groups, _hash(f"stores {marked.specs}"), raise_on_difference)
+        check_ranks(self._groups, hash_of(f"stores {marked.specs}"), raise_on_difference)
         self._check_tensors_alike(captured, tensors, raise_on_difference)
         if marked.store(tensors, call.passed, self._mesh, self._groups):
             self._marked[call.key] = marked
@@ -170,21 +169,8 @@ class ShardedModule(MeshModule):
     @watched
     def _run(self, program: JointProgram, call: ModuleCall) -> Any:
         self.__dict__["plan"] = program.plan
-        signature = program.signature ^ _generator_state() if program.draws else program.signature
-        if program.takes_numbers:
-            signature ^= _hash(str(program.captured.numbers()))
-        if call.sizes.dims:
-            signature ^= _hash(str(call.sizes.values(call.shapes)))
-        values = {}
-        if self._options.check == "always":
-            values = program.values.read([t for t in call.leaves if isinstance(t, Tensor)])
-        rank_check = RankCheck(
-            self._groups,
-            signature,
-            lambda: self._raise_difference(call, program.draws),
-            values,
-            lambda: check_values(self._groups, values),
-            compares=self._options.check != "never" or not program.checked,
+        rank_check = compared(
+            self._groups, program, call, self._options.check, self._raise_difference
         )
         program.checked = True
         if self._audit is None:
@@ -207,13 +193,18 @@ class ShardedModule(MeshModule):
         return super()._kind(name, value)
 
     def _raise_difference(
-        self, call: ModuleCall, draws: bool = False, compiled: Captured | None = None
+        self,
+        call: ModuleCall,
+        state: int | None = None,
+        compiled: Captured | None = None,
+        numbers: dict | None = None,
     ) -> NoReturn:
         """Raise, on every rank, the ShardingError for ranks about to run different programs.
 
-        compiled: this rank's program, if all ranks have built theirs.
+        state: of the generator, if the program draws. compiled: this rank's program, if all ranks
+        have built theirs. numbers: of a call that is over.
         """
-        key, numbers = call.key, call.numbers
+        key, numbers = call.key, call.numbers if numbers is None else numbers
         arguments = [*filter(None, map(_argument_text, call.leaf_keys))]
         arguments += [str(numbers)] if numbers else []
         programs = [program.captured for program in self._programs.get(key, ())] + (
@@ -230,7 +221,7 @@ class ShardedModule(MeshModule):
                 _CALLS,
                 arguments,
                 model,
-                _generator_state() if draws else None,
+                state,
                 compiled is not None,
             ),
         )
@@ -264,7 +255,7 @@ class ShardedModule(MeshModule):
         text = as_text((call.key[:2], call.key[3:], call.numbers))
         self._groups.watcher.begin("", "planning")
         check_ranks(
-            self._groups, _hash(f"a program for {text}"), lambda: self._raise_difference(call)
+            self._groups, hash_of(f"a program for {text}"), lambda: self._raise_difference(call)
         )
         with self._groups.planning():
             return self._build_planned(call, text)
@@ -275,7 +266,7 @@ class ShardedModule(MeshModule):
             plan, checksum, tensors = self._plan_call(call, text)
         except Exception as error:
             failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
-            number = _hash("no program")
+            number = hash_of("no program")
             compare(
                 self._groups,
                 number,
@@ -301,7 +292,7 @@ class ShardedModule(MeshModule):
             # A plan of a text would have to be decoded for its code once more.
             program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
-            return _hash(as_text((text, guards, program, self._options.check)))
+            return hash_of(as_text((text, guards, program, self._options.check)))
 
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
@@ -390,11 +381,3 @@ def _argument_text(key: object) -> str | None:
     if isinstance(key, tuple) and isinstance(key[0], tuple):
         return str(list(key[0]))
     return as_text(key)[:40] if isinstance(key, str) and key != "None" else None
-
-
-def _generator_state() -> int:
-    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
