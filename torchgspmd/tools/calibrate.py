@@ -142,6 +142,7 @@ class _Calibration:
         launch, step, product, moved, attention, score = self._device()
         groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
         reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))
+        # A collective's latency counts once for each doubling of its group.
         steps = math.ceil(math.log2(max(self.mesh.size, 2)))
         return Hardware(
             f"{self.mesh.size} processes of {self.device}",
@@ -238,6 +239,7 @@ class _Calibration:
         for side in SIDES:
             side = -(-side // count) * count  # that the group divides
             x = _input(side, side).to(self.device)  # zeros would have no pages of their own
+            # A gather is measured by its result, all others by their operand.
             payload = x.nbytes * (count if kind.gathers else 1)
             seconds = self._time(lambda x=x: run(x, *arguments))
             points.append((kind.sent(payload, count), seconds))

@@ -225,6 +225,7 @@ class _OnRanks:
     def __init__(self, module: ShardedModule, args: tuple, kwargs: dict) -> None:
         self.module, self.groups, self.mesh = module, module._groups, module._mesh
         call = module._call(args, kwargs)
+        # Logical names in marks have axes only while their Layout is bound.
         with bound(module._layout):
             plan = module._plan_here(call, lambda: None)
         tensors = module._tensors(call, plan.captured)

@@ -228,7 +228,9 @@ def _distance(own: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
     kind = torch.complex128 if wanted.is_complex() else torch.float64
     own, wanted = own.detach().to(kind), wanted.detach().to(kind)
     same = (own == wanted) | (own.isnan() & wanted.isnan())
+    # NaN on one side alone is an infinite difference.
     difference = torch.where(same, 0, (own - wanted).abs()).nan_to_num(nan=math.inf)
+    # An infinity among the values would allow any difference.
     finite = wanted.abs().nan_to_num(0, 0, 0)
     return difference, finite.max()
 

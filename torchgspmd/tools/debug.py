@@ -98,6 +98,7 @@ def _shown_simulator(
     plan: Plan, stops: Sequence[str], rank: int | None
 ) -> Callable[..., Simulator]:
     """Return a function that makes a plan's simulator, which prints."""
+    # All ranks run in this process: without a rank the first one is shown.
     return partial(_ShownSimulator, ShownValues([plan.program.graph], plan, stops, rank or 0))
 
 

@@ -38,6 +38,7 @@ class Diagnosis:
             else f"{'newer than' if is_newer() else 'not among'} the checked"
         )
         lines = [f"torch      {self.torch}: {state} ({', '.join(CHECKED)})"]
+        # Without XLA's: to look for these would import torch_xla.
         apis = [api for api in TABLE if not api.is_of_xla]
         lines += [f"private    {len(apis) - len(self.missing)} of {len(apis)} APIs found"]
         lines += [f"           {api.path} is missing: {_consequence(api)}" for api in self.missing]

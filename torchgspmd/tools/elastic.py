@@ -133,6 +133,7 @@ class Job:
         self, copies: PeerCopies, model: nn.Module, optimizer: Optimizers, states: Any
     ) -> int:
         """Load the newest copy or checkpoint, and return how many steps it has done."""
+        # A checkpoint that a lost process has left incomplete does not count.
         path = newest_whole(self.folder)
         said = None if path is None else parsed(path / FILE)
         on_disk, in_memory = -1 if said is None else said["step"], copies.newest()
@@ -221,6 +222,7 @@ def elastic(
     worker = _Worker(
         fn, args, Path(folder), every, copies, keep=keep, backend=backend, threads=threads
     )
+    # torchrun has started this process, and starts it anew.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [worker.run()]
     least, most = (hosts, hosts) if isinstance(hosts, int) else hosts
@@ -239,6 +241,7 @@ def elastic(
         start_method="fork",
         logs_specs=DefaultLogsSpecs(),
     )
+    # RankError has the failure, and `steps` tells each new start.
     for quiet in ("torch.distributed.elastic", "torch.multiprocessing"):
         logging.getLogger(quiet).setLevel(logging.CRITICAL)
     changed = {COPIES: str(root), _NO_SHARED_STORE: "1"}
@@ -259,6 +262,7 @@ def elastic(
             raise KeyboardInterrupt from None
         raise
     finally:
+        # Nobody reads the copies once this agent has ended.
         shutil.rmtree(root, ignore_errors=True)
         with contextlib.suppress(OSError):
             root.parent.rmdir()  # unless the job's other host is on this machine

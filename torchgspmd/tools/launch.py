@@ -156,6 +156,7 @@ def _start(
     context = multiprocessing.get_context("fork")
     answer, answering = context.Pipe(duplex=False)
     output, printing = os.pipe()
+    # Ends of pipes that the fork inherits and the parent alone reads.
     unused = [output, answer.fileno(), *(r.output for r in others)]
     child = _Child(
         variables=variables,
@@ -285,6 +286,7 @@ def _print(rank: _Rank, is_last: bool = False) -> None:
 
 
 def _raise_first(ranks: list[_Rank]) -> NoReturn:
+    # By time, since the first failure is often the cause of others.
     failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
     (_, text), number = failed[0]
     raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
@@ -295,6 +297,7 @@ def _end(ranks: Sequence[_Rank]) -> None:
     for rank in ranks:
         if rank.process.is_alive():
             rank.process.terminate()
+    # One deadline for all ranks, so that many hung ones take no longer than one.
     until = time.monotonic() + END
     for rank in ranks:
         rank.process.join(max(0.0, until - time.monotonic()))

@@ -57,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
 def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
     """Return those options that the command line has."""
     given = {row.name: vars(args)[row.name] for row in rows_for(reader) if _argument(row)}
+    # None: not on the command line, so plan's default holds.
     return {name: value for name, value in given.items() if value is not None}
 
 

@@ -47,6 +47,7 @@ class ShownValues:
 
     def see(self, node: fx.Node, value: object, operands: Mapping[str, object]) -> None:
         """Print a value, and stop where a stop is."""
+        # Calls are not announced: a run begins when its first node is seen.
         if node is self.first:
             self._begin()
         if node not in self.names or not isinstance(value, (Tensor, tuple, list)):

@@ -118,6 +118,7 @@ class StepLog:
             True
         """
         self.count, self._steps = self.count + 1, self._steps + 1
+        # The last step gets a row in any case.
         if self.count % self.every and self.count != self.total:
             return None
         numbers = {name: _number(value) for name, value in values.items()}  # waits for the device

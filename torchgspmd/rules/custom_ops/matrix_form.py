@@ -47,6 +47,7 @@ def matrix_form(equation: str, x: Iterable[int], y: Iterable[int]) -> MatrixForm
     """Return an einsum's matrix form for operands with these shapes."""
     a, b, out = split_equation(equation)
     sizes = dict(zip(a, x)) | dict(zip(b, y))
+    # Letters in all three tensors count separate products.
     batch = "".join(c for c in out if c in a and c in b)
     rows, columns = ("".join(c for c in out if c in term and c not in batch) for term in (a, b))
     # Exchanged, the result needs no permute.

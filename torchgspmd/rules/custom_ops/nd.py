@@ -67,6 +67,7 @@ def _einsum_backward(ctx: Any, grad: Tensor) -> tuple:
     a, b, out = split_equation(ctx.equation)
     return (
         None,
+        # Conjugates, as PyTorch defines gradients of complex products.
         einsum(f"{out},{b}->{a}", grad, y.conj_physical()) if ctx.needs_input_grad[1] else None,
         einsum(f"{out},{a}->{b}", grad, x.conj_physical()) if ctx.needs_input_grad[2] else None,
     )
@@ -122,6 +123,7 @@ def _(log_probs: Tensor, *_: object) -> tuple[Tensor, Tensor]:
 
 
 def _ctc_context(ctx: Any, inputs: tuple, output: tuple) -> None:
+    # The gradient was computed with the loss, since it needs that kernel's intermediate results.
     ctx.save_for_backward(output[1])
     ctx.mark_non_differentiable(output[1])
 

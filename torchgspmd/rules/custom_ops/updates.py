@@ -85,6 +85,7 @@ def adam_(
         kernel = _fused_adamw_ if decoupled else _fused_adam_
         kernel(
             *map(list, zip(*lists)),
+            # without amsgrad's maxima
             [],
             [step] * len(lists),
             lr=lr.float() if lr.is_cuda else lr,  # the CPU's kernel reads a number

@@ -70,6 +70,7 @@ def _split_topk(
 ) -> tuple[Tensor, Tensor] | Declined:
     dim %= max(x.dim(), 1)
     blocks = count_blocks(x.shape[dim] if x.dim() else 1, shards)
+    # Blocks with k rows or fewer would send all rows, as a gather does.
     if not blocks or k == 0 or x.shape[dim] // blocks <= k:
         return DECLINED
     x_blocks = cut(x, dim, blocks)

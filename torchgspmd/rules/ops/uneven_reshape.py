@@ -66,6 +66,7 @@ def _join(call: Call) -> FactorRule:
         shape, length = local.shape(x), local.size(flat[dim])
         joined = [*shape[:dim], shape[dim] * width, *shape[dim + 2 :]]
         x = local.call(aten.reshape.default, x, joined)
+        # The window's first row may begin before the device's first position.
         first = local.start(flat[dim]) - local.first_row(0, dim) * width
         return local.narrow(x, dim, first, length)
 

@@ -67,6 +67,7 @@ def _add_factors(
     a, b = [before[i] for i in ins], [after[j] for j in outs]
     borders = sorted(set(_products(a)) | set(_products(b)))
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
+    # No common factors: each side keeps factors of its own, and the reshape gathers.
     if not nested:
         for dims, factors, shape in ((ins, left, before), (outs, right, after)):
             for d in dims:

@@ -29,6 +29,7 @@ def blamed(plan: Plan, error: ShardingError) -> ShardingError:
     if plan._replanner is None:
         return error
     try:
+        # Compared as soon as a pass has run: the first wrong one ends planning.
         with observing(_compare):
             plan._replanner()(plan.captured)
     except _Wrong as wrong:

@@ -158,6 +158,7 @@ class Devices(Simulator):
     ) -> None:
         super().__init__(program, mesh)
         self.claims, self.path, self.at = claims, path, at
+        # fx would put the node's text in front of the error.
         self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Simulator:

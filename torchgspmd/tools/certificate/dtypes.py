@@ -35,6 +35,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
             raise other_dtype(node, shards[0].dtype, known)
 
     shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
+    # Not widened: dtypes are what is checked here.
     graph = Rewritten(False, device_of(plan.captured)).graph(plan.program_graph)
     program = fx.GraphModule(constants_of(plan, wide=False), graph)
     devices = Devices(program, plan.mesh, claim)

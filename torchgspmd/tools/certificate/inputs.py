@@ -61,6 +61,7 @@ class RandomInputs:
 
     def __init__(self, captured: Captured, seed: int, positive: bool, most: int) -> None:
         self.captured, self.positive, self.most = captured, positive, most
+        # A generator of its own: the user's draws are not moved.
         self.generator = torch.Generator().manual_seed(seed)
 
     def tensors(self) -> list[Tensor]:

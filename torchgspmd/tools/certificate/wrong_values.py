@@ -7,6 +7,7 @@ from torch import fx
 
 from ...errors import ShardingError
 
+# A wrong value is never the user's fault, so every error asks for a report.
 _REPORT = "report it, with the file that plan.save(path) writes; do not train with this plan"
 
 

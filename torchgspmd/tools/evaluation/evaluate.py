@@ -92,6 +92,7 @@ def _on_mesh(outputs: Tensor, model: nn.Module) -> Tensor:
 @contextmanager
 def _in_eval(model: nn.Module) -> Iterator[None]:
     """Put all modules into eval mode, and restore their modes."""
+    # One by one, since some modules may have been in eval mode before.
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:

@@ -84,6 +84,7 @@ class Estimate:
     def seconds(self) -> float:
         """Return a step's seconds."""
         end = max((e.begin + e.seconds for e in self.events), default=0.0)
+        # Measured: a step costs more than its operations.
         return end + self.hardware.step
 
     def busy(self, stream: str) -> float:

@@ -117,6 +117,7 @@ class _Explainer:
             names = ", ".join(f"%{each.name}" for each in steps)
             lines.append(f"it is one of the steps {names} from [{before}] to [{after}]")
         lines += self._ways(source, before, after, tuple(each.meta["step"] for each in steps))
+        # An axis that stays where it is needs no reason.
         axes = {a for a in (*_axes(before), *_axes(after)) if _place(before, a) != _place(after, a)}
         users = [need.node for need in needs if need.node is not None]
         return lines + self._reasons([source, *users], axes)
@@ -135,6 +136,7 @@ class _Explainer:
                 ways.setdefault(_way_text(steps), steps)
         cost = {text: sum(step_cost(s, constants) for s in steps) for text, steps in ways.items()}
         chosen, count = _way_text(taken), runs(source)
+        # Among ways with equal costs the plan's is first.
         shown = sorted(ways, key=lambda text: (cost[text], text != chosen))[:MAX_WAYS]
         if chosen not in shown:
             # The plan's way is shown even if many others are cheaper.

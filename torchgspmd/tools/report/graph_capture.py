@@ -48,6 +48,7 @@ def _reason(node: fx.Node) -> str | None:
     """Return why a CUDA graph cannot compute a node; None if it can."""
     call = node.target
     if isinstance(call, BodyCall):
+        # The other bodies are a pipeline's stages.
         if not isinstance(call, LoopCall):
             return "the host sends and receives between stages"
         return "the host reads the value that ends the loop" if call.loop.ends else None

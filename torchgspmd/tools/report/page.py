@@ -72,6 +72,7 @@ def page_data(
         "events": [
             {
                 "stream": e.stream,
+                # page.html counts in microseconds.
                 "begin": e.begin * 1e6,
                 "seconds": e.seconds * 1e6,
                 "name": e.name,

@@ -263,6 +263,7 @@ def trace_text(estimate: Estimate) -> str:
         for e in estimate.events
     ]
     memory = [
+        # A counter, which Perfetto draws as a curve.
         {"name": "memory", "ph": "C", "pid": 0, "ts": e.begin * 1e6, "args": {"bytes": e.alive}}
         for e in estimate.events
     ]

@@ -266,6 +266,7 @@ def _memory_report(
 ) -> MemoryReport:
     placeholders = shard_inputs(program, estimate.mesh)
     parameters = inputs = states = 0
+    # Adam has states for trained parameters alone.
     trained = {out.input for out in captured.outputs if out.kind == GRADIENT}
     for i, (node, inp) in enumerate(zip(placeholders, captured.inputs)):
         if inp.kind == PARAMETER:
@@ -342,6 +343,7 @@ def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
     """Return like operations together: value names differ in their numbers alone."""
     groups: dict[tuple[str, str, str], list[ReplicatedOp]] = defaultdict(list)
     for op in replicated:
+        # Layers differ in numbers alone: one row stands for all.
         value = re.sub(r"_\d+", "_*", op.value or "")
         why = op.why.replace(f"%{op.value}", f"%{value}") if op.value else op.why
         groups[op.op, short_source(op.source), why].append(op)

@@ -68,6 +68,7 @@ class Picture:
         divided = [d for d, axes in enumerate(self.spec.dims) if axes]
         # The last divided dimension goes across, as a matrix's columns do.
         down, across = divided[:-1], divided[-1:] if len(divided) > 1 else []
+        # A single divided dimension goes down: one block a line.
         down = divided if not across else down
         holders = self.holders
         columns = sorted({tuple(block[d] for d in across) for block in holders})
@@ -89,6 +90,7 @@ class Picture:
         )
         if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
             return f"{ranks[0]} to {ranks[-1]}"
+        # Thousands of devices may hold a block that is replicated.
         return " ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
 
     def _slice(self, dims: Sequence[int], rows: tuple[Rows, ...]) -> str:

@@ -119,11 +119,13 @@ class Judge:
         written = [
             p.inputs[out.input] for p in programs for out in p.outputs if out.kind == MUTATION
         ]
+        # Recomputing would change such a buffer twice.
         buffers = [inp.name for inp in written if inp.kind == BUFFER]
         self.recomputable = self.layers.without(buffers)
         self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         self.dtype = _smallest_dtype(programs[-1].graph)
+        # The two programs differ by one layer.
         self.layer_flops = counts[-1] - counts[0]
         self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
 

@@ -109,6 +109,7 @@ class Layers:
         # One module may be in several places: it is wrapped once.
         for layer in dict.fromkeys(chosen):
             saved.append((vars(layer), vars(layer).get("forward")))
+            # As the proposal's code does it (RECOMPUTE), so that both have one cost.
             vars(layer)["forward"] = partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             yield
@@ -124,6 +125,7 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     inner: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, LISTS) and len(module) and id(module) not in inner:
+            # A list inside a list is a part of its layers.
             inner.update(id(each) for each in module.modules())
             yield path, module
 

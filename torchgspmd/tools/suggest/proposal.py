@@ -103,6 +103,7 @@ class Marks:
         """Return the marks with another group dimension on MODEL, or none."""
         others = {p: d for p, d in self.model if p != pattern}
         chosen = others if dim is None else {**others, pattern: dim}
+        # Sorted, so that equal marks are equal keys, however they were found.
         return replace(self, model=tuple(sorted(chosen.items())))
 
     def with_arguments(self, numbers: tuple[int, ...], dim: int | None) -> Marks:
@@ -138,6 +139,7 @@ class Marks:
                 # A later round: the batch's layout is propagated first.
                 priorities[free] = 1
         if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
+            # Behind MODEL: DATA divides each of its shards.
             dims[free] = (*dims[free], DATA)
         spec = ShardSpec(tuple(dims)).with_priorities(tuple(priorities))
         return spec if any(dims) else None
