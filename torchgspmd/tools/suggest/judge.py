@@ -200,8 +200,8 @@ class Judge:
     def _whole(self, values: Sequence[Numbers], mesh: Mesh) -> Numbers:
         """Return the whole model's numbers, extrapolated from the programs'.
 
-        If the larger one is not the smaller one plus an equal layer (the layer costs less than its
-        products), the whole model is the larger one times its share of the layers.
+        A layer costs at least its products. If the difference between the two programs is less, the
+        whole model is the larger one, times the model's layers over that program's.
         """
         if len(values) == 1:
             return values[0]
