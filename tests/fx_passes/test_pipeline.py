@@ -33,6 +33,7 @@ ELSEWHERE = {
     "draw_natively",
     "hierarchical_sums",
     "regather_weights",
+    "recompute",
     "functional_reductions",
     "separate_sums",
 }
@@ -79,7 +80,9 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
 ) -> None:
     program = SimpleNamespace(
         rank=SimpleNamespace(backend=backend),
-        request=SimpleNamespace(rng="native", reduce_dtype=torch.float32, hardware=None),
+        request=SimpleNamespace(
+            rng="native", reduce_dtype=torch.float32, hardware=None, has_budget=True
+        ),
     )
     stage = CAPTURED
     for step in PIPELINE:

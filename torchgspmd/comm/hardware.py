@@ -53,6 +53,7 @@ class Hardware:
         groups: Measured links, by collective kind and group size; their latency is a whole
             collective's. Others follow from `links`.
         view: Seconds for an operation that moves nothing; on GPUs it costs no device time.
+        host_bandwidth: Bytes per second between a device and its host's memory, in one direction.
         attention: Seconds to start an attention, and operations per second that it reaches; None if
             it runs as other matmuls do.
 
@@ -74,6 +75,7 @@ class Hardware:
     groups: Mapping[tuple[str, int], Link] = field(default_factory=dict)
     view: float = 0.0
     attention: tuple[float, float] | None = None
+    host_bandwidth: float = 25 * GB  # PCIe of the fourth generation, 16 lanes
 
     @property
     def peak(self) -> float:
@@ -235,7 +237,13 @@ class Hardware:
         return self.flops[min(wider, default=max(self.flops))]
 
 
-def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links: tuple) -> Hardware:
+def _gpu(
+    name: str,
+    flops: dict[int, float],
+    memory: tuple[float, float],
+    links: tuple,
+    host_bandwidth: float = 50 * GB,  # PCIe 5
+) -> Hardware:
     """Return an NVIDIA GPU in a host with eight."""
     inside, across = links
     return Hardware(
@@ -244,6 +252,7 @@ def _gpu(name: str, flops: dict[int, float], memory: tuple[float, float], links:
         memory[0],
         memory[1],
         (Link(8, inside, 5 * US), Link(math.inf, across, 15 * US)),
+        host_bandwidth=host_bandwidth,
         source="NVIDIA's data sheets of the SXM module and of the DGX host; latencies are ours",
     )
 
@@ -274,6 +283,7 @@ CPU = Hardware(
     (Link(math.inf, 1e9, 1e-4),),
     efficiency=1.0,
     beside=False,  # the threads of gloo need cores too
+    host_bandwidth=5 * GB,  # a copy reads and writes the same memory
 )
 PRESETS = {
     hardware.name: hardware
@@ -283,6 +293,7 @@ PRESETS = {
             {2: 312e12, 4: 19.5e12, 8: 19.5e12},
             (2039 * GB, 80 * GB),
             (300 * GB, 25 * GB),
+            25 * GB,
         ),
         _gpu("h100", {2: 989e12, 4: 67e12, 8: 67e12}, (3350 * GB, 80 * GB), (450 * GB, 50 * GB)),
         _gpu("h200", {2: 989e12, 4: 67e12, 8: 67e12}, (4800 * GB, 141 * GB), (450 * GB, 50 * GB)),

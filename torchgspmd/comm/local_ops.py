@@ -22,6 +22,23 @@ def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Te
     return x.narrow(dim, index * rows, rows).contiguous()
 
 
+def to_host(x: Tensor) -> Tensor:
+    """Return x in the memory of the host: pinned, without waiting, if x is on a card."""
+    if not x.is_cuda:
+        return x.clone(memory_format=torch.contiguous_format)
+    host = torch.empty(x.shape, dtype=x.dtype, pin_memory=True)
+    return host.copy_(x, non_blocking=True)
+
+
+def from_host(x: Tensor, device: str) -> Tensor:
+    """Return a value that `to_host` has stored, on a device of a type."""
+    return x.to(device, non_blocking=True) if device == "cuda" else x.clone()
+
+
+for _copies in (to_host, from_host):
+    vars(_copies)["owns"] = True  # see fx_nodes.allocates
+
+
 def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
     """Return x with rows added at a dimension's end, `rows` in all."""
     if x.shape[dim] == rows:

@@ -35,6 +35,7 @@ from ..fx_passes.pipeline import is_default, run, skippable
 from ..fx_passes.printer import program_text
 from ..fx_passes.program import Request, Shared
 from ..fx_passes.replication_report import data_axes
+from ..fx_passes.schedule.memory_budget import check_budget
 from ..fx_passes.stages import SCHEDULED, verifies
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout, bound
@@ -231,6 +232,9 @@ def compile_plan(
         reduce_dtype=options.reduce_dtype,
         stored_over=frozenset([axis] if axis else []),
         hardware=None if hardware is None else Hardware.of(hardware),
+        recompute=options.recompute,
+        offload=options.offload,
+        memory_budget=options.budget,
         shared=shared or Shared(),
     )
     result = _plan(request)
@@ -268,6 +272,8 @@ def _replan(request: Request, marked: Captured) -> Plan:
 def _plan(request: Request) -> Plan:
     """Run the passes up to the program for one device."""
     program = run(start_program(request), until=SCHEDULED)
+    if request.has_budget:
+        check_budget(program)
     result = Plan(
         mesh=request.mesh,
         captured=request.captured,

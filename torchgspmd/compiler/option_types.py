@@ -13,7 +13,7 @@ import torch
 from typing_extensions import TypedDict
 
 from ..comm.hardware import Hardware
-from .options import Backend, Check, Dynamic, Pin, Regather, Rng, Unmarked
+from .options import Backend, Check, Dynamic, Offload, Pin, Recompute, Regather, Rng, Unmarked
 
 
 class Precision(TypedDict, total=False):
@@ -27,6 +27,9 @@ class _Planned(Precision, total=False):
     strict: bool
     rng: Rng
     regather: Regather
+    recompute: Recompute
+    offload: Offload
+    memory_budget: int | str | None
     verify: bool
     skip_passes: Iterable[str]
     costs: Mapping[str, float] | None

@@ -15,6 +15,7 @@ from ..capture import ArgumentSizes, Dims, check_dtypes
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
 from ..errors import ShardingError, did_you_mean, user_line
+from ..fx_passes.units import parse_size
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
@@ -24,6 +25,8 @@ Backend = Literal["torch", "inductor", "xla"]
 Unmarked = Literal["propagated", "replicated"]
 Rng = Literal["global", "native"]
 Regather = Literal["auto", "always", "all", "never"]
+Recompute = Literal["model", "auto"]
+Offload = Literal["never", "activations"]
 Check = Literal["always", "first", "never"]
 Pin = Literal["user", "all", "none"]
 Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
@@ -74,6 +77,27 @@ class Options:
         'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
         'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as a long '
         "context's keys.",
+    )
+    recompute: Recompute = _option(
+        "model",
+        "plan parallelize",
+        'Values of the forward that the backward computes again: "model": those of checkpoints; '
+        '"auto": besides, those that take least time, until the peak of a device fits '
+        "memory_budget.",
+    )
+    offload: Offload = _option(
+        "never",
+        "plan parallelize",
+        'Whether values of the forward wait for the backward on the host: "never", or '
+        '"activations", until the peak of a device fits memory_budget. With recompute="auto" those '
+        "for which that takes less time than computing them again.",
+    )
+    memory_budget: int | str | None = _option(
+        None,
+        "plan parallelize",
+        'Bytes of a device that the peak of a run may have, with recompute="auto" or '
+        'offload="activations": a number, or a text such as "8GiB". None: those of the device or '
+        "of hardware, without two float32 values a parameter for an optimizer.",
     )
     verify: bool = _option(
         False,
@@ -177,6 +201,8 @@ class Options:
             if row.choices:
                 check_choice(row.name, getattr(self, row.name), row.choices)
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
+        if self.memory_budget is not None:
+            self._check_budget()
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
             raise ShardingError(
@@ -193,8 +219,34 @@ class Options:
                 fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
             )
 
+    def _check_budget(self) -> None:
+        if self.recompute != "auto" and self.offload == "never":
+            raise ShardingError(
+                "memory_budget is set, and nothing keeps to it",
+                where=user_line(),
+                fix='set recompute="auto" or offload="activations" as well',
+            )
+        if self.budget is None or self.budget <= 0:
+            raise ShardingError(
+                f"memory_budget is {self.memory_budget!r}",
+                where=user_line(),
+                fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
+            )
+
+    @property
+    def budget(self) -> int | None:
+        """The bytes of memory_budget; None for those of the device, or if it is no size."""
+        return parse_size(self.memory_budget)
+
     def check_backend(self) -> None:
         """Raise ShardingError for an option that the backend does not read."""
+        if self.backend == "inductor" and self.offload != "never":
+            raise ShardingError(
+                "backend 'inductor' cannot offload",
+                where=user_line(),
+                why="Inductor compiles no copies to the memory of the host",
+                fix='set backend="torch", or recompute="auto" alone',
+            )
         reader = "xla" if self.backend == "xla" else "parallelize"
         for row in OPTIONS:
             if reader not in row.readers and self._is_set(row):

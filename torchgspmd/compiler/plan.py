@@ -47,6 +47,8 @@ from .plan_summary import (
     limits_text,
     pipelines_text,
     propagated_weights,
+    recomputed_nodes,
+    recomputed_text,
     weights_against_marks,
 )
 from .small_sizes import SmallSizes
@@ -149,11 +151,12 @@ class Plan(PlanFiles):
 
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
-        """Every communication in a run, in program order."""
+        """Every communication in a run, in program order; those that are recomputed come last."""
+        nodes = [(n, runs(n)) for n in self.sharded.nodes]
         return tuple(
-            _collective(n, self.mesh)
-            for n in self.sharded.nodes
-            if "step" in n.meta and n.meta["step"].collective
+            _collective(n, self.mesh, count)
+            for n, count in (*nodes, *recomputed_nodes(self.program_graph))
+            if (step := n.meta.get("step")) and step.collective
         )
 
     @property
@@ -241,6 +244,7 @@ class Plan(PlanFiles):
                 *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
+                *recomputed_text(self.program_graph, self.counts),
                 *pipelines_text(self.program_graph),
                 *limits_text(self.counts),
             ]
@@ -387,16 +391,16 @@ class Plan(PlanFiles):
         return (result, gradients) if self.captured.has_backward else result
 
 
-def _collective(node: fx.Node, mesh: Mesh) -> Collective:
-    """Return the Collective for a node with a step that communicates."""
-    step, val = node.meta["step"], node.meta["val"]
+def _collective(node: fx.Node, mesh: Mesh, count: int) -> Collective:
+    """Return the Collective for a node with a step that communicates. count: how often it runs."""
+    step, val = node.meta["step"], node.meta.get("val")
     return Collective(
         kind=step.collective,
         axes=step.axes,
         group_size=mesh.count(step.axes),
-        dtype=dtype_name(val.dtype),
+        dtype=dtype_name(node.meta["dtype"] if val is None else val.dtype),
         payload_bytes=step.payload,
-        sent_bytes=step.sent * runs(node),
-        count=runs(node),
+        sent_bytes=step.sent * count,
+        count=count,
         source=node.meta.get("source"),
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,17 +14,22 @@ from ..capture.captured import Input
 from ..comm.collective import Collective, split_axes, start
 from ..comm.hardware import Hardware
 from ..comm.kinds import KINDS, CollectiveKind
+from ..comm.local_ops import from_host
 from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.program import Request
 from ..fx_passes.replication_report import ReplicatedOp
-from ..fx_passes.units import size_text
+from ..fx_passes.schedule.arithmetic import is_view
+from ..fx_passes.schedule.liveness import bytes_of
+from ..fx_passes.schedule.recompute import PEAK_BEFORE, RECOMPUTED_NS
+from ..fx_passes.units import size_text, time_text
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO
 from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
+_NUMBER = re.compile(r"_\d+$")
 
 
 @dataclass(frozen=True)
@@ -136,6 +143,41 @@ def limits_text(counts: Mapping[str, int]) -> list[str]:
         "costs={'max_layouts': ...} raises it"
     )
     return [line] if limited else []
+
+
+def recomputed_nodes(program: fx.Graph) -> Iterator[tuple[fx.Node, int]]:
+    """Yield each node that the backward has for a memory budget, and how often it runs."""
+    return ((node, runs) for node, runs in _nodes(program) if "recomputed" in node.meta)
+
+
+def _nodes(
+    program: fx.Graph, target: object = None, runs: int = 1
+) -> Iterator[tuple[fx.Node, int]]:
+    """Yield the nodes of a program and of its loops, and how often they run. target: of these."""
+    for node in program.nodes:
+        if isinstance(node.target, BodyCall):
+            for body in node.target.bodies:
+                yield from _nodes(body.graph, target, runs * node.target.loop.length)
+        if target is None or node.target is target:
+            yield node, runs
+
+
+def recomputed_text(program: fx.Graph, counts: Mapping[str, int]) -> Iterator[str]:
+    """Yield the line of a summary for recomputed values, like ones together, if there are any."""
+    kinds: Counter[str] = Counter()
+    for node, runs in recomputed_nodes(program):
+        if bytes_of(node) and not is_view(node):
+            kinds[_NUMBER.sub("", node.meta["recomputed"])] += runs
+    moved = sum(runs for _, runs in _nodes(program, from_host))
+    if not kinds and not moved:
+        return
+    listed = ", ".join(f"{n} x {kind}" for kind, n in kinds.most_common()) or "nothing"
+    listed += f"; {moved} values wait in the memory of the host" if moved else ""
+    effect = ""
+    if PEAK_BEFORE in counts:  # a plan of another process has no counts
+        before, time = size_text(counts[PEAK_BEFORE]), time_text(counts[RECOMPUTED_NS] * 1e-9)
+        effect = f"; peak {before} without, time {time} more"
+    yield f"recomputed in the backward: {listed}{effect}"
 
 
 def pipelines_text(program: fx.Graph) -> Iterator[str]:

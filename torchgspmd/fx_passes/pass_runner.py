@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from itertools import dropwhile
 from typing import Any
 
@@ -56,15 +57,22 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
         way, done = copy.copy(program), 0
         if left_out is not None and left_out in before:
             way, done = before[left_out], [p.name for p in step.passes].index(left_out)
-        for each in passes[done:]:
+        for number, each in enumerate(passes[done:], done + 1):
             # A fork is a copy of the graph, made only where a second way will start from it.
             if not ways and each.changes(way):
                 before[each.name] = way.fork()
+            way.behind = partial(_run_passes, passes[number:])
             _run_pass(each, way, passes)
         ways.append(way)
         if step.enough(way):
             break
     return min(ways, key=step.cost) if step.cost else ways[-1]
+
+
+def _run_passes(passes: Sequence[Pass], program: Program) -> None:
+    """Run passes in their order."""
+    for each in passes:
+        _run_pass(each, program, passes)
 
 
 def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
@@ -110,6 +118,8 @@ def _run_on(step: Pass, program: Program) -> Any:
 
 def _inspect(program: Program, name: str) -> None:
     """Print and verify a program after the named pass, if the environment says so."""
+    if program.is_trial:
+        return
     for half in _halves(program):
         dump_pass(half, name)
         if verifies():

@@ -83,6 +83,7 @@ from .program_passes import (
 )
 from .runnable_plan import RunnablePlan
 from .schedule.collective_matmul import collective_matmul
+from .schedule.recompute import recompute
 from .schedule.start_wait import start_wait
 from .stages import (
     ANNOTATED,
@@ -114,12 +115,8 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
-_REGATHER = {
-    "auto": ("regather_weights", None),
-    "always": (None,),
-    "all": (None,),
-    "never": ("regather_weights",),
-}
+_KEPT = "regather_weights"  # the pass that is left out where weights are kept
+_REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _TRIED = ("split_products", "split_groups", "split_vectors")
 
@@ -245,6 +242,8 @@ PIPELINE: tuple[Step, ...] = (
                 before=("outline_loops",),
                 because="moves at a body's end leave it before it becomes a program of its own",
             ),
+            # It copies operations from a loop of the forward to one of the backward.
+            Pass("recompute", recompute, LOCAL, LOCAL, when=lambda p: p.request.has_budget),
             Pass(
                 "outline_loops",
                 lambda p: outline_loops(p.graph, p.mesh),

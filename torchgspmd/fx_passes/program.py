@@ -54,7 +54,8 @@ class Request:
     for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: sums parameter gradients over devices; None: as costs least. stored_over: axes
     over which parameters are stored in parts, though no argument is. hardware: speeds and links, if
-    they are known. shared: results that plans for equal programs share.
+    they are known. memory_budget: bytes that a device's peak may have; None: its memory. recompute,
+    offload: how it fits. shared: results that plans for equal programs share.
     """
 
     captured: Captured
@@ -76,12 +77,20 @@ class Request:
     reduce_dtype: torch.dtype | None = None
     stored_over: frozenset[str] = frozenset()
     hardware: Hardware | None = None
+    recompute: str = "model"
+    offload: str = "never"
+    memory_budget: int | None = None
     shared: Shared = field(default_factory=Shared)
 
     @property
     def planned_for(self) -> Hardware:
         """Return the hardware that is named, or round numbers for the device."""
         return self.hardware or hardware_of(self.device)
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether the peak of a device is to fit a budget."""
+        return self.recompute == "auto" or self.offload != "never"
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,8 @@ class Program:
     `split_joint` on the backward's program; graph is the forward's then. call: the loop, or the
     pipeline piece, whose body the graph is. solutions: for partitioning it, where several ways are
     tried; later ones start from the first. changed: names of passes that changed it. seconds: by
-    pass. counts: search effort. printed: the last dump.
+    pass. counts: search effort. printed: the last dump. behind: runs the passes behind the running
+    one on a program. is_trial: such a program, which is not printed.
     """
 
     request: Request
@@ -152,6 +162,8 @@ class Program:
     seconds: dict[str, float] = field(default_factory=dict)
     counts: SearchCounts = field(default_factory=no_counts)
     printed: str = ""
+    behind: Callable[[Program], None] = lambda program: None
+    is_trial: bool = False
 
     # From LOCAL on nodes have local shapes, and no global values that graph_text could print.
     def __str__(self) -> str:
@@ -169,6 +181,13 @@ class Program:
         # Layouts are by node, so the copy needs its own.
         copied.layouts = self.layouts.of(new)
         return copied
+
+    def tried(self, graph: fx.Graph) -> Program:
+        """Return the program that the passes behind the running one make of a graph; it changes."""
+        trial = copy.copy(self)
+        trial.graph, trial.seconds, trial.is_trial = graph, {}, True
+        self.behind(trial)
+        return trial
 
     @property
     def rules(self) -> Rules:

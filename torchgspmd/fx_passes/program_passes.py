@@ -24,6 +24,7 @@ from .partition.insert_collectives import inserted
 from .program import Program
 from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
+from .schedule.memory_budget import budget_of
 from .schedule.overlap import overlap as overlap_graph
 
 
@@ -103,11 +104,13 @@ def bucket(program: Program) -> fx.Graph:
 def overlap(program: Program) -> fx.Graph:
     """Move starts up and waits down, for the reasons that are not skipped."""
     skip, returned = program.request.skip_passes, program.graph.output_node().args[0]
+    room = budget_of(program) - peak(program.graph) if program.request.has_budget else None
     kinds = [out.kind for out in program.captured.outputs]
     return overlap_graph(
         program.graph,
         early="overlap" not in skip,
         prefetch="prefetch" not in skip,
+        most=None if room is None else max(room, 0),
         updates={v for v, kind in zip(returned, kinds) if kind == MUTATION},
     )
 
@@ -141,7 +144,9 @@ def sent_bytes(p: Program) -> float:
 
 
 def fits_device(p: Program) -> bool:
-    """Return whether one device's program fits into its GPU; elsewhere it does."""
+    """Return whether one device's program fits into its budget or GPU; elsewhere it does."""
+    if p.request.has_budget:
+        return peak(p.graph) <= budget_of(p)
     inputs = p.captured.graph.find_nodes(op="placeholder")
     on_card = any(n.meta["val"].device.type == "cuda" for n in inputs)
     if not on_card or not torch.cuda.is_available():  # asked alone, it forbids forks that use cards

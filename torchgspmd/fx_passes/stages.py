@@ -86,6 +86,8 @@ _ROWS = (
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, RUNNABLE, int, "of all results of a start; of the workspace of a ring"),
     Key("ring", PARTITIONED, LOCAL, bool, "its keys are to travel round a ring"),
+    Key("recomputed", LOCAL, RUNNABLE, str, "value of the forward that the backward has again"),
+    Key("host", LOCAL, RUNNABLE, bool, "lies in the memory of the host"),
     Key("collective", LOCAL, RUNNABLE, str, "kind, operand, size, axes: for profiles"),
     Key("product", LOWERED, RUNNABLE, bool, "computes an einsum"),
     Key("again", ANNOTATED, PARTITIONED, bool, "for XLA: repeats a node of the forward"),

@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Sequence
+from math import isfinite
+
+_UNITS = {"B": 1, "": 1} | {
+    f"{letter}{i}B": base**power
+    for i, base in (("I", 1024), ("", 1000))
+    for power, letter in enumerate("KMGT", 1)
+}
+_SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(_UNITS)})", re.IGNORECASE)
 
 
 def size_text(count: float) -> str:
@@ -13,6 +22,14 @@ def size_text(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def parse_size(size: object) -> int | None:
+    """Return the bytes of a number, or of a text such as 8GiB or 500 MB; None if it is neither."""
+    if isinstance(size, str):
+        found = _SIZE.fullmatch(size.strip())
+        return round(float(found[1]) * _UNITS[found[2].upper()]) if found else None
+    return int(size) if type(size) in (int, float) and isfinite(size) else None  # pyright: ignore
 
 
 def short_source(source: str | None) -> str:

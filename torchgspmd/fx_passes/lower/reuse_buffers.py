@@ -194,7 +194,10 @@ def _is_new(node: fx.Node) -> bool:
     """Return True if an operation allocates its results, and their elements do not overlap."""
     op: Any = node.target
     return allocates(node) and (
-        op in _ALLOCATE or op.namespace == "aten" and torch.Tag.pointwise in op.tags
+        op in _ALLOCATE
+        or isinstance(op, OpOverload)
+        and op.namespace == "aten"
+        and torch.Tag.pointwise in op.tags
     )
 
 

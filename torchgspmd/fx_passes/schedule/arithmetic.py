@@ -7,12 +7,14 @@ else reads and writes memory. A causal mask does not halve the count.
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 
 import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ...comm.kinds import FusedKind
+from ...comm.hardware import Hardware
+from ...comm.kinds import FusedKind, Step
 from ...comm.loop_call import loop_calls
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
@@ -79,6 +81,28 @@ def traffic(node: fx.Node) -> int:
         return 0
     results = bytes_of(node) or sum(map(bytes_of, node.users))
     return results + sum(map(bytes_of, node.all_input_nodes))
+
+
+def op_seconds(node: fx.Node, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of an operation of one device's program; it is no collective."""
+    count, moved = flops(node, mesh), traffic(node)
+    if not count and not moved:
+        return hardware.view if isinstance(node.target, OpOverload) else 0.0
+    if hardware.attention is not None and is_attention(node):
+        # A measured attention has a start and a rate of its own.
+        begin, rate = hardware.attention
+        return begin + count / rate
+    dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
+    itemsize = next((dtype.itemsize for dtype in dtypes if dtype), 4)
+    product = hardware.product_seconds(count, itemsize)
+    return hardware.launch + max(product, moved / hardware.memory_bandwidth)
+
+
+def step_seconds(steps: Sequence[Step], mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of collectives that are sent as one."""
+    first, sent = steps[0], sum(step.sent for step in steps)
+    kind = first.target
+    return hardware.transfer_seconds(mesh, first.axes, kind.name, kind.relays, sent)
 
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:

@@ -18,7 +18,9 @@ from .aliasing import Aliasing
 
 
 def bytes_of(node: fx.Node) -> int:
-    """Return a value's bytes, or 0 if it is not one tensor."""
+    """Return a value's bytes; 0 if it is not one tensor, or lies in the host's memory."""
+    if node.meta.get("host"):
+        return 0
     shape, dtype = node.meta.get("shape"), node.meta.get("dtype")
     return math.prod(shape) * dtype.itemsize if shape is not None and dtype is not None else 0
 

@@ -42,14 +42,16 @@ def overlap(
     prefetch: bool = True,
     room: float | None = None,
     updates: Collection[fx.Node] = (),
+    most: float | None = None,
 ) -> fx.Graph:
     """Reorder the graph, and its loop bodies, in place and return it.
 
     room: bytes that it may cost; a body may cost as many as the whole program. updates: values that
-    the program writes to inputs, such as weights.
+    the program writes to inputs, such as weights. most: bytes that a budget leaves.
     """
     # A body gets the room of the whole program: a share of its own small peak would allow nothing.
     room = EXTRA * peak(graph) if room is None else room
+    room = room if most is None else min(room, most)
     for body in (body for _, call in loop_calls(graph) for body in call.bodies):
         overlap(body.graph, early, prefetch, room)
     limit = peak(graph) + room

@@ -19,10 +19,9 @@ from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
 from ...comm.loop_call import LoopCall
-from ...compat.private_apis import OpOverload
 from ...features.pipelines.call import StageCall
 from ...features.pipelines.schedule import Times
-from ...fx_passes.schedule.arithmetic import flops, graph_flops, is_attention, traffic
+from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_seconds
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
@@ -199,23 +198,11 @@ class _Streams:
 
     def seconds(self, node: fx.Node) -> float:
         """Return an operation's seconds."""
-        count, moved = flops(node, self.mesh), traffic(node)
-        if not count and not moved:
-            return self.hardware.view if isinstance(node.target, OpOverload) else 0.0
-        if self.hardware.attention is not None and is_attention(node):
-            # A measured attention has a start and a rate of its own.
-            begin, rate = self.hardware.attention
-            return begin + count / rate
-        dtypes = (each.meta.get("dtype") for each in (node, *node.all_input_nodes))
-        itemsize = next((dtype.itemsize for dtype in dtypes if dtype), 4)
-        product = self.hardware.product_seconds(count, itemsize)
-        return self.hardware.launch + max(product, moved / self.hardware.memory_bandwidth)
+        return op_seconds(node, self.mesh, self.hardware)
 
     def transfer(self, steps: Sequence[Step]) -> float:
         """Return the seconds for collectives that are sent as one."""
-        first, sent = steps[0], sum(step.sent for step in steps)
-        kind = first.target
-        return self.hardware.transfer_seconds(self.mesh, first.axes, kind.name, kind.relays, sent)
+        return step_seconds(steps, self.mesh, self.hardware)
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
         """Return the event for a collective that starts now."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import fx
 
+from ...comm.local_ops import to_host
 from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
 
@@ -52,6 +53,8 @@ def _reason(node: fx.Node) -> str | None:
         if not isinstance(call, LoopCall):
             return "the host sends and receives between stages"
         return "the host reads the value that ends the loop" if call.loop.ends else None
+    if call is to_host:
+        return "the host allocates the memory where the value waits for the backward"
     tags = call.tags if isinstance(call, OpOverload) else ()
     why = next((_TAGS[tag] for tag in _TAGS if tag in tags), None)
     if why is None and node.meta.get("unknown"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...comm.hardware import Hardware
 from ...compiler.plan import Plan
-from ...compiler.plan_summary import buckets_text, limits_text
+from ...compiler.plan_summary import buckets_text, limits_text, recomputed_text
 from ...errors import ShardingError
 from ..certificate import Certificate, blamed, certify
 from .diff import PlanDiff, layout_changes
@@ -227,7 +227,8 @@ class PlanViews(Plan):
         )
         asked = [] if self.request is None else [self.request.planned_for]
         buckets = [buckets_text(self.program_graph, self.mesh, each) for each in asked]
-        lines = [*filter(None, buckets), *limits_text(self.counts)]
+        again = recomputed_text(self.program_graph, self.counts)
+        lines = [*again, *filter(None, buckets), *limits_text(self.counts)]
         alone = replace(alone, limits=tuple(lines))
         # A plan from a file cannot plan again.
         if self._replanner is None or not tried:

@@ -126,7 +126,8 @@ class Report:
         collectives: Like ones together; those that take longest first.
         whole: Tensors that every device holds whole, largest first.
         unasked: Gathers and whole operations that no mark asks for, largest first.
-        limits: Lines about the largest buckets, and searches that ended at their limit.
+        limits: Lines about values that the backward recomputes for a memory budget, the largest
+            buckets, and searches that ended at their limit.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
