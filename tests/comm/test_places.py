@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 
-from torchgspmd.comm.places import Places, stack_of_main
+from torchgspmd.comm.places import Places, stack_of_main, stacks
 from torchgspmd.comm.rank_failure import Status
 
 
@@ -45,3 +45,24 @@ def test_variables_end_with_their_function(look):
         assert function()() is None
     finally:
         gc.enable()
+
+
+def test_stacks_of_all_threads():
+    ready, done = threading.Event(), threading.Event()
+
+    def größe():
+        ready.set()
+        done.wait()
+
+    thread = threading.Thread(target=größe)
+    thread.start()
+    ready.wait()
+    try:
+        found = stacks()
+        own, other = found[threading.get_ident()], found[thread.ident or 0]
+    finally:
+        done.set()
+        thread.join()
+    assert (own[0].file, own[0].function) == (__file__, "test_stacks_of_all_threads")
+    assert (__file__, "größe") in [(row.file, row.function) for row in other]
+    assert own[0].line == test_stacks_of_all_threads.__code__.co_firstlineno + 11

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import linecache
+import os
 import re
 import sys
+import tempfile
 import threading
-import traceback
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from types import FrameType
-from typing import Any
+from typing import Any, BinaryIO, NamedTuple
 
 from torch import fx
 
@@ -32,7 +33,19 @@ _WAITS = {
 }
 _COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all permute broadcast ring".split()
 _Lines = dict[str, tuple[str, str, str]]
-Frames = Sequence[tuple[FrameType, int]]
+_OWN = "places.py", "watcher.py"  # Calls that look are no place to tell.
+_ROW = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+
+
+class StackRow(NamedTuple):
+    """A call in a thread's stack: its file, line and function."""
+
+    file: str
+    line: int
+    function: str
+
+
+Stack = Sequence[StackRow]  # the innermost call first
 
 
 class Places:
@@ -62,32 +75,31 @@ class Places:
 
         now: its step and phase. program: the one that began last.
         """
-        main = threading.main_thread().ident
-        frames = _frames_of_threads()
+        main, found = threading.main_thread().ident or 0, stacks()
         if threading.get_ident() != main:
-            frames.pop(threading.get_ident(), None)
+            found.pop(threading.get_ident(), None)
         # The main thread first: if it waits, the user's line is the one to tell.
-        for thread in sorted(frames, key=lambda t: t != main):
-            status = self._status_of(now, program, [*outwards(frames[thread])])
+        for thread in sorted(found, key=lambda t: t != main):
+            status = self._status_of(now, program, found[thread])
             if status.waits_in:
-                frame = frames[thread]
-                return status, (thread, id(frame), frame.f_lasti, status)
-        status = self._status_of(now, program, [*outwards(frames.get(main or 0))])
+                return status, (thread, found[thread], status)
+        status = self._status_of(now, program, found.get(main, ()))
         return status, status
 
     def status_of_error(self, now: Status, program: str, error: BaseException) -> Status:
         """Return this rank's status when an error was raised."""
-        trace, frames = error.__traceback__, []
+        trace, rows = error.__traceback__, []
         while trace is not None:
-            frames.append((trace.tb_frame, trace.tb_lineno))
+            code = trace.tb_frame.f_code
+            rows.append(StackRow(code.co_filename, trace.tb_lineno, code.co_name))
             trace = trace.tb_next
-        return self._status_of(now, program, [*frames[::-1], *outwards(sys._getframe(1))])
+        around = stacks().get(threading.get_ident(), ())
+        return self._status_of(now, program, [*rows[::-1], *around])
 
-    def _status_of(self, now: Status, program: str, frames: Frames) -> Status:
-        """Return a thread's status. frames: with their lines, the innermost first."""
+    def _status_of(self, now: Status, program: str, stack: Stack) -> Status:
+        """Return a thread's status, by its stack."""
         waits_in, at, last = "", "", ""
-        for frame, line in frames:
-            name = frame.f_code.co_filename
+        for name, line, function in stack:
             if name in self._graphs and not last:
                 # A line of generated code is `name: type = call(...)`, with the node's name.
                 result = linecache.getline(name, line).partition("=")[0].partition(":")[0].strip()
@@ -95,11 +107,11 @@ class Places:
                 waits_in = kind or waits_in
                 break
             short = name.rpartition("/")[2]
-            found = _WAITS.get((short, frame.f_code.co_name), "")
+            found = _WAITS.get((short, function), "")
             if not found and not waits_in and (short, None) in _WAITS:
-                found = _WAITS[short, None] + frame.f_code.co_name
+                found = _WAITS[short, None] + function
             waits_in = found or waits_in
-        at = at or next((t for f, n in frames if (t := line_in_file(f.f_code.co_filename, n))), "")
+        at = at or next((t for row in stack if (t := line_in_file(row.file, row.line))), "")
         return replace(now, waits_in=waits_in, at=at, last=last or self._last_of(program))
 
     def _lines_of(self, graph: fx.Graph) -> _Lines:
@@ -124,31 +136,49 @@ class Places:
 
 def stack_of_main() -> tuple[str, ...]:
     """Return the main thread's innermost calls, the last one last."""
-    frame = _frames_of_threads().get(threading.main_thread().ident or 0)
-    rows = [row for row in traceback.extract_stack(frame) if row.line][-_STACK:]
-    return tuple(f"{row.filename}:{row.lineno} in {row.name}: {row.line}" for row in rows)
+    rows = []
+    for file, line, function in stacks().get(threading.main_thread().ident or 0, ()):
+        if text := linecache.getline(file, line).strip():
+            rows.append(f"{file}:{line} in {function}: {text}")
+    return tuple(rows[:_STACK][::-1])
 
 
-def _frames_of_threads() -> dict[int, FrameType]:
-    """Return each thread's frame; for this thread, the frame of the caller's caller.
+def stacks() -> dict[int, tuple[StackRow, ...]]:
+    """Return the stack of each thread, without the calls of this file.
 
-    A function with its own frame in a variable makes a reference cycle. The cycle has other
-    threads' frames too, with the tensors in their variables. Collecting it takes attributes from
-    DTensors that autograd alone holds: torch 2.9 counts no references from C++.
+    Another thread's frame objects may not be read while it runs: Python 3.11 has crashed in f_back.
+    faulthandler writes all stacks at once, while this thread holds the interpreter's lock. It also
+    leaves no reference to frames, which would keep the tensors in their variables.
     """
-    frames = {
-        thread: frame
-        for thread, frame in sys._current_frames().items()
-        if thread != threading.get_ident()
-    }
-    return frames | {threading.get_ident(): sys._getframe(2)}
+    with _scratch_file() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    found: dict[int, tuple[StackRow, ...]] = {}
+    for part in re.split(r"^(?:Current thread|Thread) ", text, flags=re.M)[1:]:
+        ident, _, lines = part.partition(" ")
+        rows = [StackRow(*_unescaped(*row)) for row in _ROW.findall(lines)]
+        while rows and rows[0].file.rpartition("/")[2] in _OWN:
+            rows.pop(0)
+        found[int(ident, 16)] = tuple(rows)
+    return found
 
 
-def outwards(frame: FrameType | None) -> Iterator[tuple[FrameType, int]]:
-    """Yield a thread's frames with their lines, the innermost first."""
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+def _scratch_file() -> BinaryIO:
+    """Open a file without a name, in memory where the system has such files."""
+    if sys.platform == "linux":
+        return os.fdopen(os.memfd_create("stacks"), "w+b")
+    return tempfile.TemporaryFile()
+
+
+def _unescaped(file: str, line: str, function: str) -> tuple[str, int, str]:
+    """Return a row of faulthandler's with the characters that it escapes, outside ASCII."""
+    escape = re.compile(r"\\(?:x(..)|u(....)|U(........))")
+
+    def plain(text: str) -> str:
+        return escape.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
+
+    return plain(file), int(line) if line.isdigit() else 0, plain(function)
 
 
 def _kind(node: fx.Node) -> str | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
-from torch.distributed.tensor import DTensor
 
 from ..compat.private_apis import _set_pg_timeout
 from ..errors import ShardingError, user_line
@@ -143,16 +140,6 @@ class ProcessGroups:
         """Return a group's ranks, in its order."""
         return next(list(ranks) for other, ranks in self.by_axes.values() if other == name)
 
-    def destroy(self) -> None:
-        """Destroy the groups, but the default one; every rank has to call it."""
-        for group in dict.fromkeys(self.created):
-            if group is not self.world:
-                dist.destroy_process_group(group)
-        # Torch's caches hold the mesh for ever, and since torch 2.13 the mesh its groups.
-        for held in vars(self.device_mesh).values():
-            if isinstance(held, dict) and any(map(is_process_group, held.values())):
-                held.clear()
-
     def _create(self, axes: tuple[str, ...]) -> str:
         if len(axes) == 1 and axes[0] in self.mesh.names:
             whole: Any = self.device_mesh.get_group(axes[0])
@@ -177,11 +164,6 @@ class ProcessGroups:
         return dist.new_group(
             ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
         )
-
-
-def is_process_group(value: object) -> bool:
-    """Return whether a value is a process group of torch."""
-    return isinstance(value, dist.ProcessGroup)
 
 
 def assumes_cuda() -> bool:
@@ -235,9 +217,7 @@ def _limit_of(group: Any, device: torch.device) -> timedelta:
         return default_pg_timeout
 
 
-MOST_MESHES = 16  # of which groups are kept that nobody uses
-_Key = tuple[Mesh, str, tuple[int, ...], bool]
-_GROUPS: dict[_Key, ProcessGroups] = {}
+_GROUPS: dict[tuple[Mesh, str, tuple[int, ...], bool], ProcessGroups] = {}
 
 
 def groups_of(
@@ -259,44 +239,10 @@ def groups_of(
     groups = _GROUPS.get(key)
     # A new default group is a new job: groups of the old one are gone.
     if groups is None or groups.world is not dist.group.WORLD:
-        _evict()
         groups = _GROUPS[key] = ProcessGroups(mesh, device_type, part)
     if timeout is not None:
         groups.set_timeout(timeout)
     return groups
-
-
-_ALONE = [object()]  # One container holds it: the least number of references.
-
-
-def _used(keys: Sequence[_Key]) -> list[bool]:
-    """Return of which meshes this process has a module or program, or a DTensor."""
-    gc.collect()
-    # Torch's caches hold a DeviceMesh for ever, so its references say nothing.
-    live = {id(each.device_mesh) for each in gc.get_objects() if issubclass(type(each), DTensor)}
-    least = sys.getrefcount(_ALONE[0])
-    return [
-        sys.getrefcount(_GROUPS[key]) > least or id(_GROUPS[key].device_mesh) in live
-        for key in keys
-    ]
-
-
-def _evict() -> None:
-    """Destroy groups that no rank uses any more, if there are many."""
-    for key in [key for key, groups in _GROUPS.items() if groups.world is not dist.group.WORLD]:
-        del _GROUPS[key]  # destroy_process_group has ended them
-    # All ranks make those of all processes, in one order.
-    keys = [key for key, groups in _GROUPS.items() if not key[2] and not groups.is_fake]
-    if len(keys) < MOST_MESHES:
-        return
-    last = _GROUPS[keys[-1]]
-    device, checks = last.checked_on, last.checks
-    del last
-    # Ranks free memory at different times, and a group may go only if it is unused on all.
-    used = torch.tensor(_used(keys), device=device).int()
-    dist.all_reduce(used, dist.ReduceOp.MAX, group=checks)
-    for key in [key for key, is_used in zip(keys, used.tolist()) if not is_used]:
-        _GROUPS.pop(key).destroy()
 
 
 def part_of(mesh: object) -> DeviceMesh | None:

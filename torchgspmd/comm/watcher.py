@@ -1,7 +1,7 @@
 """Watcher: which rank has died, raised, left or is late, for the error of those that wait for it.
 
 One thread per process wakes four times a second. It looks where the other threads are
-(sys._current_frames), and tells its neighbors (peers.py). A step sends its number to two neighbors.
+(places.py), and tells its neighbors (peers.py). A step sends its number to two neighbors.
 When a process ends its connections close: the other threads end their waits, and `run` turns the
 error that this is into a RankError (rank_failure.py).
 
