@@ -11,6 +11,7 @@ no value inside claims anything. docs/certificate.md has the method and its limi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,10 +19,12 @@ from torch import Tensor
 
 from ...compiler.plan import Plan
 from .dtypes import check_dtypes, programs_of
+from .ranks import NotLowered, check_ranks
 from .trial import NoNumbers, Trial, elements, is_blank
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"
+_MOST_RANKS = 64  # each has a thread
 _SHOWN = 6  # names of one reason that a text has
 TRIALS = ((1, True), (2, False))  # (seed, whether numbers are positive)
 
@@ -52,19 +55,23 @@ class Certificate:
         uncertified: Values that could not be judged, each with the reason.
         trials: How many sets of random numbers were run.
         results: How many outputs, updated inputs and gradients hold.
+        ranks: How many ranks have lowered programs that hold.
+        not_lowered: Why those of ranks were not compared.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
         >>> specs = ("data model", "model _")
         >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
         >>> print(result.verify())
-        certified 4 of 4 values and 1 result, in 2 trials
+        certified 4 of 4 values and 1 result, in 2 trials, on 8 ranks
     """
 
     certified: frozenset[str]
     uncertified: tuple[Uncertified, ...]
     trials: int
     results: int
+    ranks: int = 0
+    not_lowered: str = ""
 
     @property
     def complete(self) -> bool:
@@ -76,8 +83,9 @@ class Certificate:
         plural = "" if self.results == 1 else "s"
         lines = [
             f"certified {len(self.certified)} of {total} values and {self.results} result{plural}, "
-            f"in {self.trials} trials"
+            f"in {self.trials} trials" + (f", on {self.ranks} ranks" if self.ranks else "")
         ]
+        lines += [f"  not the programs of ranks: {self.not_lowered}"] if self.not_lowered else []
         for why in dict.fromkeys(each.why for each in self.uncertified):
             names = [f"%{each.name}" for each in self.uncertified if each.why == why]
             more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
@@ -126,7 +134,25 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
         check_dtypes(plan, plain)
         why = _NOT_JUDGED
     left = tuple(Uncertified(name, why) for name in names if name not in judged)
-    return Certificate(frozenset(judged), left, trials, results)
+    not_lowered = _check_lowered(plan, trial_of) if trials else ""
+    ranks = plan.mesh.size if trials and not not_lowered else 0
+    return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered)
+
+
+def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], Trial]) -> str:
+    """Compare the lowered programs of all ranks; return why that was not done, or nothing."""
+    if plan.mesh.size > _MOST_RANKS:
+        return f"{plan.mesh.size} are too many; verify a plan for a smaller mesh"
+    why = ""
+    for wide in (True, False):
+        try:
+            trial = trial_of(*TRIALS[0], wide)
+            trial.run(plan.program_graph)
+            check_ranks(trial)
+            return ""
+        except (NoNumbers, NotLowered) as error:
+            why = str(error)
+    return why
 
 
 def _claimed(plan: Plan) -> list[str]:

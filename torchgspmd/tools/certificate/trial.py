@@ -64,6 +64,7 @@ class Trial:
             if self.wide:  # an operation that takes no 64 bits
                 raise NoNumbers(str(error)) from error
             raise fails(error.node, error, "the devices", "it") from error
+        self.shards: list[list[Tensor]] = results
         returned = plan.sharded.output_node().args[0]
         for i, (values, spec) in enumerate(zip(results, plan.out_specs)):
             if spec is not None and returned[i].name not in self.native:
@@ -171,7 +172,7 @@ class Trial:
         for rank, mine, one in pairs:
             if ranks is not None and rank not in ranks:
                 continue
-            if mine.shape != one.shape or not self._close(mine, one).all():
+            if mine.shape != one.shape or not self.close(mine, one).all():
                 claim = f"is result {result}" if node is None else f"is %{value_of(node)}"
                 found = self._difference(rank, mine, one)
                 raise other_value(name, node, f"{claim}, laid out as '{spec}'", found)
@@ -180,7 +181,7 @@ class Trial:
         is_exact = self._error(truth) < _COARSE
         return is_exact and bool(torch.isfinite(truth).any())
 
-    def _close(self, mine: Tensor, one: Tensor) -> Tensor:
+    def close(self, mine: Tensor, one: Tensor) -> Tensor:
         """Return where two values are equal, but for the order of sums.
 
         No number of a program is the result of more roundings than all its values have elements.
@@ -205,7 +206,7 @@ class Trial:
             return (
                 f"device {where} has the shape {list(mine.shape)}, one device has {list(one.shape)}"
             )
-        at = tuple((~self._close(mine, one)).nonzero()[0].tolist())
+        at = tuple((~self.close(mine, one)).nonzero()[0].tolist())
         numbers = f"{mine[at].item()} at {list(at)} of its shard, one device has {one[at].item()}"
         return f"device {where} has {numbers}"
 

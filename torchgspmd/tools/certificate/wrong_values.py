@@ -45,3 +45,10 @@ def fails(node: fx.Node, error: Exception, on: str, computed: str) -> ShardingEr
 def value_of(node: fx.Node) -> str:
     """Return the value that a node claims to be, by its name in the plan or in the program."""
     return str(node.meta.get("value", node.meta.get("captured", node.name)))
+
+
+def other_rank(node: fx.Node, rank: int, found: str, why: str) -> ShardingError:
+    """Return the error of the lowered program of a rank."""
+    return ShardingError(
+        f"'%{node}' of rank {rank} {found}", where=node.meta.get("source"), why=why, fix=_REPORT
+    )

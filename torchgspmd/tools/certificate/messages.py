@@ -1,0 +1,211 @@
+"""Collectives and messages between ranks that take turns in one process.
+
+A collective reads its operand from its start to its wait, and its result is NaN until then. Each
+group has its collectives in the order in which its ranks begin them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.operators import c10d
+from .claimed_layouts import COMBINE, poison
+
+_COMBINE = {**COMBINE, "product": COMBINE["prod"]}
+_EXCHANGE = c10d.all_to_all_single.default
+Place = tuple[str, tuple[int, ...], int]
+"""A collective: the name of its group, the ranks of it, and its number in the group."""
+
+
+class RankFault(Exception):
+    """A fault of the program of a rank, at a node. why: the rule that it breaks."""
+
+    def __init__(self, node: fx.Node, rank: int, found: str, why: str) -> None:
+        super().__init__(found)
+        self.node, self.rank, self.found, self.why = node, rank, found, why
+
+
+@dataclass(eq=False)
+class Call:
+    """A collective of one rank. sent: its operand at the start."""
+
+    rank: int
+    node: fx.Node
+    op: Any
+    args: tuple[Any, ...]
+    operand: Tensor
+    result: Tensor
+    place: Place
+    sent: Tensor = field(init=False)
+    arrived: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.sent = self.operand.clone()
+
+    def __str__(self) -> str:
+        return f"{self.op} of {[*self.operand.shape]} in group {self.place[0]}"
+
+
+class Network:
+    """Collectives and messages that the ranks of a mesh have begun. calls: by place and rank."""
+
+    def __init__(self, ranks: int) -> None:
+        self.calls: dict[Place, dict[int, Call]] = {}
+        self.counts: dict[tuple[str, tuple[int, ...], int], int] = {}
+        self.order: list[list[Call]] = [[] for _ in range(ranks)]
+        self.mail: dict[tuple, deque[Tensor]] = {}  # (from, to, key) of messages between stages
+
+    def begin(self, rank: int, node: fx.Node, op: Any, args: tuple, ranks: list[int]) -> Call:
+        """Begin a collective of a rank. args: of the operation, its operand first."""
+        group = args[-1], tuple(ranks)
+        number = self.counts.get((*group, rank), 0)
+        self.counts[(*group, rank)] = number + 1
+        x, count = args[0], len(ranks)
+        writes = op is c10d.all_reduce_.default
+        rows = {
+            c10d.all_gather_into_tensor.default: lambda: x.shape[0] * count,
+            c10d.reduce_scatter_tensor.default: lambda: x.shape[0] // count,
+            _EXCHANGE: lambda: sum(args[1]),
+        }
+        shape = [rows[op](), *x.shape[1:]] if op in rows else x.shape
+        result = x if writes else poison(shape, x)
+        call = Call(rank, node, op, args[1:-1], x, result, (*group, number))
+        self.order[rank].append(call)
+        calls = self.calls.setdefault(call.place, {})
+        _check_alike(call, next(iter(calls.values()), call))
+        calls[rank] = call
+        if len(calls) == count:
+            _exchange([calls[r] for r in ranks])
+        return call
+
+    def check_order(self) -> None:
+        """Raise RankFault unless one order of all collectives is that of every rank."""
+        left = [deque(calls) for calls in self.order]
+        while any(left):
+            heads = {calls[0].place for calls in left if calls}
+            done = next(
+                (p for p in heads if all(left[r] and left[r][0].place == p for r in p[1])), None
+            )
+            if done is None:
+                first = next(calls[0] for calls in left if calls)
+                other = next(
+                    left[r][0]
+                    for r in first.place[1]
+                    if left[r] and left[r][0].place != first.place
+                )
+                raise RankFault(
+                    first.node,
+                    first.rank,
+                    f"comes first here, and '%{other.node}' on rank {other.rank}",
+                    "ranks begin the collectives of all groups in one order",
+                )
+            for rank in done[1]:
+                left[rank].popleft()
+
+
+def _check_alike(call: Call, other: Call) -> None:
+    """Raise RankFault unless two ranks call the same collective."""
+    mine, its = (
+        (c.op, c.operand.dtype, *(() if c.op is _EXCHANGE else (c.operand.shape, c.args)))
+        for c in (call, other)
+    )
+    if mine != its:
+        raise RankFault(
+            call.node,
+            call.rank,
+            f"calls {call}, and rank {other.rank} calls {other} there ('%{other.node}')",
+            "all ranks of a group call the same collectives in one order",
+        )
+
+
+def _exchange(calls: Sequence[Call]) -> None:
+    """Compute the results of a collective. calls: in the order of the group."""
+    op, xs, n = calls[0].op, [c.sent for c in calls], len(calls)
+    if op is _EXCHANGE:
+        _check_matched(calls)
+        parts = [x.split(c.args[1]) for c, x in zip(calls, xs)]
+        results = [torch.cat([each[i] for each in parts]) for i in range(n)]
+    elif op is c10d.all_gather_into_tensor.default:
+        results = [torch.cat(xs)] * n
+    else:
+        total = reduce(_COMBINE[calls[0].args[0]], xs)
+        is_cut = op is c10d.reduce_scatter_tensor.default
+        results = [*total.chunk(n)] if is_cut else [total] * n
+    for call, result in zip(calls, results):
+        call.arrived = result
+
+
+def _check_matched(calls: Sequence[Call]) -> None:
+    """Raise RankFault unless each rank expects the rows that others send to it."""
+    for i, sender in enumerate(calls):
+        for j, receiver in enumerate(calls):
+            if (sent := sender.args[1][j]) != (expected := receiver.args[0][i]):
+                raise RankFault(
+                    sender.node,
+                    sender.rank,
+                    f"sends {sent} rows to rank {receiver.rank}, which expects {expected}",
+                    "a rank receives the rows that are sent to it",
+                )
+
+
+# ------------------------------------------------------------------------------- memory in flight
+
+
+def extent(x: Tensor) -> tuple[int, int, int]:
+    """Return the storage of a tensor, and the first and last byte that it may have there."""
+    first = int(x.storage_offset()) * x.itemsize
+    rows = sum((int(n) - 1) * int(s) for n, s in zip(x.shape, x.stride()))
+    last = first + (rows + 1) * x.itemsize
+    return x.untyped_storage().data_ptr(), first, last if x.numel() else first
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors may have memory in common."""
+    (storage, first, last), (other, begin, end) = extent(a), extent(b)
+    return storage == other and first < end and begin < last
+
+
+def accesses(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Tensor, bool]]:
+    """Yield the tensors whose elements an operation touches, and whether it writes them."""
+    schema, name = func._schema, func.__name__
+    arguments = schema.arguments
+    writes = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    is_view = not writes and any(r.alias_info is not None for r in schema.returns)
+    if is_view or name.startswith(("empty", "new_", "zeros_like", "ones_like", "full_like")):
+        return
+    for argument, value in (*zip((a.name for a in arguments), args), *kwargs.items()):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(x, Tensor):
+                yield x, argument in writes
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A buffer of a collective or a message that has begun. is_written: by the network."""
+
+    buffer: Tensor
+    is_written: bool
+    node: fx.Node
+
+
+def check_access(
+    held: Sequence[InFlight], node: fx.Node, rank: int, touched: Callable[[], Iterator]
+) -> None:
+    """Raise RankFault if an operation writes to a buffer in flight, or reads one that comes."""
+    for x, writes in touched() if held else ():
+        for each in held:
+            if (writes or each.is_written) and overlap(x, each.buffer):
+                verb = "writes to" if writes else "reads"
+                raise RankFault(
+                    node,
+                    rank,
+                    f"{verb} memory of '%{each.node}', which is in flight",
+                    "memory of a collective is the network's until its wait",
+                )
