@@ -17,6 +17,7 @@ import torchgspmd as gspmd
 
 LIMIT = 2.0
 RANK = int(os.environ["RANK"])
+gspmd.parallelize  # noqa: B018 (its import takes seconds, which no rank may have to wait for)
 
 
 class Model(nn.Module):
