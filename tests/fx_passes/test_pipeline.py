@@ -215,6 +215,12 @@ def test_each_pass_is_timed_printed_and_verified(
     assert [stage for stage in Stage if not verified[stage]] == []
 
 
+def test_a_dump_level_is_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHGSPMD_DUMP", "passes")
+    with pytest.raises(ShardingError, match="set it to 1"):
+        planned()
+
+
 def test_a_program_for_inductor_writes_over_nothing() -> None:
     program = lowered(planned(), "inductor")
     assert program.stage == RUNNABLE

@@ -9,12 +9,20 @@ import difflib
 import os
 import sys
 
+from ..errors import ShardingError, user_line
 from .program import Program
 
 
 def dump_level() -> int:
     """Return the level in TORCHGSPMD_DUMP, 0 without one."""
-    return int(os.environ.get("TORCHGSPMD_DUMP") or 0)
+    text = os.environ.get("TORCHGSPMD_DUMP") or "0"
+    if not text.isdecimal():
+        raise ShardingError(
+            f"TORCHGSPMD_DUMP is {text!r}",
+            where=user_line(),
+            fix="set it to 1 (the final graph), 2 (each pass's changes) or 3 (reasons, too)",
+        )
+    return int(text)
 
 
 def dump_pass(program: Program, name: str) -> None:

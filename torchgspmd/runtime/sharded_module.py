@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -28,6 +27,7 @@ from ..dtensor.install import hold
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
 from ..errors import ShardingError, user_line
+from ..fx_passes.dump import dump_level
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
@@ -315,7 +315,7 @@ class ShardedModule(MeshModule):
 
     def _identity(self, call: ModuleCall, text: str) -> Identity | str:
         """Return the key for a call's plan, or why the plan is for this rank alone."""
-        if int(os.environ.get("TORCHGSPMD_DUMP") or 0) > 0:
+        if dump_level():
             return "TORCHGSPMD_DUMP prints what passes do"
         if not is_default():
             return "there are passes of with_pass"
