@@ -16,7 +16,7 @@ from torchgspmd import Mesh, ShardingError
 from torchgspmd.fx_passes.units import parse_size, size_text
 
 MESH = Mesh(data=2, model=2)
-WIDTH, HEADS, LAYERS = 32, 2, 3
+WIDTH, HEADS, LAYERS = 32, 2, 2
 MARKS = {"blocks.*.up.weight": "model _", "blocks.*.down.weight": "_ model"}
 
 
@@ -50,7 +50,7 @@ class GPT(nn.Module):
 class MLP(nn.Module):
     def __init__(self):
         super().__init__()
-        widths = [WIDTH, *[64, 96] * 4, WIDTH]
+        widths = [WIDTH, *[64, 96] * 3, WIDTH]
         layers = [nn.Linear(a, b) for a, b in zip(widths, widths[1:])]
         self.layers = nn.Sequential(*(part for each in layers for part in (each, nn.GELU())))
 
@@ -159,7 +159,7 @@ def test_a_step_allocates_what_the_plan_says(world_of_one, monkeypatch, stacked)
     budget = None
     for options in ({}, {"recompute": "auto"}):
         if options:
-            options["memory_budget"] = budget = int(0.5 * peaks[0])
+            options["memory_budget"] = budget = int(0.65 * peaks[0])
         model = gspmd.parallelize(GPT(stacked, dropout=0.1), mesh, in_specs="auto", **options)
         model(x).backward()  # plans
         model.zero_grad()
@@ -220,9 +220,8 @@ def on_host(plan):
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("stacked", [False, True])
-def test_values_wait_on_the_host(stacked):
-    model, x = GPT(stacked, dropout=0.1), torch.randn(8, 32, WIDTH)
+def test_values_wait_on_the_host():
+    model, x = GPT(stacked=True, dropout=0.1), torch.randn(8, 32, WIDTH)
     plain = planned(model, x)
     budget = budget_between(plain, 0.6)
     plan = planned(model, x, offload="activations", memory_budget=budget)
