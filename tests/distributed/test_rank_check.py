@@ -1,6 +1,10 @@
-"""Ranks compare what they are called with before they communicate."""
+"""On CPUs ranks compare what they are called with before they communicate.
+
+GPUs do so in first calls alone: test_late_check.py.
+"""
 
 import copy
+import os
 from unittest.mock import patch
 
 import torch
@@ -14,10 +18,12 @@ from torchgspmd.comm import rank_check
 from torchgspmd.comm.rank_check import RankCheck
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
+on_cpu = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="0")
 MESHES = ("data=2", "model=3", "data=2,model=2")
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_errors(mesh):
     """Other shapes on one rank: an error on every rank, no hang."""
     model, _ = pair(mesh, dropout=0.0)
@@ -77,6 +83,7 @@ def test_errors(mesh):
 
 
 @distributed("data=2,model=2")
+@on_cpu
 def test_errors_of_many_ranks(mesh):
     """More than FEW_RANKS compare the largest and the smallest of each word, and say the same."""
     with patch.object(rank_check, "FEW_RANKS", 1):
@@ -85,6 +92,7 @@ def test_errors_of_many_ranks(mesh):
 
 
 @distributed("data=2")
+@on_cpu
 def test_never_sends_no_comparison(mesh):
     """Later calls of a program send what the program sends, and nothing else."""
     model = gspmd.parallelize(nn.Linear(4, 4), mesh, in_specs="data _", check="never")
@@ -96,6 +104,7 @@ def test_never_sends_no_comparison(mesh):
 
 
 @distributed("data=2", "data=2,model=2")
+@on_cpu
 def test_values_at_every_call(mesh):
     """Other batches on one rank at the third call: an error on every rank, and the next runs."""
     last = dist.get_rank() == mesh.size - 1
@@ -124,6 +133,7 @@ class Distance(nn.Module):
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_a_sum_that_travels_with_the_comparison(mesh):
     torch.manual_seed(0)
     reference = Distance()
@@ -163,6 +173,7 @@ class TwoDistances(nn.Module):
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_nothing_is_sent_before_the_comparison_ends(mesh):
     reference = TwoDistances()
     model = gspmd.parallelize(
