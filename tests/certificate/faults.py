@@ -475,15 +475,30 @@ def graphs_of(graph: fx.Graph) -> list[fx.Graph]:
     return [graph, *(inner for body in bodies for inner in graphs_of(body))]
 
 
-def _behind(node: fx.Node) -> frozenset[str]:
-    """Return the names of a node and of what is computed of it, as far as the first claims."""
+def _calls(graph: fx.Graph) -> dict[fx.Graph, fx.Node]:
+    """Return the node that runs each body, down to bodies in bodies."""
+    pairs = [(body.graph, node) for node, call in loop_calls(graph) for body in call.bodies]
+    inner = [_calls(body) for body, _ in pairs]
+    return dict(pairs) | {body: node for each in inner for body, node in each.items()}
+
+
+def _behind(node: fx.Node, calls: dict[fx.Graph, fx.Node]) -> frozenset[str]:
+    """Return the names of a node and of what is computed of it, as far as the first claims.
+
+    calls: of bodies. What leaves a body enters the next iteration, and the results of its call.
+    """
     reached, stack = {node}, [node]
     while stack:
-        for user in stack.pop().users:
+        last = stack.pop()
+        users = list(last.users)
+        if last.op == "output" and last.graph in calls:
+            users = [calls[last.graph], *last.graph.find_nodes(op="placeholder")]
+        for user in users:
             if user not in reached:
                 reached.add(user)
                 is_claim = "spec" in user.meta and {"value", "captured"} & user.meta.keys()
-                stack += [] if is_claim else [user]
+                # Inputs of bodies are not compared.
+                stack += [] if is_claim and user.op != "placeholder" else [user]
     names = {each.name for each in reached}
     return frozenset(names | {str(each.meta.get("value")) for each in reached})
 
@@ -496,10 +511,11 @@ def inject(graph: fx.Graph, rng: Random) -> Injected | None:
         nodes = list(chosen.nodes)
         rng.shuffle(nodes)
         for node in nodes:
-            before = _behind(node)
+            calls = _calls(graph)
+            before = _behind(node, calls)
             if KINDS[kind](node, rng):
                 chosen.lint()
-                return Injected(kind, node.name, before | _behind(node))
+                return Injected(kind, node.name, before | _behind(node, calls))
     return None
 
 
