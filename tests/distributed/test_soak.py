@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "long_runs.py"
-SECONDS = os.environ.get("SOAK", "9")
+SECONDS = os.environ.get("SOAK", "6")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCHGSPMD_CHECK": "0"}
 LEVEL = {"descriptors": 0, "threads": 0, "groups": 0}  # growth from the second round to the last
 MIB, OBJECTS = 24, 2000  # growth in caches that are not full yet; a leak grows with each call

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 class LateChecks:
     """A rank's calls since the last message, and the message on its way.
 
-    It holds no groups: those that nothing holds may be destroyed.
+    It holds no groups, since they hold it.
     """
 
     def __init__(self) -> None:
