@@ -9,8 +9,8 @@ import pytest
 # Files of which --cases leaves out nothing: their cases are short, or are counted.
 WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes"}
 
-# Files and functions that explore. Under --cases so many cases of each function guard; `make nightly`
-# runs all. Those that are left out take ten seconds and more, and others guard the same code.
+# Files and functions that explore. Under --cases so many cases of each function guard; `make
+# nightly` runs all. Those that are left out take ten seconds and more, and others guard their code.
 EXPLORING = {
     "sets": 12,
     "op_db": 2,

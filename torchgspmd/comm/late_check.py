@@ -104,6 +104,7 @@ class _Message:
     def differs(self, groups: ProcessGroups) -> bool:
         """Wait until all ranks have sent theirs, and return whether they differ."""
         groups.watcher.run(self._arrive)
+        groups.watcher.end_comparison()
         top, bottom, high, low = self.words.tolist()
         count = sum(len(reading.floats) for reading in self.readings)
         return top != ~bottom or _double(high) - _double(~low) > 2 * ROUNDING * count

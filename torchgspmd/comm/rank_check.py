@@ -103,6 +103,7 @@ class RankCheck:
         if self.work is not None:
             # A plain wait would hang if another rank has died.
             self.groups.watcher.run(self.work.wait)
+            self.groups.watcher.end_comparison()
         self.finish()
 
     def _compare(self, rows: list[list[int]]) -> None:

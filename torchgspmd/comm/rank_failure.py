@@ -15,7 +15,11 @@ _ANEW = "start anew, from the last checkpoint: the connections are closed"
 
 @dataclass(frozen=True)
 class Status:
-    """A rank's status, as others read it. step: wrapped-module calls that have begun."""
+    """A rank's status, as others read it.
+
+    step: wrapped-module calls that have begun. comparisons: those that the rank has ended, where
+    all ranks were. calls: that have begun since the last one.
+    """
 
     step: int = 0
     phase: str = ""  # of the last program, one of PHASES
@@ -23,6 +27,8 @@ class Status:
     at: str = ""  # of the model's code if it is in a program, otherwise of the user's
     last: str = ""  # the last collective that it has begun, with its line
     raised: str = ""  # by a call of this step: an exception that did not end the process
+    comparisons: int = 0
+    calls: int = 0
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -35,9 +41,12 @@ class Status:
 
     def is_beyond(self, compared: Status) -> bool:
         """Return whether a rank has begun a call that another, in a comparison, has not."""
-        begun = self.waits_in not in ("", COMPARISON) or self.phase not in ("", "forward")
-        is_same = self.step == compared.step and compared.phase == "forward"
-        return self.step > compared.step or is_same and begun
+        if self.comparisons != compared.comparisons or self.waits_in == COMPARISON:
+            return False  # It was seen earlier, or the comparison finds the difference.
+        begun = bool(self.waits_in) or self.phase not in ("", "forward")
+        is_same = self.calls == compared.calls and compared.phase == "forward"
+        # Steps say nothing: a rank may have raised in an earlier call, before it was counted.
+        return self.calls > compared.calls or is_same and begun
 
     @property
     def when(self) -> str:

@@ -59,6 +59,7 @@ class Watcher:
         self._seen: dict[int, Status] = {}  # of the same, with places
         self._told, self._failed_at, self._over_since = Status(), 0.0, 0.0
         self._is_closed = self._has_given_up = False
+        self._compared = self._comparisons = 0  # the last comparison's step, and how many
         self._peers: Peers | None = None
         if len(self.processes) > 1 and not is_missing(_get_default_store):
             # A clone has a connection of its own: the thread may not share that of the main thread.
@@ -89,7 +90,14 @@ class Watcher:
 
     def now(self) -> Status:
         """Return this rank's step and phase."""
-        return Status(self.step, self.phase, raised=self.raised)
+        calls = self.step - self._compared
+        return Status(
+            self.step, self.phase, raised=self.raised, comparisons=self._comparisons, calls=calls
+        )
+
+    def end_comparison(self) -> None:
+        """Note that all ranks were in a comparison, and this one leaves it."""
+        self._compared, self._comparisons = self.step, self._comparisons + 1
 
     # ------------------------------------------------------------------------------- the thread
 
