@@ -113,7 +113,7 @@ def test_errors():
     mesh, blocks = gspmd.Mesh(stage=2), [Block(), Block()]
     with pytest.raises(gspmd.ShardingError, match="axis 'stages'.*(\n.*)*stage"):
         gspmd.pipeline(blocks, mesh, "stages", microbatches=2)
-    with pytest.raises(gspmd.ShardingError, match="'1f1b' without a loss(\n.*)*loss=fn"):
+    with pytest.raises(gspmd.ShardingError, match="'1f1b' is used without a loss(\n.*)*loss=fn"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1f1b")
     with pytest.raises(gspmd.ShardingError, match="no schedule '1b1f'(\n.*)*'1f1b'"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1b1f")
