@@ -117,9 +117,9 @@ def test_errors():
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1f1b")
     with pytest.raises(gspmd.ShardingError, match="no schedule '1b1f'(\n.*)*'1f1b'"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="1b1f")
-    with pytest.raises(gspmd.ShardingError, match="'circular' with a loss"):
+    with pytest.raises(gspmd.ShardingError, match="'circular' is used with a loss"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="circular", loss=F.mse_loss)
-    with pytest.raises(gspmd.ShardingError, match="'gpipe' with 2 repeats"):
+    with pytest.raises(gspmd.ShardingError, match="'gpipe' is used with 2 repeats"):
         gspmd.pipeline(blocks, mesh, microbatches=2, schedule="gpipe", repeats=2)
     with pytest.raises(gspmd.ShardingError, match="blocks 0 and 1 of a pipeline differ"):
         gspmd.pipeline([Block(), Block(6)], mesh, microbatches=2)

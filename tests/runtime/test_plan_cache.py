@@ -317,12 +317,17 @@ def test_options_of_parallelize_are_in_the_key(planned):
         "strict": True,
         "verify": True,
         "hardware": "h100",
+        "recompute": "auto",
+        "offload": "activations",
+        "memory_budget": "1GiB",
     }
+    together = {"memory_budget": {"recompute": "auto"}}
     neither = {"model", "mesh", "backend", "pin", "shard_updates"}
     missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
     assert missing <= {"timeout", "check", "dynamic", "audit"}, missing
     for count, (name, value) in enumerate(others.items(), 2):
-        gspmd.parallelize(Net(), gspmd.Mesh(data=1), **{name: value})(torch.ones(3, 4))
+        options = {name: value, **together.get(name, {})}
+        gspmd.parallelize(Net(), gspmd.Mesh(data=1), **options)(torch.ones(3, 4))
         assert len(planned) == count, name
 
 
