@@ -135,7 +135,7 @@ def draw(rows: list[Row], path: Path) -> None:
         for line, name in enumerate(names):
             plot = plots[line][column]
             plot.plot([count for count, _ in of_kind], [found[name] for _, found in of_kind])
-            plot.set_ylim(bottom=0)
+            plot.set_ylim(0, 1.1 * max(found[name] for _, _, found in rows))  # one for a row
             plot.set_ylabel("" if column else name)
         plots[0][column].set_title(kind)
     figure.savefig(path, dpi=80)
