@@ -196,7 +196,7 @@ def trained(module: nn.Module) -> Step:
 
 
 def peak_of(step: Callable[[], object]) -> int:
-    """Return the largest sum of what a step has allocated and not yet freed, in bytes."""
+    """Return the most bytes that a step has allocated and not yet freed, at any time."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         step()
     total = most = 0

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 CUDA, META = torch.device("cuda"), torch.device("meta")
-NO_VALUES = (NotImplementedError, RuntimeError)  # what reading a value raises
+NO_VALUES = (NotImplementedError, RuntimeError)  # raised where a value is read
 _GET_DEVICE, _GET_IS_CUDA = (getattr(Tensor, name).__get__ for name in ("device", "is_cuda"))
 
 

@@ -1,7 +1,7 @@
 """Put faults into plans, and count those that a certificate finds.
 
 python -m certificate --faults 100 --log counts.jsonl     # goes on where the log ends
-python -m certificate --count counts.jsonl                # prints what a log has
+python -m certificate --count counts.jsonl                # prints a log's counts
 """
 
 from __future__ import annotations

@@ -483,7 +483,7 @@ def _calls(graph: fx.Graph) -> dict[fx.Graph, fx.Node]:
 
 
 def _behind(node: fx.Node, calls: dict[fx.Graph, fx.Node]) -> frozenset[str]:
-    """Return the names of a node and of what is computed of it, as far as the first claims.
+    """Return the names of a node and of the nodes that read it, as far as the first claims.
 
     calls: of bodies. What leaves a body enters the next iteration, and the results of its call.
     """

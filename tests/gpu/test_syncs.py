@@ -48,7 +48,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.fixture(scope="module", autouse=True)
 def caches_without_meta() -> Iterator[None]:
-    """Empty what the package has cached of tensors without values."""
+    """Empty the package's caches, which may have tensors without values."""
     yield
     for name, module in [*sys.modules.items()]:
         for value in vars(module).values() if name.startswith("torchgspmd.") else ():
@@ -69,7 +69,7 @@ def cases() -> list[Any]:
 
 @functools.cache
 def waits(target: Any, make: Callable[[], Any]) -> str:
-    """Return for what the host waits in the second call, or "" for nothing."""
+    """Return the operation for which the host waits in the second call, or ""."""
     hopper = patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0))
     adam = {name: lambda *args, **options: None for name in ("_fused_adam_", "_fused_adamw_")}
     draws = patch.object(random, "_kernel", lambda: lambda *_: True)

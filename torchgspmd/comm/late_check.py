@@ -8,7 +8,7 @@ The message is an all_reduce of 32 bytes on the device, in a group that programs
 it passes through the host: a program may run ahead of the device by EVERY calls. Within the capture
 of a CUDA graph nothing is compared.
 
-Ranks whose calls differ exchange what they were called with, and raise the same error. A rank that
+Ranks whose calls differ exchange descriptions of them, and raise the same error. A rank that
 compares a new program, while others run theirs, is found by the watcher (watcher.py).
 """
 

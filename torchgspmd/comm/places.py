@@ -33,7 +33,8 @@ _WAITS = {
 }
 _COLLECTIVES = "all_reduce all_gather reduce_scatter all_to_all permute broadcast ring".split()
 _Lines = dict[str, tuple[str, str, str]]
-_OWN = "places.py", "watcher.py"  # Calls that look are no place to tell.
+# Calls that look are no place to tell.
+_OWN = tuple(__file__.replace("places.py", name) for name in ("places.py", "watcher.py"))
 _ROW = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
@@ -158,7 +159,7 @@ def stacks() -> dict[int, tuple[StackRow, ...]]:
     for part in re.split(r"^(?:Current thread|Thread) ", text, flags=re.M)[1:]:
         ident, _, lines = part.partition(" ")
         rows = [StackRow(*_unescaped(*row)) for row in _ROW.findall(lines)]
-        while rows and rows[0].file.rpartition("/")[2] in _OWN:
+        while rows and rows[0].file in _OWN:
             rows.pop(0)
         found[int(ident, 16)] = tuple(rows)
     return found

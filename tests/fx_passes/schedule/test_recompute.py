@@ -1,7 +1,9 @@
 """Values that the backward computes again, so that the peak of a device keeps to a budget."""
 
 import re
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,11 +11,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from helpers import assert_same
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
 from torchgspmd.fx_passes.units import parse_size, size_text
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
+
+from long_step import peak_of  # noqa: E402
 
 MESH = Mesh(data=2, model=2)
 WIDTH, HEADS, LAYERS = 32, 2, 2
@@ -140,21 +145,9 @@ def world_of_one():
     dist.destroy_process_group()
 
 
-def measured_peak(model, x):
-    """The largest sum of what a step has allocated and not yet freed, in bytes."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        model(x).backward()
-    total = most = 0
-    for event in sorted(recorded.profiler.kineto_results.events(), key=lambda e: e.start_ns()):
-        if event.name() == "[memory]":
-            total += event.nbytes()
-            most = max(most, total)
-    return most
-
-
 @pytest.mark.parametrize("stacked", [False, True])
 def test_a_step_allocates_what_the_plan_says(world_of_one, monkeypatch, stacked):
-    monkeypatch.delenv("TORCHGSPMD_CHECK", raising=False)  # it holds what is saved
+    monkeypatch.delenv("TORCHGSPMD_CHECK", raising=False)  # it holds the saved values
     x, mesh, measured, peaks = torch.randn(16, 64, WIDTH), Mesh(data=1), [], []
     budget = None
     for options in ({}, {"recompute": "auto"}):
@@ -165,7 +158,8 @@ def test_a_step_allocates_what_the_plan_says(world_of_one, monkeypatch, stacked)
         model.zero_grad()
         memory = model.plan.memory
         peaks.append(memory.peak)
-        measured.append(measured_peak(model, x) + memory.parameters + memory.inputs)
+        step = peak_of(lambda model=model: model(x).backward())
+        measured.append(step + memory.parameters + memory.inputs)
     assert peaks[1] <= budget
     assert measured[1] < measured[0]
     assert measured[1] == pytest.approx(peaks[1], rel=0.1)

@@ -1,4 +1,4 @@
-"""Reduce a reshard to its pattern: what is left of two layouts without names and scale.
+"""Reduce a reshard to its pattern: two layouts without names and scale.
 
 before   x: f32[16, 4096, 2048] on data=8,seq=8,model=4, from "data seq _" to "data _ seq"
 after    a pattern on p0=3,p1=3, from "p0 p1 _" to "p0 _ p1": any size but 2 will do here

@@ -7,7 +7,7 @@ becomes  %s = stack(%x, 1x8)        %r = row(%s, 1.1x-8);  %h_1 = tanh(%r);  %dw
 or       %t = to_host(%h)           %h_1 = from_host(%t);      %dw = mm(%h_1, %dy)
 needs    the program of one device, whose loops are marks in a flat graph; meta["backward"]
 
-A loop of the backward takes row by row what a loop of the forward has stacked. So a value of the
+A backward loop takes the rows that a forward loop has stacked. So a value of the
 forward's loop is computed again there from rows. Random seeds are rows, too: a draw that is
 recomputed has the first numbers.
 """
@@ -78,7 +78,7 @@ class Saving(NamedTuple):
 
 
 class SavedValues:
-    """The joint graph of one device: what its backward reads, and what each value costs."""
+    """The joint graph of one device: the values its backward reads, and each value's cost."""
 
     def __init__(self, program: Program) -> None:
         self.graph, self.mesh, self.hardware = program.graph, program.mesh, program.hardware
@@ -101,7 +101,7 @@ class SavedValues:
             for operand in dict.fromkeys(node.all_input_nodes)
             if (use := self._use(node, operand)) is not None
         ]
-        self.crossed = {  # loops of the forward that stack what loops of the backward read
+        self.crossed = {  # forward loops that stack values for backward loops
             self.nests[use.value][: i + 1]
             for use in self.uses
             for i in range(len(self.nests[use.value]))

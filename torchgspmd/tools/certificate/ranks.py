@@ -1,7 +1,8 @@
 """The lowered programs of all ranks, compared with the program that they were lowered from.
 
-The ranks take turns in one process: one runs until it waits for what others have not begun. So
-groups, order, splits, waits and memory in flight are those of a run, and so are the numbers.
+The ranks take turns in one process: one runs until it waits for a message that others have not
+begun. So groups, order, splits, waits and memory in flight are those of a run, and so are the
+numbers.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class RankRun:
         return [*values[:count], *backward]
 
     def _inputs(self) -> list[Tensor]:
-        """Return the inputs of the rank: whole tensors, or what it stores of them."""
+        """Return the rank's inputs: whole tensors, or its stored shards."""
         plan, result = self.trial.plan, []
         for x, spec, shape, is_whole in zip(
             self.trial.inputs, plan.input_layouts, self.stored, self.whole
@@ -271,7 +272,7 @@ class _StageMessages:
                     run.node,
                     run.rank,
                     f"receives {[*x.shape]}, and expects {[*like.shape]}",
-                    "a stage receives what the stage before it sends",
+                    "a stage receives the values that the stage before it sends",
                 )
             return x
 
@@ -330,7 +331,7 @@ def _take_turns(runs: Sequence[RankRun]) -> None:
                     first.node,
                     first.rank,
                     f"waits for ever: {', '.join(waiting)}",
-                    "what a rank waits for is begun by all others",
+                    "all ranks begin the messages that one waits for",
                 )
     finally:
         for run in runs:
