@@ -42,6 +42,7 @@ from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
 from .plan_summary import (
     Memory,
+    collective_of,
     collectives_text,
     gathered_results,
     limits_text,
@@ -154,7 +155,7 @@ class Plan(PlanFiles):
         """Every communication in a run, in program order; those that are recomputed come last."""
         nodes = [(n, runs(n)) for n in self.sharded.nodes]
         return tuple(
-            _collective(n, self.mesh, count)
+            collective_of(n, self.mesh, count)
             for n, count in (*nodes, *recomputed_nodes(self.program_graph))
             if (step := n.meta.get("step")) and step.collective
         )
@@ -389,18 +390,3 @@ class Plan(PlanFiles):
         result = self.captured.result(outputs, arguments)
         self.captured.observe(observed)
         return (result, gradients) if self.captured.has_backward else result
-
-
-def _collective(node: fx.Node, mesh: Mesh, count: int) -> Collective:
-    """Return the Collective for a node with a step that communicates. count: how often it runs."""
-    step, val = node.meta["step"], node.meta.get("val")
-    return Collective(
-        kind=step.collective,
-        axes=step.axes,
-        group_size=mesh.count(step.axes),
-        dtype=dtype_name(node.meta["dtype"] if val is None else val.dtype),
-        payload_bytes=step.payload,
-        sent_bytes=step.sent * count,
-        count=count,
-        source=node.meta.get("source"),
-    )

@@ -17,6 +17,7 @@ from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.local_ops import from_host
 from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
+from ..fx_passes.printer import dtype_name
 from ..fx_passes.program import Request
 from ..fx_passes.replication_report import ReplicatedOp
 from ..fx_passes.schedule.arithmetic import is_view
@@ -200,3 +201,18 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
         else:
             for body in call.bodies:
                 yield from _described(body.graph)
+
+
+def collective_of(node: fx.Node, mesh: Mesh, count: int) -> Collective:
+    """Return the Collective for a node with a step that communicates. count: how often it runs."""
+    step, val = node.meta["step"], node.meta.get("val")
+    return Collective(
+        kind=step.collective,
+        axes=step.axes,
+        group_size=mesh.count(step.axes),
+        dtype=dtype_name(node.meta["dtype"] if val is None else val.dtype),
+        payload_bytes=step.payload,
+        sent_bytes=step.sent * count,
+        count=count,
+        source=node.meta.get("source"),
+    )
