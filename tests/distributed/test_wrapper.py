@@ -274,6 +274,29 @@ def test_marks_come_before_parallelize(mesh):
 
 
 @distributed(MESH)
+def test_weights_without_a_mark_are_stored_as_a_plan_lays_them_out(mesh):
+    torch.manual_seed(0)
+    plain, x = Model(), torch.randn(4, 8)
+    model = copy.deepcopy(plain)
+    gspmd.annotate(model, mesh, {"up.weight": "data _"})
+    plan = gspmd.plan(model, x, mesh=mesh, grad=True)
+    for other, text in (
+        (gspmd.plan(plain, x, mesh=gspmd.Mesh(model=2)), "the plan is for mesh model=2"),
+        (gspmd.plan(Model(4), torch.ones(2, 4), mesh=mesh), "the plan has a weight 'up.weight'"),
+    ):
+        error = error_of(lambda other=other: gspmd.parallelize(model, mesh, plan=other))
+        assert error.startswith(text), error
+    model = gspmd.parallelize(model, mesh, plan=plan)
+    assert str(model.down.weight.placements) == "(Shard(dim=1),)"
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (model, plain)]
+    for m, optimizer in zip((model, plain), optimizers):
+        m(x).square().sum().backward()
+        optimizer.step()
+    same([*model.parameters()], [*plain.parameters()])
+    assert model.plan.sent_bytes == plan.sent_bytes
+
+
+@distributed(MESH)
 def test_data_parallel_around_a_module_on_a_mesh(mesh):
     model, _ = both(mesh)
     text = error_of(lambda: nn.parallel.DistributedDataParallel(model))

@@ -85,7 +85,7 @@ def propagated_weights(
     ]
     more = len(names) - _MOST_WEIGHTS
     listed = ", ".join(names[:_MOST_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
-    return [f"sharded without a mark; parallelize replicates: {listed}"] if names else []
+    return [f"sharded without a mark; parallelize needs plan=plan: {listed}"] if names else []
 
 
 def idle_axes_text(mesh: Mesh, idle: Sequence[str]) -> Iterator[str]:

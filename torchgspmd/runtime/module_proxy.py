@@ -7,19 +7,23 @@ import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter, is_
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..capture import State, Varying, is_transforming
+from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
+from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError, did_you_mean, user_line
 from ..layout.mark import mark_sharding, raw_mark, recorded_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .proxy_class import OWN, class_for, of_model
+
+if TYPE_CHECKING:
+    from ..compiler.plan import Plan
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
@@ -65,6 +69,31 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
         axes = tuple(a for a in mesh.names if a == axis or a in spec.dims[dim])
         updated = spec.with_dim(dim, axes).with_priorities(mark.priorities)
         mark_sharding(parameter, mesh, updated)
+
+
+def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
+    """Mark each parameter and buffer that has no mark with a plan's layout."""
+    if plan.mesh != mesh:
+        raise ShardingError(
+            f"the plan is for mesh {plan.mesh}, but the model is put on mesh {mesh}",
+            where=user_line(),
+            fix="plan for this mesh",
+        )
+    tensors = dict(named_tensors(model))
+    for each, spec in zip(plan.captured.inputs, plan.input_layouts):
+        if each.kind not in (PARAMETER, BUFFER):
+            continue
+        tensor = tensors.get(each.name)
+        if tensor is None or tuple(tensor.shape) != tuple(each.shape):
+            found = "does not have" if tensor is None else f"has with shape {tuple(tensor.shape)}"
+            raise ShardingError(
+                f"the plan has a weight '{each.name}', {tuple(each.shape)}, which the model "
+                f"{found}",
+                where=user_line(),
+                fix="give a plan of this model: torchgspmd.plan(model, *args, mesh=mesh)",
+            )
+        if mark_on(tensor, mesh) is None:
+            mark_sharding(tensor, mesh, spec)
 
 
 def leaf_key(leaf: object) -> Any:

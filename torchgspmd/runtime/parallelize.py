@@ -22,7 +22,7 @@ from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
 from .carry_optimizers import carry_optimizers
-from .module_proxy import ModuleProxy
+from .module_proxy import ModuleProxy, mark_as_planned
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
 from .xla_module import XlaModule
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..compiler.option_types import ParallelizeOptions
+    from ..compiler.plan import Plan
 
 
 @documented("parallelize")
@@ -40,6 +41,7 @@ def parallelize(
     *,
     in_specs: object = None,
     out_specs: object = None,
+    plan: Plan | None = None,
     **options: Unpack[ParallelizeOptions],
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh.
@@ -62,6 +64,8 @@ def parallelize(
         out_specs: The results' layouts. A DTensor has the nearest layout that it can express:
             several axes shard one dimension only in mesh order and if they divide it.
             "same" leaves results as they are computed.
+        plan: A plan of the same model, also one from a file. Parameters and buffers without a mark
+            are stored as it lays them out; None: replicated.
         {options}
 
     Returns:
@@ -100,6 +104,8 @@ def parallelize(
     # The wrapped module has other tensors: optimizers are matched by name.
     before = dict(named_tensors(model))
     with bound(layout):
+        if plan is not None:
+            mark_as_planned(model, mesh, plan)
         if chosen.shard_updates is not None:
             mark_updates(model, mesh, chosen.shard_updates)
         if chosen.backend == "xla":
