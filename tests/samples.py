@@ -673,6 +673,14 @@ sample(aten.roll.default, real(7, 5), [-2, 1], [0, -1])
 for _scan in ("cumsum", "cumprod", "logcumsumexp"):
     sample(torch.ops.torchgspmd.suffix_scan.default, real(4, 5, 7), 1, _scan)
 sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)
+sample(ours.carried_gradient.default, real(4, 5, 7), bools(4, 5, 7), 1)
+for _size in (5, 12):
+    sample(
+        ours.extreme_gradient.default,
+        real(4, _size),
+        lambda size=_size: torch.randint(0, 3, (4, size)).cummax(1).indices,
+        1,
+    )
 sample(aten.sort.default, real(4, 5), 1, True)
 sample(aten.sort.stable, real(4, 5), stable=True, dim=0)
 sample(aten.topk.default, real(4, 5), 2)

@@ -1,5 +1,7 @@
 """Simplified graphs: nothing is sent for what is known, and the numbers stay."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -151,6 +153,26 @@ def test_the_gradient_of_a_scan_sends_results_of_blocks(scan, size):
     )
     assert_same(plan.simulate(x, dy, _poison=True), step(x, dy))
     assert size % 4 or plan.sent_bytes <= 3 * 2 * 4 * 4  # four numbers a row, in three scans
+
+
+@pytest.mark.parametrize("size", [12, 13])
+@pytest.mark.parametrize("scan", [torch.cummax, torch.cummin])
+def test_the_gradient_of_a_running_extreme_sends_one_sum_a_block(scan, size):
+    """Few different numbers: extremes tie, and lie several blocks before their rows."""
+
+    def step(x, dy):
+        leaf = x.detach().requires_grad_()
+        values, places = scan(leaf, 1)
+        return values.detach(), places, *torch.autograd.grad(values, leaf, dy)
+
+    x, dy = torch.randint(0, 4, (8, size)) / 1.0, torch.randn(8, size)
+    x[3, 5] = math.nan
+    specs = ("_ s",) * 3
+    plan = gspmd.plan(step, x, dy, mesh=gspmd.Mesh(s=4), in_specs=specs[:2], out_specs=specs)
+    got, want = plan.simulate(x, dy, _poison=True), step(x, dy)
+    torch.testing.assert_close(got, want, equal_nan=True)
+    # Of a row: the extreme, its place and the sum, there and back, and whether a block changed it.
+    assert size % 4 or plan.sent_bytes == (6 * 4 + 1) * 8 * 3 / 4
 
 
 def collected(x, weight, mesh, first, how):

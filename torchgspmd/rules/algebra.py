@@ -2,6 +2,7 @@
 
 add(%x, full([4, 8], 0))        %x
 flip(cumsum(flip(%x, 0), 0), 0) suffix_scan(%x, 0, cumsum)
+scatter_add(0, 0, %cummax[1], %dy) extreme_gradient(%dy, %cummax[1], 0)
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch import fx
 
 from ..compat.operators import aten
 from ..layout.mark import mark_sharding_op
-from .ops.cumulative import FROM_BEHIND, suffix_scan
+from .ops.cumulative import EXTREMES, FROM_BEHIND, extreme_gradient, suffix_scan
 from .rewrites import DECLINED, Declined, apply_first, rewrite
 
 MARK = mark_sharding_op._opoverload
@@ -59,6 +60,8 @@ def constant_of(node: fx.Node) -> Any:
     # A mark changes no value.
     while node.target is MARK:
         node = node.args[0]
+    if node.target is aten.zeros.default:
+        return 0
     return node.args[1] if node.target is aten.full.default else None
 
 
@@ -128,3 +131,21 @@ def _transform_of_real_numbers(node: fx.Node) -> fx.Node | Declined:
     if not forward or x.meta["val"].dtype != cast.meta["val"].dtype.to_real():
         return DECLINED
     return replacement_call(node, aten._fft_r2c.default, (x, dims, normalization, False))
+
+
+@rewrite("simplify", aten.scatter_add.default)
+def _gradient_of_extremes(node: fx.Node) -> fx.Node | Declined:
+    """Simplify rows that are added to zeros at the places of cummax or cummin: its gradient."""
+    zeros, dim, places, grad = node.args
+    if places.target is not operator.getitem or places.args[1] != 1:
+        return DECLINED
+    scan, val = places.args[0], node.meta["val"]
+    fits = (
+        scan.target in EXTREMES
+        and (scan.args[1] - dim) % max(val.dim(), 1) == 0
+        and constant_of(zeros) == 0
+        and grad.meta["val"].shape == places.meta["val"].shape == val.shape
+    )
+    if not fits:
+        return DECLINED
+    return replacement_call(node, extreme_gradient._opoverload, (grad, places, dim))

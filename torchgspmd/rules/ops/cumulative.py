@@ -3,6 +3,9 @@
 Along a sharded dimension, each device scans its block. The blocks' totals are gathered, and their
 exclusive scan is added (Blelloch, Prefix sums and their applications, 1990). XLA's associative scan
 does the same.
+
+A running maximum that a block did not change is that of an earlier block's last row. So the
+gradient of cummax needs one sum of each block, for that row.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ _JOINS: dict[OpOverload, tuple[Callable, float]] = {
     aten.cumprod.default: (torch.mul, 1),
     aten.logcumsumexp.default: (torch.logaddexp, -math.inf),
 }
+EXTREMES = aten.cummax.default, aten.cummin.default
 FROM_BEHIND = {op.name().removeprefix("aten::"): op for op in _JOINS}
 
 
@@ -38,6 +42,27 @@ def suffix_scan(x: Tensor, dim: int, scan: str) -> Tensor:
 @suffix_scan.register_fake
 def _(x: Tensor, dim: int, scan: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("torchgspmd::extreme_gradient", mutates_args=())
+def extreme_gradient(grad: Tensor, places: Tensor, dim: int) -> Tensor:
+    """Return the gradient of cummax or cummin: each row's goes to the extreme before it."""
+    return torch.zeros_like(grad).scatter_add_(dim, places, grad)
+
+
+@torch.library.custom_op("torchgspmd::carried_gradient", mutates_args=())
+def carried_gradient(sums: Tensor, changed: Tensor, dim: int) -> Tensor:
+    """Add each row to the last row before it that changed the extreme; the first one always did."""
+    count = sums.shape[dim]
+    places = torch.arange(count, device=sums.device).reshape([count] + [1] * (sums.dim() - 1 - dim))
+    last = torch.where(changed, places, 0).narrow(dim, 0, count - 1).cummax(dim).values
+    return torch.zeros_like(sums).scatter_add_(dim, last, sums.narrow(dim, 1, count - 1))
+
+
+@extreme_gradient.register_fake
+@carried_gradient.register_fake
+def _(grad: Tensor, places: Tensor, dim: int) -> Tensor:
+    return torch.empty_like(grad, memory_format=torch.contiguous_format)
 
 
 def count_blocks(size: int, shards: int) -> int:
@@ -110,18 +135,46 @@ def _blockwise_extreme(scan: Callable, wins: Callable, lowest: Callable) -> Call
     def split(x: Tensor, dim: int, shape: torch.Size) -> tuple[Tensor, Tensor]:
         blocks, size = x.shape[dim : dim + 2]
         values, places = scan(x, dim + 1)
-        places = places + block_starts(blocks, size, len(shape) - dim, x.device)
-        best, at = scan(values.select(dim + 1, size - 1).narrow(dim, 0, blocks - 1), dim)
         pads = [0, 0] * (len(shape) - 1 - dim) + [1, 0]
-        best = aten.constant_pad_nd(best, pads, lowest(x.dtype)).unsqueeze(dim + 1)
-        at = places.select(dim + 1, size - 1).gather(dim, at)
-        at = aten.constant_pad_nd(at, pads).unsqueeze(dim + 1)
+
+        def before(rows: Tensor, scan: Callable, start: float) -> Tensor:
+            """Return the scan of blocks' last rows over the blocks before each."""
+            totals = rows.select(dim + 1, size - 1).narrow(dim, 0, blocks - 1)
+            return aten.constant_pad_nd(scan(totals, dim)[0], pads, start).unsqueeze(dim + 1)
+
+        best = before(values, scan, lowest(x.dtype))
         # NaN wins, as in PyTorch's cummax.
         own = values.isnan() | wins(values, best) if x.is_floating_point() else wins(values, best)
+        small = torch.int32 if blocks * size < 2**31 else torch.int64  # fewer bytes to send
+        places = places.to(small) + block_starts(blocks, size, len(shape) - dim, x.device, small)
+        # The last block that changed the extreme has the largest place.
+        at = before(torch.where(own, places, 0), torch.cummax, 0)
         best = torch.where(own, values, best).reshape(shape)
-        return best, torch.where(own, places, at).reshape(shape)
+        return best, torch.where(own, places, at).reshape(shape).to(torch.int64)
 
     return _split_scan(split)
+
+
+def _blockwise_extreme_gradient(
+    grad: Tensor, places: Tensor, dim: int, *, shards: int = 1
+) -> Tensor | Declined:
+    """Add rows up within blocks, and those for extremes of earlier blocks once a block."""
+    dim %= max(grad.dim(), 1)
+    shape, blocks = grad.shape, count_blocks(grad.shape[dim] if grad.dim() else 1, shards)
+    if not blocks:
+        return DECLINED
+    size = shape[dim] // blocks
+    grad, places = cut(grad, dim, blocks), cut(places, dim, blocks)
+    places = places - block_starts(blocks, size, grad.dim() - dim - 1, grad.device)
+    own = places >= 0  # else the extreme is in an earlier block
+    places = places.clamp_min(0)
+    last = size - 1
+    carried = torch.where(own, 0, grad).sum(dim + 1, dtype=grad.dtype)
+    carried = carried_gradient(carried, own.select(dim + 1, last), dim).unsqueeze(dim + 1)
+    total = extreme_gradient(torch.where(own, grad, 0), places, dim + 1)
+    rows = torch.arange(size, device=grad.device).reshape([size] + [1] * (len(shape) - 1 - dim))
+    here = rows == places.narrow(dim + 1, last, 1)
+    return torch.where(here, total + carried, total).reshape(shape)
 
 
 def _extreme(dtype: torch.dtype, sign: int) -> float | int:
@@ -141,6 +194,7 @@ _SCANS = {
 }
 for _op, _function in _SCANS.items():
     rewrite("split", _op)(_function)
+rewrite("split", extreme_gradient._opoverload)(_blockwise_extreme_gradient)
 
 
 @rule_for(*_SCANS)
@@ -154,3 +208,11 @@ def _scan(call: Call) -> FactorRule:
         # Sums alone commute with a pending sum.
         linear=[[0]] if call.target is aten.cumsum.default or "cumsum" in call.args else (),
     )
+
+
+@rule_for(extreme_gradient._opoverload, carried_gradient._opoverload)
+def _gradient(call: Call) -> FactorRule:
+    dim, names = call.args[2] % max(call.tensors[0].dim(), 1), factors("d", call.tensors[0].dim())
+    split = Split() if call.target is extreme_gradient._opoverload else None
+    whole = names[dim : dim + 1]
+    return call.rule([names, names], [names], replicated=whole, split=split, linear=[[0]])
