@@ -21,7 +21,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
 
-Backend = Literal["torch", "inductor", "xla"]
+Backend = Literal["torch", "inductor", "cudagraphs", "inductor+cudagraphs", "xla"]
 Unmarked = Literal["propagated", "replicated"]
 Rng = Literal["global", "native"]
 Regather = Literal["auto", "always", "all", "never"]
@@ -47,8 +47,9 @@ class Options:
     backend: Backend = _option(
         "torch",
         "parallelize xla",
-        '"torch" runs the program operation by operation, "inductor" compiles it. "xla" needs no '
-        "process group: parameters become XLA tensors, and XLA partitions the program.",
+        '"torch" runs the program operation by operation, "inductor" compiles it. "cudagraphs" and '
+        '"inductor+cudagraphs" capture that in CUDA graphs (docs/gpu.md). "xla" needs no process '
+        "group: parameters become XLA tensors, and XLA partitions the program.",
     )
     grad: bool = _option(
         False, "plan", "Compile forward and backward together. fn is a module then."
@@ -240,12 +241,19 @@ class Options:
 
     def check_backend(self) -> None:
         """Raise ShardingError for an option that the backend does not read."""
-        if self.backend == "inductor" and self.offload != "never":
+        if self.compiler == "inductor" and self.offload != "never":
             raise ShardingError(
-                "backend 'inductor' cannot offload",
+                f"backend '{self.backend}' cannot offload",
                 where=user_line(),
                 why="Inductor compiles no copies to the memory of the host",
                 fix='set backend="torch", or recompute="auto" alone',
+            )
+        if self.captures and isinstance(self.dynamic, Mapping):
+            raise ShardingError(
+                f"backend '{self.backend}' has no option dynamic",
+                where=user_line(),
+                why="each size has a program and CUDA graphs of its own",
+                fix="leave it out, and pad arguments to a few sizes",
             )
         reader = "xla" if self.backend == "xla" else "parallelize"
         for row in OPTIONS:
@@ -253,6 +261,16 @@ class Options:
                 raise ShardingError(
                     f"backend '{self.backend}' has no option {row.name}", where=user_line()
                 )
+
+    @property
+    def compiler(self) -> str:
+        """The compiler of a rank's program: "torch" or "inductor"."""
+        return "inductor" if self.backend.startswith("inductor") else "torch"
+
+    @property
+    def captures(self) -> bool:
+        """Whether CUDA graphs run the program."""
+        return self.backend.endswith("cudagraphs")
 
     def _is_set(self, row: Option) -> bool:
         value = getattr(self, row.name)
@@ -319,19 +337,12 @@ def rows_for(reader: Reader) -> list[Option]:
     return [row for row in OPTIONS if readers.intersection(row.readers)]
 
 
-_INSTEAD = {
-    "cudagraphs": "use torch.cuda.graph around a step of backend 'torch' (docs/gpu.md); "
-    "plan.uncapturable() names what such a graph cannot compute"
-}
-
-
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ShardingError for a value outside a closed set."""
     if value not in choices:
         raise ShardingError(
             f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}",
             where=user_line(),
-            fix=_INSTEAD.get(value),
         )
 
 

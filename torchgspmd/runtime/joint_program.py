@@ -18,7 +18,9 @@ from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
 from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
+from .cuda_graphs import CudaGraphs
 from .partial_backward import PartialBackward
+from .step_graphs import Halves, StepGraphs, take_draws
 
 
 class JointProgram(CompiledProgram):
@@ -37,8 +39,12 @@ class JointProgram(CompiledProgram):
         tensors: Sequence[Tensor],
         backend: str,
         signature: int,
+        graphs: CudaGraphs | None = None,
     ) -> None:
-        """Compile a plan. signature: the number that ranks compare before every run."""
+        """Compile a plan, by "torch" or "inductor".
+
+        signature: the number that ranks compare before every run. graphs: capture the program.
+        """
         super().__init__(plan.captured, model)
         self.plan, self.groups, self.signature = plan, groups, signature
         self.by_values, self.draws = plan.is_dynamic, plan.draws
@@ -63,12 +69,31 @@ class JointProgram(CompiledProgram):
         self.checked = False  # whether the ranks have compared a call of this program
         self.carries = self.carry in targets
         self.checks_in_forward = self.carries or self.settle in targets
+        draws = [] if graphs is None else take_draws(program.graph)
         self.forward, self.watcher = compile_graph(owner, program.graph, backend), groups.watcher
         self.name = self.watcher.watch(self.forward)
         assert program.backward is not None, "the last pass splits the graph"
         self.backward_graph, self.pieces = program.backward.graph, None
         self.compile = lambda graph: self._watched(compile_graph(owner, graph, backend, boxed=True))
         self.backward = self.compile(self.backward_graph)
+        self.is_captured = graphs is not None
+        if graphs is not None:
+            self._capture_by(graphs, draws)
+
+    def _capture_by(self, graphs: CudaGraphs, draws: list) -> None:
+        """Run both halves by CUDA graphs from now on."""
+        halves = Halves(
+            self.forward,
+            self.backward if self.captured.has_backward else None,
+            range(len(self.slots)),
+            self.mutated,
+            self.outputs,
+            self.tangent_outputs,
+            bool(self.output_groups),
+            draws,
+        )
+        steps = StepGraphs(graphs, halves, self.groups.device)
+        self.forward, self.backward = steps.forward, steps.backward
 
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
         """Run a call. rank_check: ends before anything else is sent, but as late as possible."""
@@ -93,6 +118,8 @@ class JointProgram(CompiledProgram):
         return backward
 
     def in_pieces(self) -> PartialBackward | None:
+        if self.is_captured:  # its graph runs as a whole
+            return None
         # Compiled when a schedule first asks: most backwards run in one piece.
         if self.pieces is None:
             inputs = self.captured.inputs
@@ -138,6 +165,6 @@ class JointProgram(CompiledProgram):
 
     def run_forward(self, flat: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Any]]:
         """Return (outputs, saved values); the rank check is finished by then."""
-        if not self.checks_in_forward:
+        if self.is_captured or not self.checks_in_forward:
             self.settle()
         return super().run_forward(flat)

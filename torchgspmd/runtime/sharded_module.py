@@ -35,6 +35,7 @@ from ..shard_spec import ShardSpec
 from .audit import Audit
 from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
+from .cuda_graphs import check_capturable, graphs_for
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
@@ -77,6 +78,7 @@ class ShardedModule(MeshModule):
             (t.device.type for t in tensors if not t.is_meta),
             "cuda" if torch.cuda.is_available() else "cpu",
         )
+        graphs = graphs_for(device, options.backend) if options.captures else None
         groups = groups_of(mesh, device, part, options.time_limit)
         groups.watcher.run(
             shard_module,
@@ -94,9 +96,11 @@ class ShardedModule(MeshModule):
             device,
             in_specs=in_specs,
             out_specs=out_specs,
-            options=options,
+            # A graph has fixed sizes.
+            options=replace(options, dynamic=False) if options.captures else options,
             hooks=hooks,
             _groups=groups,
+            _graphs=graphs,
             _part=part,
             _marked={},
             _has_warned=False,
@@ -298,8 +302,11 @@ class ShardedModule(MeshModule):
         signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
         if self._options.check != "never":
             self._check_tensors_alike(captured, tensors, raise_on_difference)
+        if self._graphs is not None:
+            check_capturable(plan, self._options.backend)
+        compiler = self._options.compiler
         return JointProgram(
-            plan, self._groups, self._model, tensors, self._options.backend, signature
+            plan, self._groups, self._model, tensors, compiler, signature, self._graphs
         )
 
     def _plan_call(self, call: ModuleCall, text: str) -> tuple[Plan, str | None, list[Tensor]]:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from helpers import message
 from torch import Tensor, nn
 from torch._higher_order_ops import while_loop
 
@@ -16,7 +15,7 @@ import torchgspmd as gspmd
 MESH = gspmd.Mesh(data=2)
 X = torch.ones(4, 6)
 SIZE = "its size is known only in a run"
-READS = "the host may read values for it (groups in bfloat16: it does not)"
+ENDS = "the host reads where groups end"
 
 
 def found(fn: Callable, *args: Any, mesh: gspmd.Mesh = MESH, **options: Any) -> tuple:
@@ -55,8 +54,23 @@ def test_a_loop_that_a_value_ends() -> None:
 
 
 def test_experts_without_a_kernel() -> None:
-    rows = found(experts, X, torch.ones(2, 6, 3), torch.tensor([1, 4]))
-    assert [row.why for row in rows] == [READS]
+    ends = torch.tensor([1, 4])
+    (row,) = found(experts, X, torch.ones(2, 6, 3), ends)
+    assert row.why == f"{ENDS}, since they are not in bfloat16"
+    (row,) = found(experts, X.bfloat16(), torch.ones(2, 6, 8).bfloat16(), ends)
+    assert row.why == f"{ENDS}: a row is no multiple of 16 bytes"
+    x, w = (torch.ones(*shape, dtype=torch.bfloat16) for shape in ((4, 8), (2, 8, 16)))
+    assert found(experts, x, w, ends) == ()
+
+
+def test_draws_whose_seed_the_host_reads() -> None:
+    dropout = nn.Dropout(0.5)
+    assert [row.why for row in found(dropout, X, rng="native")] == [
+        'with rng="native" the host seeds a generator'
+    ]
+    assert found(dropout, X.double()) == ()
+    rows = found(torch.rand_like, X.double())
+    assert [row.why for row in rows] == ["the host reads the seed of float64 draws"]
 
 
 def test_a_pipeline_between_stages() -> None:
@@ -74,9 +88,3 @@ def test_a_pipeline_between_stages() -> None:
     stages = gspmd.Mesh(stage=2)
     rows = found(Model(), X, mesh=stages, grad=True)
     assert {row.why for row in rows} == {"the host sends and receives between stages"}
-
-
-def test_the_backend_says_how_to_capture() -> None:
-    options: Any = {"backend": "cudagraphs"}
-    text = message(lambda: gspmd.parallelize(nn.Linear(2, 2), MESH, **options))
-    assert "torch.cuda.graph" in text and "plan.uncapturable()" in text, text

@@ -10,11 +10,13 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ...errors import ShardingError
 from ...rules.custom_ops.nd import einsum
+from ...rules.host_reads import host_reads
 from ...rules.local_builder import LocalBuilder
 from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Split, factors
 from ...rules.registry import rule, rule_for
 from ...rules.rewrites import rewrite
 from .op import (
+    KERNEL_BYTES,
     block_ends,
     groups_of_block,
     leading_dims,
@@ -25,6 +27,20 @@ from .op import (
 )
 
 ours = torch.ops.torchgspmd
+
+
+@host_reads(
+    *(ours.grouped_mm.default, ours.grouped_outer.default),
+    *(ours.block_mm.default, ours.block_outer.default),
+)
+def _reads_ends(node: fx.Node) -> str | None:
+    """Return why the host reads where groups end; None if PyTorch's kernel for GPUs does."""
+    types = [(x.meta.get("dtype"), x.meta.get("shape")) for x in node.args[:2]]
+    if any(dtype != torch.bfloat16 or not shape for dtype, shape in types):
+        return "the host reads where groups end, since they are not in bfloat16"
+    if any(shape[-1] * torch.bfloat16.itemsize % KERNEL_BYTES for _, shape in types):
+        return f"the host reads where groups end: a row is no multiple of {KERNEL_BYTES} bytes"
+    return None
 
 
 def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ..custom_ops.random import draw_seed, keep_mask, uniform
+from ..host_reads import host_reads
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
@@ -36,6 +37,18 @@ def _draw_seed(call: Call) -> FactorRule:
 def _drawn_by_place(call: Call) -> FactorRule:
     names = factors("d", call.results[0].dim())
     return call.rule([[]], [names], local=LocalForm(partial(_emit_draw, call.target), when=names))
+
+
+@host_reads(*DRAWS)
+def _reads_seed(node: fx.Node) -> str | None:
+    """Return why the host reads a draw's seed; None if the kernel for CUDA does."""
+    if node.args[-1]:
+        return 'with rng="native" the host seeds a generator'
+    return "the host reads the seed of float64 draws" if _is_double(node) else None
+
+
+def _is_double(node: fx.Node) -> bool:
+    return node.meta.get("dtype") == torch.float64
 
 
 def _emit_draw(target: object, local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:

@@ -15,11 +15,12 @@ from torch import fx
 from ...comm.local_ops import to_host
 from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
+from ...rules.host_reads import HOST_READS
 
 _TAGS = {
     torch.Tag.data_dependent_output: "the host reads its value",
     torch.Tag.dynamic_output_shape: "its size is known only in a run",
-    torch.Tag.cudagraph_unsafe: "the host may read values for it (groups in bfloat16: it does not)",
+    torch.Tag.cudagraph_unsafe: "the host reads values for it",
 }
 
 
@@ -55,8 +56,11 @@ def _reason(node: fx.Node) -> str | None:
         return "the host reads the value that ends the loop" if call.loop.ends else None
     if call is to_host:
         return "the host allocates the memory where the value waits for the backward"
-    tags = call.tags if isinstance(call, OpOverload) else ()
-    why = next((_TAGS[tag] for tag in _TAGS if tag in tags), None)
+    if (reason := HOST_READS.get(call)) is not None:
+        why = reason(node)
+    else:
+        tags = call.tags if isinstance(call, OpOverload) else ()
+        why = next((_TAGS[tag] for tag in _TAGS if tag in tags), None)
     if why is None and node.meta.get("unknown"):
         return _TAGS[torch.Tag.dynamic_output_shape]
     return why
