@@ -1,4 +1,4 @@
-"""backend="cudagraphs" on two processes: replays send what the program sends, and nothing else does.
+"""backend="cudagraphs" on two processes: replays send what the program sends.
 
 Programs are those for CUDA, while values are on the CPU; RecordedGraphs stand for the cards.
 """
