@@ -85,7 +85,7 @@ _ROWS = (
     Key("shape", LOCAL, RUNNABLE, tuple | list | None, "shape on one device, padding included"),
     Key("dtype", LOCAL, RUNNABLE, torch.dtype | None, "of a tensor"),
     Key("bytes", LOCAL, RUNNABLE, int, "of all results of a start; of the workspace of a ring"),
-    Key("ring", PARTITIONED, LOCAL, bool, "its keys are to travel round a ring"),
+    Key("ring", PARTITIONED, LOCAL, str, "how far its keys travel round a ring"),
     Key("recomputed", LOCAL, RUNNABLE, str, "value of the forward that the backward has again"),
     Key("host", LOCAL, RUNNABLE, bool, "lies in the memory of the host"),
     Key("collective", LOCAL, RUNNABLE, str, "kind, operand, size, axes: for profiles"),

@@ -21,7 +21,7 @@ from torch import fx
 from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
-from .ring_keys import RINGS, Ring
+from .ring_keys import HALF, RINGS, Ring
 
 # Operations that cut off padding behind a gather.
 _TRIMS = (aten.contiguous.default, aten.narrow.default)
@@ -30,12 +30,12 @@ _TRIMS = (aten.contiguous.default, aten.narrow.default)
 def attention_rings(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     for node in list(graph.nodes):
-        if node.meta.pop("ring", False) and node.target in RINGS:
-            _fuse(graph, node, RINGS[node.target])
+        if (reach := node.meta.pop("ring", None)) and node.target in RINGS:
+            _fuse(graph, node, RINGS[node.target], reach)
     return graph
 
 
-def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
+def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, reach: str) -> None:
     """Fuse an operation with its gathers and the reduce_scatters behind it."""
     # Keys and values follow the queries among the operands.
     place = ring.queries + 1
@@ -62,6 +62,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
                 scale,
                 *region[2:4],
                 None if ring.shards is None else node.args[ring.shards],
+                reach == HALF,
             ),
             name=f"{node.name}_ring",
         )
@@ -74,8 +75,11 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring) -> None:
         "step": replace(
             steps[0], payload=sum(s.payload for s in steps), sent=sum(s.sent for s in steps)
         ),
-        # The float32 result, or the gradient of q, has 4 bytes an element.
-        "bytes": (5 if ring.scatters else 2) * moved + 4 * bytes_of(q) // q.meta["dtype"].itemsize,
+        # The float32 result, or the gradient of q, has 4 bytes an element. Lent queries come with
+        # the tensors that their results, or gradients, need.
+        "bytes": (5 if ring.scatters else 2) * moved
+        + 4 * bytes_of(q) // q.meta["dtype"].itemsize
+        + (reach == HALF) * (5 if ring.scatters else 2) * bytes_of(q),
     }
     # The ring sums the gradients itself, so each reduce_scatter becomes one of its results.
     for i, step in enumerate(scattered, start=1):

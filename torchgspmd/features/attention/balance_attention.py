@@ -38,6 +38,7 @@ from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
 from ...shard_spec import ShardSpec
+from .ring_keys import RINGS, is_hidden, lent_bytes
 from .zigzag import zigzag
 
 
@@ -146,12 +147,26 @@ class _Reordering:
         return bool(chosen)
 
     def _saving(self, node: fx.Node, shards: int) -> float:
-        """Return the last device's excess work, in bytes on the wire."""
+        """Return the last device's excess work, in bytes on the wire.
+
+        In a ring late devices may lend queries to early ones, for fewer bytes.
+        """
         result = next(v for v in self.ops[node].results if v is not None)
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
         # The last device has all scores of its rows, an even share is about half of that.
         flops = self.attention[node].flops / n * (1 - 1 / shards)
-        return flops * runs(node) / self.constants.link_flops_per_byte
+        excess, op, ring = (
+            flops / self.constants.link_flops_per_byte,
+            self.ops[node],
+            RINGS[node.target],
+        )
+        keys = op.operands[ring.queries : ring.queries + 3]
+        q, k, v = values = [x.meta["val"] for x in keys]
+        if is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
+            specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh
+            local = [local_bytes(x, spec, mesh) for x, spec in zip(values, specs)]
+            excess = min(excess, max(0, lent_bytes(ring, values, local, shards)))
+        return excess * runs(node)
 
     # --------------------------------------------------------------------------------- the cut
 

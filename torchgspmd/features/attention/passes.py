@@ -32,9 +32,15 @@ def balance_attention(program: Program) -> fx.Graph | None:
 def ring_keys(program: Program) -> fx.Graph | None:
     """Mark attention whose keys travel round a ring."""
     request = program.request
+    skipped = request.skip_passes & {"balance_attention", "attention_rings"}
     # With regather="all" memory counts alone, so no ring has to hide its transfers.
-    flops = 0.0 if request.regather == "all" else request.constants.link_flops_per_byte
-    changed = request.regather != "never" and mark_rings(program.graph, program.mesh, flops)
+    changed = request.regather != "never" and mark_rings(
+        program.graph,
+        program.mesh,
+        request.constants.link_flops_per_byte,
+        memory=request.regather == "all",
+        lends=not skipped,
+    )
     return program.graph if changed else None
 
 

@@ -7,8 +7,9 @@
                it home, where step 0's term is added.
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
-only later queries see are not sent to earlier ones. In zigzag order (zigzag.py) a causal mask
-leaves all devices the same work. Source: Ring Attention, arXiv 2310.01889.
+only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
+in zigzag order (zigzag.py), or if late devices lend queries to early ones (lending.py). Source:
+Ring Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from .call import AttentionCall, Gradients, Results, Upstream, of_backward
 from .flex_op import flex_tiles
+from .lending import Backward, Forward, Lending, lend
 from .op import computed, gradients
-from .ring_blocks import Arrival, Blocks, Message, Steps, packed, unpacked
+from .ring_blocks import Arrival, Blocks, Joint, Message, Steps, in_step, packed, unpacked
 from .tiles import lse_dtype
 from .zigzag import Merged
 
@@ -51,7 +53,8 @@ class RingOptions(NamedTuple):
 class RingCall(NamedTuple):
     """A ring's arguments behind its tensors, in a graph's order.
 
-    queries, keys: over all devices. shards: how many shards are in zigzag order.
+    queries, keys: over all devices. shards: how many shards are in zigzag order. lends: whether
+    late devices lend queries to early ones.
     """
 
     options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
@@ -61,6 +64,7 @@ class RingCall(NamedTuple):
     queries: int
     keys: int
     shards: int | None
+    lends: bool
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> RingCall:
@@ -102,21 +106,24 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> I
     mask = options.mask
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
+    rows = slice(None)
+    if blocks.lends:
+        rows = Lending(blocks.n, blocks.me, blocks.rows).kept(blocks.me - block)
     region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *options.place]
     changes = dict(zip(("seed", "dropout"), options.dropout))
     some = call._replace(causal=blocks.causal, mask=mask, region=region, **changes)
-    yield _Part(slice(None), slice(None), some, options.functions)
+    yield _Part(rows, slice(None), some.in_block(rows, slice(None)), options.functions)
 
 
 def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
-    """Compute one device's result and logsumexp."""
+    """Compute one device's merged results."""
     merged = Merged(call.q, call.v)
     own = [call.k, call.v]
     block: list[Tensor] | None = own
     size = call.k.numel() + call.v.numel()
-    for step in range(blocks.n):
+    for step in range(blocks.steps + 1):
         # The next block travels while this one is computed.
-        arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
+        arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.steps else None
         if block is not None:
             here = call._replace(k=block[0], v=block[1])
             for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
@@ -124,7 +131,7 @@ def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
         if arrival is not None:
             came = arrival()
             block = unpacked(came[blocks.before], own) if came else None
-    return merged.result()
+    return merged
 
 
 def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: RingCall) -> Steps:
@@ -132,44 +139,35 @@ def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: Rin
     q, k, v = call.q, call.k, call.v
     q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
     size = k.numel() + v.numel()
-    own: Tensor | None = None
-    home: Tensor | None = None
+    total: Tensor | None = None
     block: list[Tensor] | None = [k, v]
-    handed: tuple[int, Arrival] | None = None
-    for step in range(blocks.n):
-        arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.n - 1 else None
+    handed: Tensor | None = None
+    for step in range(blocks.steps + 2):
+        # A message has the next block, and the sum for the last one.
+        joint = Joint([blocks.pass_on(step, block, size), blocks.hand_over(step - 1, handed, size)])
+        arrival = yield joint.message
         term = None
-        if block is not None:
+        if block is not None and step <= blocks.steps:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
             here = call._replace(k=block[0], v=block[1])
             for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
                 x_grad, *others = part.backward(upstream)
                 q_grad[..., part.rows, :] += x_grad
-                for total, other in zip(grads, others):
-                    total[..., part.columns, :] += other
+                for each, other in zip(grads, others):
+                    each[..., part.columns, :] += other
             term = packed(grads)
-        # The sum that was handed over in the last step has arrived by now.
-        if handed is not None:
-            came = handed[1]()
-            if (source := (blocks.me + handed[0]) % blocks.n) in came:
-                home = came[source]
-            if term is not None and blocks.before in came:
-                term += came[blocks.before]
+        blocks_came, sums = joint.parts(arrival())
         # The own block's term stays, until the other devices' sum comes home.
-        if step == 0:
-            own = term
-        else:
-            handed = step, (yield blocks.hand_over(step, term, size))
-        if arrival is not None:
-            came = arrival()
-            block = unpacked(came[blocks.before], (k, v)) if came else None
-    if handed is not None:
-        came = handed[1]()
-        if (source := (blocks.me + handed[0]) % blocks.n) in came:
-            home = came[source]
-    assert own is not None  # a device has its own block in step 0
-    total = own if home is None else own + home
-    return q_grad.to(q.dtype), *unpacked(total, (k, v))
+        if total is None:
+            total, term = term, None
+        elif (source := (blocks.me + step - 1) % blocks.n) in sums:
+            total = total + sums[source]
+        if term is not None and blocks.before in sums:
+            term += sums[blocks.before]
+        handed = term
+        block = unpacked(blocks_came[blocks.before], (k, v)) if blocks_came else None
+    assert total is not None  # a device has its own block in step 0
+    return q_grad, *unpacked(total, (k, v))
 
 
 # ----------------------------------------------------------------------------- who drives the steps
@@ -239,19 +237,40 @@ def _blocks(n: int, me: int, call: AttentionCall, ring: RingCall) -> Blocks:
         keys=ring.keys,
         rows=call.q.shape[-2],
         width=call.k.shape[-2],
+        lends=ring.lends,
     )
 
 
 def _forward_steps(n: int, me: int, *args: Any) -> Steps:
     ring, (q, k, v) = RingCall.of(args), args[:3]
     call = AttentionCall(q, k, v, ring.causal, ring.scale)
-    return (yield from _forward(_blocks(n, me, call, ring), call, ring))
+    blocks = _blocks(n, me, call, ring)
+    steps = _forward(blocks, call, ring)
+    if not ring.lends:
+        return (yield from steps).result()
+    loans = lend(Lending(n, me, blocks.rows), Forward(call), (blocks.queries, blocks.keys))
+    returned, merged = yield from in_step(loans, steps)
+    for rows, results in returned:
+        merged.add(rows, results)
+    return merged.result()
 
 
 def _backward_steps(n: int, me: int, *args: object) -> Steps:
     ring = RingCall.of(args)
     call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
-    return (yield from _backward(_blocks(n, me, call, ring), call, upstream, ring))
+    blocks = _blocks(n, me, call, ring)
+    steps = _backward(blocks, call, upstream, ring)
+    if not ring.lends:
+        q_grad, *others = yield from steps
+        return q_grad.to(call.q.dtype), *others
+    job = Backward(call, upstream)
+    loans = lend(Lending(n, me, blocks.rows), job, (blocks.queries, blocks.keys))
+    returned, (q_grad, *others) = yield from in_step(loans, steps)
+    for rows, (grad,) in returned:
+        q_grad[..., rows, :] += grad
+    for total, term in zip(others, job.keys):
+        total += term
+    return q_grad.to(call.q.dtype), *others
 
 
 def ring_forward(*args: Any) -> Any:
@@ -312,7 +331,7 @@ _PICTURE = """
 ring_attention = FusedKind(
     feature="attention",
     name="ring_attention",
-    signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards)",
+    signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards, lends)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
         Keys and values travel over `axes`. shards: for which tokens are in zigzag order.""",
     picture=_PICTURE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,7 +24,8 @@ class Blocks:
     """Where a ring's blocks are, and who needs them.
 
     n, me: the number of devices, and this one's position. queries, keys: over all devices.
-    rows, width: queries and keys on one device. shards: how many are in zigzag order.
+    rows, width: queries and keys on one device. shards: how many are in zigzag order. lends: keys
+    travel half way round, since devices lend queries (lending.py).
     """
 
     n: int
@@ -34,6 +36,12 @@ class Blocks:
     keys: int
     rows: int
     width: int
+    lends: bool = False
+
+    @property
+    def steps(self) -> int:
+        """The number of times that a block is passed on."""
+        return self.n // 2 if self.lends else self.n - 1
 
     @property
     def after(self) -> int:
@@ -44,7 +52,9 @@ class Blocks:
         return (self.me - 1) % self.n
 
     def needed(self, block: int, device: int) -> bool:
-        """Return whether a device's queries see any key in a block."""
+        """Return whether a device computes with a block for its own queries."""
+        if self.lends:
+            return 0 <= device - block <= self.steps
         # In zigzag order each device has late queries; other lengths have no common diagonal.
         return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
 
@@ -79,6 +89,8 @@ class Blocks:
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
         """Return the message that passes keys and values on to the next device."""
+        if step >= self.steps:
+            return {}, {}
         mine, coming = (self.me - step) % self.n, (self.before - step) % self.n
         sends = self.needed(mine, self.after)
         return (
@@ -88,6 +100,8 @@ class Blocks:
 
     def hand_over(self, step: int, term: Tensor | None, size: int) -> Message:
         """Return the message that hands a gradient on, or home from the last device."""
+        if not 1 <= step <= self.steps:
+            return {}, {}  # the own block's term stays
         block, coming = (self.me - step) % self.n, (self.before - step) % self.n
         # To the next device while it has a term to add, else straight home.
         on = self.after == block or self.needed(block, self.after)
@@ -115,10 +129,79 @@ def _joined(slices: Sequence[slice]) -> list[slice]:
     return result
 
 
-def packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([x.reshape(-1) for x in tensors])
+def packed(tensors: Sequence[Tensor], dtype: torch.dtype | None = None) -> Tensor:
+    """Return the elements of all tensors, as bits of a dtype."""
+    return torch.cat([x.reshape(-1).view(dtype or x.dtype) for x in tensors])
 
 
 def unpacked(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    pieces = torch.split(flat, [x.numel() for x in like])
-    return [piece.view(x.shape) for piece, x in zip(pieces, like)]
+    pieces = torch.split(flat, [size_of([x], flat.dtype) for x in like])
+    # A copy, since a wider type needs aligned bits.
+    return [
+        (p if x.dtype == p.dtype else p.clone().view(x.dtype)).view(x.shape)
+        for p, x in zip(pieces, like)
+    ]
+
+
+def size_of(tensors: Sequence[Tensor], dtype: torch.dtype) -> int:
+    """Return the number of elements of a dtype that have the tensors' bits."""
+    return sum(x.numel() * x.itemsize for x in tensors) // dtype.itemsize
+
+
+class Joint:
+    """Several messages that travel as one."""
+
+    def __init__(self, messages: Sequence[Message]) -> None:
+        self.messages = messages
+
+    @property
+    def message(self) -> Message:
+        sends: dict[int, list[Tensor]] = {}
+        receives: dict[int, int] = {}
+        for each, counts in self.messages:
+            for place, tensor in each.items():
+                sends.setdefault(place, []).append(tensor)
+            for place, count in counts.items():
+                receives[place] = receives.get(place, 0) + count
+        return {
+            place: each[0] if len(each) == 1 else packed(each) for place, each in sends.items()
+        }, receives
+
+    def parts(self, came: dict[int, Tensor]) -> list[dict[int, Tensor]]:
+        """Return the arrived part of each message."""
+        begin = dict.fromkeys(came, 0)
+        parts: list[dict[int, Tensor]] = []
+        for _, counts in self.messages:
+            parts.append({p: came[p][begin[p] : begin[p] + n] for p, n in counts.items()})
+            begin |= {p: begin[p] + n for p, n in counts.items()}
+        return parts
+
+
+def in_step(*all_steps: Steps) -> Generator[Message, Arrival, list[Any]]:
+    """Run several computations of a device at once, whose messages travel together.
+
+    Each computes while all messages of a step are on their way.
+    """
+    results: dict[int, Any] = {}
+    arrivals: dict[int, Any] = dict.fromkeys(range(len(all_steps)))
+    while True:
+        messages: dict[int, Message] = {}
+        for i in [i for i in arrivals if i not in results]:
+            try:
+                messages[i] = all_steps[i].send(arrivals[i])
+            except StopIteration as done:
+                results[i] = done.value
+        if not messages:
+            return [results[i] for i in arrivals]
+        joint = Joint([*messages.values()])
+        arrived = cache(partial(_arrived, joint, (yield joint.message)))
+        for at, i in enumerate(messages):
+            arrivals[i] = partial(_part, arrived, at)
+
+
+def _arrived(joint: Joint, arrival: Arrival) -> list[dict[int, Tensor]]:
+    return joint.parts(arrival())
+
+
+def _part(arrived: Callable[[], list[dict[int, Tensor]]], at: int) -> dict[int, Tensor]:
+    return arrived()[at]

@@ -16,11 +16,12 @@ table RINGS names the operations that a ring computes, and how.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...comm.kinds import CollectiveKind, FusedKind, reduce_scatter
 from ...fx_passes.ir import results_of
@@ -28,8 +29,11 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
+from .lending import LSE_ITEMSIZE, sent_bytes
 from .ring import RingOptions, ring_attention, ring_attention_backward
 
+# How far keys travel: all round, or half way, since late devices lend queries (lending.py).
+WHOLE, HALF = "whole", "half"
 Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
 
@@ -105,10 +109,13 @@ RINGS: dict[Any, Ring] = {
 }
 
 
-def mark_rings(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
+def mark_rings(
+    graph: fx.Graph, mesh: Mesh, flops_per_byte: float, *, memory: bool = False, lends: bool = True
+) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: FLOPs of a device while it sends a byte. 0: memory counts, not time.
+    flops_per_byte: FLOPs of a device while it sends a byte. memory: it counts, not time. lends:
+    late devices may lend queries to early ones.
     """
     changed = False
     for node in list(graph.nodes):
@@ -123,11 +130,13 @@ def mark_rings(graph: fx.Graph, mesh: Mesh, flops_per_byte: float) -> bool:
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
-            and _is_hidden(node, ring, mesh, flops_per_byte)
+            and (memory or _is_hidden(node, ring, mesh, flops_per_byte))
         ):
             for stack in stacks:
                 _stack_shards(graph, stack)
             _mark(graph, users, gathers)
+            for user in users if lends else ():
+                _lend(user, RINGS[user.target], mesh, flops_per_byte)
             changed = True
     return changed
 
@@ -175,16 +184,57 @@ def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> 
     """Return whether a device computes with one block for longer than the next one travels."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
+    return is_hidden(q, k, v, n, causal, flops_per_byte)
+
+
+def is_hidden(q: Tensor, k: Tensor, v: Tensor, n: int, causal: bool, flops_per_byte: float) -> bool:
+    """Return whether n devices compute with one block for longer than the next one travels."""
     # Two products, each a multiplication and an addition for each score and channel. A causal mask
     # leaves half.
     flops = 4 * q.numel() / n * k.shape[-2] / n / (2 if causal else 1)
     return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 
 
+def _lend(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> None:
+    """Mark a ring whose keys travel half way, if that balances work for few bytes."""
+    causal, _, options = ring.arguments(node.args)
+    values = [x.meta["val"] for x in ring.operands(node.args)][ring.queries :][:3]
+    plain = ring.shards is None and options == RingOptions()
+    if not (causal and plain) or values[0].shape[-2] != values[1].shape[-2]:
+        return
+    specs = node.meta["operand_specs"][ring.queries :]
+    n, parts = mesh.count(_axes(node, ring)), [mesh.count(s.sharding_axes) for s in specs[:3]]
+    # A block of keys is a part of those that were gathered.
+    local = [x.nbytes / count for x, count in zip(values, (parts[0], n * parts[1], n * parts[2]))]
+    more = lent_bytes(ring, values, local, n)
+    # The last device has all scores of its rows, an even share is about half of that.
+    saved = 2 * values[0].numel() / parts[0] * values[1].shape[-2] * (1 - 1 / n)
+    if more * flops_per_byte >= saved:
+        return
+    node.meta["ring"] = HALF
+    moves = [x for x in (*_gathers(node, ring), *_scattered(node, ring)) if x is not None]
+    for move in moves:
+        step = move.meta["step"]
+        move.meta["step"] = replace(step, sent=step.sent + more / len(moves))
+
+
+def lent_bytes(ring: Ring, values: Sequence[Tensor], local: Sequence[float], n: int) -> float:
+    """Return the bytes that a device sends beyond a ring's, if late devices lend queries.
+
+    values: queries, keys and values. local: the bytes of a device's part of each.
+    """
+    (q, _, v), backward = values, ring.scatters is not None
+    rows = local[0] / (q.shape[-1] * q.itemsize)
+    out, lse = rows * v.shape[-1] * q.itemsize, rows * max(LSE_ITEMSIZE, q.itemsize)
+    lent = local[0] + (2 * out + lse if backward else 0)
+    keys, result = local[1] + local[2], local[0] if backward else out + lse
+    return sent_bytes(n, keys, lent, result, backward) - (n - 1) * keys * (1 + backward)
+
+
 def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
     """Mark the users of gathers, and give each its own gathers."""
     for i, user in enumerate(users):
-        user.meta["ring"] = True
+        user.meta["ring"] = WHOLE
         with graph.inserting_before(user):
             # A ring takes its gathers into itself, so users cannot share them.
             own = [graph.node_copy(g) if i else g for g in gathers]

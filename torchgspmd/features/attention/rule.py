@@ -40,11 +40,10 @@ from ...rules.rewrites import rewrite
 from . import flex_op as _flex  # noqa: F401
 from . import zigzag as _zigzag  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
+from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts
 
 ours = torch.ops.torchgspmd
-# Bytes per element in a result that is merged.
-LSE_ITEMSIZE = 4
 
 
 class Names:

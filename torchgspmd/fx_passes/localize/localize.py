@@ -124,7 +124,7 @@ class _Localizer:
     def local_meta(self, node: fx.Node) -> dict[str, Any]:
         """Return a local node's metadata, taken from the global one."""
         val = node.meta.get("val")
-        ring = {"ring": True} if node.meta.get("ring") else {}
+        ring = {"ring": node.meta["ring"]} if "ring" in node.meta else {}
         denoted = node
         while "step" in denoted.meta and "captured" not in denoted.meta:
             denoted = denoted.args[0]  # the same value in another layout
