@@ -219,6 +219,7 @@ def test_causal_work_is_balanced(devices: int) -> None:
         in_specs=(spec,) * 4 + (None,),
         out_specs=(spec,) * 4,
         costs={"link_flops_per_byte": 1},  # slow devices, worth balancing
+        regather="never",  # in a ring late devices lend queries (test_lending.py)
     )
     compare(result.simulate(*inputs), attend(*inputs))
     zigzag = [n for n in result.sharded.nodes if "zigzag" in str(n.target)]

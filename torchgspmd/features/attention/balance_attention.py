@@ -69,15 +69,20 @@ class Tokens(NamedTuple):
 NATURAL, ZIGZAG = "natural", "zigzag"
 
 
-def balance(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants) -> bool:
-    """Rewrite the graph in place; return whether anything changed."""
+def balance(
+    graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants, lends: bool
+) -> bool:
+    """Rewrite the graph in place; return whether anything changed.
+
+    lends: late devices of a ring may lend queries to early ones.
+    """
     changed = False
     ops = {op.node: op for op in rules.ops(graph)}
     orders = {node: order for node, op in ops.items() if (order := _order(op, layouts))}
     for order in dict.fromkeys(order for order, _ in orders.values()):
         attention = {node: rest for node, (its, rest) in orders.items() if its == order}
         # One order at a time: lengths that differ have orders of their own, and never share tokens.
-        reordering = _Reordering(graph, layouts, ops, order, constants)
+        reordering = _Reordering(graph, layouts, ops, order, constants, lends)
         changed |= reordering.run(attention)
     return changed
 
@@ -115,9 +120,10 @@ class _Reordering:
         ops: dict[fx.Node, Op],
         order: ZigzagOrder,
         constants: CostConstants,
+        lends: bool,
     ) -> None:
         self.graph, self.layouts, self.ops, self.order = graph, layouts, ops, order
-        self.constants, self.cut = constants, Cut()
+        self.constants, self.lends, self.cut = constants, lends, Cut()
         self.attention: dict[fx.Node, Balance] = {}
         self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.exchanged: dict[tuple[fx.Node, TokenDim], fx.Node] = {}
@@ -162,7 +168,7 @@ class _Reordering:
         )
         keys = op.operands[ring.queries : ring.queries + 3]
         q, k, v = values = [x.meta["val"] for x in keys]
-        if is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
+        if self.lends and is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
             specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh
             local = [local_bytes(x, spec, mesh) for x, spec in zip(values, specs)]
             excess = min(excess, max(0, lent_bytes(ring, values, local, shards)))

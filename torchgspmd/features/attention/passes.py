@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fx_passes.program import Program
+from ...fx_passes.program import Program, Request
 from . import attention_rings as rings
 from .balance_attention import balance
 from .op import (
@@ -24,24 +24,31 @@ _IN_BLOCKS = {
 
 def balance_attention(program: Program) -> fx.Graph | None:
     """Reorder tokens so that all devices have the same work under a causal mask."""
-    constants = program.request.constants
-    changed = balance(program.graph, program.layouts, program.rules, constants)
+    request = program.request
+    changed = balance(
+        program.graph, program.layouts, program.rules, request.constants, _lends(request)
+    )
     return program.graph if changed else None
 
 
 def ring_keys(program: Program) -> fx.Graph | None:
     """Mark attention whose keys travel round a ring."""
     request = program.request
-    skipped = request.skip_passes & {"balance_attention", "attention_rings"}
     # With regather="all" memory counts alone, so no ring has to hide its transfers.
     changed = request.regather != "never" and mark_rings(
         program.graph,
         program.mesh,
         request.constants.link_flops_per_byte,
         memory=request.regather == "all",
-        lends=not skipped,
+        lends=_lends(request),
     )
     return program.graph if changed else None
+
+
+def _lends(request: Request) -> bool:
+    """Return whether late devices of a ring may lend queries to early ones."""
+    skipped = request.skip_passes & {"balance_attention", "attention_rings"}
+    return request.regather != "never" and not skipped
 
 
 def attention_rings(program: Program) -> fx.Graph:
