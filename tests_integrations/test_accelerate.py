@@ -96,7 +96,7 @@ def test_each_rank_reads_its_rows(mesh):
     rest = [batch["input_ids"] for batch in accelerator.skip_first_batches(rows, 1)]
     assert torch.cat([each.full_tensor() for each in rest]).equal(Tokens(12, 1).rows[ROWS:])
     uneven = accelerator.prepare(DataLoader(Tokens(9, 1), ROWS))
-    with pytest.raises(gspmd.ShardingError, match="use a batch of 1 rows is not divided by 2"):
+    with pytest.raises(gspmd.ShardingError, match="a batch of 1 rows is not divided by 2"):
         list(uneven)
 
 
