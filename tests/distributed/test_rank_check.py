@@ -5,6 +5,8 @@ GPUs do so in first calls alone: test_late_check.py.
 
 import copy
 import os
+import time
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -16,6 +18,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.comm import rank_check
 from torchgspmd.comm.rank_check import RankCheck
+from torchgspmd.comm.stragglers import SOON
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
 on_cpu = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="0")
@@ -187,3 +190,20 @@ def test_nothing_is_sent_before_the_comparison_ends(mesh):
     ends = {program.settle, RankCheck.total}
     order = [n.target for n in program.forward.__self__.graph.nodes if n.target in STARTS | ends]
     assert order[0] in ends and len(order) > 1, order
+
+
+@distributed("data=2", timeout=60)
+@on_cpu
+def test_a_rank_that_starts_its_comparison_late_is_no_other_program(mesh):
+    """A loaded machine may stop a rank anywhere, here inside the call that sends the words."""
+    model, _ = pair(mesh, dropout=0.0)
+    model(*batch(0))
+    sends, seconds = dist.distributed_c10d._rank_not_in_group, 2 * SOON * dist.get_rank()
+
+    def slowly(*args: Any) -> bool:
+        time.sleep(seconds)
+        return sends(*args)
+
+    with patch.object(dist.distributed_c10d, "_rank_not_in_group", slowly):
+        model(*batch(0))
+    model(*batch(0))

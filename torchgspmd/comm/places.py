@@ -22,6 +22,7 @@ from .rank_failure import COMPARISON, Status
 _STACK = 12  # Stack entries that a report has.
 # Waits outside programs, by a frame's file and function, innermost first.
 _WAITS = {
+    ("rank_check.py", "begin"): COMPARISON,
     ("rank_check.py", "check"): COMPARISON,
     ("late_check.py", "differs"): COMPARISON,
     ("shared_plan.py", "_broadcast"): "the plan of rank 0",

@@ -98,6 +98,8 @@ class JointProgram(CompiledProgram):
     def __call__(self, leaves: list, call: tuple[tuple, dict], rank_check: RankCheck) -> Any:
         """Run a call. rank_check: ends before anything else is sent, but as late as possible."""
         self.rank_check = rank_check
+        # The phase first: a call that has begun is never in the phase of the one before.
+        self.watcher.phase = "forward"
         self.watcher.step += 1
         self.watcher.begin(self.name, "forward")
         results = super().__call__(leaves, call)
