@@ -14,7 +14,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.fx_passes import boundary
 from torchgspmd.fx_passes.ir import Rules
-from torchgspmd.fx_passes.partition.body_search import BodySearch
+from torchgspmd.fx_passes.partition.local_search import LocalSearch
 from torchgspmd.fx_passes.partition.regions import bodies
 
 
@@ -347,13 +347,13 @@ def test_the_weights_of_a_loop_are_moved_once_for_all_its_rounds():
 
 def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     forced = []
-    force = BodySearch.force
+    force = LocalSearch.force
 
-    def count(self: BodySearch, *args: object) -> None:
+    def count(self: LocalSearch, *args: object) -> None:
         forced.append(args)
         force(self, *args)
 
-    monkeypatch.setattr(BodySearch, "force", count)
+    monkeypatch.setattr(LocalSearch, "force", count)
     mesh = Mesh(data=2, model=2)
 
     def stack(x, *weights):
@@ -384,9 +384,9 @@ def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.Monke
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each partitioning the number of layouts that were tried for bodies."""
     counts: list[int] = []
-    force, partition = BodySearch.force, boundary.partition
+    force, partition = LocalSearch.force, boundary.partition
 
-    def count(self: BodySearch, *args: object) -> None:
+    def count(self: LocalSearch, *args: object) -> None:
         counts[-1] += 1
         force(self, *args)
 
@@ -394,7 +394,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         counts.append(0)
         return partition(*args, **options)
 
-    monkeypatch.setattr(BodySearch, "force", count)
+    monkeypatch.setattr(LocalSearch, "force", count)
     monkeypatch.setattr(boundary, "partition", begin)
     return counts
 

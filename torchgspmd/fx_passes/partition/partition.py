@@ -10,10 +10,8 @@ source   the idea of pending sums is Shardy's `unreduced`; choosing by cost over
          is ours
 
 A strategy (see strategies.py) states the layouts that an operation needs for its operands and
-returns as results. An Assignment has one for every operation, a CostModel its price. Searches
-change the assignment. op_search.py changes one operation, message_search.py those next to messages,
-and sum_search.py, body_search.py and solver.py several at once. Round by round, solver.py visits
-all.
+returns as results. An Assignment has one for every operation, a CostModel its price. One local
+search changes the assignment, by the moves of a table (moves.py); solver.py runs its phases.
 """
 
 from __future__ import annotations
@@ -25,11 +23,12 @@ from ...shard_spec import ShardSpec
 from ..ir import Rules
 from .assignment import Assignment
 from .cost_constants import CostConstants
+from .ends import Cotangents, Ends, Storable
 from .explain_costs import Decisions
 from .insert_collectives import insert_collectives
 from .search_counts import SearchCounts
 from .search_memory import Memories, SearchMemory, Solution, Solutions, situation
-from .solver import Cotangents, Solver, Storable
+from .solver import Solver
 
 
 def partition(
@@ -62,7 +61,7 @@ def partition(
     memory = ({} if memories is None else memories).setdefault(shared, SearchMemory(*shared))
     earlier = memory.counts.copy()
     assignment = Assignment(graph, mesh, input_specs, rules or Rules(), memory.interner, constants)
-    solver = Solver(assignment, memory, outputs, storable, cotangents or {})
+    solver = Solver(assignment, memory, Ends(assignment, outputs, storable, cotangents or {}))
     costs = solver.solve(({} if solutions is None else solutions).get(shared))
     if solutions is not None:
         solutions.setdefault(shared, Solution.of(assignment))

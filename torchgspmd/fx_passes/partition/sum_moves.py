@@ -11,24 +11,23 @@ from torch import fx
 from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
-from .op_search import OpSearch
+from .local_search import LocalSearch, Move
 from .pieces import pieces
-from .region_proposal import RegionProposals
 from .regions import Region, sums
 
 
-class SumSearch(RegionProposals):
-    """Tries to reduce sums later or earlier."""
+class SumMove(Move):
+    """Reduces all summands of a sum by one reduction, or each summand before the addition."""
 
-    search = "sum"
+    name = "sum"
 
-    def __init__(self, op_search: OpSearch) -> None:
-        super().__init__(op_search)
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
         self.sums = sums(self.assignment)
 
-    def improve(self) -> list[bool]:
-        """Try all sums once; return for each whether it changed."""
-        return [*map(self._improve_sum, self.sums)]
+    def improve(self) -> bool:
+        """Try all sums once; return whether any changed."""
+        return any([*map(self._improve_sum, self.sums)])
 
     def _improve_sum(self, total: Region) -> bool:
         """Try, for each axis, all summands pending over it, and none of them.
@@ -84,12 +83,18 @@ class SumSearch(RegionProposals):
             self.assign_cheapest(op, candidates, neighborhood)
         return True
 
-    def reduce_early(self) -> bool:
-        """Reduce pending sums right away where several users reduce them; return whether it helped.
 
-        No user can ask for that alone: the others would still reduce their results. A sum is
-        reduced where its terms are computed, or where such sums have been added.
-        """
+class EarlySumMove(Move):
+    """Reduces a pending sum right away where several users reduce it.
+
+    No user can ask for that alone: the others would still reduce their results. A sum is reduced
+    where its terms are computed, or where such sums have been added.
+    """
+
+    name = "early_sum"
+
+    def improve(self) -> bool:
+        """Try all pending sums once; return whether any is reduced earlier."""
         pending = [
             (value, axis)
             for op in self.assignment.ops.values()
@@ -110,7 +115,7 @@ class SumSearch(RegionProposals):
         # One reduction cannot be shared.
         if reductions < 2:
             return False
-        before, cost = [at.strategy_of[op.node] for op in ops], self.op_search.costs.exact(ops)
+        before, cost = [at.strategy_of[op.node] for op in ops], self.search.costs.exact(ops)
         for op in ops:
             neighborhood = at.neighborhood(op)
             targets = tuple(
@@ -123,7 +128,7 @@ class SumSearch(RegionProposals):
             if not candidates:
                 break
             self.assign_cheapest(op, candidates, neighborhood)
-        if self.op_search.costs.exact(ops) < cost:
+        if self.search.costs.exact(ops) < cost:
             return True
         at.assign_all(ops, before)
         return False

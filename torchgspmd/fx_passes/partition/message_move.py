@@ -13,32 +13,54 @@ their kind (see schedule/bucket.py), and nothing waits for them.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import fx
 
 from ..ir import Op, has_one_use
-from .op_search import OpSearch
-from .region_proposal import RegionProposals
+from .local_search import LocalSearch, Move
 from .regions import Region
 from .strategies import marked
 
 MAX_OPS = 8  # Operations of an island. Longer ones compute so much that a message is no matter.
 
 
-class MessageSearch(RegionProposals):
-    """Changes strategies next to messages. op_search: its cost model prices messages."""
+class MessageMove(Move):
+    """Changes strategies next to messages, which the search's cost model prices."""
 
-    search = "message"
+    name = "message"
 
-    def __init__(self, op_search: OpSearch) -> None:
-        super().__init__(op_search)
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
         self.price = self.memory.constants.message_price
 
     def improve(self) -> bool:
+        """Change layouts where that saves messages, unless much more is sent for it."""
+        at, search, by_bytes = self.assignment, self.search, self.search.costs
+        if not self.price:
+            return False
+        ops, before, sent = at.ops.values(), at.snapshot(), by_bytes.traffic(at.ops.values())
+        search.costs = priced = replace(by_bytes, resharder=self.memory.priced_resharder)
+        # Cached window prices are in bytes alone, before and after the search with messages.
+        at.window_costs.clear()
+        cost, changed = priced.exact(ops), self._visit()
+        search.ends.require()
+        saved = changed and priced.exact(ops) < cost
+        at.window_costs.clear()
+        # Fewer messages are no reason to send much more.
+        saved = saved and by_bytes.traffic(ops) <= sent * (1 + self.constants.message_share)
+        if not saved:
+            at.restore(before)
+            search.costs = by_bytes
+        at.window_costs.clear()
+        return saved
+
+    def _visit(self) -> bool:
         """Visit each operation next to a message, then each island; return whether any changed."""
         at, near = self.assignment, self._near_messages()
         # Their neighborhoods are as before; the price of a message is new.
         at.worklist.update(op.node for op in near)
-        changed = [self.op_search.choose(op) for op in near]
+        changed = [self.search.choose(op) for op in near]
         for op in near:
             if (island := self._island(op)) is not None:
                 changed.append(self._improve_island(island))
@@ -65,7 +87,7 @@ class MessageSearch(RegionProposals):
         at = self.assignment
         have = at.layout_of[value]
         return any(
-            need != have and self.op_search.costs.move_cost(value, have, need) >= self.price
+            need != have and self.search.costs.move_cost(value, have, need) >= self.price
             for (node, _), need in at.required[value].items()
             if node is user
         )

@@ -6,28 +6,22 @@ after    it is sharded along the sequence by `model`, if that costs less over al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import cache
+from collections.abc import Collection
 
 from torch import fx
 
-from ...shard_spec import Axes, ShardSpec
+from ...shard_spec import Axes
 from ..ir import Op
-from .op_search import OpSearch
+from .local_search import LocalSearch, Move
 from .pieces import divides_all, pieces
-from .region_proposal import RegionProposals
 from .regions import Body, bodies, threads
 
 
-class BodySearch(RegionProposals):
-    """Tries other factors for the axes in bodies and threads."""
+class FactorMove(Move):
+    """Moves mesh axes to another factor, or to none, throughout the operations of a body."""
 
-    search = "body"
-
-    def __init__(self, op_search: OpSearch) -> None:
-        super().__init__(op_search)
-        ops, self.constants = self.assignment.ops, self.memory.constants
-        self.busy: set[str] = set()  # axes with traffic between operations
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
         # body -> its stamp, and the options then
         self.option_lists: dict[Body, tuple[int, list[tuple[str, int | None]]]] = {}
@@ -35,52 +29,17 @@ class BodySearch(RegionProposals):
         self.situations: dict[Body, tuple[tuple[int, float], int]] = {}
         # body -> the stamp of its neighbors, and the costs then
         self.body_costs: dict[Body, tuple[int, tuple[float, float, float]]] = {}
-        # layout tried for like bodies in a phase -> what one cost, how much more it would have cost
-        self.excess: dict[tuple[int, Axes, int], list[tuple[float, float]]] = {}
         self.likeness: dict[Body, int] = {}  # a number that is equal for like bodies
-        self.bodies, self.threads = bodies(ops), threads(ops, self.constants)
-        self.neighbors = {
-            body: self._neighboring_ops(body) for body in (*self.bodies, *self.threads)
-        }
-        self.neighbor_nodes = {
-            body: tuple(op.node for op in near) for body, near in self.neighbors.items()
-        }
+        self.neighbors: dict[Body, tuple[Op, ...]] = {}
+        self.neighbor_nodes: dict[Body, tuple[fx.Node, ...]] = {}
 
-    def lay_out(self) -> bool:
-        """Try other factors for every axis in bodies and threads; return whether that helped.
+    def add_neighbors(self, found: Collection[Body]) -> None:
+        """Note the operations around bodies."""
+        for body in found:
+            self.neighbors[body] = near = self._neighboring_ops(body)
+            self.neighbor_nodes[body] = tuple(op.node for op in near)
 
-        In a body an axis moves to another factor throughout, or to none. In a thread it moves to
-        the thread's factor.
-        """
-        changed = [
-            self._try_layout(body, axes, factor_class)
-            for body in self.bodies
-            for axes, factor_class in self._piece_options(body)
-        ]
-        # After the bodies, whose new layouts change which axes have traffic.
-        self.busy = self.busy_axes()
-        changed += [
-            self._try_layout(thread, axes, 0, self.constants.min_saving)
-            for thread in self.threads
-            for axes in self._pieces_of(thread, self._thread_axes(thread))
-        ]
-        return any(changed)
-
-    def _piece_options(self, body: Body) -> list[tuple[Axes, int | None]]:
-        """Return the options from `_axis_options`, with all parts of a piece as one option."""
-        options = self._axis_options(body)
-        of_classes: dict[int | None, list[str]] = {}
-        for axis, factor_class in options:
-            of_classes.setdefault(factor_class, []).append(axis)
-        piece_of = {
-            (axis, factor_class): piece
-            for factor_class, axes in of_classes.items()
-            for piece in self._pieces_of(body, axes)
-            for axis in piece
-        }
-        return list(dict.fromkeys((piece_of[option], option[1]) for option in options))
-
-    def _pieces_of(self, body: Body, axes: Collection[str]) -> list[Axes]:
+    def pieces_of(self, body: Body, axes: Collection[str]) -> list[Axes]:
         """Return the whole axes that have these parts; parts alone where sizes are uneven."""
         mesh, sizes = self.assignment.mesh, {n for op in body.ops for n in op.rule.sizes.values()}
         found: list[Axes] = []
@@ -89,7 +48,7 @@ class BodySearch(RegionProposals):
             found += [piece] if parts and divides_all(mesh, piece, sizes) else parts
         return found
 
-    def _axis_options(self, body: Body) -> list[tuple[str, int | None]]:
+    def axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         """Return (axis, index in `body.classes`; None for no factor) that operations could take.
 
         Without the present ones, and without factors that few operations have.
@@ -100,7 +59,7 @@ class BodySearch(RegionProposals):
         return self.option_lists[body][1]
 
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
-        """Return the options for `_axis_options`, not cached."""
+        """Return the options for `axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
         place: dict[tuple[fx.Node, str | None], int] = {
             (node, factor): i
@@ -121,50 +80,7 @@ class BodySearch(RegionProposals):
                         options[axis, place.get((op.node, target))] = None
         return list(options)
 
-    def _thread_axes(self, thread: Body) -> list[str]:
-        """Return the axes worth a try for a thread.
-
-        These are the axes that its operations could take. Also those over which gradients are
-        summed, unless the weights are sharded over them. Such an axis needs other traffic too: one
-        without just divides a batch.
-        """
-        at, ops = self.assignment, [op for op in thread.ops if op.rule.contraction]
-        summed = {
-            axis
-            for op in ops
-            for value in op.results
-            if value is not None and at.output in value.users
-            for axis in at.layout_of[value].pending
-        }
-        inputs = {
-            axis
-            for op in ops
-            for value in op.operands
-            if value.op == "placeholder"
-            for axis in at.layout_of[value].sharding_axes
-        }
-        options = {axis for axis, factors in self._axis_options(thread) if factors is not None}
-        return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]
-
-    def busy_axes(self) -> set[str]:
-        """Return the axes over which operations exchange more than single numbers.
-
-        Reductions of program results do not count.
-        """
-        busy: set[str] = set()
-        for value, uses in self.assignment.required.items():
-            layout = self.assignment.layout_of[value]
-            for (user, _), spec in uses.items():
-                if spec is not layout and user is not self.assignment.output:
-                    removed = _removed_axes(layout, spec)
-                    if not removed <= busy and value.meta["val"].numel() > 1:
-                        busy |= removed
-            # All axes are busy: no value can add another.
-            if len(busy) == len(self.assignment.mesh.names):
-                break
-        return busy
-
-    def _try_layout(
+    def try_layout(
         self, body: Body, axes: Axes, factor_class: int | None, min_saving: float = 0.0
     ) -> bool:
         """Move axes to a factor class throughout a body; return whether that costs less.
@@ -179,19 +95,21 @@ class BodySearch(RegionProposals):
             return False
         work, sent, pending = self._body_cost(body)
         cost = work + sent - min_saving * sent
-        bonus = self.op_search.costs.pending_bonus * pending
+        bonus = self.search.costs.pending_bonus * pending
         layout = self._likeness(body), axes, class_number
-        tries = self.excess.setdefault(layout, [])
+        tries = self.search.excess.setdefault(layout, [])
         share = self.constants.retry_share
         if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
-        self.memory.counts["thread_layouts" if min_saving else "body_layouts"] += 1
+        self.memory.counts[f"{self.name}_layouts"] += 1
         neighbors, before = self.neighbors[body], self.assignment.snapshot()
-        self.force(body, axes, body.classes[factor_class] if factor_class is not None else {})
+        self.search.force(
+            body, axes, body.classes[factor_class] if factor_class is not None else {}
+        )
         # Backwards, then forwards: a new layout spreads to operands as well as to users.
         for op in (*reversed(neighbors), *neighbors):
-            self.op_search.choose(op)
-        other = self.op_search.costs.exact(neighbors)
+            self.search.choose(op)
+        other = self.search.costs.exact(neighbors)
         if other < cost:
             return True
         tries.append((work + sent, other - cost))
@@ -207,7 +125,7 @@ class BodySearch(RegionProposals):
         stamp = self.assignment.stamp(self.neighbor_nodes[body])
         before, cost = self.body_costs.get(body, (None, (0.0, 0.0, 0.0)))
         if before != stamp:
-            costs, neighbors = self.op_search.costs, self.neighbors[body]
+            costs, neighbors = self.search.costs, self.neighbors[body]
             pending = sum(self.assignment.strategy_of[op.node].pending for op in neighbors)
             cost = costs.work(neighbors), costs.traffic(neighbors), pending
             self.body_costs[body] = stamp, cost
@@ -217,12 +135,12 @@ class BodySearch(RegionProposals):
         """Return a number that is equal for like bodies in like neighborhoods."""
         state = (
             self.assignment.stamp(self.neighbor_nodes[body]),
-            self.op_search.costs.pending_bonus,
+            self.search.costs.pending_bonus,
         )
         before, situation = self.situations.get(body, (None, 0))
         if before != state:
             content = (
-                self.op_search.costs.pending_bonus,
+                self.search.costs.pending_bonus,
                 *(
                     (op.key, self.assignment.neighborhood(op), self.assignment.strategy_of[op.node])
                     for op in self.neighbors[body]
@@ -253,38 +171,6 @@ class BodySearch(RegionProposals):
             )
         return self.class_numbers[key]
 
-    def force(self, body: Body, axes: Axes, factors: Mapping[fx.Node, str]) -> None:
-        """Assign the best strategies in which axes shard these factors, or no factor."""
-        at, inside = self.assignment, {op.node for op in body.ops}
-        for op in body.ops:
-            if factors.get(op.node) in op.rule.replicated:
-                continue
-            operands = tuple(
-                self.memory.interner.operand_layouts(
-                    have.layouts, at.sharers(v, op), have.deferrable
-                )
-                for v, have in ((v, at.operand_layouts(v, op)) for v in op.operands)
-            )
-            required = tuple(
-                # Uses within the body are about to change: only those outside bind its results.
-                tuple(
-                    dict.fromkeys(
-                        spec
-                        for (user, _), spec in (at.required.get(v, {}) if v else {}).items()
-                        if user not in inside
-                    )
-                )
-                for v in op.results
-            )
-            best = self.op_search.best_strategy(
-                op,
-                at.new_neighborhood(op, operands, required),
-                None,
-                (axes, factors.get(op.node)),
-            )
-            if best is not None:
-                at.assign(op, best)
-
     def _neighboring_ops(self, body: Body) -> tuple[Op, ...]:
         """Return a body's operations, and those that produce or use its values."""
         at = self.assignment
@@ -302,10 +188,83 @@ class BodySearch(RegionProposals):
         return tuple(at.in_order(at.ops[node] for node in nodes))
 
 
-@cache
-def _removed_axes(before: ShardSpec, after: ShardSpec) -> frozenset[str]:
-    """Return the axes that shard a dimension, or are pending, before and no more after."""
-    of_dims = frozenset(
-        axis for have, need in zip(before.dims, after.dims) for axis in have if axis not in need
-    )
-    return of_dims.union(axis for axis in before.pending if axis not in after.pending)
+class BodyMove(FactorMove):
+    """Moves an axis to another factor, or to none, throughout a body."""
+
+    name = "body"
+
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
+        self.bodies = bodies(self.assignment.ops)
+        self.add_neighbors(self.bodies)
+
+    def improve(self) -> bool:
+        """Try other factors for every axis in bodies; return whether any costs less."""
+        changed = [
+            self.try_layout(body, axes, factor_class)
+            for body in self.bodies
+            for axes, factor_class in self._piece_options(body)
+        ]
+        return any(changed)
+
+    def _piece_options(self, body: Body) -> list[tuple[Axes, int | None]]:
+        """Return the options from `axis_options`, with all parts of a piece as one option."""
+        options = self.axis_options(body)
+        of_classes: dict[int | None, list[str]] = {}
+        for axis, factor_class in options:
+            of_classes.setdefault(factor_class, []).append(axis)
+        piece_of = {
+            (axis, factor_class): piece
+            for factor_class, axes in of_classes.items()
+            for piece in self.pieces_of(body, axes)
+            for axis in piece
+        }
+        return list(dict.fromkeys((piece_of[option], option[1]) for option in options))
+
+
+class ThreadMove(FactorMove):
+    """Moves an axis to the factor that runs through a thread."""
+
+    name = "thread"
+
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
+        self.threads = threads(self.assignment.ops, self.constants)
+        self.add_neighbors(self.threads)
+        self.busy: set[str] = set()  # axes with traffic between operations
+
+    def improve(self) -> bool:
+        """Try the factor of every thread for each axis; return whether any costs less."""
+        # Now: other moves change which axes have traffic.
+        self.busy = self.search.busy_axes()
+        changed = [
+            self.try_layout(thread, axes, 0, self.constants.min_saving)
+            for thread in self.threads
+            for axes in self.pieces_of(thread, self._thread_axes(thread))
+        ]
+        return any(changed)
+
+    def _thread_axes(self, thread: Body) -> list[str]:
+        """Return the axes worth a try for a thread.
+
+        These are the axes that its operations could take. Also those over which gradients are
+        summed, unless the weights are sharded over them. Such an axis needs other traffic too: one
+        without just divides a batch.
+        """
+        at, ops = self.assignment, [op for op in thread.ops if op.rule.contraction]
+        summed = {
+            axis
+            for op in ops
+            for value in op.results
+            if value is not None and at.output in value.users
+            for axis in at.layout_of[value].pending
+        }
+        inputs = {
+            axis
+            for op in ops
+            for value in op.operands
+            if value.op == "placeholder"
+            for axis in at.layout_of[value].sharding_axes
+        }
+        options = {axis for axis, factors in self.axis_options(thread) if factors is not None}
+        return [axis for axis in at.mesh.names if axis in options | summed & self.busy - inputs]

@@ -22,16 +22,40 @@ from torch import fx
 from ...shard_spec import ShardSpec
 from ..ir import Op
 from ..propagate.factors import is_roomy
-from .body_search import BodySearch
+from .local_search import Move
 from .regions import Body, courses
 
 
-class InputSearch:
-    """Proposes layouts for dimensions of open inputs."""
+class CourseMove(Move):
+    """Lays out a dimension of open inputs along an axis, from its first use to its last."""
 
-    def __init__(self, bodies: BodySearch) -> None:
-        self.bodies, self.assignment = bodies, bodies.assignment
-        self.constants = bodies.constants
+    name = "course"
+
+    def improve(self) -> bool:
+        """Try each course with all that follows from it; return whether any sends less.
+
+        At most a small share of the savings may be spent on new gathers along the axis. The same
+        holds for open outputs that leave in another layout: to bring them back, the caller pays.
+        """
+        return any([self._try_course(axis, propose) for axis, propose in self.proposals()])
+
+    def _try_course(self, axis: str, propose: Callable[[], None]) -> bool:
+        at, search, ops = self.assignment, self.search, self.assignment.ops.values()
+        before, cost, sent = at.snapshot(), search.costs.exact(ops), search.costs.traffic(ops)
+        gathers, outputs = search.costs.gathers(axis), search.ends.open_outputs()
+        propose()
+        self.memory.counts["input_layouts"] += 1
+        # The proposal binds inputs and their course; operations beside these follow now.
+        search.run_phase(self.constants.tie_break)
+        costs = search.costs
+        saved = sent - costs.traffic(ops)
+        copies = sum(costs.extra_copy(value, spec) for value, spec in outputs)
+        more = costs.gathers(axis) - gathers + copies
+        if costs.exact(ops) < cost and saved > 0 and more <= self.constants.min_saving * saved:
+            return True
+        at.restore(before)
+        search.ends.require()
+        return False
 
     def proposals(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield axes, and functions that propose each for dimensions of open inputs.
@@ -39,8 +63,8 @@ class InputSearch:
         The axes are those that operations exchange values over; the dimensions run through most
         operations.
         """
-        at, costs = self.assignment, self.bodies.op_search.costs
-        axes = [a for a in at.mesh.names if a in self.bodies.busy_axes()] if at.open_inputs else []
+        at, costs = self.assignment, self.search.costs
+        axes = [a for a in at.mesh.names if a in self.search.busy_axes()] if at.open_inputs else []
         share = self.constants.min_course_share * len(at.ops)
         limit = self.constants.min_saving * costs.traffic(at.ops.values()) if axes else 0.0
         for course, places in courses(at.ops, at.open_inputs) if axes else ():
@@ -93,7 +117,7 @@ class InputSearch:
 
         An open input may as well be stored whole.
         """
-        at, costs = self.assignment, self.bodies.op_search.costs
+        at, costs = self.assignment, self.search.costs
         whole = (
             at.layout_of[value]
             .with_pending(())
@@ -129,4 +153,4 @@ class InputSearch:
         """Lay out inputs, and every operation that the dimension runs through, along the axis."""
         for value, spec in specs.items():
             self.assignment.set_layout(value, spec)
-        self.bodies.force(course, (axis,), factors)
+        self.search.force(course, (axis,), factors)

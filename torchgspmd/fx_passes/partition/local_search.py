@@ -1,0 +1,276 @@
+"""One local search: its moves propose other strategies, which stay if they cost less.
+
+before   every operation has the strategy that is cheapest while the others keep theirs
+after    operations that gain only together have other strategies, if those cost less together
+source   ours
+
+moves.py has the table of moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import ClassVar, Literal, NamedTuple
+
+from torch import fx
+
+from ...shard_spec import Axes, ShardSpec
+from ..ir import Op
+from .assignment import Assignment
+from .cost_model import CostModel
+from .ends import Ends
+from .neighborhood import Neighborhood, Strategy
+from .regions import Body, Region
+from .search_memory import SearchMemory
+
+# "sweep": until nothing changes; "round": between sweeps; "program": once, judged by the whole
+# program after all have followed; "last": the same, by another price.
+Stage = Literal["sweep", "round", "program", "last"]
+
+
+class LocalSearch:
+    """What moves share: the assignment, its present cost model, and memory for like operations.
+
+    costs: the present phase's cost model. ends: the program's boundary. excess: layout tried for
+    like bodies in a phase -> what one cost, how much more it would have cost.
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        memory: SearchMemory,
+        ends: Ends,
+        moves: Iterable[Row],
+    ) -> None:
+        self.assignment, self.memory, self.ends = assignment, memory, ends
+        self.strategies, self.constants = memory.strategies, memory.constants
+        self.costs = CostModel(assignment, memory.resharder, self.constants.pending_bonus)
+        self.excess: dict[tuple[int, Axes, int], list[tuple[float, float]]] = {}
+        self.moves = [(row.stage, row.move(self)) for row in moves]
+
+    def try_moves(self, stage: Stage) -> bool:
+        """Try all moves at a stage once; return whether any changed the assignment."""
+        # A list, not a generator: every move takes part.
+        return any([move.improve() for at, move in self.moves if at == stage])
+
+    def run_phase(self, pending_bonus: float, rounds: int | None = None) -> None:
+        """Search with another bonus for pending sums; regions change in `rounds` rounds at most."""
+        self.costs = replace(self.costs, pending_bonus=pending_bonus)
+        # Costs differ from those of the last phase, so each choice may change.
+        self.assignment.worklist.update(self.assignment.ops)
+        self.assignment.new_version()
+        self._run_sweeps()
+        for _ in range(self.constants.max_region_rounds if rounds is None else rounds):
+            if not self.try_moves("round"):
+                break
+            self._run_sweeps()
+
+    def _run_sweeps(self) -> None:
+        """Try the moves of a sweep until nothing changes."""
+        for _, move in self.moves:
+            move.begin()
+        for _ in range(self.constants.max_sweeps):
+            self.memory.counts["solver_sweeps"] += 1
+            changed = self.try_moves("sweep")
+            self.ends.require()
+            if not changed:
+                break
+
+    def choose(self, op: Op, first: bool = False) -> bool:
+        """Assign the cheapest strategy to an operation; return whether it changed."""
+        at = self.assignment
+        if op.node not in at.worklist:
+            return False
+        current = at.strategy_of.get(op.node)
+        best = self.best_strategy(op, at.neighborhood(op, first), current)
+        if best is not None and best is not current:
+            at.assign(op, best)
+        at.worklist.discard(op.node)
+        return best is not current
+
+    def best_strategy(
+        self,
+        op: Op,
+        neighborhood: Neighborhood,
+        current: Strategy | None,
+        forced: tuple[Axes, str | None] | None = None,
+    ) -> Strategy | None:
+        """Return the cheapest strategy, among equals the current one; None if there is none.
+
+        forced: axes, and the only factor that they may shard (None: no factor).
+        """
+        ops = self.assignment.ops
+        # Rows that an operand only moves need no halo of their own, so the choice depends on it.
+        moved = (
+            tuple(ops[v].key for v in op.operands if v in ops and ops[v].rule.moves)
+            if op.rule.halo
+            else ()
+        )
+        # All that decides is in the key: equal layers share one search.
+        key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
+        if key not in self.memory.choices:
+            candidates = self.strategies.candidates(
+                op, neighborhood, dict.fromkeys(forced[0], forced[1:]) if forced else None
+            )
+            if current is not None:
+                # First among equals: an operation that gains nothing keeps its strategy, so
+                # searches end.
+                candidates = [current, *candidates]
+            self.memory.counts["op_candidates"] += len(candidates)
+            self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)
+        return self.memory.choices[key]
+
+    def force(self, body: Body, axes: Axes, factors: Mapping[fx.Node, str]) -> None:
+        """Assign the best strategies in which axes shard these factors, or no factor."""
+        at, inside = self.assignment, {op.node for op in body.ops}
+        for op in body.ops:
+            if factors.get(op.node) in op.rule.replicated:
+                continue
+            operands = tuple(
+                self.memory.interner.operand_layouts(
+                    have.layouts, at.sharers(v, op), have.deferrable
+                )
+                for v, have in ((v, at.operand_layouts(v, op)) for v in op.operands)
+            )
+            required = tuple(
+                # Uses within the body are about to change: only those outside bind its results.
+                tuple(
+                    dict.fromkeys(
+                        spec
+                        for (user, _), spec in (at.required.get(v, {}) if v else {}).items()
+                        if user not in inside
+                    )
+                )
+                for v in op.results
+            )
+            best = self.best_strategy(
+                op,
+                at.new_neighborhood(op, operands, required),
+                None,
+                (axes, factors.get(op.node)),
+            )
+            if best is not None:
+                at.assign(op, best)
+
+    def busy_axes(self) -> set[str]:
+        """Return the axes over which operations exchange more than single numbers.
+
+        Reductions of program results do not count.
+        """
+        busy: set[str] = set()
+        for value, uses in self.assignment.required.items():
+            layout = self.assignment.layout_of[value]
+            for (user, _), spec in uses.items():
+                if spec is not layout and user is not self.assignment.output:
+                    removed = _removed_axes(layout, spec)
+                    if not removed <= busy and value.meta["val"].numel() > 1:
+                        busy |= removed
+            # All axes are busy: no value can add another.
+            if len(busy) == len(self.assignment.mesh.names):
+                break
+        return busy
+
+
+class Move:
+    """Tries its proposals, and remembers their outcome for like regions.
+
+    name: the move's name in the table and in counts.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, search: LocalSearch) -> None:
+        self.search, self.assignment = search, search.assignment
+        self.memory, self.strategies = search.memory, search.strategies
+        self.constants = search.constants
+        # proposal for a region in a phase -> the stamp of the region when it did not cost less
+        self.declined: dict[tuple[Region, Hashable, tuple[float, float]], int] = {}
+
+    def begin(self) -> None:
+        """Prepare for sweeps until nothing changes."""
+
+    def improve(self) -> bool:
+        """Try every proposal once; return whether any stayed."""
+        raise NotImplementedError
+
+    def try_proposal(self, region: Region, kind: Hashable, propose: Callable[[], bool]) -> bool:
+        """Assign the strategies that `propose` chooses for a region if they cost less.
+
+        Return whether they do. kind: tells apart the proposals for one region.
+        """
+        at, costs = self.assignment, self.search.costs
+        proposal_key = region, kind, costs.phase
+        if self.declined.get(proposal_key) == at.stamp(region.nodes):
+            return False
+        before = [at.strategy_of[op.node] for op in region.ops]
+        situation = (
+            kind,
+            costs.phase,
+            *((op.key, at.neighborhood(op), s) for op, s in zip(region.ops, before)),
+        )
+        if situation not in self.memory.proposals:
+            cost = costs.region(region)
+            cheaper = propose() and costs.region(region) < cost
+            self.memory.proposals[situation] = (
+                [at.strategy_of[op.node] for op in region.ops] if cheaper else None
+            )
+            # Back first: a proposal from memory is assigned below in the same way.
+            at.assign_all(region.ops, before)
+        if (proposal := self.memory.proposals[situation]) is None:
+            self.declined[proposal_key] = at.stamp(region.nodes)
+            return False
+        at.assign_all(region.ops, proposal)
+        return True
+
+    def assign_cheapest(
+        self, op: Op, candidates: list[Strategy], neighborhood: Neighborhood
+    ) -> None:
+        """Assign the cheapest candidate, as if `neighborhood` were around it."""
+        self.memory.counts[f"{self.name}_candidates"] += len(candidates)
+        best = self.search.costs.cheapest(op, candidates, neighborhood)
+        if best is not None:
+            self.assignment.assign(op, best)
+
+    def propose_forwards(self, region: Region) -> bool:
+        """Choose strategies from the first operation to the last; each follows the one before."""
+        for op in region.ops:
+            neighborhood = self.assignment.neighborhood(op)
+            if op is not region.ops[-1]:  # Nothing is required of intermediate results.
+                neighborhood = self.assignment.new_neighborhood(
+                    op, neighborhood.operands, ((),) * len(op.results)
+                )
+            self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
+        return True
+
+    def propose_backwards(self, region: Region) -> bool:
+        """Choose strategies from the last operation to the first; each serves the one after."""
+        for op in reversed(region.ops):
+            neighborhood = self.assignment.neighborhood(op)
+            self.assign_cheapest(
+                op,
+                self.strategies.candidates(op, neighborhood),
+                # Operands follow: their layouts are chosen after this operation, and cost nothing
+                # here.
+                replace(neighborhood, operands=()),
+            )
+        return True
+
+
+class Row(NamedTuple):
+    """A move. proposes: its change; why: the gain that no other move finds."""
+
+    move: type[Move]
+    stage: Stage
+    proposes: str
+    why: str
+
+
+@cache
+def _removed_axes(before: ShardSpec, after: ShardSpec) -> frozenset[str]:
+    """Return the axes that shard a dimension, or are pending, before and no more after."""
+    of_dims = frozenset(
+        axis for have, need in zip(before.dims, after.dims) for axis in have if axis not in need
+    )
+    return of_dims.union(axis for axis in before.pending if axis not in after.pending)
