@@ -218,6 +218,21 @@ sample(ours.scaled_mm.default, *_SCALED, unit(1), unit(1), torch.bfloat16, False
 sample(ours.scaled_mm.default, *_SCALED, unit(4, 1), unit(1, 5), torch.bfloat16, True)
 
 
+def powers(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.exp2(torch.randint(-2, 3, shape).float())
+
+
+def _of_blocks(k: int) -> tuple:
+    """Return two matrices in float8, and a scale for each 32 numbers of a row or column."""
+    blocks = -(-k // 32)
+    return float8(4, k), float8(k, 5), powers(4, blocks), powers(5, blocks), torch.bfloat16
+
+
+sample(ours.block_scaled_mm.default, *_of_blocks(96))
+sample(ours.block_scaled_mm.default, *_of_blocks(48))  # the last block is not full
+sample(ours.plain_scales.default, real(1024), 100, 6)
+
+
 def ends(*numbers: int) -> Callable[[], Tensor]:
     return lambda: torch.tensor(numbers, dtype=torch.int32)
 

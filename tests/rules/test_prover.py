@@ -270,6 +270,13 @@ DECOMPOSED = {
         (_r(3, 4).to(_F8), _r(4, 5).to(_F8), _ONE, _ONE, {"out_dtype": torch.float32}),
         (_r(3, 4).to(_F8), _r(4, 5).to(_F8), _ONE, _ONE, _r(5), {"out_dtype": torch.float32}),
     ],
+    aten._scaled_mm_v2.default: [
+        # One number for each operand; in blocks the CPU has no kernel to compare with.
+        (
+            *(_r(3, 4).to(_F8), _r(4, 5).to(_F8), [_ONE], [0], [0], [_ONE], [0], [0]),
+            *(_r(5), torch.float32),
+        ),
+    ],
     aten.bmm.default: [(_r(2, 3, 4), _r(2, 4, 5))],
     aten.mv.default: [(_r(3, 4), _r(4))],
     aten.dot.default: [(_r(4), _r(4))],

@@ -3,6 +3,7 @@
 from . import (
     algebra_index,  # noqa: F401 (registers simplifications)
     algebra_rows,  # noqa: F401 (registers simplifications)
+    algebra_scales,  # noqa: F401 (registers simplifications)
     ops,  # noqa: F401 (registers the rules)
 )
 from .algebra import simplified

@@ -1,4 +1,9 @@
-"""A float8 matrix product that takes every size and every memory order.
+"""Float8 matrix products that take every size and every memory order.
+
+    scaled_mm(a, b, sa, sb, ...)            one scale for all, or for each row and column
+    block_scaled_mm(a, b, sa, sb, ...)      one for 32 numbers of a row or column (MX, arXiv
+                                            2310.10537)
+    plain_scales(flat, rows, blocks)        such scales [rows, blocks], from the order that cards want
 
 `torch._scaled_mm` on a card wants contiguous rows on the left, contiguous columns on the right, and
 sizes that 16 divides. A shard may have neither.
@@ -11,6 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _TILE = 16
+BLOCK = 32  # numbers with one scale
+# A card reads scales in tiles of so many rows and columns, whose rows stand in four groups.
+_ROWS, _COLUMNS, _GROUPS = 128, 4, 4
 
 
 @torch.library.custom_op("torchgspmd::scaled_mm", mutates_args=())
@@ -30,12 +38,65 @@ def scaled_mm(
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     else:
         scale_b = F.pad(scale_b, (0, by_column.shape[0] - columns))
+    return _product(a, by_column, scale_a, scale_b, dtype, fast)[:rows, :columns].contiguous()
+
+
+def _product(
+    a: Tensor, by_column: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    """Call the card's kernel. by_column: the other matrix, transposed, with whole tiles."""
     # The kernel takes any m; k and n are padded with zeros, which add nothing.
     left = _tiled(a, rows=False)
-    product = torch._scaled_mm(
+    return torch._scaled_mm(
         left, by_column.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast
     )
-    return product[:rows, :columns].contiguous()
+
+
+@torch.library.custom_op("torchgspmd::block_scaled_mm", mutates_args=())
+def block_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """Return a @ b, where each number counts as often as its block's scale says.
+
+    a [m, k], b [k, n]: float8. scale_a [m, k / 32], scale_b [n, k / 32]: powers of two in float32.
+    """
+    if a.device.type == "cpu":  # it has no such kernel
+        return (spread(a.float(), scale_a) @ spread(b.float().t(), scale_b).t()).to(dtype)
+    by_column = _tiled(b.t())
+    scales = (_swizzled(scale) for scale in (scale_a, scale_b))
+    return _product(a, by_column, *scales, dtype, False)[:, : b.shape[1]].contiguous()
+
+
+def spread(x: Tensor, scale: Tensor) -> Tensor:
+    """Return rows [m, k] times their blocks' scales [m, blocks]."""
+    return x * scale.repeat_interleave(BLOCK, 1)[:, : x.shape[1]]
+
+
+def _swizzled(scale: Tensor) -> Tensor:
+    """Return scales in the order that a card reads: `plain_scales` is the inverse."""
+    rows, columns = scale.shape
+    whole = F.pad(scale, (0, -columns % _COLUMNS, 0, -rows % _ROWS), value=1.0)
+    tiles = whole.view(-1, _GROUPS, _ROWS // _GROUPS, whole.shape[1] // _COLUMNS, _COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
+
+
+@torch.library.custom_op("torchgspmd::plain_scales", mutates_args=())
+def plain_scales(flat: Tensor, rows: int, columns: int) -> Tensor:
+    """Return scales [rows, columns] from the order that a card reads; padding is left out."""
+    across = -(-columns // _COLUMNS)
+    tiles = flat.view(-1, across, _ROWS // _GROUPS, _GROUPS, _COLUMNS)
+    whole = tiles.permute(0, 3, 2, 1, 4).reshape(-1, across * _COLUMNS)
+    return whole[:rows, :columns].clone()
+
+
+@block_scaled_mm.register_fake
+def _(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty([a.shape[0], b.shape[1]], dtype=dtype)
+
+
+@plain_scales.register_fake
+def _(flat: Tensor, rows: int, columns: int) -> Tensor:
+    return flat.new_empty([rows, columns])
 
 
 def _tiled(x: Tensor, rows: bool = True) -> Tensor:

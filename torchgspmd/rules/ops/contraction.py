@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.operators import aten
 from ..custom_ops.nd import einsum, split_equation, summed_alone
-from ..custom_ops.scaled_mm import scaled_mm
-from ..notation import Call, FactorRule
+from ..custom_ops.scaled_mm import BLOCK, block_scaled_mm, plain_scales, scaled_mm, spread
+from ..notation import Call, FactorRule, LocalForm
 from ..registry import rule, rule_for
 from ..rewrites import DECLINED, rewrite
 
@@ -56,6 +58,27 @@ def _scaled_mm(call: Call) -> FactorRule:
     )
 
 
+@rule_for(ours.block_scaled_mm.default)
+def _block_scaled_mm(call: Call) -> FactorRule:
+    """Return a rule by which shards along k have whole blocks, with the scales of these."""
+    k, blocks = call.tensors[0].shape[1], call.tensors[2].shape[1]
+    is_whole = k == blocks * BLOCK  # otherwise the last block has fewer numbers
+    row = ["q", "i"] if is_whole else ["k"]
+    return call.rule(
+        [["m", row], [row, "n"], ["m", "q"], ["n", "q"]],
+        [["m", "n"]],
+        {"q": blocks, "i": BLOCK} if is_whole else {"q": blocks, "k": k},
+        reduce=row,
+        replicated="i" if is_whole else "q k",
+        contraction=True,
+        # A padded scale must not be NaN.
+        local=LocalForm(fill={2: 1.0, 3: 1.0}),
+    )
+
+
+rule(ours.plain_scales.default, "f -> r c", replicated="f r c")
+
+
 @rewrite("decompose", aten._scaled_mm.default)
 def _decompose_scaled_mm(
     a: Tensor,
@@ -70,8 +93,46 @@ def _decompose_scaled_mm(
     """Decline float8 results: a sum over shards would have too few bits."""
     if scale_result is not None or out_dtype is None or out_dtype.itemsize == 1:
         return DECLINED
-    product = scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
+    if scale_a.dtype == scale_b.dtype == torch.float8_e8m0fnu and a.dtype.itemsize == 1:
+        (m, k), n = a.shape, b.shape[1]
+        scales = (_plain(scale, rows, k) for scale, rows in ((scale_a, m), (scale_b, n)))
+        product = block_scaled_mm(a, b, *scales, out_dtype)
+    else:
+        product = scaled_mm(a, b, scale_a, scale_b, out_dtype, use_fast_accum)
     return product if bias is None else product + bias
+
+
+@rewrite("decompose", aten._scaled_mm_v2.default)
+def _decompose_by_recipe(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Sequence[Tensor],
+    recipe_a: Sequence[int],
+    swizzle_a: Sequence[int],
+    scale_b: Sequence[Tensor],
+    recipe_b: Sequence[int],
+    swizzle_b: Sequence[int],
+    *rest: Any,
+) -> object:
+    """Decompose F.scaled_mm by the recipes that `torch._scaled_mm` has."""
+    bias, out_dtype, dims, fast = (*rest, None, None, (), False)[:4] if len(rest) < 4 else rest
+    how = [*recipe_a, *swizzle_a], [*recipe_b, *swizzle_b]
+    if dims or len(scale_a) != 1 or how[0] != how[1] or how[0] not in _recipes():
+        return DECLINED
+    return _decompose_scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype, fast)
+
+
+def _recipes() -> list[list[int]]:
+    """Return the recipes of `torch._scaled_mm`, each with its order of scales."""
+    kinds, orders = F.ScalingType, F.SwizzleType
+    blocks = [kinds.BlockWise1x32.value, orders.SWIZZLE_32_4_4.value]
+    whole = [kinds.TensorWise.value, kinds.RowWise.value]
+    return [blocks, *([kind] for kind in whole), *([k, orders.NO_SWIZZLE.value] for k in whole)]
+
+
+def _plain(scale: Tensor, rows: int, k: int) -> Tensor:
+    """Return a float32 scale for each block of each row, from the order that a card reads."""
+    return plain_scales(scale.flatten(), rows, -(-k // BLOCK)).float()
 
 
 @rewrite("wide", aten._scaled_mm.default, ours.scaled_mm.default)
@@ -80,7 +141,25 @@ def _wide_scaled_mm(
 ) -> Tensor:
     """Compute the scaled product by its definition."""
     bias = [x for x in (*others, named.get("bias")) if isinstance(x, Tensor)]
+    if scale_a.dim() == 1 and scale_a.numel() > 1:
+        (m, k), n = a.shape, b.shape[1]
+        scales = (plain_scales(s, rows, -(-k // BLOCK)) for s, rows in ((scale_a, m), (scale_b, n)))
+        return sum(bias, _wide_block_scaled_mm(a, b, *scales))
     return sum(bias, (a * scale_a) @ (b * scale_b))
+
+
+@rewrite("wide", aten._scaled_mm_v2.default)
+def _wide_by_recipe(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    scale_a, _, _, scale_b, _, _, *others = rest
+    return _wide_scaled_mm(a, b, scale_a[0], scale_b[0], *others)
+
+
+@rewrite("wide", ours.block_scaled_mm.default)
+def _wide_block_scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: object
+) -> Tensor:
+    """Compute the product of scaled blocks by its definition."""
+    return spread(a, scale_a) @ spread(b.t(), scale_b).t()
 
 
 @rewrite("decompose", aten.vdot.default)

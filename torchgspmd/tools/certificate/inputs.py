@@ -25,7 +25,7 @@ WIDE = {
     torch.bfloat16: torch.float64,
     torch.float16: torch.float64,
     torch.complex64: torch.complex128,
-    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), torch.float64),
+    **dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu), torch.float64),
 }
 
 
