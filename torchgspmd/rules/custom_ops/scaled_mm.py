@@ -1,12 +1,11 @@
 """Float8 matrix products that take every size and every memory order.
 
     scaled_mm(a, b, sa, sb, ...)            one scale for all, or for each row and column
-    block_scaled_mm(a, b, sa, sb, ...)      one for 32 numbers of a row or column (MX, arXiv
-                                            2310.10537)
-    plain_scales(flat, rows, blocks)        such scales [rows, blocks], from the order that cards want
+    block_scaled_mm(a, b, sa, sb, ...)      one for 32 numbers of a row or column: MX
+    plain_scales(flat, rows, blocks)        such scales, from the order that cards want
 
 `torch._scaled_mm` on a card wants contiguous rows on the left, contiguous columns on the right, and
-sizes that 16 divides. A shard may have neither.
+sizes that 16 divides. A shard may have neither. MX: arXiv 2310.10537.
 """
 
 from __future__ import annotations
