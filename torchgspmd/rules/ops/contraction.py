@@ -112,14 +112,17 @@ def _decompose_by_recipe(
     scale_b: Sequence[Tensor],
     recipe_b: Sequence[int],
     swizzle_b: Sequence[int],
-    *rest: Any,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    contraction_dim: Sequence[int] = (),
+    use_fast_accum: bool = False,
 ) -> object:
     """Decompose F.scaled_mm by the recipes that `torch._scaled_mm` has."""
-    bias, out_dtype, dims, fast = (*rest, None, None, (), False)[:4] if len(rest) < 4 else rest
     how = [*recipe_a, *swizzle_a], [*recipe_b, *swizzle_b]
-    if dims or len(scale_a) != 1 or how[0] != how[1] or how[0] not in _recipes():
+    if contraction_dim or len(scale_a) != 1 or how[0] != how[1] or how[0] not in _recipes():
         return DECLINED
-    return _decompose_scaled_mm(a, b, scale_a[0], scale_b[0], bias, None, out_dtype, fast)
+    scales = scale_a[0], scale_b[0]
+    return _decompose_scaled_mm(a, b, *scales, bias, None, out_dtype, use_fast_accum)
 
 
 def _recipes() -> list[list[int]]:
