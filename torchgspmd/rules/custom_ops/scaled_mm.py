@@ -61,9 +61,8 @@ def block_scaled_mm(
     """
     if a.device.type == "cpu":  # it has no such kernel
         return (spread(a.float(), scale_a) @ spread(b.float().t(), scale_b).t()).to(dtype)
-    by_column = _tiled(b.t())
-    scales = (_swizzled(scale) for scale in (scale_a, scale_b))
-    return _product(a, by_column, *scales, dtype, False)[:, : b.shape[1]].contiguous()
+    left, right = _swizzled(scale_a), _swizzled(scale_b)
+    return _product(a, _tiled(b.t()), left, right, dtype, False)[:, : b.shape[1]].contiguous()
 
 
 def spread(x: Tensor, scale: Tensor) -> Tensor:
