@@ -9,10 +9,13 @@ import torch.nn.functional as F
 from ranks import distributed
 from tied_model import close
 from torch import nn
+from torch.library import Library
 
 import torchgspmd as gspmd
-from torchgspmd.comm import hardware
+from torchgspmd.comm import collective_builder, hardware
 from torchgspmd.comm.kinds import ring_einsum
+from torchgspmd.comm.symmetric_memory import fused_einsum_scatter, fused_gather_einsum
+from torchgspmd.compat import private_apis
 from torchgspmd.fx_passes.schedule import collective_matmul
 
 
@@ -43,6 +46,31 @@ class Sequence(nn.Module):
 @patch.object(collective_matmul, "GAIN", float("inf"))
 def test_rings(mesh, backend):
     """Rings are made to pay here."""
+    model = trained_as_one_device(mesh, backend=backend)
+    targets = [n.target for n in model.plan.program.graph.nodes]
+    assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, (
+        model.plan
+    )
+
+
+@distributed("model=2")
+@patch.object(hardware, "CPU", hardware.GPU)
+@patch.object(collective_matmul, "GAIN", float("inf"))
+def test_symmetric_memory(mesh):
+    """PyTorch's fused products take the rings' place; on the CPU its fallbacks compute them."""
+    library, torch_own = Library("symm_mem", "IMPL"), private_apis._symmetric_memory
+    for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
+        library.impl(name, getattr(torch_own, f"_{name}_fallback"), "CPU")
+    with patch.object(collective_builder, "is_connected", lambda groups, axes: True):
+        model = trained_as_one_device(mesh, symmetric_memory=True)
+    (program,) = model._all_programs()
+    targets = {node.target for node in program.forward.__self__.graph.nodes}
+    assert {fused_gather_einsum, fused_einsum_scatter} <= targets, targets
+    assert not targets & {ring_einsum.ring_gather_einsum, ring_einsum.ring_einsum_scatter}
+
+
+def trained_as_one_device(mesh, **options):
+    """Return the model after a step whose result and gradients are those of one device."""
     torch.manual_seed(0)
     reference, x = Sequence(mesh), torch.randn(2, 12, 48)
     marks = {
@@ -52,14 +80,11 @@ def test_rings(mesh, backend):
         "down.weight": "_ model",
     }
     model = gspmd.parallelize(
-        gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, backend=backend
+        gspmd.annotate(copy.deepcopy(reference), mesh, marks), mesh, **options
     )
     close(model(x), reference(x))
     for m in (model, reference):
         m(x).square().sum().backward()
     for name, parameter in reference.named_parameters():
         close(model.get_parameter(name).grad, parameter.grad)
-    targets = [n.target for n in model.plan.program.graph.nodes]
-    assert ring_einsum.gather_einsum in targets and ring_einsum.einsum_scatter in targets, (
-        model.plan
-    )
+    return model

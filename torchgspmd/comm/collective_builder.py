@@ -15,6 +15,7 @@ from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .collective import split_axes
 from .process_groups import ProcessGroups
+from .symmetric_memory import is_connected
 
 # Yields the call's node, is sent the wait's node, and returns the result. For merged collectives,
 # it returns all their results.
@@ -23,10 +24,14 @@ MergedLowering = Generator[fx.Node, fx.Node, list[fx.Node]]
 
 
 class CollectiveBuilder:
-    """A new graph, the process groups, and the source graph's node that is being lowered."""
+    """A new graph, the process groups, and the source graph's node that is being lowered.
 
-    def __init__(self, groups: ProcessGroups) -> None:
+    symmetric: whether products may use memory that GPUs share (symmetric_memory.py).
+    """
+
+    def __init__(self, groups: ProcessGroups, symmetric: bool = False) -> None:
         self.groups, self.mesh, self.graph = groups, groups.mesh, fx.Graph()
+        self.symmetric = symmetric
         self.node: fx.Node
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -39,6 +44,12 @@ class CollectiveBuilder:
         """Return (group name, group ranks in axes order, this rank's index) for `axes`."""
         names = split_axes(axes)
         return *self.groups.group(names), self.mesh.index(names, self.groups.coordinates)
+
+    def shared_group(self, axes: str) -> str | None:
+        """Return the name of the group over `axes` if its GPUs share memory, in this order."""
+        name, ranks, _ = self.ring_position(axes)
+        is_shared = self.symmetric and is_connected(self.groups, split_axes(axes))
+        return name if is_shared and ranks == sorted(ranks) else None
 
     def to_front(
         self, x: object, shape: list[int], dim: int, count: int

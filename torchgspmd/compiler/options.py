@@ -138,6 +138,12 @@ class Options:
         "a host are reduced within hosts first, where that takes less time, and collectives are "
         "scheduled by these numbers.",
     )
+    symmetric_memory: bool = _option(
+        False,
+        "parallelize",
+        "Whether GPUs on one host (Hopper or later) read each other's memory in products with a "
+        "gathered operand or a scattered result. Elsewhere such products travel round a ring.",
+    )
     dynamic: Dynamic = _option(
         True,
         "plan parallelize",
@@ -294,7 +300,7 @@ class Options:
         A call's key covers the others.
         """
         # These change no plan, or are in the key of a call.
-        beside = ("check", "timeout", "dynamic", "audit")
+        beside = ("check", "timeout", "dynamic", "audit", "symmetric_memory")
         return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
 
 

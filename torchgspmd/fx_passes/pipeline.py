@@ -310,7 +310,7 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Pass(
         "lower_collectives",
-        lambda p: lower_collectives(p.graph, p.rank.groups),
+        lambda p: lower_collectives(p.graph, p.rank.groups, p.rank.symmetric),
         SCHEDULED,
         LOWERED,
         in_loops=True,

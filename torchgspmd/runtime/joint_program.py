@@ -12,6 +12,7 @@ from ..capture import ARGUMENT, PARAMETER
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..comm.value_check import ArgumentValues
+from ..compiler.options import Options
 from ..compiler.plan import Plan
 from ..dtensor.storage import wrap_local
 from ..fx_passes.pipeline import lower_plan
@@ -37,14 +38,15 @@ class JointProgram(CompiledProgram):
         groups: ProcessGroups,
         model: nn.Module,
         tensors: Sequence[Tensor],
-        backend: str,
+        options: Options,
         signature: int,
         graphs: CudaGraphs | None = None,
     ) -> None:
-        """Compile a plan, by "torch" or "inductor".
+        """Compile a plan.
 
         signature: the number that ranks compare before every run. graphs: capture the program.
         """
+        backend = options.compiler
         super().__init__(plan.captured, model)
         self.plan, self.groups, self.signature = plan, groups, signature
         self.by_values, self.draws = plan.is_dynamic, plan.draws
@@ -61,7 +63,7 @@ class JointProgram(CompiledProgram):
         }
         program = lower_plan(
             plan,
-            Rank(groups, backend, parameters, self.settle, self.carry),
+            Rank(groups, backend, parameters, self.settle, self.carry, options.symmetric_memory),
             [not isinstance(t, DTensor) for t in tensors],
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}

@@ -296,7 +296,9 @@ class ShardedModule(MeshModule):
             # A plan of a text would have to be decoded for its code once more.
             program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
-            return hash_of(as_text((text, guards, program, self._options.check)))
+            options = self._options
+            how = options.check, options.captures, options.symmetric_memory
+            return hash_of(as_text((text, guards, program, how)))
 
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
@@ -304,9 +306,8 @@ class ShardedModule(MeshModule):
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         if self._graphs is not None:
             check_capturable(plan, self._options.backend)
-        compiler = self._options.compiler
         return JointProgram(
-            plan, self._groups, self._model, tensors, compiler, signature, self._graphs
+            plan, self._groups, self._model, tensors, self._options, signature, self._graphs
         )
 
     def _plan_call(self, call: ModuleCall, text: str) -> tuple[Plan, str | None, list[Tensor]]:

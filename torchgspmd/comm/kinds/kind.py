@@ -291,7 +291,7 @@ class FusedKind(Kind):
     """A collective that is computed together with matmuls.
 
     replaces: the collective. simulate: as for that. lower: returns the node in one rank's program,
-    from (builder, *arguments). runs: the function that this node calls. flops: operations in a
+    from (builder, *arguments). runs: the functions that such nodes call. flops: operations in a
     device's matmuls, from (devices in a group, operand shapes, *arguments).
     """
 
@@ -299,7 +299,7 @@ class FusedKind(Kind):
     simulate: Callable[..., Sequence[Any]] = unset
     flops: Callable[..., int] = unset
     lower: Callable[..., fx.Node] = unset
-    runs: Callable[..., Any] = unset
+    runs: tuple[Callable[..., Any], ...] = ()
 
 
 def in_groups(

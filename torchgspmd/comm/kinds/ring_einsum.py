@@ -24,6 +24,7 @@ from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.flops import einsum_flops
 from ..collective_builder import CollectiveBuilder
+from ..symmetric_memory import fused_einsum_scatter, fused_gather_einsum, is_turned
 from .all_gather import all_gather
 from .kind import FusedKind
 from .reduce_scatter import reduce_scatter
@@ -136,9 +137,17 @@ def _lower_gather(
     others: Sequence[object],
     dim: int,
     axes: str,
-    *rest: object,
+    equations: Sequence[str],
+    sides: Sequence[int],
+    keep: bool,
 ) -> fx.Node:
-    return build.call(ring_gather_einsum, x, others, dim, *rest, *build.ring_position(axes))
+    turned = [*map(is_turned, equations, sides)]
+    # Not along the summed letter: not every torch gathers that.
+    is_row = all(dim < len(e.split("->")[0].split(",")[s]) - 1 for e, s in zip(equations, sides))
+    if is_row and None not in turned and (name := build.shared_group(axes)) is not None:
+        return build.call(fused_gather_einsum, x, others, dim, turned, keep, name)
+    rest = equations, sides, keep, *build.ring_position(axes)
+    return build.call(ring_gather_einsum, x, others, dim, *rest)
 
 
 def _simulate_gather(
@@ -189,13 +198,17 @@ gather_einsum = FusedKind(
     simulate=_simulate_gather,
     flops=_gather_flops,
     lower=_lower_gather,
-    runs=ring_gather_einsum,
+    runs=(ring_gather_einsum, fused_gather_einsum),
 )
 
 
 def _lower_scatter(
     build: CollectiveBuilder, a: object, b: object, dim: int, axes: str, equation: str
 ) -> fx.Node:
+    name = build.shared_group(axes) if dim < len(equation.split("->")[1]) - 1 else None
+    for side, pair in enumerate(((a, b), (b, a)) if name is not None else ()):
+        if (turned := is_turned(equation, side)) is not None:
+            return build.call(fused_einsum_scatter, *pair, dim, turned, name)
     return build.call(ring_einsum_scatter, a, b, dim, equation, *build.ring_position(axes))
 
 
@@ -224,5 +237,5 @@ einsum_scatter = FusedKind(
     simulate=_simulate_scatter,
     flops=_scatter_flops,
     lower=_lower_scatter,
-    runs=ring_einsum_scatter,
+    runs=(ring_einsum_scatter, fused_einsum_scatter),
 )

@@ -339,7 +339,7 @@ ring_attention = FusedKind(
     simulate=partial(_simulate, _forward_steps),
     flops=_flops,
     lower=partial(_lower, ring_forward),
-    runs=ring_forward,
+    runs=(ring_forward,),
 )
 ring_attention_backward = FusedKind(
     feature="attention",
@@ -351,5 +351,5 @@ ring_attention_backward = FusedKind(
     simulate=partial(_simulate, _backward_steps),
     flops=_backward_flops,
     lower=partial(_lower, ring_backward),
-    runs=ring_backward,
+    runs=(ring_backward,),
 )

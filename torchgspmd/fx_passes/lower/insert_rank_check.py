@@ -27,7 +27,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
     # The forward has compared the ranks already; a backward follows it.
     if program.backward is None:
         return None
-    rings = (kind.runs for kind in KINDS.values() if isinstance(kind, FusedKind))
+    rings = (run for kind in KINDS.values() if isinstance(kind, FusedKind) for run in kind.runs)
     sending = {*STARTS, WAIT, *rings}
     first, done = [*(n for n in graph.nodes if _sends(n, sending)), None, None][:2]
     if first is None:

@@ -51,16 +51,16 @@ _ARITHMETIC = {
 }
 
 
-def lower_collectives(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
-    """Return one rank's program; its inputs are the input shards."""
-    return _Lowerer(graph, groups).run()
+def lower_collectives(graph: fx.Graph, groups: ProcessGroups, symmetric: bool = False) -> fx.Graph:
+    """Return one rank's program; its inputs are the input shards. symmetric: see the builder."""
+    return _Lowerer(graph, groups, symmetric).run()
 
 
 class _Lowerer(CollectiveBuilder):
     """Builder for one rank's program, node by node along the source graph."""
 
-    def __init__(self, source: fx.Graph, groups: ProcessGroups) -> None:
-        super().__init__(groups)
+    def __init__(self, source: fx.Graph, groups: ProcessGroups, symmetric: bool) -> None:
+        super().__init__(groups, symmetric)
         self.source = source
 
     def run(self) -> fx.Graph:
