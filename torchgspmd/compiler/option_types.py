@@ -49,6 +49,7 @@ class ParallelizeOptions(_Planned, total=False):
 
     backend: Backend
     shard_updates: str | None
+    symmetric_memory: bool
     check: Check
     timeout: float | timedelta | None
     audit: int | None
