@@ -300,7 +300,7 @@ class Options:
         A call's key covers the others.
         """
         # These change no plan, or are in the key of a call.
-        beside = ("check", "timeout", "dynamic", "audit")
+        beside = ("check", "timeout", "dynamic", "audit", "symmetric_memory")
         return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
 
 
