@@ -59,7 +59,7 @@ def lower_collectives(graph: fx.Graph, groups: ProcessGroups, symmetric: bool = 
 class _Lowerer(CollectiveBuilder):
     """Builder for one rank's program, node by node along the source graph."""
 
-    def __init__(self, source: fx.Graph, groups: ProcessGroups, symmetric: bool) -> None:
+    def __init__(self, source: fx.Graph, groups: ProcessGroups, symmetric: bool = False) -> None:
         super().__init__(groups, symmetric)
         self.source = source
 
