@@ -102,7 +102,7 @@ test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores
 # A process of its own for the tests of XLA: it has 8 virtual devices, and SPMD cannot be switched off in it. Beside it those of the core
 # tests run that depend on the version of torch, one case of each: alone, they leave a core idle where one rank plans. Of those on processes
 # these are the ones of what torch wraps, traces, patches and draws; what is sent is the same on all versions. test-oldest runs all.
-VERSIONED := callers_tensors checkpoint dtensors module patches precision recomputed_draws safetensors state train_step values wrapper
+VERSIONED := callers_tensors checkpoint dtensors module patches precision recomputed_draws safetensors train_step values wrapper
 test-xla: venv-xla  ## those of XLA, and the core tests that depend on the version of torch on 2.9 (.venv-xla, 7 GB)
 	$(MAKE) -j 2 xla-backend xla-versions
 

@@ -7,8 +7,8 @@ has them as `Plan.counts`. A search adds to a key of its own:
     reshard_states     layouts that these searches expanded
     reshard_permutes   permutes whose bytes these searches evaluated
     reshard_limited    searches that ended at `max_layouts`, with the best steps up to there
-    op_candidates      strategies judged for one operation; chain_candidates, sum_candidates and
-                       message_candidates those judged for operations in these regions
+    op_candidates      strategies judged for one operation; chain_candidates, sum_candidates,
+                       early_sum_candidates and message_candidates those that these moves judge
     body_layouts       layouts tried for whole bodies; thread_layouts, input_layouts for threads
                        and for open inputs with all that follows
     solver_sweeps      visits to all operations
