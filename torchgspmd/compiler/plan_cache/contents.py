@@ -27,8 +27,14 @@ _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _DEEP = 12  # limit of nesting
 
 
+class _Bare:
+    """A class whose objects have nothing but attributes."""
+
+
 def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
-    """Return a value's content as text. modules: the model's module names, by id.
+    """Return a value's content as text.
+
+    modules: the names of the model's modules, and of parameters that may be named, by id.
 
     Raises:
         Unshareable: It cannot be compared, such as a tensor.
@@ -46,6 +52,8 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
     if depth > _DEEP:
         raise Unshareable("it reads deeply nested values")
     if isinstance(value, (Tensor, np.ndarray)):
+        if id(value) in modules:
+            return f"parameter {modules[id(value)]}"
         raise Unshareable("it reads a tensor that is neither a parameter nor a buffer")
     if isinstance(value, nn.Module):
         return f"module {modules.get(id(value)) or _other(value)}"
@@ -81,7 +89,8 @@ def without_addresses(text: str) -> str:
 
 def _plain_attributes(value: object) -> dict[str, object]:
     table = {step.name: item for step, item in attributes(value).items() if item is not ABSENT}
-    if not table:
+    # An extension's object may have content besides its attributes; a Python class adds no bytes.
+    if not table and type(value).__basicsize__ != _Bare.__basicsize__:
         raise Unshareable(f"it reads a {type(value).__qualname__}, whose content is unknown")
     return table
 

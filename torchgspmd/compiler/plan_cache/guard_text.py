@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...capture import Captured
 from ...capture.state.bytecode_names import function_in, is_installed
@@ -47,7 +48,7 @@ class GuardEncoder:
 
     def __init__(self, model: nn.Module, captured: Captured) -> None:
         self.guards, self.functions = captured.reads.guards, captured.functions
-        self.names = module_names(model)
+        self.names, self.parameters = module_names(model), parameter_names(model)
         self.values: dict[int, Source] = {}  # sources of objects, by id
         for guard in self.guards:
             self.values.setdefault(id(guard.source.read()), guard.source)
@@ -70,6 +71,9 @@ class GuardEncoder:
         return [[["function", module, name], []], "defaults", text]
 
     def _row(self, guard: Guard) -> list[Any]:
+        if self._holds_parameters(guard):
+            text = content_of(guard.source.read(), False, self.names | self.parameters)
+            return [self._source(guard.source, frozenset()), "parameters", text]
         of_state = [*leaves_of(guard.predicate)] if isinstance(guard.predicate, Contents) else []
         if any(x is ANY or isinstance(x, _OF_THE_STATE) for x in (guard.predicate, *of_state)):
             raise Unshareable(f"it takes {guard.source} as an argument")
@@ -82,6 +86,23 @@ class GuardEncoder:
             "attributes" if has_attributes else "value",
             self._content(value, has_attributes),
         ]
+
+    def _holds_parameters(self, guard: Guard) -> bool:
+        """Return whether a guard compares all but tensors, and these are the model's parameters.
+
+        The program has parameters as inputs, as those of an LSTM, which are in a list, too.
+        """
+        if not isinstance(guard.predicate, Contents):
+            return False
+        predicates = [*leaves_of(guard.predicate)]
+        values = [*leaves_of(snapshot(guard.source.read()))]
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        return (
+            bool(tensors)
+            and len(values) == len(predicates)
+            and all((p is ANY) == isinstance(x, Tensor) for p, x in zip(predicates, values))
+            and all(id(x) in self.parameters for x in tensors)
+        )
 
     def _content(self, value: object, has_attributes: bool) -> str:
         return content_of(value, has_attributes, self.names)
@@ -163,7 +184,7 @@ class GuardDecoder:
     def __init__(self, model: nn.Module) -> None:
         self.functions: list[FunctionType] = []
         self.modules = dict(model.named_modules())
-        self.names = module_names(model)
+        self.names, self.parameters = module_names(model), parameter_names(model)
 
     def decode(self, rows: list[Any]) -> Guards:
         """Decode the guards.
@@ -181,11 +202,13 @@ class GuardDecoder:
                 self.functions.append(value)
                 value = _defaults(value)
             # By content, as another process has no such object; the new guard is on this one's.
-            if (here := content_of(value, form == "attributes", self.names)) != text:
+            names = self.names | (self.parameters if form == "parameters" else {})
+            if (here := content_of(value, form == "attributes", names)) != text:
                 raise Stale(f"{source} is {here[:_SHOWN]}, and was {text[:_SHOWN]}")
             if form == "defaults":
                 continue
-            yield Guard(source, (snapshot_components if form == "attributes" else snapshot)(value))
+            then = (snapshot_components if form == "attributes" else snapshot)(value)
+            yield Guard(source, _without_tensors(then) if form == "parameters" else then)
 
     def _source(self, row: list[Any]) -> Source:
         root, steps = row
@@ -208,6 +231,18 @@ class GuardDecoder:
         if root is None or root is ABSENT:
             raise Stale(f"there is no {kind} {name[0]}")
         return root
+
+
+def _without_tensors(then: object) -> object:
+    """Replace the tensors in a snapshot by ANY."""
+    if isinstance(then, Contents):
+        return replace(then, items=tuple(map(_without_tensors, then.items)))
+    return ANY if isinstance(then, Tensor) else then
+
+
+def parameter_names(model: nn.Module) -> dict[int, str]:
+    """Map parameter ids to their names in the model."""
+    return {id(p): name for name, p in model.named_parameters()}
 
 
 def module_names(model: nn.Module) -> dict[int, str]:
