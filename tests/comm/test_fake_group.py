@@ -47,7 +47,9 @@ def test_groups_of_a_mesh_are_created_by_one_call(
 
     def split(split_ranks: list[list[int]], **options: object) -> object:
         calls.append(split_ranks)
-        return new_group(split_ranks[0], use_local_synchronization=True)
+        return new_group(
+            split_ranks[0], use_local_synchronization=True, group_desc=options["group_desc"]
+        )
 
     monkeypatch.setattr(dist, "new_group", counted)
     monkeypatch.setattr(dist, "split_group", split)
@@ -56,6 +58,8 @@ def test_groups_of_a_mesh_are_created_by_one_call(
     assert name and len(positions) == 128 and len(calls) == 1
     expected = [list(ranks) for ranks in mesh.groups(("data", "model"))]
     assert calls == ([expected] if splits else [expected[0]])
+    # As the flight recorder shows it.
+    assert groups.created[-1].group_desc == "data+model"
 
 
 def test_a_group_without_a_device_cannot_be_split(many: int) -> None:

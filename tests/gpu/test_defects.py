@@ -105,6 +105,19 @@ def test_attention_takes_the_fastest_kernel(
     assert [g.shape for g in grads] == [x.shape for x in (call.q, call.k, call.v)]
 
 
+def test_deterministic_attention(card: MetaCard) -> None:
+    """cuDNN's sums have no fixed order; FlashAttention has one where PyTorch is to have it."""
+    call = case(torch.bfloat16, 8, False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with patch.object(torch.cuda, "get_device_capability", lambda device: (9, 0)):
+            with Called() as called:
+                kernels.kernel(call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert called.attention == ["_scaled_dot_product_flash_attention"]
+
+
 def test_attention_goes_past_the_registry() -> None:
     """No operation in Python is dispatched at a call, and Inductor sees the kernels."""
     graph = torch.fx.Graph()

@@ -116,6 +116,19 @@ def test_a_step_waits_for_nothing(
             step()
 
 
+def test_deterministic_steps(
+    one_process: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs call PyTorch's operations, which obey the switch: two runs have the same bits."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, again = (losses(wrapped(device), tokens(device)) for _ in range(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert first == again
+
+
 class Dropped(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -18,6 +18,8 @@ from ..errors import ShardingError, user_line
 from ..layout.mesh import Coordinates, Mesh
 from .watcher import watcher_of
 
+_COMPARED = "comparison of ranks"
+
 
 class ProcessGroups:
     """This rank's process groups; see groups_of.
@@ -54,9 +56,10 @@ class ProcessGroups:
         self.timeout: timedelta | None = None  # None: the default group's
         self.checks: Any = None  # the default group
         if part is not None:
-            self.checks = self._new_group(range(mesh.size), "gloo" if needs_gloo else None)
+            backend = "gloo" if needs_gloo else None
+            self.checks = self._new_group(range(mesh.size), _COMPARED, backend)
         elif needs_gloo:
-            self.checks = dist.new_group(backend="gloo")
+            self.checks = dist.new_group(backend="gloo", group_desc=_COMPARED)
         self.checked_on = torch.device("cpu" if needs_gloo or self.is_fake else device_type)
         self.created = [dist.group.WORLD if self.checks is None else self.checks]
         self.created += [self.device_mesh.get_group(name) for name in mesh.names]
@@ -115,7 +118,7 @@ class ProcessGroups:
             return dict.fromkeys(keys, self.device_mesh.get_group(axis))
         for key in keys:
             if (axis, key) not in self.directions:
-                self.directions[axis, key] = self._new_groups((axis,))
+                self.directions[axis, key] = self._new_groups((axis,), f" {key}")
         return {key: self.directions[axis, key] for key in keys}
 
     def of_all(self) -> Any:
@@ -146,23 +149,30 @@ class ProcessGroups:
             return whole.group_name
         return self._new_groups(axes).group_name
 
-    def _new_groups(self, axes: tuple[str, ...]) -> Any:
-        """Create the groups over some axes by one call, and return this rank's."""
+    def _new_groups(self, axes: tuple[str, ...], use: str = "") -> Any:
+        """Create the groups over some axes by one call, and return this rank's.
+
+        The flight recorder names them by axes and use.
+        """
         groups = [list(ranks) for ranks in self.mesh.groups(axes)]
+        name = "+".join(axes) + use
         if len(self.processes) == dist.get_world_size() and _can_split(self.world):
             # A communicator that exists is split: all of its ranks take part.
-            mine = dist.split_group(split_ranks=groups, timeout=self.timeout)
+            mine = dist.split_group(split_ranks=groups, timeout=self.timeout, group_desc=name)
         else:
-            mine = self._new_group(next(ranks for ranks in groups if self.rank in ranks))
+            mine = self._new_group(next(ranks for ranks in groups if self.rank in ranks), name)
         assert mine is not None
         self.created.append(mine)
         return mine
 
-    def _new_group(self, positions: Iterable[int], backend: str | None = None) -> Any:
+    def _new_group(self, positions: Iterable[int], name: str, backend: str | None = None) -> Any:
         """Return a group of this mesh's processes, which they alone create."""
-        ranks = [self.processes[i] for i in positions]
         return dist.new_group(
-            ranks, timeout=self.timeout, backend=backend, use_local_synchronization=True
+            [self.processes[i] for i in positions],
+            timeout=self.timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=name,
         )
 
 
