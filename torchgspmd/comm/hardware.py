@@ -243,17 +243,19 @@ def _gpu(
     memory: tuple[float, float],
     links: tuple,
     host_bandwidth: float = 50 * GB,  # PCIe 5
+    joined: int = 8,
+    source: str = "NVIDIA's data sheets of the SXM module and of the DGX host",
 ) -> Hardware:
-    """Return an NVIDIA GPU in a host with eight."""
+    """Return a GPU. joined: how many its fast links join, as a rule those of a host."""
     inside, across = links
     return Hardware(
         name,
         flops,
         memory[0],
         memory[1],
-        (Link(8, inside, 5 * US), Link(math.inf, across, 15 * US)),
+        (Link(joined, inside, 5 * US), Link(math.inf, across, 15 * US)),
         host_bandwidth=host_bandwidth,
-        source="NVIDIA's data sheets of the SXM module and of the DGX host; latencies are ours",
+        source=f"{source}; latencies are ours",
     )
 
 
@@ -298,6 +300,22 @@ PRESETS = {
         _gpu("h100", {2: 989e12, 4: 67e12, 8: 67e12}, (3350 * GB, 80 * GB), (450 * GB, 50 * GB)),
         _gpu("h200", {2: 989e12, 4: 67e12, 8: 67e12}, (4800 * GB, 141 * GB), (450 * GB, 50 * GB)),
         _gpu("b200", {2: 2250e12, 4: 75e12, 8: 37e12}, (7700 * GB, 180 * GB), (900 * GB, 50 * GB)),
+        _gpu(
+            "gb200",
+            {2: 2500e12, 4: 80e12, 8: 40e12},
+            (8000 * GB, 186 * GB),
+            (900 * GB, 50 * GB),
+            225 * GB,  # two share the link to their Grace CPU
+            joined=72,
+            source="NVIDIA's data sheet of the GB200 NVL72, without sparsity",
+        ),
+        _gpu(
+            "mi300x",
+            {2: 1307e12, 4: 163e12, 8: 163e12},
+            (5300 * GB, 192 * GB),
+            (448 * GB, 50 * GB),  # seven links of 64 GB/s, one to each of the others
+            source="AMD's data sheet of the MI300X; a 400 Gb/s card for each",
+        ),
         _tpu(
             "tpu_v3",
             61.5e12,
