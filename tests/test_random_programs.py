@@ -8,6 +8,7 @@ TORCHGSPMD_SEEDS=20:420 tries 20,000 others.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -233,7 +234,8 @@ def with_gradients(program: Program):
     return run
 
 
-def numbers_are_those_of_one_device(data):
+def drawn(data) -> tuple[str, Callable, list[torch.Tensor], dict]:
+    """Draw a program; return its text, the function, inputs and the options of `plan`."""
     mesh = data.draw(st.sampled_from(MESHES))
     program = Program(data.draw, mesh)
     specs = tuple(data.draw(st.none() | spec(mesh, len(shape))) for shape in program.inputs)
@@ -241,29 +243,39 @@ def numbers_are_those_of_one_device(data):
         data.draw(st.none() | spec(mesh, out.dim()))
         for out in program(*program.values[: len(program.inputs)])
     )
-    note(f"{program}\nin_specs={specs} out_specs={outs}")
     torch.manual_seed(0)
     inputs = [
         torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in program.inputs
     ]
-
-    run = with_gradients(program)
-    want = run(*inputs)
-    plan = gspmd.plan(run, *inputs, mesh=mesh, in_specs=specs, out_specs=(outs, None))
-    assert_same(plan.simulate(*inputs, _poison=True), want, terms=1 << 16)
+    options = {"mesh": mesh, "in_specs": specs, "out_specs": (outs, None)}
+    text = f"{program}\nin_specs={specs} out_specs={outs}"
+    return text, with_gradients(program), inputs, options
 
 
-@pytest.mark.parametrize("number", SEEDS)
-def test_numbers_are_those_of_one_device(number):
+def for_each(number: int, count: int, run: Callable) -> None:
+    """Call `run` with the data of so many draws, which the number determines."""
     options = settings(
         deadline=None,
-        max_examples=50,
+        max_examples=count,
         suppress_health_check=list(HealthCheck),
         print_blob=False,
         database=None,
     )
 
     def one(data):
-        numbers_are_those_of_one_device(data)
+        run(data)
 
     options(seed(number)(given(st.data())(one)))()
+
+
+def numbers_are_those_of_one_device(data):
+    text, run, inputs, options = drawn(data)
+    note(text)
+    want = run(*inputs)
+    plan = gspmd.plan(run, *inputs, **options)
+    assert_same(plan.simulate(*inputs, _poison=True), want, terms=1 << 16)
+
+
+@pytest.mark.parametrize("number", SEEDS)
+def test_numbers_are_those_of_one_device(number):
+    for_each(number, 50, numbers_are_those_of_one_device)

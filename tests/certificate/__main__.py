@@ -2,6 +2,7 @@
 
 python -m certificate --faults 100 --log counts.jsonl     # goes on where the log ends
 python -m certificate --count counts.jsonl                # prints a log's counts
+python -m certificate --programs 20000 --log alarms.jsonl # certifies random programs
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .judge import CAUGHT, CRASHED, HARMLESS, MISSED, MODELS, Judge
+from . import programs
+from .judge import CAUGHT, CRASHED, HARMLESS, MISSED, Judge
+from .models import MODELS
 
 Row = dict[str, Any]  # model, seed, kind, node, verdict, near, text
 
@@ -107,7 +110,12 @@ def main() -> None:
     parser.add_argument("--faults", type=int, default=100, help="tries for each model")
     parser.add_argument("--log", type=Path, default=Path("certificate.jsonl"))
     parser.add_argument("--count", type=Path, help="print the counts of this log alone")
+    parser.add_argument("--programs", type=int, default=0, help="random programs, which are right")
+    parser.add_argument("--seed", type=int, default=0, help="of the first of them")
     args = parser.parse_args()
+    if args.programs:
+        print(programs.summary([*programs.rows(args.programs, args.seed, args.log)]))
+        return
     if args.count is None:
         put([*args.models], args.faults, args.log)
     print(summary(read(args.count or args.log)))

@@ -15,7 +15,7 @@ from torch import fx
 from torchgspmd import Plan
 from torchgspmd.comm.collective import start, wait
 from torchgspmd.comm.local_ops import mask_padding, take_part, take_window
-from torchgspmd.comm.loop_call import LoopCall, copy_of, loop_calls
+from torchgspmd.comm.loop_call import BodyCall, LoopCall, loop_calls
 from torchgspmd.layout.halo_window import Window
 
 aten = torch.ops.aten
@@ -75,7 +75,9 @@ def _set(node: fx.Node, at: int, value: Any) -> bool:
 def _insert(node: fx.Node, target: Any, args: tuple, kwargs: dict | None = None) -> fx.Node:
     with node.graph.inserting_after(node):
         new = node.graph.call_function(target, args, kwargs or {})
-    new.meta = {k: v for k, v in node.meta.items() if k not in ("value", "spec")}
+    # Before localization each node has a layout; behind it, one with a layout is a claim.
+    dropped = ("value", "spec") if "value" in node.meta else ("captured",)
+    new.meta = {k: v for k, v in node.meta.items() if k not in dropped}
     return new
 
 
@@ -482,40 +484,46 @@ def _calls(graph: fx.Graph) -> dict[fx.Graph, fx.Node]:
     return dict(pairs) | {body: node for each in inner for body, node in each.items()}
 
 
-def _behind(node: fx.Node, calls: dict[fx.Graph, fx.Node]) -> frozenset[str]:
-    """Return the names of a node and of the nodes that read it, as far as the first claims.
+Compared = Callable[[fx.Node], bool]
+"""Whether a certificate compares a node's value."""
 
-    calls: of bodies. What leaves a body enters the next iteration, and the results of its call.
+
+def _behind(node: fx.Node, calls: dict[fx.Graph, fx.Node], compared: Compared) -> frozenset[str]:
+    """Return the names of a node and of the nodes that read it, as far as the first compared.
+
+    calls: of bodies. What leaves a body enters its call's bodies again, and the call's results.
     """
     reached, stack = {node}, [node]
     while stack:
         last = stack.pop()
         users = list(last.users)
         if last.op == "output" and last.graph in calls:
-            users = [calls[last.graph], *last.graph.find_nodes(op="placeholder")]
+            users = [calls[last.graph]]
+        if isinstance(last.target, BodyCall):
+            graphs = (body.graph for body in last.target.bodies)
+            users += [x for graph in graphs for x in graph.find_nodes(op="placeholder")]
         for user in users:
             if user not in reached:
                 reached.add(user)
-                is_claim = "spec" in user.meta and {"value", "captured"} & user.meta.keys()
                 # Inputs of bodies are not compared.
-                stack += [] if is_claim and user.op != "placeholder" else [user]
+                stack += [] if compared(user) and user.op != "placeholder" else [user]
     names = {each.name for each in reached}
     return frozenset(names | {str(each.meta.get("value")) for each in reached})
 
 
-def inject(graph: fx.Graph, rng: Random) -> Injected | None:
+def inject(graph: fx.Graph, rng: Random, compared: Compared) -> Injected | None:
     """Put a fault into a graph in place; return it, or None if none of the tries fits."""
+    calls = _calls(graph)
     for _ in range(20):
         kind = rng.choice(sorted(KINDS))
         chosen = rng.choice(graphs_of(graph))
         nodes = list(chosen.nodes)
         rng.shuffle(nodes)
         for node in nodes:
-            calls = _calls(graph)
-            before = _behind(node, calls)
+            before = _behind(node, calls, compared)
             if KINDS[kind](node, rng):
                 chosen.lint()
-                return Injected(kind, node.name, before | _behind(node, calls))
+                return Injected(kind, node.name, before | _behind(node, calls, compared))
     return None
 
 
@@ -526,10 +534,3 @@ def with_program(plan: Plan, graph: fx.Graph) -> Plan:
     other.program_graph = graph
     other._later = {"program": lambda: fx.GraphModule(plan.captured.constants, graph)}
     return other
-
-
-def faulty(plan: Plan, rng: Random) -> tuple[Plan, Injected] | None:
-    """Return a plan whose scheduled program has a fault."""
-    graph = copy_of(plan.program_graph)
-    fault = inject(graph, rng)
-    return None if fault is None else (with_program(plan, graph), fault)

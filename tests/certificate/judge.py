@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import torch
-from composition.features import setup_of
-from composition.judge import compiled
 from torch import Tensor, fx
 
 from torchgspmd import Plan, ShardingError
@@ -19,20 +19,17 @@ from torchgspmd.fx_passes.pass_types import Pass
 from torchgspmd.fx_passes.pipeline import passes, run, with_pass
 from torchgspmd.fx_passes.program import Program
 from torchgspmd.fx_passes.stages import LOCAL, PARTITIONED
-from torchgspmd.tools.certificate.certificate import Truths, certify
+from torchgspmd.tools.certificate.certificate import TRIALS, Truths, certify
 from torchgspmd.tools.certificate.inputs import RandomInputs
+from torchgspmd.tools.certificate.trial import NoNumbers
 
 from .faults import Injected, graphs_of, inject, with_program
+from .models import planned
 
-MODELS = (  # sets of features, each one program
-    *("data", "tensor", "sequence", "zero3", "zero1", "context", "ring", "dropless", "capacity"),
-    *("circular", "gpipe", "1f1b", "interleaved", "zero_bubble", "vee", "stack", "recompute"),
-    *("checkpoint", "accumulate", "tied", "step", "any_batch", "uneven", "dropout"),
-    *("attention_dropout", "flex", "gqa", "adapters", "batch_norm", "manual", "custom", "spatial"),
-)
 LEVELS = {"partition": PARTITIONED, "localize": LOCAL}
 EVERY = 6  # each so many faults, one is put in before the last passes
 _SEEDS = range(101, 106)  # of inputs
+_DRAWS = 10  # of faults, until one is new
 SCHEDULED = "schedule"  # the level of the whole program of one device
 CAUGHT, MISSED, HARMLESS, CRASHED = "caught", "missed", "harmless", "crashed"
 REFUSED = "refused"  # a later pass has found it
@@ -48,11 +45,6 @@ class Verdict:
     text: str = ""
 
 
-def planned(name: str) -> Plan:
-    """Return the plan of a set of features."""
-    return compiled(setup_of(tuple(name.split("+"))))[0]
-
-
 class Base:
     """A right plan, into which faults are put: its numbers, and those of one device.
 
@@ -64,6 +56,17 @@ class Base:
         numbers = (RandomInputs(plan.captured, n, bool(n % 2), most=8) for n in _SEEDS)
         self.inputs = [each.tensors() for each in numbers]
         self.results = [_run(plan, inputs) for inputs in self.inputs]
+        self.certified = certify(plan, self.truths).certified  # names of values
+        self.claims = _compared(plan, self.truths)  # names of nodes
+
+    def compares(self, node: fx.Node) -> bool:
+        """Return whether the certificate of this plan compares a node, or the value that it is."""
+        if "spec" not in node.meta:
+            return False
+        if self.program is None:
+            return node.name in self.claims
+        value = node.meta.get("value")
+        return "captured" in node.meta if value is None else str(value) in self.certified
 
     def matters(self, plan: Plan) -> bool:
         """Return whether a plan computes other numbers for some inputs, or none."""
@@ -77,11 +80,29 @@ class Base:
         return False
 
 
+def _compared(plan: Plan, truths: Truths) -> frozenset[str]:
+    """Return the nodes whose values the certificate of a right plan compares."""
+    found = set[str]()
+    for wide in (True, False):
+        trial = truths.trial(*TRIALS[0], wide)
+
+        def noted(name: str, *args: Any, compare: Any = trial._compare, **kwargs: Any) -> bool:
+            found.add(name)
+            return compare(name, *args, **kwargs)
+
+        trial._compare = noted
+        with suppress(NoNumbers):
+            trial.run(plan.program_graph)
+        del trial._compare
+    return frozenset(found)
+
+
 def _run(plan: Plan, inputs: list[Tensor]) -> list[Tensor]:
     shards = [split_global(t, s, plan.mesh) for t, s in zip(inputs, plan.input_layouts)]
     sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
     torch.manual_seed(0)
-    results = Simulator(plan.program, plan.mesh).run_devices(shards, plan.size_inputs(sizes))
+    devices = Simulator(plan.captured.constants, plan.mesh, plan.program_graph)
+    results = devices.run_devices(shards, plan.size_inputs(sizes))
     return [
         join_global(values, spec, plan.result_shape(i, values[0].shape, sizes), plan.mesh)
         for i, (values, spec) in enumerate(zip(results, plan.out_specs))
@@ -102,9 +123,13 @@ class Judge:
         rng = Random(f"{self.name} {seed}")
         level = rng.choice(sorted(LEVELS)) if seed % EVERY == 0 else SCHEDULED
         base = self._base(level)
-        graph = copy_of(self.plan.program_graph if base.program is None else base.program.graph)
-        fault = inject(graph, rng)
-        if fault is None or not self._is_new(graph):
+        original = self.plan.program_graph if base.program is None else base.program.graph
+        for _ in range(_DRAWS):
+            graph = copy_of(original)
+            fault = inject(graph, rng, base.compares)
+            if fault is not None and self._is_new(graph):
+                break
+        else:
             return None
         truths = None if level == "partition" else base.truths
         try:

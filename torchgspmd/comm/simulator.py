@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
@@ -24,10 +24,13 @@ from .loop_call import BodyCall, LoopCall
 
 
 class Simulator(fx.Interpreter):
-    """Interprets a device program for all devices; inputs and results are lists over these."""
+    """Interprets a device program for all devices; inputs and results are lists over these.
 
-    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
-        super().__init__(program)
+    graph: another than the program's. No GraphModule is needed, whose code nobody would run.
+    """
+
+    def __init__(self, program: nn.Module, mesh: Mesh, graph: fx.Graph | None = None) -> None:
+        super().__init__(program, graph=graph)
         self.mesh = mesh
         self.node: fx.Node  # that runs
 
@@ -84,7 +87,7 @@ class Simulator(fx.Interpreter):
 
     def inner(self, graph: fx.Graph) -> Simulator:
         """Return the simulator for a loop's body."""
-        return Simulator(fx.GraphModule(torch.nn.Module(), graph), self.mesh)
+        return Simulator(nn.Module(), self.mesh, graph)
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
         """Run a loop, each iteration on all devices."""

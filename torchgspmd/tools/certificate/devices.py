@@ -6,12 +6,12 @@ A value that says which value in the partitioned graph it is (meta "value") is a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 from ...comm.kinds import CollectiveKind
 from ...comm.simulator import Simulator
@@ -22,12 +22,20 @@ from ...shard_spec import ShardSpec
 from .claimed_layouts import COMBINE, cut, gathered, poison
 from .one_device import drawn
 
-At = Mapping[int, int]  # devices with work of their own -> their microbatches
-Claim = Callable[[str, fx.Node, list[Tensor], At], None]
-"""Takes a node's path through the loops, the node, its shards, and who is where.
 
-All devices compute the same iteration where that mapping is empty.
-"""
+@dataclass(frozen=True)
+class At:
+    """Where devices are in a stage's loop; empty where all compute the same iteration.
+
+    microbatches: of the devices that have work. depth: how many loops are around the stages.
+    """
+
+    microbatches: Mapping[int, int] = field(default_factory=dict)
+    depth: int = 0
+
+
+Claim = Callable[[str, fx.Node, list[Tensor], At], None]
+"""Takes a node's path through the loops, the node, its shards, and where the devices are."""
 
 
 def _axes(text: str) -> tuple[str, ...]:
@@ -150,26 +158,31 @@ class Devices(Simulator):
 
     def __init__(
         self,
-        program: fx.GraphModule,
+        program: nn.Module,
         mesh: Mesh,
+        graph: fx.Graph,
         claims: Claim,
         path: str = "",
-        at: At = MappingProxyType({}),
+        at: At = At(),  # noqa: B008
     ) -> None:
-        super().__init__(program, mesh)
+        super().__init__(program, mesh, graph)
         self.claims, self.path, self.at = claims, path, at
+        self.pieces: dict[fx.Graph, int] = {}  # of stages, numbered
         # fx would put the node's text in front of the error.
         self.extra_traceback = False
 
-    def inner(self, graph: fx.Graph) -> Simulator:
+    def inner(self, graph: fx.Graph) -> Devices:
         """Return an evaluator for a loop's body."""
-        program = fx.GraphModule(torch.nn.Module(), graph)
-        return Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", self.at)
+        path = f"{self.path}{self.node}/"
+        return Devices(nn.Module(), self.mesh, graph, self.claims, path, self.at)
 
-    def run_body(self, graph: fx.Graph, inputs: Sequence[list], at: At) -> list[list]:
+    def run_body(
+        self, graph: fx.Graph, inputs: Sequence[list], at: Mapping[int, int]
+    ) -> list[list]:
         """Run a piece of a stage; devices without work have poison."""
-        program = fx.GraphModule(torch.nn.Module(), graph)
-        body = Devices(program, self.mesh, self.claims, f"{self.path}{self.node}/", at)
+        number = self.pieces.setdefault(graph, len(self.pieces))
+        path, where = f"{self.path}{self.node}:{number}/", At(at, self.path.count("/"))
+        body = Devices(nn.Module(), self.mesh, graph, self.claims, path, where)
         values = body.run_devices(inputs)
         return [[column[i] for column in values] for i in range(self.mesh.size)]
 

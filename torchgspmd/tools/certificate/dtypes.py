@@ -37,8 +37,7 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
     shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
     # Not widened: dtypes are what is checked here.
     graph = Rewritten(False, device_of(plan.captured)).graph(plan.program_graph)
-    program = fx.GraphModule(constants_of(plan, wide=False), graph)
-    devices = Devices(program, plan.mesh, claim)
+    devices = Devices(constants_of(plan, wide=False), plan.mesh, graph, claim)
     sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
     try:
         devices.run_devices(shards, plan.size_inputs(sizes))

@@ -110,6 +110,15 @@ def device_of(captured: Captured) -> torch.device:
     return torch.device("cuda" if "cuda" in kinds and torch.cuda.is_available() else "cpu")
 
 
+def _default_dtype(node: fx.Node) -> dict[str, torch.dtype]:
+    """Return the wide dtype of a tensor that a node makes in torch's default dtype."""
+    made = node.meta.get("dtype", getattr(node.meta.get("val"), "dtype", None))
+    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    takes_tensors = any("Tensor" in str(each.type) for each in arguments)
+    takes_dtype = any(each.name == "dtype" for each in arguments)
+    return {"dtype": WIDE[made]} if takes_dtype and not takes_tensors and made in WIDE else {}
+
+
 class Rewritten:
     """Copies graphs for one device. wide: whether they name wide dtypes only."""
 
@@ -123,6 +132,7 @@ class Rewritten:
             node.args, node.kwargs = self.value(node.args), self.value(dict(node.kwargs))
             if self.wide:
                 node.target = rewrite_of("wide", node.target) or node.target
+                node.kwargs = _default_dtype(node) | node.kwargs
             if isinstance(node.target, BodyCall):
                 node.target = self._call(node.target)
             if "dtype" in node.meta:

@@ -39,7 +39,9 @@ _NOTHING: Mapping[str, Mapping[Rows, Any]] = {}
 class OneDeviceRun:
     """Evaluates a graph at global shapes.
 
-    values: all that was computed, by node names. given: values that are not computed.
+    values: all that was computed, by node names. given: values that are not computed. history:
+    all values in the order in which they were computed, those too that stages compute before what
+    they need has arrived; kept only on request.
     """
 
     def __init__(
@@ -47,8 +49,10 @@ class OneDeviceRun:
         graph: fx.Graph,
         constants: nn.Module,
         given: Mapping[str, Mapping[Rows, Any]] = _NOTHING,
+        history: list[tuple[str, Rows, Any]] | None = None,
     ) -> None:
         self.graph, self.constants, self.values = graph, constants, Values()
+        self.history = history
         self.order: dict[tuple[str, Rows], None] = {}  # (name, rows), as values are computed
         self.given = given
         self.node = next(iter(graph.nodes))  # that is computed
@@ -74,6 +78,8 @@ class OneDeviceRun:
         frame.values[node] = value
         self.values.setdefault(node.name, {})[frame.rows] = value
         self.order[node.name, frame.rows] = None
+        if self.history is not None:
+            self.history.append((node.name, frame.rows, value))
 
     def _compute(self, wanted: fx.Node, frame: _Frame) -> None:
         """Compute a node, and before it all that it needs and nobody has computed."""

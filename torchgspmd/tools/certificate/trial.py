@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut
 from .devices import At, DeviceError, Devices
 from .inputs import RandomInputs, Rewritten, device_of, widened
-from .one_device import OneDeviceRun, Values, draws
+from .microbatches import Microbatches
+from .one_device import OneDeviceRun, Rows, Values, draws
 from .wrong_values import fails, other_value, value_of
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
@@ -54,10 +57,10 @@ class Trial:
         plan = self.plan
         self.judged, self.results = set[str](), 0  # values, and how many results, that hold
         self.seen: dict[str, int] = {}
+        self.stages = Microbatches(plan.mesh)
         shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
-        program = fx.GraphModule(self.constants, self.copied.graph(graph))
         sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
-        devices = Devices(program, plan.mesh, self._claim)
+        devices = Devices(self.constants, plan.mesh, self.copied.graph(graph), self._claim)
         try:
             results = devices.run_devices(shards, plan.size_inputs(sizes))
         except DeviceError as error:
@@ -85,6 +88,7 @@ class Trial:
                 raise
             except Exception as error:
                 if not self.wide and self._captured_runs(inputs):
+                    self._compare_histories(inputs)
                     node, whole = self.partitioned.node, "the captured program"
                     raise fails(node, error, "one device", whole) from error
                 if most == 1 or self.wide and self._captured_runs(inputs):
@@ -105,23 +109,16 @@ class Trial:
         graphs, constants = self.graphs, self.constants
         self.partitioned = partitioned = OneDeviceRun(graphs[1], constants)
         own = partitioned.run(inputs)
-        names = {n.meta["captured"]: n.name for n in graphs[1].nodes if "captured" in n.meta}
-        given = _drawn(graphs[0], names, partitioned.values)
-        captured, unmatched = (
-            OneDeviceRun(graphs[0], constants, given),
-            _unmatched(graphs[0], given),
-        )
+        given, unmatched = self._counterparts(partitioned)
+        captured = OneDeviceRun(graphs[0], constants, given)
         results = captured.run(inputs)
-        nodes = {node.name: node for node in graphs[1].nodes}
-        self.unmatched |= {n for n, x in nodes.items() if x.meta.get("captured") in unmatched}
-        for name, rows in partitioned.order:  # a carry comes behind the iteration before it
-            node, value = nodes[name], partitioned.values[name][rows]
-            if name in self.native or name in self.unmatched or is_blank(node):
-                continue
-            expected = captured.values.get(node.meta.get("captured", ""), {}).get(rows)
-            if isinstance(value, Tensor) and isinstance(expected, Tensor):
-                spec = ShardSpec.replicated(expected.dim())
-                self._compare(name, node, [value], spec, expected)
+        # A carry comes behind the iteration before it.
+        mine = ((name, rows, partitioned.values[name][rows]) for name, rows in partitioned.order)
+        try:
+            self._compare_graphs(mine, captured.values)
+        except ShardingError:
+            self._compare_histories(inputs)
+            raise
         mixed = list[Any]()
         ends = (graph.output_node().args[0] for graph in graphs)
         for i, (node, mine_node, mine, one) in enumerate(zip(*ends, own, results)):
@@ -133,23 +130,63 @@ class Trial:
                 self._compare(mine_node.name, None, [mine], spec, one, i)
         return partitioned.values, mixed
 
+    def _counterparts(self, partitioned: OneDeviceRun) -> tuple[Values, set[str]]:
+        """Return the captured program's draws, and its values that no other program need have."""
+        names = {n.meta["captured"]: n.name for n in self.graphs[1].nodes if "captured" in n.meta}
+        given = _drawn(self.graphs[0], names, partitioned.values)
+        unmatched = _unmatched(self.graphs[0], given)
+        nodes = self.graphs[1].nodes
+        self.unmatched |= {n.name for n in nodes if n.meta.get("captured") in unmatched}
+        return given, unmatched
+
+    def _compare_graphs(self, mine: Iterable[tuple[str, Rows, Any]], captured: Values) -> None:
+        """Compare values of the partitioned program (name, rows, value) with the captured one's."""
+        nodes = {node.name: node for node in self.graphs[1].nodes}
+        for name, rows, value in mine:
+            node = nodes[name]
+            if name in self.native or name in self.unmatched or is_blank(node):
+                continue
+            expected = captured.get(node.meta.get("captured", ""), {}).get(rows)
+            if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                spec = ShardSpec.replicated(expected.dim())
+                self._compare(name, node, [value], spec, expected)
+
+    def _compare_histories(self, inputs: Sequence[Tensor]) -> None:
+        """Raise ShardingError for the value that was wrong first.
+
+        A stage computes each value several times, until all has arrived that it needs. So a wrong
+        value in a late stage may stand before its cause; here it comes behind it.
+        """
+        mine, one = list[tuple[str, Rows, Any]](), list[tuple[str, Rows, Any]]()
+        partitioned = OneDeviceRun(self.graphs[1], self.constants, history=mine)
+        with suppress(Exception):  # the values before that are compared
+            partitioned.run(inputs)
+        given, _ = self._counterparts(partitioned)
+        OneDeviceRun(self.graphs[0], self.constants, given, one).run(inputs)
+        # The time at which a value was computed is one more number of its rows.
+        self._compare_graphs(_numbered(mine), _by_name(_numbered(one)))
+
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
         """Compare a node's shards with the value that it claims."""
         name, spec = node.meta["value"], node.meta["spec"]
-        turn = self.seen.get(path, 0)
-        self.seen[path] = turn + 1
-        values, by_rows = [*self.truth.get(name, {}).values()], self.truth.get(name, {})
+        by_rows = self.truth.get(name, {})
         if name in self.native or is_blank(node):
             return
-        if at:  # stages are at microbatches of their own; a sum over them is none yet
-            of_ranks = {r: by_rows.get((m,)) for r, m in at.items()} if not spec.pending else {}
+        if at.microbatches:
+            found = self.stages.complete(path, shards, spec, at)
         else:
+            found = [(None, self.seen.get(path, 0), shards, range(len(shards)))]
+            self.seen[path] = self.seen.get(path, 0) + 1
+        for microbatch, turn, held, ranks in found:
+            values = [
+                value
+                for rows, value in by_rows.items()
+                if microbatch is None or rows[at.depth : at.depth + 1] == (microbatch,)
+            ]
             value = values[turn] if turn < len(values) else None
-            of_ranks = dict.fromkeys(range(len(shards)), value)
-        truths = {rank: value for rank, value in of_ranks.items() if isinstance(value, Tensor)}
-        for value in {id(v): v for v in truths.values()}.values():
-            ranks = [rank for rank, other in truths.items() if other is value]
-            is_judged = self._compare(node.name, node, shards, spec, value, ranks=ranks)
+            if not isinstance(value, Tensor):
+                continue
+            is_judged = self._compare(node.name, node, held, spec, value, ranks=ranks)
             if is_judged and name not in self.unmatched:
                 self.judged.add(name)
 
@@ -209,6 +246,21 @@ class Trial:
         at = tuple((~self.close(mine, one)).nonzero()[0].tolist())
         numbers = f"{mine[at].item()} at {list(at)} of its shard, one device has {one[at].item()}"
         return f"device {where} has {numbers}"
+
+
+def _numbered(history: Iterable[tuple[str, Rows, Any]]) -> Iterator[tuple[str, Rows, Any]]:
+    """Yield the values of a history; a number behind their rows counts those of equal rows."""
+    counts = Counter[tuple[str, Rows]]()
+    for name, rows, value in history:
+        yield name, (*rows, counts[name, rows]), value
+        counts[name, rows] += 1
+
+
+def _by_name(values: Iterable[tuple[str, Rows, Any]]) -> Values:
+    found = Values()
+    for name, rows, value in values:
+        found.setdefault(name, {})[rows] = value
+    return found
 
 
 def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Values:
