@@ -16,6 +16,7 @@ import os
 import random
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -417,13 +418,7 @@ class Function:
 
     def spec(self, at: int) -> str:
         """A layout that shards some dimensions, open ones too."""
-        axes, words = self.rng.sample(self.mesh.names, len(self.mesh.names)), []
-        for _ in self.open(at):
-            kind = self.rng.choice(["_", "?", "axis", "axis", "axes"])
-            count = min({"axis": 1, "axes": 2}.get(kind, 0), len(axes))
-            words.append("+".join(axes[:count]) or ("?" if kind == "?" else "_"))
-            axes = axes[count:]
-        return " ".join(words)
+        return drawn_spec(self.rng, self.mesh, len(self.open(at)))
 
     # ------------------------------------------------------------------------------- running them
 
@@ -486,6 +481,33 @@ def differentiable(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [t.requires_grad_(t.is_floating_point()) for t in tensors]
 
 
+def drawn_spec(rng: random.Random, mesh: Mesh, rank: int) -> str:
+    """A layout that shards some dimensions of a tensor."""
+    axes, words = rng.sample(mesh.names, len(mesh.names)), []
+    for _ in range(rank):
+        kind = rng.choice(["_", "?", "axis", "axis", "axes"])
+        count = min({"axis": 1, "axes": 2}.get(kind, 0), len(axes))
+        words.append("+".join(axes[:count]) or ("?" if kind == "?" else "_"))
+        axes = axes[count:]
+    return " ".join(words)
+
+
+def replanned(captured: Captured, mesh: Mesh, specs: Any, outs: Any, marks: list[str]) -> Plan:
+    """Plan a captured function with other layouts. marks: for each mark of the forward."""
+    graph, new = fx.Graph(), {}
+    graph.output(graph.graph_copy(captured.graph, new))
+    graph.output_node().meta = dict(captured.graph.output_node().meta)
+    nodes = graph.find_nodes(op="call_function", target=MARK)
+    forward = [node for node in nodes if not node.meta.get("backward")]
+    texts = dict(zip(forward, marks)) if len(forward) == len(marks) else {}
+    for node in nodes:
+        open_spec = " ".join("?" * node.meta["val"].dim())
+        spec = ShardSpec.parse(texts.get(node, open_spec))
+        node.args = node.args[0], str(mesh), str(spec)
+    parsed = [None if s is None else ShardSpec.parse(s) for s in specs]
+    return compile_plan(replace(captured, graph=graph), mesh, parsed, out_specs=outs)
+
+
 class Layouts:
     """A mesh, and layouts of a function's inputs, outputs and marks on it."""
 
@@ -518,18 +540,7 @@ class Layouts:
 
     def plan_captured(self, captured: Captured) -> Plan:
         """Plan a captured function, with other marks."""
-        graph, new = fx.Graph(), {}
-        graph.output(graph.graph_copy(captured.graph, new))
-        graph.output_node().meta = dict(captured.graph.output_node().meta)
-        nodes = graph.find_nodes(op="call_function", target=MARK)
-        forward = [node for node in nodes if not node.meta.get("backward")]
-        texts = dict(zip(forward, self.marks)) if len(forward) == len(self.marks) else {}
-        for node in nodes:
-            open_spec = " ".join("?" * node.meta["val"].dim())
-            spec = ShardSpec.parse(texts.get(node, open_spec))
-            node.args = node.args[0], str(self.mesh), str(spec)
-        specs = [None if s is None else ShardSpec.parse(s) for s in self.specs]
-        return compile_plan(replace(captured, graph=graph), self.mesh, specs, out_specs=self.outs)
+        return replanned(captured, self.mesh, self.specs, self.outs, self.marks)
 
 
 def check(number: int, counts: collections.Counter) -> None:

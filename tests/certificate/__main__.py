@@ -8,6 +8,7 @@ python -m certificate --programs 20000 --log alarms.jsonl # certifies random pro
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import os
 from collections import Counter
@@ -20,16 +21,18 @@ from .judge import CAUGHT, CRASHED, HARMLESS, MISSED, Judge
 from .models import MODELS
 
 Row = dict[str, Any]  # model, seed, kind, node, verdict, near, text
+LIMIT = 300  # seconds of a fault
 
 
 def judged(judge: Judge, seeds: range) -> Iterator[Row]:
-    """Yield rows of faults, from processes that die of some: they write where no tensor is."""
+    """Yield rows of faults, from processes that die of some: they crash, or never end."""
     while seeds:
         reader, writer = os.pipe()
         if not (child := os.fork()):
             os.close(reader)
             with os.fdopen(writer, "w") as file:
                 for seed in seeds:
+                    faulthandler.dump_traceback_later(LIMIT, exit=True)
                     print(json.dumps(_row(judge, seed)), file=file, flush=True)
             os._exit(0)
         os.close(writer)
