@@ -31,7 +31,7 @@ Stage = Literal["sweep", "round", "program", "last"]
 
 
 class LocalSearch:
-    """What moves share: the assignment, its present cost model, and memory for like operations.
+    """The state of all moves: the assignment, its cost model, and memory for like operations.
 
     costs: the present phase's cost model. ends: the program's boundary. excess: layout tried for
     like bodies in a phase -> what one cost, how much more it would have cost.
