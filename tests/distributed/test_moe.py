@@ -1,12 +1,17 @@
 """Experts on real processes: tokens of all routings come to their experts and back."""
 
+import sys
+from unittest.mock import patch
+
 import pytest
+import row_exchanges
 import torch
 from expert_layer import ChosenExperts, Experts, batch
 from ranks import distributed
 
 import torchgspmd as gspmd
 from torchgspmd import ShardingError
+from torchgspmd.comm import deep_ep
 
 
 def close(a, b):
@@ -37,6 +42,35 @@ def test_experts_compute_what_one_device_does(mesh):
             for p, q in zip(model.parameters(), alone.parameters()):
                 close(p.grad, q.grad)
                 p.grad = q.grad = None
+
+
+@distributed("expert=4")
+def test_rows_by_deep_ep(mesh):
+    """A stand-in has its calls. Bits are those of all_to_all, and empty places are not sent."""
+    found = []
+    row_exchanges.SENT.clear()
+    with (
+        patch.dict(sys.modules, deep_ep=row_exchanges.module()),
+        patch.object(deep_ep, "on_gpus", lambda groups: True),
+    ):
+        for carriers in ([], ["deep_ep"]):
+            torch.manual_seed(0)
+            model = Experts(8, 512, 8, shards=4, capacity=2.0, overflow="count").bfloat16()
+            gspmd.annotate(model, mesh, {"*": "expert _ _"})
+            specs = ("expert _",) * 3
+            model = gspmd.parallelize(model, mesh, in_specs=specs, carriers=carriers)
+            for kind in ("skewed", "to one"):
+                x, chosen, weights = batch(kind, 64, 512, 8)
+                x = x.detach().bfloat16().requires_grad_()
+                y, _ = model(x, chosen, weights.detach().bfloat16())
+                y.square().sum().backward()
+                found += [y, x.grad]
+    half = len(found) // 2
+    for got, want in zip(found[half:], found[:half]):
+        assert torch.equal(got, want)
+    # Forward: rows go and come back; backward the same. A device has 32 choices, and room for 64.
+    assert len(row_exchanges.SENT) == 2 * 4, row_exchanges.SENT
+    assert max(row_exchanges.SENT[::2]) <= 32, row_exchanges.SENT
 
 
 @distributed("expert=2", "data=2,expert=2")

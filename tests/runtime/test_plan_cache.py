@@ -342,7 +342,7 @@ def test_options_of_parallelize_are_in_the_key(planned):
     together = {"memory_budget": {"recompute": "auto"}}
     neither = {"model", "mesh", "backend", "pin", "shard_updates", "plan"}
     missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
-    assert missing <= {"timeout", "check", "dynamic", "audit", "symmetric_memory"}, missing
+    assert missing <= {"timeout", "check", "dynamic", "audit", "carriers"}, missing
     for count, (name, value) in enumerate(others.items(), 2):
         options = {name: value, **together.get(name, {})}
         gspmd.parallelize(Net(), gspmd.Mesh(data=1), **options)(torch.ones(3, 4))

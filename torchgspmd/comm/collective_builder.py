@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,12 @@ from torch import fx
 from ..compat.fx_nodes import add_node, allocates, origin_of
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
+from . import deep_ep
 from .collective import split_axes
 from .process_groups import ProcessGroups
 from .symmetric_memory import is_connected
+
+SYMMETRIC_MEMORY, DEEP_EP = CARRIERS = "symmetric_memory", "deep_ep"
 
 # Yields the call's node, is sent the wait's node, and returns the result. For merged collectives,
 # it returns all their results.
@@ -26,12 +29,12 @@ MergedLowering = Generator[fx.Node, fx.Node, list[fx.Node]]
 class CollectiveBuilder:
     """A new graph, the process groups, and the source graph's node that is being lowered.
 
-    symmetric: whether products may use memory that GPUs share (symmetric_memory.py).
+    carriers: libraries that may carry messages besides PyTorch's collectives; see CARRIERS.
     """
 
-    def __init__(self, groups: ProcessGroups, symmetric: bool = False) -> None:
+    def __init__(self, groups: ProcessGroups, carriers: Collection[str] = ()) -> None:
         self.groups, self.mesh, self.graph = groups, groups.mesh, fx.Graph()
-        self.symmetric = symmetric
+        self.carriers = carriers
         self.node: fx.Node
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
@@ -48,8 +51,16 @@ class CollectiveBuilder:
     def shared_group(self, axes: str) -> str | None:
         """Return the name of the group over `axes` if its GPUs share memory, in this order."""
         name, ranks, _ = self.ring_position(axes)
-        is_shared = self.symmetric and is_connected(self.groups, split_axes(axes))
+        is_chosen = SYMMETRIC_MEMORY in self.carriers
+        is_shared = is_chosen and is_connected(self.groups, split_axes(axes))
         return name if is_shared and ranks == sorted(ranks) else None
+
+    def row_exchange(self, shape: Sequence[int], name: str) -> deep_ep.RowExchange | None:
+        """Return DeepEP's all_to_all for [n, ..., m] in a group, if it was chosen and takes it."""
+        dtype = self.node.args[1][0].meta["dtype"]
+        if DEEP_EP not in self.carriers or not deep_ep.takes(self.groups, shape, dtype):
+            return None
+        return deep_ep.RowExchange(self.groups, name)
 
     def to_front(
         self, x: object, shape: list[int], dim: int, count: int

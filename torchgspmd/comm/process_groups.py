@@ -50,6 +50,7 @@ class ProcessGroups:
         self.device = torch.device(device_type)  # where tensors are
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         self.late_checks: Any = None  # see late_check.py
+        self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see deep_ep.py
         self._of_all: Any = None
         # A gloo group compares numbers without waiting for a GPU.
         needs_gloo = device_type != "cpu" and dist.is_gloo_available() and not self.is_fake

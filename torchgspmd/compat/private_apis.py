@@ -185,7 +185,7 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(NOTHING, "torch", "_log_softmax _softmax", "a microsecond for each call of softmax"),
     *_rows(NOTHING, "torch", "_grouped_mm", "fast products of groups on GPUs"),
     *_rows(NOTHING, "torch", "_fused_adam_ _fused_adamw_", "Adam and AdamW in train_step"),
-    *_rows(NOTHING, "torch.distributed", "_symmetric_memory", "symmetric_memory=True: rings"),
+    *_rows(NOTHING, "torch.distributed", "_symmetric_memory", "the carrier symmetric_memory"),
     *_rows(NOTHING, "torch._dynamo.utils", "GmWrapper", "a backward of Inductor holds its inputs"),
     *_rows(NOTHING, "torch._inductor.compile_fx", "compile_fx", "the same"),
     # parameters as DTensors

@@ -49,7 +49,7 @@ class ParallelizeOptions(_Planned, total=False):
 
     backend: Backend
     shard_updates: str | None
-    symmetric_memory: bool
+    carriers: Iterable[str]
     check: Check
     timeout: float | timedelta | None
     audit: int | None

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 import torch
 
 from ..capture import ArgumentSizes, Dims, check_dtypes
+from ..comm.collective_builder import CARRIERS
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
 from ..errors import ShardingError, did_you_mean, user_line
@@ -138,11 +139,11 @@ class Options:
         "a host are reduced within hosts first, where that takes less time, and collectives are "
         "scheduled by these numbers.",
     )
-    symmetric_memory: bool = _option(
-        False,
+    carriers: Iterable[str] = _option(
+        (),
         "parallelize",
-        "Whether GPUs on one host (Hopper or later) read each other's memory in products with a "
-        "gathered operand or a scattered result. Elsewhere such products travel round a ring.",
+        'Libraries that carry messages of GPUs where they can: "symmetric_memory" (products with a '
+        'gathered operand or a scattered result), "deep_ep" (rows of experts); docs/gpu.md.',
     )
     dynamic: Dynamic = _option(
         True,
@@ -207,6 +208,8 @@ class Options:
         for row in OPTIONS:
             if row.choices:
                 check_choice(row.name, getattr(self, row.name), row.choices)
+        for carrier in self.carriers:
+            check_choice("carrier", carrier, CARRIERS)
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         if self.memory_budget is not None:
             self._check_budget()
@@ -300,7 +303,7 @@ class Options:
         A call's key covers the others.
         """
         # These change no plan, or are in the key of a call.
-        beside = ("check", "timeout", "dynamic", "audit", "symmetric_memory")
+        beside = ("check", "timeout", "dynamic", "audit", "carriers")
         return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
 
 

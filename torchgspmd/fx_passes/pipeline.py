@@ -310,7 +310,7 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Pass(
         "lower_collectives",
-        lambda p: lower_collectives(p.graph, p.rank.groups, p.rank.symmetric),
+        lambda p: lower_collectives(p.graph, p.rank.groups, p.rank.carriers),
         SCHEDULED,
         LOWERED,
         in_loops=True,

@@ -121,8 +121,8 @@ class Rank:
     """The process that a program is lowered for.
 
     parameters: by input; gradients get their strides. finish_check: ends the ranks' comparison.
-    carry_check: begins it, together with summing a small tensor. symmetric: whether products may
-    use memory that GPUs share.
+    carry_check: begins it, together with summing a small tensor. carriers: libraries that may carry
+    messages.
     """
 
     groups: ProcessGroups
@@ -130,7 +130,7 @@ class Rank:
     parameters: Mapping[int, Tensor]
     finish_check: Callable[[], None]
     carry_check: Callable[[Tensor], Any]
-    symmetric: bool = False
+    carriers: frozenset[str] = frozenset()
 
 
 @dataclass

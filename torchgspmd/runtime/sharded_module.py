@@ -297,7 +297,7 @@ class ShardedModule(MeshModule):
             program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
             options = self._options
-            how = options.check, options.captures, options.symmetric_memory
+            how = options.check, options.captures, sorted(options.carriers)
             return hash_of(as_text((text, guards, program, how)))
 
         # If one rank has planned for itself, all of them compare what they have planned.

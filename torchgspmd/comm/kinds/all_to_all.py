@@ -70,7 +70,10 @@ def _lower(
     # [n, *shard]: row i goes to group member i.
     stacked, shard = build.to_front(x, shape, scatter_dim, n)
     stacked = build.in_group_order(stacked, positions)
-    moved = yield build.begin(ALL_TO_ALL.op, [n, *shard], stacked, [1] * n, [1] * n, name)
+    if (exchange := build.row_exchange([n, *shard], name)) is not None:
+        moved = build.call(exchange, stacked)
+    else:
+        moved = yield build.begin(ALL_TO_ALL.op, [n, *shard], stacked, [1] * n, [1] * n, name)
     return build.contiguous(build.from_front(build.reorder(moved, positions), shard, gather_dim, n))
 
 

@@ -11,13 +11,14 @@ The comparison's message carries a small sum that ends before the next collectiv
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import fx
 
 from ...comm.kinds import KINDS, FusedKind, all_reduce
 from ...comm.loop_call import BodyCall
 from ...comm.rank_check import RankCheck, fits
 from ..program import Program
-from .lower_collectives import CollectiveOfAnySize
 from .verify_in_flight import STARTS, WAIT
 
 
@@ -55,6 +56,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
 
 def _sends(node: fx.Node, sending: set) -> bool:
     """Return whether ranks communicate at a node, or in the loop that it is."""
-    if isinstance(call := node.target, BodyCall):
-        return call.sends or any(_sends(n, sending) for b in call.bodies for n in b.graph.nodes)
-    return node.target in sending or isinstance(node.target, CollectiveOfAnySize)
+    call: Any = node.target
+    if isinstance(call, BodyCall) and not call.sends:
+        return any(_sends(n, sending) for b in call.bodies for n in b.graph.nodes)
+    return call in sending or getattr(call, "sends", False)

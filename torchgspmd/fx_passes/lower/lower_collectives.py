@@ -19,6 +19,7 @@ torch.distributed keeps both alive. verify_in_flight.py checks this.
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -51,16 +52,20 @@ _ARITHMETIC = {
 }
 
 
-def lower_collectives(graph: fx.Graph, groups: ProcessGroups, symmetric: bool = False) -> fx.Graph:
-    """Return one rank's program; its inputs are the input shards. symmetric: see the builder."""
-    return _Lowerer(graph, groups, symmetric).run()
+def lower_collectives(
+    graph: fx.Graph, groups: ProcessGroups, carriers: Collection[str] = ()
+) -> fx.Graph:
+    """Return one rank's program; its inputs are the input shards. carriers: see the builder."""
+    return _Lowerer(graph, groups, carriers).run()
 
 
 class _Lowerer(CollectiveBuilder):
     """Builder for one rank's program, node by node along the source graph."""
 
-    def __init__(self, source: fx.Graph, groups: ProcessGroups, symmetric: bool = False) -> None:
-        super().__init__(groups, symmetric)
+    def __init__(
+        self, source: fx.Graph, groups: ProcessGroups, carriers: Collection[str] = ()
+    ) -> None:
+        super().__init__(groups, carriers)
         self.source = source
 
     def run(self) -> fx.Graph:
@@ -150,6 +155,8 @@ class _CollectiveInFlight:
 
 class CollectiveOfAnySize:
     """A collective on values whose size only a run knows: it is lowered when the size is known."""
+
+    sends = True
 
     def __init__(self, kind: str, groups: ProcessGroups, dtype: torch.dtype) -> None:
         self.kind, self.groups, self.dtype = kind, groups, dtype
