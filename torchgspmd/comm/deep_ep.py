@@ -68,7 +68,8 @@ class RowExchange:
 
     def __init__(self, groups: ProcessGroups, name: str) -> None:
         self.groups = groups
-        self.group = next(group for group in groups.created if group.group_name == name)
+        found: Any = next(g for g in groups.created if g is not None and g.group_name == name)
+        self.group = found
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return [n, ..., m]: block i from member i."""
