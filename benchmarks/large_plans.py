@@ -2,20 +2,24 @@
 
     python benchmarks/large_plans.py [NAME ...] [--layers 2] [--stack] [--mesh data=2,model=2]
 
-Prints the seconds of one core from the model to the plan, the peak of memory, the counts of work,
-and the summary of each plan. NAME: a row of PROGRAMS. --layers: fewer of them. --stack: as a loop
-(gspmd.stack). --mesh: another one, for one NAME.
+Prints the seconds of one core from the model to the plan, and the peak of memory, beside their
+goals; the seconds of each phase, the counts of work, and the summary of each plan. NAME: a row of
+PROGRAMS. --layers: fewer of them. --stack: as a loop (gspmd.stack). --mesh: another one, for one
+NAME. --profile: the functions that take most of the time.
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
+import pstats
 import resource
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -61,10 +65,35 @@ class Experts(nn.Module):
         self.router, self.up, self.down = weight(d, e), weight(e, d, h), weight(e, h, d)
 
     def forward(self, x: Tensor) -> Tensor:  # [b, s, d]
+        return x + self.mixed(x)
+
+    def mixed(self, x: Tensor) -> Tensor:
+        """Compute the experts of each token."""
         weights, chosen = (x @ self.router).softmax(-1).topk(2)
         r = moe.dispatch(x, chosen, experts=self.experts, shards=self.experts, capacity=2.0)
         y = F.silu(moe.grouped_mm(r.rows, self.up, r.ends))
-        return x + moe.combine(moe.grouped_mm(y, self.down, r.ends), r, weights)
+        return moe.combine(moe.grouped_mm(y, self.down, r.ends), r, weights)
+
+
+class Sparse(Experts):
+    """Attention, then 64 wider experts: 86.3G parameters."""
+
+    marks = {**Experts.marks, **dict.fromkeys("qkv", "data model _"), "o": "model _ data"}
+    hidden, heads, keys, head = 40960, 128, 8, 128
+
+    def __init__(self) -> None:
+        super().__init__()
+        d, k = self.width, self.head
+        self.first, self.second = (nn.RMSNorm(d, dtype=torch.bfloat16) for _ in range(2))
+        self.q, self.o = weight(d, self.heads, k), weight(self.heads, k, d)
+        self.k, self.v = weight(d, self.keys, k), weight(d, self.keys, k)
+
+    def forward(self, x: Tensor) -> Tensor:  # [b, s, d]
+        y = self.first(x)
+        q, k, v = (torch.einsum("bsd,dhk->bhsk", y, w) for w in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + torch.einsum("bhsk,hkd->bsd", y, self.o)
+        return x + self.mixed(self.second(x))
 
 
 class Llama(nn.Module):
@@ -144,13 +173,15 @@ def dense(mesh: gspmd.Mesh, layers: int, stacked: bool) -> gspmd.Plan:
     return gspmd.plan(model, x, mesh=mesh, in_specs="data _ _", grad=True)
 
 
-def experts(mesh: gspmd.Mesh, layers: int, stacked: bool) -> gspmd.Plan:
+def experts(
+    mesh: gspmd.Mesh, layers: int, stacked: bool, layer: type[Experts] = Experts
+) -> gspmd.Plan:
     """Plan layers of experts: tokens lie along data and expert."""
     with torch.device("meta"):
-        model = Layers([Experts() for _ in range(layers)], stacked)
+        model = Layers([layer() for _ in range(layers)], stacked)
         batch = mesh.count(("data", "expert"))
         x = torch.empty(batch, 512, Experts.width, dtype=torch.bfloat16)
-    gspmd.annotate(model, mesh, {f"layers.*.{name}": spec for name, spec in Experts.marks.items()})
+    gspmd.annotate(model, mesh, {f"layers.*.{name}": spec for name, spec in layer.marks.items()})
     return gspmd.plan(model, x, mesh=mesh, in_specs="data+expert _ _", grad=True)
 
 
@@ -167,6 +198,9 @@ def llama(mesh: gspmd.Mesh, layers: int, stacked: bool) -> gspmd.Plan:
     return gspmd.plan(model, tokens, tokens, angles, mesh=mesh, in_specs=specs, grad=True)
 
 
+SECONDS, GIB = 120, 4  # the goals, for a model of 10 trillion parameters
+
+
 @dataclass(frozen=True)
 class Row:
     """A program, its mesh and its layers."""
@@ -178,6 +212,7 @@ class Row:
 
 PROGRAMS = {
     "dense-1T": Row(dense, "data=1024,model=16", 128),
+    "experts-10T": Row(partial(experts, layer=Sparse), "data=16,expert=64,model=16", 120),
     "experts-6.6T": Row(experts, "data=16,expert=64,model=16", 96),
     "llama-405B": Row(llama, "data=8,stage=16,seq=16,model=8", 126),
 }
@@ -191,7 +226,8 @@ def run(name: str, mesh: str, layers: int, stacked: bool) -> None:
     plan = row.plan(gspmd.Mesh.parse(mesh), layers, stacked)
     seconds = time.process_time() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    print(f"{name} on {mesh}, {layers} layers: {seconds:.1f} s, {peak:.2f} GiB")
+    goal = f"goals {SECONDS} s, {GIB} GiB"
+    print(f"{name} on {mesh}, {layers} layers: {seconds:.1f} s, {peak:.2f} GiB ({goal})")
     print("  " + ", ".join(f"{k} {v:.1f}" for k, v in plan.seconds.items() if v > 0.05))
     print("  " + ", ".join(f"{k} {v}" for k, v in plan.counts.items()))
     print(plan.summary(), flush=True)
@@ -205,9 +241,18 @@ def main() -> None:
     parser.add_argument("--mesh", default="")
     parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--stack", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     if len(options.names) == 1:
-        return run(options.names[0], options.mesh, options.layers, options.stack)
+        call = options.names[0], options.mesh, options.layers, options.stack
+        if not options.profile:
+            return run(*call)
+        profile = cProfile.Profile()
+        profile.runcall(run, *call)
+        stats = pstats.Stats(profile)
+        stats.sort_stats("tottime").print_stats(30)
+        stats.sort_stats("cumulative").print_stats("torchgspmd", 60)
+        return None
     for name in options.names or PROGRAMS:
         rest = ["--layers", str(options.layers), *(["--stack"] if options.stack else [])]
         subprocess.run([sys.executable, __file__, name, *rest], check=True)

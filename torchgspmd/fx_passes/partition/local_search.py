@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
-from typing import ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import fx
 
@@ -95,11 +95,13 @@ class LocalSearch:
         op: Op,
         neighborhood: Neighborhood,
         current: Strategy | None,
-        forced: tuple[Axes, str | None] | None = None,
+        forced: tuple[Axes, tuple[Any, ...]] | None = None,
+        move: str = "op",
     ) -> Strategy | None:
         """Return the cheapest strategy, among equals the current one; None if there is none.
 
-        forced: axes, and the only factor that they may shard (None: no factor).
+        forced: axes, and the only factors that they may shard (None: no factor). move: the name of
+        the move that asks, for the counts.
         """
         ops = self.assignment.ops
         # Rows that an operand only moves need no halo of their own, so the choice depends on it.
@@ -112,13 +114,13 @@ class LocalSearch:
         key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
         if key not in self.memory.choices:
             candidates = self.strategies.candidates(
-                op, neighborhood, dict.fromkeys(forced[0], forced[1:]) if forced else None
+                op, neighborhood, dict.fromkeys(*forced) if forced else None
             )
             if current is not None:
                 # First among equals: an operation that gains nothing keeps its strategy, so
                 # searches end.
                 candidates = [current, *candidates]
-            self.memory.counts["op_candidates"] += len(candidates)
+            self.memory.counts[f"{move}_candidates"] += len(candidates)
             self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)
         return self.memory.choices[key]
 
@@ -149,7 +151,7 @@ class LocalSearch:
                 op,
                 at.new_neighborhood(op, operands, required),
                 None,
-                (axes, factors.get(op.node)),
+                (axes, (factors.get(op.node),)),
             )
             if best is not None:
                 at.assign(op, best)

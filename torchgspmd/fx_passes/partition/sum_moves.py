@@ -93,6 +93,11 @@ class EarlySumMove(Move):
 
     name = "early_sum"
 
+    def __init__(self, search: LocalSearch) -> None:
+        super().__init__(search)
+        # operations on a sum, axis, phase -> their stamp when an earlier reduction did not help
+        self.kept: dict[tuple[tuple[fx.Node, ...], str, tuple[float, float]], int] = {}
+
     def improve(self) -> bool:
         """Try all pending sums once; return whether any is reduced earlier."""
         pending = [
@@ -115,6 +120,10 @@ class EarlySumMove(Move):
         # One reduction cannot be shared.
         if reductions < 2:
             return False
+        nodes = tuple(op.node for op in ops)
+        attempt, stamp = (nodes, axis, self.search.costs.phase), at.stamp(nodes)
+        if self.kept.get(attempt) == stamp:
+            return False
         before, cost = [at.strategy_of[op.node] for op in ops], self.search.costs.exact(ops)
         for op in ops:
             neighborhood = at.neighborhood(op)
@@ -124,13 +133,15 @@ class EarlySumMove(Move):
                 if not isinstance(t, int)
             )
             # The axis may shard a factor of these operations, but leave no sum behind.
-            candidates = self.strategies.candidates(op, neighborhood, {axis: targets or (None,)})
-            if not candidates:
+            forced = ((axis,), targets or (None,))
+            best = self.search.best_strategy(op, neighborhood, None, forced, self.name)
+            if best is None:
                 break
-            self.assign_cheapest(op, candidates, neighborhood)
+            at.assign(op, best)
         if self.search.costs.exact(ops) < cost:
             return True
         at.assign_all(ops, before)
+        self.kept[attempt] = at.stamp(nodes)
         return False
 
     def _pending_users(self, value: fx.Node, axis: str) -> tuple[list[Op], int]:
