@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -137,7 +138,7 @@ class Layers(nn.Module):
 
     def __init__(self, layers: list[nn.Module], stacked: bool) -> None:
         super().__init__()
-        self.layers = gspmd.stack(layers) if stacked else nn.ModuleList(layers)
+        self.layers: Any = gspmd.stack(layers) if stacked else nn.ModuleList(layers)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
