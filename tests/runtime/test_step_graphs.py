@@ -269,6 +269,26 @@ def test_a_program_that_no_graph_can_compute(graphs):
     assert not graphs.warm_ups + graphs.captures
 
 
+def test_an_operation_that_cuda_does_not_capture(graphs):
+    @torch.library.custom_op("step_graphs::waits", mutates_args=())
+    def waits(x: Tensor) -> Tensor:
+        if graphs.is_capturing():
+            raise RuntimeError("operation not permitted when stream is capturing\nmore")
+        return x.clone()
+
+    waits.register_fake(torch.empty_like)
+
+    class Waits(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return waits(x).sum()
+
+    model = gspmd.parallelize(Waits(), MESH, in_specs="data _", **GRAPHS)
+    for _ in range(WARM_UPS):
+        model(torch.ones(4, 6))
+    text = message(lambda: model(torch.ones(4, 6)))
+    assert "cannot be captured" in text and "why   operation not permitted" in text, text
+
+
 class Picks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[x > 0].sum()

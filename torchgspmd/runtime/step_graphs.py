@@ -192,7 +192,10 @@ class StepGraphs:
             placed = self._placed(inputs)
             if self.halves.backward is not None and self.runs < WARM_UPS:
                 self._rehearse(placed)
-            step = self._capture(placed, places)
+            try:
+                step = self._capture(placed, places)
+            except RuntimeError as error:
+                raise _not_captured(error) from error
         self.captures += 1
         self.steps[self.captures] = step
         return self.captures, step
@@ -251,6 +254,16 @@ def _copies(values: Sequence[Any]) -> list[Any]:
     """Return copies of tensors: one for each, though it stands there twice."""
     copies = {id(x): x.clone() for x in values if isinstance(x, Tensor)}
     return [copies.get(id(x), x) for x in values]
+
+
+def _not_captured(error: RuntimeError) -> ShardingError:
+    """Return the error for a program that CUDA, or an operation in it, does not capture."""
+    return ShardingError(
+        "a program cannot be captured in a CUDA graph",
+        where=user_line(),
+        why=str(error).partition("\n")[0],
+        fix="set backend='torch' (or 'inductor'); a custom operation may read values on the host",
+    )
 
 
 def _overwritten(is_last: bool) -> ShardingError:
