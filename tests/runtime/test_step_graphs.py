@@ -303,6 +303,11 @@ def test_a_graph_needs_a_card(backend, other):
     assert type(model.up.weight) is nn.Parameter, "the model is changed"
 
 
+def test_debug_sees_no_graph(graphs):
+    text = message(gspmd.debug(net(**GRAPHS)).__enter__)
+    assert "debug cannot show operations of a CUDA graph" in text and "backend='torch'" in text
+
+
 def test_sizes_cannot_be_symbols(graphs):
     with pytest.raises(ShardingError, match="no option dynamic"):
         net(dynamic={"x": {0}}, **GRAPHS)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -231,7 +232,8 @@ class _OnRanks:
         tensors = module._tensors(call, plan.captured)
         self.captured = plan.captured
         # A program of its own: the module's may be compiled, and then its values are not seen.
-        self.program = JointProgram(plan, self.groups, module._model, tensors, "torch", 0)
+        options = replace(module._options, backend="torch")
+        self.program = JointProgram(plan, self.groups, module._model, tensors, options, 0)
 
     def compare_state(self, check: Check, reference: nn.Module) -> None:
         """Compare parameters and buffers."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -78,6 +79,13 @@ def debug(
             fix="pass the module that parallelize returned for backend='torch' or 'inductor', "
             "or a Plan",
         )
+    if isinstance(model, ShardedModule) and model._options.captures:
+        raise ShardingError(
+            "debug cannot show operations of a CUDA graph",
+            where=user_line(),
+            why=f"backend '{model._options.backend}' replays them without Python",
+            fix="pass a module with backend='torch', or a Plan",
+        )
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
     if isinstance(model, Plan):
         # Plan.simulate makes its simulator by this attribute.
@@ -128,7 +136,8 @@ def _shown_program(
     if is_shown and plan._layouts is None:  # another process made it and has the breakpoints
         plan = module._plan_here(call, lambda: None)
     tensors = module._tensors(call, plan.captured)
-    shown = JointProgram(plan, groups, module._model, tensors, "torch", program.signature)
+    options = replace(module._options, backend="torch")
+    shown = JointProgram(plan, groups, module._model, tensors, options, program.signature)
     graphs = [shown.forward.__self__.graph, shown.backward_graph]
     values = ShownValues(graphs, plan, stops, groups.rank)
     interpret(shown, plan.captured.constants, lambda half: _ShownProgram(values, half))
