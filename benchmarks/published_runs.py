@@ -1,0 +1,236 @@
+"""Estimated steps of published training runs, in their layouts, beside the measured steps.
+
+    python benchmarks/published_runs.py [NAME ...]
+
+Prints a row for each run: measured and estimated seconds of a step, and their ratio. Nothing runs:
+each model is planned on the meta device, its layers as a loop, and estimated for the preset of its
+hardware. No number of a preset is chosen by these rows. Not in an estimate: the optimizer, and the
+fusion of operations by a compiler.
+
+Sources of rows: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, bfloat16 rows; MaxText's
+README (TPU v5p) with its configs/v5p; Narayanan et al., arXiv 2104.04473, table 1, rows without a
+pipeline; Korthikanti et al., arXiv 2205.05198, table 5, 22B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+from torchgspmd import Hardware
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from large_plans import rotated
+
+WITHIN = 0.2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Transformer. gated: Llama's layers, with rotary positions; else GPT's."""
+
+    layers: int
+    width: int
+    heads: int
+    keys: int
+    head: int
+    hidden: int
+    words: int
+    gated: bool = True
+
+    def products(self, length: int) -> float:
+        """Return the operations for a token in products, forward, with all pairs of tokens."""
+        attention = self.width * self.head * (2 * self.heads + 2 * self.keys)
+        mixed = 2 * length * self.heads * self.head
+        layer = attention + mixed + self.width * self.hidden * (3 if self.gated else 2)
+        return 2.0 * (self.layers * layer + self.width * self.words)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run. batch: sequences of all devices. recomputed: the share of the layers."""
+
+    shape: Shape
+    mesh: str
+    batch: int
+    length: int
+    hardware: Hardware
+    recomputed: float
+    seconds: float
+
+
+class Layer(nn.Module):
+    """A layer with weights along data (if zero) and model."""
+
+    def __init__(self, shape: Shape, mesh: gspmd.Mesh, zero: bool) -> None:
+        super().__init__()
+        self.shape, self.mesh = shape, mesh
+        d, k, h = shape.width, shape.head, shape.hidden
+        # Megatron's first runs have whole tokens between layers, later ones parts (2205.05198).
+        self.between = "data model _" if shape.gated else "data _ _"
+        norm = nn.RMSNorm if shape.gated else nn.LayerNorm
+        self.first, self.second = norm(d), norm(d)
+        self.q, self.k, self.v = (weight(d, n, k) for n in (shape.heads, shape.keys, shape.keys))
+        self.o, self.up, self.down = weight(shape.heads, k, d), weight(d, h), weight(h, d)
+        self.gate = weight(d, h) if shape.gated else None
+        row = "data" if zero else "_"
+        marks = {**dict.fromkeys("qkv", f"{row} model _"), "o": f"model _ {row}"}
+        marks |= {"gate": f"{row} model"} if shape.gated else {}
+        gspmd.annotate(self, mesh, {**marks, "up": f"{row} model", "down": f"model {row}"})
+
+    def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # [b, s, d], [s, k/2]
+        x = gspmd.mark_sharding(x, self.mesh, self.between)
+        y = self.first(x)
+        q, k, v = (torch.einsum("bsd,dhk->bhsk", y, w) for w in (self.q, self.k, self.v))
+        if self.shape.gated:
+            q, k = rotated(q, angles), rotated(k, angles)
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        else:  # these runs are older than FlashAttention: each score is stored, and dropped
+            scores = torch.einsum("bhsk,bhtk->bhst", q, k)
+            y = torch.einsum("bhst,bhtk->bhsk", F.dropout(scores.softmax(-1), 0.1), v)
+        x = gspmd.mark_sharding(
+            x + self.dropped(torch.einsum("bhsk,hkd->bsd", y, self.o)), self.mesh, self.between
+        )
+        y = self.second(x)
+        up = y @ self.up
+        if self.gate is not None:
+            return x + (F.silu(y @ self.gate) * up) @ self.down
+        return x + self.dropped(F.gelu(up) @ self.down)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return x if self.shape.gated else F.dropout(x, 0.1)
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.empty(*shape))
+
+
+class Transformer(nn.Module):
+    """From tokens to the loss; a share of the layers is recomputed."""
+
+    def __init__(self, run: Run, mesh: gspmd.Mesh, zero: bool) -> None:
+        super().__init__()
+        shape, row = run.shape, "data" if zero else "_"
+        again = round(run.recomputed * shape.layers)
+        self.parts = nn.ModuleList(
+            gspmd.stack([Layer(shape, mesh, zero) for _ in range(count)], recompute=recompute)
+            for count, recompute in ((shape.layers - again, False), (again, True))
+            if count
+        )
+        self.words, self.head = weight(shape.words, shape.width), weight(shape.width, shape.words)
+        self.norm = nn.RMSNorm(shape.width)
+        gspmd.annotate(self, mesh, {"words": f"model {row}", "head": f"{row} model"})
+
+    def forward(self, tokens: Tensor, targets: Tensor, angles: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.words)
+        for part in self.parts:
+            x = part(x, angles)
+        logits = (self.norm(x) @ self.head).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())
+
+
+def planned(run: Run, zero: bool) -> gspmd.Plan:
+    mesh = gspmd.Mesh.parse(run.mesh)
+    with torch.device("meta"):
+        model = Transformer(run, mesh, zero)
+        tokens = torch.empty(run.batch, run.length, dtype=torch.long)
+        angles = torch.empty(run.length, run.shape.head // 2)
+    return gspmd.plan(
+        model,
+        tokens,
+        tokens,
+        angles,
+        mesh=mesh,
+        in_specs=("data _", "data _", "_ _"),
+        grad=True,
+        param_dtype=torch.bfloat16,
+        hardware=run.hardware,
+        rng="native",
+    )
+
+
+# ------------------------------------------------------------------------------------------- runs
+
+LLAMA_8B = Shape(32, 4096, 32, 8, 128, 14336, 128256)
+H100, V5P, A100 = (Hardware.of(name) for name in ("h100", "tpu_v5p", "a100"))
+# The hosts of torchtitan's runs: HBM2e with 2.4 TB/s.
+TITAN = replace(H100, memory_bandwidth=2.4e12, memory=96e9)
+
+
+def titan(gpus: int, tokens_a_second: float) -> Run:
+    """Two sequences for each GPU; every second product of a layer is recomputed."""
+    seconds = 2 * 8192 / tokens_a_second
+    return Run(LLAMA_8B, f"data={gpus},model=1", 2 * gpus, 8192, TITAN, 0.5, seconds)
+
+
+def maxtext(scale: int, chips: int, model: int, rows: int, recomputed: float, tflops: float) -> Run:
+    """A decoder of `scale` billion parameters, by MaxText's rule for its sizes."""
+    power = scale.bit_length() - 1
+    base, rest = divmod(power, 3)
+    heads, wide = 2 ** (base + (rest > 0)), 2 ** (base + (rest > 1))
+    shape = Shape(16 * 2**base, 2048 * wide, 16 * heads, 16 * heads, 256, 7168 * heads, 32768)
+    seconds = 3 * shape.products(2048) * rows * 2048 / (tflops * 1e12)
+    mesh = f"data={chips // model},model={model}"
+    return Run(shape, mesh, rows * chips, 2048, V5P, recomputed, seconds)
+
+
+def megatron(layers: int, width: int, heads: int, mesh: str, batch: int, tflops: float) -> Run:
+    """Full recomputation, which its operations count."""
+    head = width // heads
+    shape = Shape(layers, width, heads, heads, head, 4 * width, 51200, gated=False)
+    devices = gspmd.Mesh.parse(mesh).size
+    head_products = 2.0 * width * shape.words
+    counted = 4 * (shape.products(2048) - head_products) + 3 * head_products
+    return Run(
+        shape, mesh, batch, 2048, A100, 1.0, counted * batch * 2048 / devices / (tflops * 1e12)
+    )
+
+
+MEGATRON_22B = Shape(48, 6144, 64, 64, 96, 24576, 51200, gated=False)
+RUNS: dict[str, Run] = {
+    "torchtitan 8B, 8 H100": titan(8, 5762),
+    "torchtitan 8B, 8 H100, compiled": titan(8, 6667),
+    "torchtitan 8B, 128 H100": titan(128, 5605),
+    "torchtitan 8B, 128 H100, compiled": titan(128, 6514),
+    "MaxText 32B, 64 v5p": maxtext(32, 64, 4, 7, 0.0, 328),
+    "MaxText 64B, 64 v5p": maxtext(64, 64, 4, 3, 0.0, 323),
+    "MaxText 128B, 128 v5p": maxtext(128, 128, 8, 1, 0.0, 315),
+    "MaxText 128B, 256 v5p": maxtext(128, 256, 8, 1, 0.0, 315),
+    "MaxText 256B, 512 v5p": maxtext(256, 512, 8, 1, 0.0, 316),
+    "MaxText 512B, 512 v5p": maxtext(512, 512, 8, 2, 1.0, 294),
+    "Megatron 1.7B, 32 A100": megatron(24, 2304, 24, "data=32,model=1", 512, 137),
+    "Megatron 3.6B, 64 A100": megatron(30, 3072, 32, "data=32,model=2", 512, 138),
+    "Megatron 7.5B, 128 A100": megatron(36, 4096, 32, "data=32,model=4", 512, 142),
+    "Megatron 18.4B, 256 A100": megatron(40, 6144, 48, "data=32,model=8", 1024, 135),
+    "Megatron 22B, 8 A100, all recomputed": Run(
+        MEGATRON_22B, "data=1,model=8", 4, 2048, A100, 1.0, 1.42
+    ),
+}
+
+
+def main(names: Sequence[str]) -> None:
+    print("| run | measured, s | estimated, s | ratio |\n|---|--:|--:|--:|")
+    within = 0
+    for name in names or RUNS:
+        run = RUNS[name]
+        seconds = planned(run, zero=not name.startswith("Megatron")).estimate(run.hardware).seconds
+        ratio = seconds / run.seconds
+        within += abs(ratio - 1) <= WITHIN
+        print(f"| {name} | {run.seconds:.3g} | {seconds:.3g} | {ratio:.2f} |", flush=True)
+    print(f"{within} of {len(names or RUNS)} within {WITHIN:.0%}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    main(parser.parse_args().names)
