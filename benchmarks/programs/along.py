@@ -48,6 +48,20 @@ def loss_and_best(x: Tensor, labels: Tensor) -> tuple[Tensor, ...]:
     return loss.detach(), torch.autograd.grad(loss, leaf)[0], best.values, best.indices
 
 
+def distinct(x: Tensor, size: int) -> Tensor:
+    """At most `size` distinct numbers of each row, ascending; the largest fills the rest."""
+    values = x.sort(-1).values
+    first = F.pad(values[..., 1:] != values[..., :-1], (1, 0), value=True)
+    place = torch.where(first, first.cumsum(-1) - 1, size).clamp_max(size)
+    filled = values[..., -1:].expand(*values.shape[:-1], size + 1)
+    return filled.scatter(-1, place, values)[..., :size]
+
+
+def distinct_of_blocks(x: Tensor, size: int = 32) -> Tensor:
+    """The same of a vector, by the distinct numbers of its blocks: `unique` with a bound."""
+    return distinct(distinct(x.unflatten(0, (N, -1)), size).flatten(), size)
+
+
 def convolved(x: Tensor, w: Tensor, dy: Tensor) -> tuple[Tensor, ...]:
     leaves = [t.detach().requires_grad_() for t in (x, w)]
     y = F.conv2d(leaves[0], leaves[1], padding=1)
@@ -81,6 +95,9 @@ program("places of a vector", lambda x: x.argsort(), {"x": numbers(1024)}, "x")
 # k numbers and places of each device.
 program("top-k", lambda x: x.topk(4, 0).values, {"x _": ROWS}, "_ _")
 program("argmax", lambda x: x.argmax(0), {"x _": ROWS}, "_")
+# As many numbers of each block as there may be in all.
+FEW = numbers(1024).mul(4).round()
+program("distinct numbers, at most 32", distinct_of_blocks, {"x": FEW}, "_")
 # A sum of counts: 2 (n-1)/n of the result.
 program("histogram", lambda x: torch.histc(x, 16, -3, 3), {"x _": ROWS}, "_")
 program("places in borders", torch.searchsorted, {"x": numbers(512).sort()[0], "_": ROWS[0]}, "_")

@@ -117,8 +117,8 @@ class EarlySumMove(Move):
     def _reduce_at_origin(self, value: fx.Node, axis: str) -> bool:
         """Reduce a pending sum where it is computed if that costs less; return whether."""
         at, (ops, reductions) = self.assignment, self._pending_users(value, axis)
-        # One reduction cannot be shared.
-        if reductions < 2:
+        # One reduction cannot be shared, and without such operations nothing can change.
+        if reductions < 2 or not ops:
             return False
         nodes = tuple(op.node for op in ops)
         attempt, stamp = (nodes, axis, self.search.costs.phase), at.stamp(nodes)
