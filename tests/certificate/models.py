@@ -105,12 +105,62 @@ def _branches() -> Plan:
     return gspmd.plan(run, x, w, mesh=Mesh(a=2, b=2), in_specs=("a b", "b _"))
 
 
+class Normed(nn.Module):
+    """Norms over a sharded batch and sharded channels, and a signal in windows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.batch = nn.Conv1d(4, 6, 3, padding=2, dilation=2), nn.BatchNorm1d(6)
+        self.group, self.bound = nn.GroupNorm(3, 6), nn.Parameter(torch.ones(6, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.group(self.batch(self.conv(x)).clamp(max=1)) * self.bound
+        return F.instance_norm(y.roll(2, -1)).log_softmax(1).amin(-1).logsumexp(0).sum()
+
+
+def _normed() -> Plan:
+    x, mesh = torch.randn(4, 4, 9), Mesh(data=2, length=2)
+    return gspmd.plan(Normed(), x, mesh=mesh, in_specs=("data _ length",), grad=True)
+
+
+def _distance(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.smooth_l1_loss(model(x), y)
+
+
+def _adam() -> Plan:
+    """A step of AdamW with clipping, whose states are sharded."""
+    mesh, model = Mesh(data=2, model=2), nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 6))
+    gspmd.annotate(model, mesh, {"0.weight": "model _", "2.weight": "_ model"})
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = gspmd.train_step(model, optimizer, _distance, clip=1.0)
+    x = torch.randn(6, 6)
+    return gspmd.plan(step, x, x.sin(), mesh=mesh, in_specs=("data _", "data _"))
+
+
+def _lookup() -> Plan:
+    """Scores of sharded words, their cross entropy, and the best ones."""
+
+    def run(x: Tensor, table: Tensor, at: Tensor) -> tuple[Tensor, ...]:
+        table = table.detach().requires_grad_()
+        scores = torch.where(x.sum(1, True) > 0, x, -x) @ table.T
+        loss = F.cross_entropy(scores, at, label_smoothing=0.1)
+        best = scores.detach().topk(2).values.prod(1).cummax(0).values
+        return loss, torch.autograd.grad(loss, table)[0], best, scores.detach().argmax(1)
+
+    x, table, at = torch.randn(6, 4), torch.randn(10, 4), torch.arange(6)
+    specs = ("data _", "words _", "data")
+    return gspmd.plan(run, x, table, at, mesh=Mesh(data=2, words=2), in_specs=specs)
+
+
 PROGRAMS: dict[str, Callable[[], Plan]] = {
     "transposed": _transposed,
     "recurrent": _recurrent,
     "bags": _bags,
     "along": _along,
     "branches": _branches,
+    "normed": _normed,
+    "adam": _adam,
+    "lookup": _lookup,
 }
 MODELS = *SETS, *PROGRAMS
 

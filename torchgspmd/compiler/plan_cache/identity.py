@@ -27,7 +27,10 @@ from .values import Stale, Unshareable
 
 _FORMAT = 2
 _OWN = __name__.partition(".")[0]
-_NO_OPTIONS = ("TORCHGSPMD_CACHE", "TORCHGSPMD_DUMP", "TORCHGSPMD_CHECK")
+# Variables that change no plan. That of an elastic job's copies differs between hosts and starts.
+_NO_OPTIONS = tuple(
+    f"TORCHGSPMD_{name}" for name in ("CACHE", "DUMP", "CHECK", "COPIES", "BUG_REPORT")
+)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 

@@ -150,6 +150,21 @@ def _transposed_as_plain(
     return local.call(aten.convolution.default, x, w, *options)
 
 
+@rewrite("wide", aten.mkldnn_convolution.default)
+def _wide_convolution(
+    x: Tensor,
+    w: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Convolve in 64 bits, which that kernel does not take."""
+    rest = [0] * len(stride)
+    return aten.convolution.default(x, w, bias, stride, padding, dilation, False, rest, groups)
+
+
 def _same_kernel(
     local: LocalBuilder,
     x: object,
