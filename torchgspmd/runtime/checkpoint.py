@@ -276,7 +276,8 @@ def load(
     if optimizer is not None:
         saved = {n: each for n, each in state["state"].items() if n not in fresh}
         content["optimizer"] = {**state, "state": saved}
-    dcp.load(content, checkpoint_id=path)
+    # A path alone makes torch import fsspec, and the plan cache tells imported packages apart.
+    dcp.load(content, storage_reader=dcp.FileSystemReader(path))
     if optimizer is not None:
         read = content["optimizer"]
         state = {**read, "state": {**state["state"], **read.get("state", {})}}
