@@ -8,6 +8,7 @@ import torch.distributed as dist
 from language_model import whole
 from ranks import distributed
 from tied_model import Model, batch, close, marked, pair, specs
+from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
@@ -200,3 +201,24 @@ def test_same_text(mesh):
     texts = [None] * dist.get_world_size()
     dist.all_gather_object(texts, model.plan.program.code)
     assert len(set(texts)) == 1
+
+
+@distributed("data=2,model=2")
+def test_a_weight_that_is_changed_before_the_backward_is_an_error(mesh):
+    """As in eager PyTorch, such as a discriminator that steps before the generator's backward."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+    gspmd.annotate(model, mesh, {"0.weight": "model _", "2.weight": "_ model"})
+    model = gspmd.parallelize(model, mesh, in_specs="auto")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(4, 4)).sum().backward()
+    early = model(torch.ones(4, 4)).sum()
+    optimizer.step()
+    for _ in range(2):
+        try:
+            early.backward(retain_graph=True)
+        except gspmd.ShardingError as error:
+            text = "'2.weight' was changed between a forward and its backward"
+            assert str(error).startswith(text), error
+        else:
+            raise AssertionError("no error")
+    model(torch.ones(4, 4)).sum().backward()

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..capture import Input
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 
@@ -33,6 +34,27 @@ def detach_inputs(inputs: list[Tensor], indices: Sequence[int]) -> list[Tensor]:
         if inputs[i].requires_grad:
             inputs[i] = inputs[i].detach()
     return inputs
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Return a number that is equal for tensors in the same memory."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def check_versions(versions: Sequence[tuple[int, Tensor, int]], inputs: Sequence[Input]) -> None:
+    """Raise ShardingError for a DTensor that was changed after the forward that saved it.
+
+    Autograd checks the versions of saved tensors, but a change of a DTensor counts on the DTensor
+    alone, not on this rank's part, which is saved.
+    """
+    for i, tensor, version in versions:
+        if tensor._version != version:
+            raise ShardingError(
+                f"'{inputs[i].name}' was changed between a forward and its backward",
+                where=user_line(),
+                why="the backward would read the new value",
+                fix="call backward() before the change (an optimizer's step), or forward again",
+            )
 
 
 def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Sequence[Tensor]:

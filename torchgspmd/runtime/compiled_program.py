@@ -16,9 +16,11 @@ from ..dtensor.module_tensors import slot_of
 from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (
+    check_versions,
     detach_aliases,
     detach_inputs,
     forbid_double_backward,
+    memory_of,
     rows_of_tensors,
     saved_tensors_for,
     tensors_of_rows,
@@ -53,6 +55,7 @@ class CompiledProgram:
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
+        self.read_again: list[int] | None = None
 
     def place(self, tensors: list[Tensor]) -> list[Tensor]:
         """Return the tensors in arguments and attributes as the program takes them."""
@@ -105,6 +108,19 @@ class CompiledProgram:
             for index, value in zip(self.mutated, results[self.outputs : count]):
                 local_of(flat[index]).copy_(value)
         return results[: self.outputs], results[count:]
+
+    def versions_of_saved(
+        self, flat: Sequence[Tensor], saved: Sequence[object]
+    ) -> list[tuple[int, Tensor, int]]:
+        """Return (index, tensor, version) for each DTensor whose memory the backward reads."""
+        if self.read_again is None:  # the same in each call
+            kept = {memory_of(t) for t in saved if isinstance(t, Tensor)}
+            self.read_again = [
+                i
+                for i, t in enumerate(flat)
+                if isinstance(t, DTensor) and memory_of(local_of(t)) in kept
+            ]
+        return [(i, flat[i], flat[i]._version) for i in self.read_again]
 
     def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
         """Return the gradients that autograd needs; None for others, if they are all of one kind.
@@ -166,6 +182,7 @@ class _Run(torch.autograd.Function):
             program,
             [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
         )
+        ctx.versions = program.versions_of_saved(flat, saved)
         saved, ctx.lists = tensors_of_rows(saved)
         if program.by_values:  # Autograd saves tensors only.
             ctx.numbers = [None if isinstance(v, Tensor) else v for v in saved]
@@ -199,6 +216,7 @@ class _Run(torch.autograd.Function):
             )
         ]
         outputs = {i for i, grad in enumerate(grads) if grad is not None}
+        check_versions(ctx.versions, program.captured.inputs)
         saved = saved_tensors_for(ctx, program.output_groups, outputs)
         if program.by_values:
             saved = [t if n is None else n for t, n in zip(saved, ctx.numbers)]
