@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from gpu.test_steps import DP, MESH, TP, Dropped, gpt, losses, tokens, wrapped
+from card_steps import DP, MESH, TP, Dropped, gpt, losses, tokens, wrapped
 from torch import nn
 
 import torchgspmd as gspmd

@@ -12,44 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from card_steps import DP, MESH, TP, Dropped, gpt, losses, tokens, wrapped
 
 import torchgspmd as gspmd
 from torchgspmd.comm.late_check import EVERY
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from gpt.model import DP, GPT, TP, Config  # noqa: E402
-
-MESH = gspmd.Mesh(data=1, model=1)
-SIZE = Config(96, context=32, layers=2, heads=4, width=64)
-
-
-def gpt(device: torch.device, config: Config = SIZE) -> GPT:
-    torch.manual_seed(0)
-    return GPT(config).to(device)
-
-
-def tokens(device: torch.device, rows: int = 4, config: Config = SIZE) -> list[Tensor]:
-    draw = torch.Generator().manual_seed(1)
-    shape = rows, config.context
-    return [torch.randint(config.vocabulary, shape, generator=draw).to(device) for _ in range(2)]
-
-
-def wrapped(device: torch.device, layout: Any = TP, **options: Any) -> nn.Module:
-    model = gspmd.annotate(gpt(device), layout.on(MESH))
-    return gspmd.parallelize(model, MESH, in_specs=("data _", "data _"), **options)
-
-
-def losses(model: nn.Module, batch: list[Tensor], steps: int = 4, **options: Any) -> list[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
-    found = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        loss = model(*batch)
-        loss.backward()
-        optimizer.step()
-        found.append(loss.detach())
-    return [float(loss) for loss in found]
 
 
 @pytest.mark.parametrize("check", ("always", "first", "never"))
@@ -127,15 +93,6 @@ def test_deterministic_steps(
     finally:
         torch.use_deterministic_algorithms(False)
     assert first == again
-
-
-class Dropped(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(nn.functional.dropout(self.up(x).relu(), 0.5, self.training))
 
 
 def test_dropout_waits_for_nothing(
