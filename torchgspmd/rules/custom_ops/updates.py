@@ -73,9 +73,14 @@ def adam_(
     """Step parameters with one dtype and device, in place."""
     options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
     lists: list[tuple[Tensor, ...]] = []
+    copies: list[tuple[Tensor, Tensor]] = []  # a tensor, and its dense copy that is stepped
     for row in zip(ps, gs, ms, vs):
         if _is_for_kernel(row):
-            lists.append(row)
+            # The kernel goes through memory as it lies. It has float32 constants, so the formula
+            # would give other numbers in float64.
+            dense = tuple(t.contiguous() for t in row)
+            copies += [(row[i], dense[i]) for i in (0, 2, 3) if dense[i] is not row[i]]
+            lists.append(dense)
         elif row[0].numel():
             p, g, m, v = row
             new, m_new, v_new, _ = adam_formula(p, g, m, v, None, step, *options)
@@ -96,13 +101,15 @@ def adam_(
             amsgrad=False,
             maximize=maximize,
         )
+    for old, value in copies:
+        old.copy_(value)
 
 
 vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
 
 
 def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the kernel takes these tensors: it goes through their memory as it lies.
+    """Return whether the kernel takes these tensors.
 
     CUDA's kernel reads the learning rate in float32, which is too coarse for float64.
     """
@@ -110,9 +117,8 @@ def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
     return (
         first.device.type in KERNELS
         and not (first.is_cuda and first.dtype == torch.float64)
-        and first.is_contiguous()
         and first.numel() > 0
-        and all(t.dtype == first.dtype and t.is_contiguous() for t in tensors)
+        and all(t.dtype == first.dtype for t in tensors)
     )
 
 
