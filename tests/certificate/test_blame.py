@@ -12,6 +12,7 @@ from torch import fx
 
 import torchgspmd as gspmd
 from certificate.faults import leave_out, other_operation
+from certificate.models import planned
 from torchgspmd import Mesh, ShardingError
 from torchgspmd.fx_passes import pipeline
 from torchgspmd.fx_passes.pass_types import Alternatives, Step
@@ -84,3 +85,14 @@ def test_the_pass_that_has_a_fault_is_named(name, fault, value, monkeypatch):
         raised.value
     )
     gspmd.plan(f, x, w, mesh=mesh, **specs)
+
+
+def test_a_pipeline_with_rounds() -> None:
+    """Between `localize` and `outline_loops` its stages run in another order than on devices."""
+
+    def fault(graph: fx.Graph) -> None:
+        assert any(other_operation(node, Random(0)) for node in graph.nodes)
+
+    with with_fault("bucket", fault), pytest.raises(ShardingError) as raised:
+        planned("circular").verify()
+    assert "pass bucket made it so" in str(raised.value)

@@ -5,6 +5,8 @@ Up to `localize` a program has global shapes, so one device evaluates it. Then t
 
 from __future__ import annotations
 
+from itertools import takewhile
+
 from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...fx_passes.pass_runner import observing
@@ -14,35 +16,27 @@ from .certificate import TRIALS
 from .trial import NoNumbers, Trial
 
 
-class _Wrong(Exception):
-    """The program behind a pass is wrong: planning need not go on."""
-
-    def __init__(self, name: str, error: ShardingError) -> None:
-        self.name, self.error = name, error
-
-
 def blamed(plan: Plan, error: ShardingError) -> ShardingError:
     """Add to a plan's error the pass that made it wrong, if planning again shows it.
 
-    A plan from a file has no passes: its error stays as it is.
+    A plan from a file has no passes: its error stays as it is. A pass is named if its program and
+    all later ones are wrong: between `localize` and `outline_loops` a pipeline with several rounds
+    runs in another order than the devices will.
     """
     if plan._replanner is None:
         return error
-    try:
-        # Compared as soon as a pass has run: the first wrong one ends planning.
-        with observing(_compare):
-            plan._replanner()(plan.captured)
-    except _Wrong as wrong:
-        first = wrong.error
-        made = f"pass {wrong.name} made it so: the program before it is right"
-        return ShardingError(
-            first.what, where=first.where, why=f"{made}; {first.why}", fix=first.fix
-        )
-    return error
+    found = list[tuple[str, ShardingError | None]]()
+    with observing(lambda name, program: found.append((name, _difference(program)))):
+        plan._replanner()(plan.captured)
+    wrong = [*takewhile(lambda row: row[1] is not None, reversed(found))]
+    if not wrong or (first := wrong[-1][1]) is None:
+        return error
+    made = f"pass {wrong[-1][0]} made it so: the program before it is right"
+    return ShardingError(first.what, where=first.where, why=f"{made}; {first.why}", fix=first.fix)
 
 
-def _compare(name: str, program: Program) -> None:
-    """Raise _Wrong if a program, as a pass has left it, computes other values than one device."""
+def _difference(program: Program) -> ShardingError | None:
+    """Return the error of a program that computes other values than one device."""
     is_local = program.stage >= LOCAL
     graph = program.sharded if is_local else program.graph
     plan = Plan(program.mesh, program.captured, graph, program.graph, None, {})
@@ -55,5 +49,6 @@ def _compare(name: str, program: Program) -> None:
             except NoNumbers:
                 continue
             except ShardingError as error:
-                raise _Wrong(name, error) from error
+                return error
             break
+    return None
