@@ -114,12 +114,11 @@ class CompiledProgram:
     ) -> list[tuple[int, Tensor, int]]:
         """Return (index, tensor, version) for each DTensor whose memory the backward reads."""
         if self.read_again is None:  # the same in each call
-            kept = {memory_of(t) for t in saved if isinstance(t, Tensor)}
-            self.read_again = [
-                i
-                for i, t in enumerate(flat)
-                if isinstance(t, DTensor) and memory_of(local_of(t)) in kept
-            ]
+            places = [(i, local_of(t)) for i, t in enumerate(flat) if isinstance(t, DTensor)]
+            # Tensors of XLA have no memory to compare; autograd checks their versions.
+            tensors = [t for t in saved if isinstance(t, Tensor)] if places else []
+            kept = {memory_of(t) for t in tensors}
+            self.read_again = [i for i, t in places if memory_of(t) in kept]
         return [(i, flat[i], flat[i]._version) for i in self.read_again]
 
     def run_backward(self, ctx: Any, boxed: list, grads: tuple) -> Sequence[Any]:
