@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .tools.debug import debug as debug
     from .tools.elastic import elastic as elastic
     from .tools.launch import launch as launch
+    from .tools.name_frames import frame_names as frame_names
+    from .tools.name_frames import name_frames as name_frames
     from .tools.step_log import StepLog as StepLog
 
 __version__ = "0.2.0"  # pyproject.toml reads it from here, without an import
@@ -91,6 +93,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     "debug": "tools.debug",
     "elastic": "tools.elastic",
     "launch": "tools.launch",
+    **dict.fromkeys(["frame_names", "name_frames"], "tools.name_frames"),
 }
 
 

@@ -18,6 +18,7 @@ _LIBRARIES = (
     "<frozen",
     "<string>",
     "<eval_with_key>",
+    "<torchgspmd ",
     os.sep + "lib" + os.sep + "python3",
 )
 _INSTALLED = "-packages" + os.sep  # site-packages, dist-packages

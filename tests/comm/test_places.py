@@ -6,7 +6,8 @@ import weakref
 
 import pytest
 
-from torchgspmd.comm.places import Places, stack_of_main, stacks
+from torchgspmd.comm import places
+from torchgspmd.comm.places import stack_of_main, stacks
 from torchgspmd.comm.rank_failure import Status
 
 
@@ -15,7 +16,7 @@ class Held:
 
 
 def looks():
-    Places().status(Status(), "")
+    places.status(Status(), "")
     stack_of_main()
 
 
@@ -29,7 +30,7 @@ def of_an_error():
     try:
         raise RuntimeError
     except RuntimeError as error:
-        Places().status_of_error(Status(), "", error)
+        places.status_of_error(Status(), "", error)
 
 
 @pytest.mark.parametrize("look", [looks, from_another_thread, of_an_error])

@@ -65,6 +65,8 @@ gspmd.compare_with_xla(plan)
 gspmd.compare(sharded, model, x)
 with gspmd.debug(sharded):
     sharded(x)
+assert_type(gspmd.frame_names(), dict[str, dict[str, str]])
+assert_type(gspmd.name_frames({"entries": [0]}), dict[str, list[int]])
 gspmd.visualize("data _", mesh, (8, 64))
 gspmd.evaluation.evaluate(sharded, [(x, x)], {"top-1": gspmd.evaluation.accuracy()})
 gspmd.doctor()

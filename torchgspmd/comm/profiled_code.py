@@ -20,6 +20,7 @@ from torch.fx.graph import CodeGen
 
 from ..compat.fx_nodes import copy_node
 from ..compat.private_apis import _profiler_enabled, is_missing
+from .code_names import named_code
 
 # Asked once: `is_profiling` runs at every call of a program.
 _IS_MISSING = is_missing(_profiler_enabled)
@@ -33,6 +34,7 @@ class ProfiledCode:
 
     def __init__(self, plain: Callable[..., Any], codegen: CodeGen | None = None) -> None:
         self.plain, self.codegen = plain, codegen
+        named_code(plain)
         self.__self__: fx.GraphModule = plain.__self__  # pyright: ignore[reportFunctionMemberAccess]
         self._with_ranges: Callable[..., Any] | None = None
 
@@ -44,6 +46,7 @@ class ProfiledCode:
             graph = with_ranges(self.__self__.graph)
             graph.set_codegen(self.codegen or CodeGen())
             self._with_ranges = fx.GraphModule(self.__self__, graph).forward
+            named_code(self._with_ranges)
         return self._with_ranges(*inputs)
 
 

@@ -26,10 +26,11 @@ import torch.distributed as dist
 
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
+from . import places
 from .gloo_waits import end_waits
 from .json_rows import from_row
 from .peers import Message, Peers
-from .places import Places, stack_of_main
+from .places import stack_of_main
 from .rank_failure import Fate, Status, failure, is_final, merged
 from .stragglers import ANSWER, TICK, Answer, Stragglers
 from .termination import TERMINATION
@@ -52,7 +53,7 @@ class Watcher:
         self.step, self.phase, self.program, self.raised = 0, "", "", ""
         self.looks = self.waits = 0  # how often the thread has looked, and found a wait
         self.processes, self.rank, self.limit = list(processes), dist.get_rank(), limit
-        self.world, self.places = dist.group.WORLD, Places()
+        self.world = dist.group.WORLD
         self.fates: dict[int, Fate] = {}
         self.has_failed = False  # whether one of the fates is final
         self._news = threading.Condition()
@@ -79,7 +80,7 @@ class Watcher:
 
     def watch(self, function: object) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives."""
-        return self.places.watch(function)
+        return places.watch(function)
 
     def begin(self, program: str, phase: str) -> None:
         """Note that a program begins, by its name. Raise RankError if another rank has failed."""
@@ -104,7 +105,7 @@ class Watcher:
         """
         for _ in range(TRIES):
             now = self.now()
-            status, place = self.places.status(now, self.program)
+            status, place = places.status(now, self.program)
             if self.now() == now:
                 return status, place
         return replace(status, waits_in="", comparisons=UNKNOWN), place
@@ -279,7 +280,7 @@ class Watcher:
         # gloo's errors are plain RuntimeErrors, known by their text alone.
         if not isinstance(error, dist.DistError) and "gloo/" not in text:
             return
-        status, what = self.places.status_of_error(self.now(), self.program, error), ""
+        status, what = places.status_of_error(self.now(), self.program, error), ""
         self._has_given_up = True
         if ("imed out" in text or "imeout" in text) and not self.has_failed:
             what = f"rank {self.rank} has waited {self.limit:g} s for another rank"
