@@ -81,7 +81,7 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
     program = SimpleNamespace(
         rank=SimpleNamespace(backend=backend),
         request=SimpleNamespace(
-            rng="native", reduce_dtype=torch.float32, hardware=None, has_budget=True
+            rng="native", reduce_dtype=torch.float32, hardware=None, hosts=0, has_budget=True
         ),
     )
     stage = CAPTURED

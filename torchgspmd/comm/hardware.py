@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import ShardingError, did_you_mean, user_line
 from ..layout.mesh import Mesh
@@ -14,6 +14,8 @@ US = 1e-6
 STARTS = 4.0  # How many times as long as its start the largest bucket takes.
 BUCKETS = 1.6e6, 400e6  # Bytes that a device sends in the largest bucket: the least, the most.
 UNHIDDEN = 25 * 2**20  # The same where it hides behind nothing.
+CARD = 25 * GB  # Bytes per second between hosts: of a GPU's network card, with 200 Gb/s,
+NETWORK = 1.25 * GB  # and of a host with processes on CPUs, which share it, with 10 Gb/s.
 
 
 @dataclass(frozen=True)
@@ -332,11 +334,12 @@ PRESETS = {
 PRESETS["cpu_gloo"] = CPU
 
 
-def hardware_of(device: str) -> Hardware:
+def hardware_of(device: str, hosts: int = 0) -> Hardware:
     """Return the round numbers for a device type.
 
     Args:
         device: A torch device type. "meta" stands for GPUs.
+        hosts: The devices on a host, if there are several hosts; else 0.
 
     Returns:
         The hardware.
@@ -344,5 +347,12 @@ def hardware_of(device: str) -> Hardware:
     Example:
         >>> hardware_of("meta").name
         'gpu'
+        >>> [link.devices for link in hardware_of("cuda", hosts=8).links]
+        [8, inf]
     """
-    return CPU if device == "cpu" else GPU
+    found = CPU if device == "cpu" else GPU
+    if not hosts:
+        return found
+    (inside,), across = found.links, NETWORK / hosts if found is CPU else CARD
+    links = replace(inside, devices=hosts), Link(math.inf, across, 2 * inside.latency)
+    return replace(found, links=links)

@@ -204,6 +204,7 @@ def compile_plan(
     plain: Sequence[bool] = (),
     device: str | None = None,
     shared: Shared | None = None,
+    hosts: int = 0,
 ) -> Plan:
     """Run the passes over a captured program.
 
@@ -211,7 +212,8 @@ def compile_plan(
     plain; its results without a spec are replicated. stored: parameter and buffer layouts, by
     name. plain: for each argument whether every rank has the whole tensor; its gradient is whole
     then. device: the device type to plan for ("meta": GPUs); by default the input tensors' type.
-    shared: results that equal programs' plans share, filled here.
+    shared: results that equal programs' plans share, filled here. hosts: the devices on a host, if
+    there are several hosts and options do not say it.
     """
     for name in options.skip_passes:
         check_choice("pass", name, skippable())
@@ -232,6 +234,7 @@ def compile_plan(
         reduce_dtype=options.reduce_dtype,
         stored_over=frozenset([axis] if axis else []),
         hardware=None if hardware is None else Hardware.of(hardware),
+        hosts=hosts,
         recompute=options.recompute,
         offload=options.offload,
         memory_budget=options.budget,

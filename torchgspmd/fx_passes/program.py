@@ -54,8 +54,9 @@ class Request:
     for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
     reduce_dtype: sums parameter gradients over devices; None: as costs least. stored_over: axes
     over which parameters are stored in parts, though no argument is. hardware: speeds and links, if
-    they are known. memory_budget: bytes that a device's peak may have; None: its memory. recompute,
-    offload: how it fits. shared: results that plans for equal programs share.
+    they are known. hosts: else the devices on a host, 0 if there is one host. memory_budget: bytes
+    that a device's peak may have; None: its memory. recompute, offload: how it fits. shared:
+    results that plans for equal programs share.
     """
 
     captured: Captured
@@ -77,6 +78,7 @@ class Request:
     reduce_dtype: torch.dtype | None = None
     stored_over: frozenset[str] = frozenset()
     hardware: Hardware | None = None
+    hosts: int = 0
     recompute: str = "model"
     offload: str = "never"
     memory_budget: int | None = None
@@ -84,8 +86,8 @@ class Request:
 
     @property
     def planned_for(self) -> Hardware:
-        """Return the hardware that is named, or round numbers for the device."""
-        return self.hardware or hardware_of(self.device)
+        """Return the hardware that is named, or round numbers for device and hosts."""
+        return self.hardware or hardware_of(self.device, self.hosts)
 
     @property
     def has_budget(self) -> bool:

@@ -116,8 +116,8 @@ def overlap(program: Program) -> fx.Graph:
 
 
 def has_hosts(program: Program) -> bool:
-    """Return whether the request names the hardware."""
-    return program.request.hardware is not None
+    """Return whether the request names the hardware, or the processes are on several hosts."""
+    return program.request.hardware is not None or program.request.hosts > 0
 
 
 def hierarchical_sums(program: Program) -> fx.Graph | None:

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
 from ..capture.state.value_keys import as_text
+from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import check_ranks
@@ -102,6 +103,7 @@ class ShardedModule(MeshModule):
             _groups=groups,
             _graphs=graphs,
             _part=part,
+            _hosts=devices_of_a_host(groups) if options.hardware is None else 0,
             _marked={},
             _has_warned=False,
             _audit=None if options.audit is None else Audit(model, groups, options.audit),
@@ -331,7 +333,7 @@ class ShardedModule(MeshModule):
             return learnt
         if call.numbers:
             return "it takes numbers that have changed"
-        names = "in_specs out_specs device_type hooks"
+        names = "in_specs out_specs device_type hooks hosts"
         options = {name: getattr(self, f"_{name}") for name in names.split()}
         options |= self._options.of_plan()
         options["layout"] = repr(self._layout)
@@ -371,6 +373,7 @@ class ShardedModule(MeshModule):
             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
             plain=[not isinstance(t, DTensor) for t in tensors],
             device=self._groups.device_type,
+            hosts=self._hosts,
         )
 
 

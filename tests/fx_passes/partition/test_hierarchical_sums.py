@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Hardware, Mesh
 from torchgspmd.comm.hardware import Link
+from torchgspmd.compiler import api
 
 HOSTS = Hardware(
     "hosts of two", {4: 1e12}, 1e11, 1e10, (Link(2, 1e10, 1e-6), Link(math.inf, 1e9, 1e-6))
@@ -77,6 +79,22 @@ def test_gradients():
             torch.testing.assert_close(gradients[name], parameter.grad)
         slow.append(sum(c.sent_bytes for c in plan.collectives if "host" in c.axes))
     assert slow[1] <= slow[0] / 2
+
+
+@pytest.mark.parametrize("hosts, is_divided", [(0, False), (2, True), (4, False)])
+def test_round_numbers_for_gpus_on_several_hosts(hosts, is_divided):
+    """Pairs send half over their cards; four cards together are as fast as the links of a host.
+
+    A device sends the same bytes, on whatever hosts.
+    """
+    x, w = torch.empty(1 << 18, 2048, device="meta"), torch.empty(1 << 18, 1024, device="meta")
+    mesh, layouts = Mesh(host=2, core=max(hosts, 2)), ("host+core _", "host+core _")
+    flat = gspmd.plan(program, x, w, mesh=mesh, in_specs=layouts, out_specs="_ _")
+    assert flat.request is not None and flat.request.hosts == 0
+    plan = api._plan(dataclasses.replace(flat.request, hosts=hosts))
+    steps = ["reduce_scatter", "all_reduce", "all_gather"] if is_divided else ["all_reduce"]
+    assert [c.kind for c in plan.collectives] == steps
+    assert plan.sent_bytes == flat.sent_bytes
 
 
 def test_an_unknown_name():

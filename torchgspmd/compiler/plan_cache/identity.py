@@ -27,9 +27,9 @@ from .values import Stale, Unshareable
 
 _FORMAT = 2
 _OWN = __name__.partition(".")[0]
-# Variables that change no plan. That of an elastic job's copies differs between hosts and starts.
+# Variables that change no plan, or differ between hosts, as those of an elastic job's copies do.
 _NO_OPTIONS = tuple(
-    f"TORCHGSPMD_{name}" for name in ("CACHE", "DUMP", "CHECK", "COPIES", "BUG_REPORT")
+    f"TORCHGSPMD_{name}" for name in ("CACHE", "DUMP", "CHECK", "COPIES", "BUG_REPORT", "HOST")
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
