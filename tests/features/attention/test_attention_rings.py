@@ -11,6 +11,7 @@ from attention_cases import Case, check
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
+from torchgspmd.features.attention import lent_rows
 
 SPEC = "_ model seq _"
 
@@ -82,8 +83,15 @@ def test_a_ring_sends_what_gathers_send() -> None:
     rows = [c.sent_bytes for c in planned(Mesh(seq=n), inputs, causal=False).collectives]
     block = 2 * length // n * 8 * 8  # bytes of keys of a device
     assert rows == [(n - 1) * block] * 6
-    balanced = planned(Mesh(seq=n), inputs).collectives
-    assert [c.sent_bytes for c in balanced if c.kind != "permute"] == [(n - 1) * block] * 6
+
+    # Under a causal mask late devices lend their last queries, and nothing else is sent.
+    balanced = [c.sent_bytes for c in planned(Mesh(seq=n), inputs).collectives]
+    queries, statistic = 4 * block, 4 * block // 8
+    forward = n, length // n, 2 * block, queries, queries + statistic, False
+    backward = n, length // n, 2 * block, 3 * queries + statistic, queries, True
+    assert len(balanced) == 6
+    assert sum(balanced[:2]) == pytest.approx(lent_rows.sent_bytes(*forward))
+    assert sum(balanced[2:]) == pytest.approx(lent_rows.sent_bytes(*backward))
 
 
 def test_memory_does_not_grow_with_the_whole_sequence() -> None:

@@ -12,11 +12,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
-from torchgspmd.features.attention import lending, ring
+from torchgspmd.features.attention import lending, lent_rows, ring
 from torchgspmd.features.attention.call import AttentionCall
+from torchgspmd.features.attention.ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS
 
 SIZES = [2, 3, 4, 5, 8]  # of rings
 HEADS = [(2, 2), (4, 1)]  # of queries, of keys and values
+LOANS = [LOANS_OF_STEPS, LOANS_OF_ROWS]
 WIDTH = 8
 
 
@@ -41,7 +43,7 @@ def driven(steps: list[Any], sent: Counter[int]) -> list[Any]:
 
 
 def run(
-    steps: Callable[..., Any], n: int, tensors: list[Tensor], length: int
+    steps: Callable[..., Any], n: int, tensors: list[Tensor], length: int, loans: str
 ) -> tuple[list[Tensor], Counter[int]]:
     """Run a ring on n devices; return its whole results, and the elements that devices sent."""
     rows, sent = -(-length // n), Counter[int]()
@@ -49,7 +51,7 @@ def run(
         F.pad(x.movedim(2, -1), (0, rows * n - length), value=torch.nan).movedim(-1, 2).chunk(n, 2)
         for x in tensors
     ]
-    tail = ((None, (), (), ()), "seq", True, WIDTH**-0.5, length, length, None, True)
+    tail = ((None, (), (), ()), "seq", True, WIDTH**-0.5, length, length, None, loans)
     made = [steps(n, me, *(x[me] for x in parts), *tail) for me in range(n)]
     results = zip(*driven(made, sent))
     return [torch.cat(each, 2)[:, :, :length] for each in results], sent
@@ -67,15 +69,16 @@ def expected(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, grad.double())]
 
 
+@pytest.mark.parametrize("loans", LOANS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("n", SIZES)
-def test_numbers_and_bytes(n: int, heads: tuple[int, int], dtype: torch.dtype) -> None:
+def test_numbers_and_bytes(n: int, heads: tuple[int, int], dtype: torch.dtype, loans: str) -> None:
     for length in (n * 6, n * 5 + 1):
         q, k, v, grad = inputs(heads, length, dtype)
-        (out, lse), sent = run(ring._forward_steps, n, [q, k, v], length)
+        (out, lse), sent = run(ring._forward_steps, n, [q, k, v], length, loans)
         saved = [grad, q, k, v, out, lse]
-        grads, sent_back = run(ring._backward_steps, n, saved, length)
+        grads, sent_back = run(ring._backward_steps, n, saved, length, loans)
         # Results are rounded once more for each device that a sum passes.
         tolerance = torch.finfo(dtype).eps * 8 * n
         for got, want in zip((out, *grads), expected(q, k, v, grad), strict=True):
@@ -85,9 +88,17 @@ def test_numbers_and_bytes(n: int, heads: tuple[int, int], dtype: torch.dtype) -
         rows = 2 * heads[0] * 6
         one, statistic = rows * WIDTH, rows * (2 if dtype == torch.bfloat16 else 1)
         keys = 2 * 2 * heads[1] * 6 * WIDTH
-        assert max(sent.values()) == lending.sent_bytes(n, keys, one, one + statistic, False)
+        assert max(sent.values()) == sent_bytes(n, loans, keys, one, one + statistic, False)
         lent = 3 * one + statistic
-        assert max(sent_back.values()) == lending.sent_bytes(n, keys, lent, one, True)
+        assert max(sent_back.values()) == sent_bytes(n, loans, keys, lent, one, True)
+
+
+def sent_bytes(n: int, loans: str, *rest: Any) -> float:
+    return (
+        lending.sent_bytes(n, *rest)
+        if loans == LOANS_OF_STEPS
+        else (round(lent_rows.sent_bytes(n, 6, *rest), 6))
+    )
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -109,23 +120,50 @@ def test_all_devices_have_the_same_work(n: int, monkeypatch: pytest.MonkeyPatch)
     original = ring.computed
     monkeypatch.setattr(ring, "computed", counted)
     monkeypatch.setattr(lending, "computed", counted)
-    run(ring._forward_steps, n, [q, k, v], n * 6)
+    run(ring._forward_steps, n, [q, k, v], n * 6, LOANS_OF_STEPS)
     assert len(set(work.values())) == 1 and sum(work.values()) == n * 6 * (n * 6 + 1) // 2
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_lent_rows_balance_the_work(n: int) -> None:
+    """Each device computes within a row's scores of its fair share."""
+    rows = 1000
+    for me in range(n):
+        runs = lent_rows.LentRows(n, me, rows).runs(n * rows)
+        work = sum((r.stop - r.start) * (first + (r.stop - r.start + 1) / 2) for r, first in runs)
+        assert abs(work - n * rows * (n * rows + 1) / 2 / n) <= n * rows
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
+
+
+def planned(heads: tuple[int, int], mesh: Mesh, spec: str) -> tuple[Any, list[str], float]:
+    """Return a plan for 256k tokens, its rings' loans, and the MiB that forward sends."""
+    with torch.device("meta"):
+        q, k, v, grad = (
+            torch.empty(1, h, 1 << 18, 128, dtype=torch.bfloat16)
+            for h in (heads[0], heads[1], heads[1], heads[0])
+        )
+    specs = (spec,) * 4
+    result = plan(step, q, k, v, grad, mesh=mesh, in_specs=specs, out_specs=specs)
+    rings = [n for n in result.program.graph.nodes if "ring_attention" in str(n.target)]
+    forward = sum(c.sent_bytes for c in result.collectives[:2]) / 2**20
+    return result, [n.args[-1] for n in rings], forward
 
 
 def test_a_plan_lends_where_queries_are_inputs() -> None:
     """8 heads on 8 x 8 devices, 256k tokens: a ring of all keys sends 112 MiB, zigzag order 128."""
-    spec, mesh = "_ model seq _", Mesh(model=8, seq=8)
-    with torch.device("meta"):
-        tensors = [torch.empty(1, 8, 1 << 18, 128, dtype=torch.bfloat16) for _ in range(4)]
+    result, loans, forward = planned((8, 8), Mesh(model=8, seq=8), "_ model seq _")
+    assert forward == 84 and result.sent_bytes < 273 * 2**20
+    assert loans == [LOANS_OF_STEPS] * 2
 
-    def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        out = F.scaled_dot_product_attention(*leaves, is_causal=True)
-        return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
-    result = plan(step, *tensors, mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 4)
-    forward = sum(c.sent_bytes for c in result.collectives[:2])
-    assert forward == 84 * 2**20 and result.sent_bytes < 273 * 2**20
-    reaches = [n.args[-1] for n in result.program.graph.nodes if "ring_attention" in str(n.target)]
-    assert reaches == [True, True]
+def test_a_plan_lends_rows_where_heads_share_keys() -> None:
+    """A ring of all keys sends 224 MiB, zigzag order 496; 45 % of the last queries are 115."""
+    result, loans, forward = planned((32, 2), Mesh(seq=8), "_ _ seq _")
+    assert 339 < forward < 342 and loans == [LOANS_OF_ROWS] * 2
+    # All of zigzag order with its backward are 1,216.
+    assert result.sent_bytes < 1140 * 2**20

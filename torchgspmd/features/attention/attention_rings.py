@@ -21,7 +21,8 @@ from torch import fx
 from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...fx_passes.schedule.liveness import bytes_of
-from .ring_keys import HALF, RINGS, Ring
+from .ring_blocks import NO_LOANS
+from .ring_keys import RINGS, Ring
 
 # Operations that cut off padding behind a gather.
 _TRIMS = (aten.contiguous.default, aten.narrow.default)
@@ -30,12 +31,12 @@ _TRIMS = (aten.contiguous.default, aten.narrow.default)
 def attention_rings(graph: fx.Graph) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     for node in list(graph.nodes):
-        if (reach := node.meta.pop("ring", None)) and node.target in RINGS:
-            _fuse(graph, node, RINGS[node.target], reach)
+        if (loans := node.meta.pop("ring", None)) and node.target in RINGS:
+            _fuse(graph, node, RINGS[node.target], loans)
     return graph
 
 
-def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, reach: str) -> None:
+def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, loans: str) -> None:
     """Fuse an operation with its gathers and the reduce_scatters behind it."""
     # Keys and values follow the queries among the operands.
     place = ring.queries + 1
@@ -62,7 +63,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, reach: str) -> None:
                 scale,
                 *region[2:4],
                 None if ring.shards is None else node.args[ring.shards],
-                reach == HALF,
+                loans,
             ),
             name=f"{node.name}_ring",
         )
@@ -79,7 +80,7 @@ def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, reach: str) -> None:
         # the tensors that their results, or gradients, need.
         "bytes": (5 if ring.scatters else 2) * moved
         + 4 * bytes_of(q) // q.meta["dtype"].itemsize
-        + (reach == HALF) * (5 if ring.scatters else 2) * bytes_of(q),
+        + (loans != NO_LOANS) * (5 if ring.scatters else 2) * bytes_of(q),
     }
     # The ring sums the gradients itself, so each reduce_scatter becomes one of its results.
     for i, step in enumerate(scattered, start=1):

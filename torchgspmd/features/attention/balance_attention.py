@@ -38,7 +38,7 @@ from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
 from ...shard_spec import ShardSpec
-from .ring_keys import RINGS, is_hidden, lent_bytes
+from .ring_keys import RINGS, cheapest_loans, is_hidden
 from .zigzag import zigzag
 
 
@@ -171,7 +171,7 @@ class _Reordering:
         if self.lends and is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
             specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh
             local = [local_bytes(x, spec, mesh) for x, spec in zip(values, specs)]
-            excess = min(excess, max(0, lent_bytes(ring, values, local, shards)))
+            excess = min(excess, max(0, cheapest_loans(ring, values, local, shards)[0]))
         return excess * runs(node)
 
     # --------------------------------------------------------------------------------- the cut

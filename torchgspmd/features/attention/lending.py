@@ -17,9 +17,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from .call import AttentionCall, Upstream
+from .lent_rows import LentRows
 from .op import computed, gradients
 from .ring_blocks import Arrival, Message, packed, size_of, unpacked
 from .tiles import lse_dtype
@@ -27,6 +29,7 @@ from .tiles import lse_dtype
 # Bytes of a logsumexp, at least.
 LSE_ITEMSIZE = 4
 Lent = tuple[slice, list[Tensor]]  # rows of the own queries, and their results
+Exchange = Generator[Message, Arrival, list[Tensor]]
 
 
 class Lending(NamedTuple):
@@ -177,3 +180,37 @@ def _message(lending: Lending, job: Job, step: int, results: list[Tensor]) -> Me
     if (helper := lending.helper(step - 1)) is not None:
         receives[helper] = size_of(job.like(lending.lent(step - 1)), like)
     return sends, receives
+
+
+# ------------------------------------------------------------------------- rows lent for all steps
+
+
+def borrow(lent: LentRows, tensors: Sequence[Tensor]) -> Exchange:
+    """Send the rows that are lent; return those that a device computes: own, then borrowed ones.
+
+    tensors: [..., rows, width].
+    """
+    like = [x[..., :1, :].expand(*x.shape[:-2], lent.borrowed, -1) for x in tensors]
+    came = yield from _exchange(lent, [x[..., lent.kept :, :] for x in tensors], like)
+    return [torch.cat([x[..., : lent.kept, :], y], -2) for x, y in zip(tensors, came)]
+
+
+def give_back(lent: LentRows, tensors: Sequence[Tensor]) -> Exchange:
+    """Send borrowed rows back; return a device's own ones. tensors: as `borrow` returns them."""
+    count = lent.rows - lent.kept
+    like = [x[..., :1, :].expand(*x.shape[:-2], count, -1) for x in tensors]
+    came = yield from _exchange(lent, [x[..., lent.kept :, :] for x in tensors], like)
+    return [torch.cat([x[..., : lent.kept, :], y], -2) for x, y in zip(tensors, came)]
+
+
+def _exchange(lent: LentRows, mine: Sequence[Tensor], like: Sequence[Tensor]) -> Exchange:
+    """Send rows to the partner, and return rows from it, which have the shapes of `like`."""
+    dtype = mine[0].dtype
+    # A wider type's bits have to lie next to each other.
+    sent = [x.contiguous() for x in mine]
+    arrival = yield (
+        {lent.partner: packed(sent, dtype)} if mine[0].numel() else {},
+        {lent.partner: size_of(like, dtype)} if like[0].numel() else {},
+    )
+    came = arrival()
+    return unpacked(came[lent.partner], like) if came else [*like]

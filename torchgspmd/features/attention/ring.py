@@ -8,8 +8,8 @@
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
 only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
-in zigzag order (zigzag.py), or if late devices lend queries to early ones (lending.py). Source:
-Ring Attention, arXiv 2310.01889.
+in zigzag order (zigzag.py), or if late devices lend queries to early ones (lending.py,
+lent_rows.py). Source: Ring Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -30,9 +30,21 @@ from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from .call import AttentionCall, Gradients, Results, Upstream, of_backward
 from .flex_op import flex_tiles
-from .lending import Backward, Forward, Lending, lend
+from .lending import Backward, Forward, Lending, borrow, give_back, lend
+from .lent_rows import LentRows
 from .op import computed, gradients
-from .ring_blocks import Arrival, Blocks, Joint, Message, Steps, in_step, packed, unpacked
+from .ring_blocks import (
+    LOANS_OF_ROWS,
+    LOANS_OF_STEPS,
+    Arrival,
+    Blocks,
+    Joint,
+    Message,
+    Steps,
+    in_step,
+    packed,
+    unpacked,
+)
 from .tiles import lse_dtype
 from .zigzag import Merged
 
@@ -53,8 +65,8 @@ class RingOptions(NamedTuple):
 class RingCall(NamedTuple):
     """A ring's arguments behind its tensors, in a graph's order.
 
-    queries, keys: over all devices. shards: how many shards are in zigzag order. lends: whether
-    late devices lend queries to early ones.
+    queries, keys: over all devices. shards: how many shards are in zigzag order. loans: as in
+    Blocks.
     """
 
     options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
@@ -64,7 +76,7 @@ class RingCall(NamedTuple):
     queries: int
     keys: int
     shards: int | None
-    lends: bool
+    loans: str
 
     @classmethod
     def of(cls, args: Sequence[Any]) -> RingCall:
@@ -95,7 +107,7 @@ class _Part(NamedTuple):
 def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> Iterator[_Part]:
     """Yield the parts of a block to compute. call: with all queries and keys on the device."""
     options = RingOptions(*ring.options)
-    if blocks.shards:
+    if blocks.has_runs:
         for rows, columns, region in blocks.visible(block):
             some = call.in_block(rows, columns)
             some = some._replace(causal=region is not None, region=region)
@@ -107,7 +119,7 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> I
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
     rows = slice(None)
-    if blocks.lends:
+    if blocks.loans == LOANS_OF_STEPS:
         rows = Lending(blocks.n, blocks.me, blocks.rows).kept(blocks.me - block)
     region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *options.place]
     changes = dict(zip(("seed", "dropout"), options.dropout))
@@ -237,7 +249,7 @@ def _blocks(n: int, me: int, call: AttentionCall, ring: RingCall) -> Blocks:
         keys=ring.keys,
         rows=call.q.shape[-2],
         width=call.k.shape[-2],
-        lends=ring.lends,
+        loans=ring.loans,
     )
 
 
@@ -245,8 +257,15 @@ def _forward_steps(n: int, me: int, *args: Any) -> Steps:
     ring, (q, k, v) = RingCall.of(args), args[:3]
     call = AttentionCall(q, k, v, ring.causal, ring.scale)
     blocks = _blocks(n, me, call, ring)
+    if ring.loans == LOANS_OF_ROWS:
+        lent = LentRows(n, me, blocks.rows)
+        (q,) = yield from borrow(lent, [call.q])
+        merged = yield from _forward(blocks, call._replace(q=q), ring)
+        out, lse = merged.result()
+        out, lse = yield from give_back(lent, [out, lse.unsqueeze(-1)])
+        return out, lse.squeeze(-1)
     steps = _forward(blocks, call, ring)
-    if not ring.lends:
+    if ring.loans != LOANS_OF_STEPS:
         return (yield from steps).result()
     loans = lend(Lending(n, me, blocks.rows), Forward(call), (blocks.queries, blocks.keys))
     returned, merged = yield from in_step(loans, steps)
@@ -259,8 +278,16 @@ def _backward_steps(n: int, me: int, *args: object) -> Steps:
     ring = RingCall.of(args)
     call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
     blocks = _blocks(n, me, call, ring)
+    if ring.loans == LOANS_OF_ROWS:
+        lent, (grad, out, lse) = LentRows(n, me, blocks.rows), upstream
+        operands = [call.q, grad, out, lse.unsqueeze(-1)]
+        q, grad, out, lse = yield from borrow(lent, operands)
+        upstream = Upstream(grad, out, lse.squeeze(-1))
+        q_grad, *others = yield from _backward(blocks, call._replace(q=q), upstream, ring)
+        (q_grad,) = yield from give_back(lent, [q_grad.to(call.q.dtype)])
+        return q_grad, *others
     steps = _backward(blocks, call, upstream, ring)
-    if not ring.lends:
+    if ring.loans != LOANS_OF_STEPS:
         q_grad, *others = yield from steps
         return q_grad.to(call.q.dtype), *others
     job = Backward(call, upstream)
@@ -331,9 +358,10 @@ _PICTURE = """
 ring_attention = FusedKind(
     feature="attention",
     name="ring_attention",
-    signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards, lends)",
+    signature="ring_attention(q, k, v, options, axes, causal, scale, queries, keys, shards, loans)",
     meaning="""Return attention of the device's queries to all keys, and the logsumexp.
-        Keys and values travel over `axes`. shards: for which tokens are in zigzag order.""",
+        Keys and values travel over `axes`. shards: for which tokens are in zigzag order. loans:
+        whether devices compute for others.""",
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _forward_steps),

@@ -10,7 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .lent_rows import LentRows
 from .zigzag import runs_of_rows
+
+# Who computes for whom in a ring under a causal mask. NO_LOANS: every device for its own queries.
+# LOANS_OF_STEPS: late devices lend all queries for some steps, and keys travel half way
+# (lending.py). LOANS_OF_ROWS: they lend their last queries for all steps (lent_rows.py).
+NO_LOANS, LOANS_OF_STEPS, LOANS_OF_ROWS = "none", "steps", "rows"
 
 # Position in the ring -> tensor to send; position -> elements to receive.
 Message = tuple[dict[int, Tensor], dict[int, int]]
@@ -24,8 +30,8 @@ class Blocks:
     """Where a ring's blocks are, and who needs them.
 
     n, me: the number of devices, and this one's position. queries, keys: over all devices.
-    rows, width: queries and keys on one device. shards: how many are in zigzag order. lends: keys
-    travel half way round, since devices lend queries (lending.py).
+    rows, width: queries and keys on one device. shards: how many are in zigzag order. loans: who
+    computes for whom, e.g. NO_LOANS.
     """
 
     n: int
@@ -36,12 +42,12 @@ class Blocks:
     keys: int
     rows: int
     width: int
-    lends: bool = False
+    loans: str = NO_LOANS
 
     @property
     def steps(self) -> int:
         """The number of times that a block is passed on."""
-        return self.n // 2 if self.lends else self.n - 1
+        return self.n // 2 if self.loans == LOANS_OF_STEPS else self.n - 1
 
     @property
     def after(self) -> int:
@@ -52,18 +58,30 @@ class Blocks:
         return (self.me - 1) % self.n
 
     def needed(self, block: int, device: int) -> bool:
-        """Return whether a device computes with a block for its own queries."""
-        if self.lends:
+        """Return whether a device computes with a block, and not for a single step's loan."""
+        if self.loans == LOANS_OF_STEPS:
             return 0 <= device - block <= self.steps
+        if self.loans == LOANS_OF_ROWS:
+            # Its partner may have later queries.
+            return block <= max(device, self.n - 1 - device)
         # In zigzag order each device has late queries; other lengths have no common diagonal.
         return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
 
+    @property
+    def has_runs(self) -> bool:
+        """Whether a device's queries lie apart from each other in the sequence."""
+        return bool(self.shards) or self.loans == LOANS_OF_ROWS
+
     def visible(self, block: int) -> list[Rows]:
-        """Return the rows to compute between this device and a block, in zigzag order.
+        """Return the rows to compute between this device and a block, where queries lie apart.
 
         Adjacent rows that see the same keys are joined.
         """
-        mine, theirs = self._runs(self.me, self.rows), self._runs(block, self.width)
+        theirs = self._runs(block, self.width)
+        if self.loans == LOANS_OF_ROWS:
+            mine = LentRows(self.n, self.me, self.rows).runs(self.queries)
+        else:
+            mine = self._runs(self.me, self.rows)
         cut: list[Rows] = []
         whole: dict[tuple[int, int], list[slice]] = {}
         for rows, first in mine:
@@ -85,7 +103,10 @@ class Blocks:
 
     def _runs(self, device: int, rows: int) -> list[tuple[slice, int]]:
         """Return a device's runs of adjacent rows, with their first positions."""
-        return [*runs_of_rows(device * rows, rows, self.shards or 1, self.queries)]
+        first, total = device * rows, self.queries
+        if not self.shards:
+            return [(slice(0, min(rows, total - first)), first)] if first < total else []
+        return [*runs_of_rows(first, rows, self.shards, total)]
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
         """Return the message that passes keys and values on to the next device."""

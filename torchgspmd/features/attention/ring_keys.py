@@ -28,12 +28,12 @@ from ...fx_passes.ir import results_of
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
+from . import lending, lent_rows
 from .call import AttentionCall, of_backward
-from .lending import LSE_ITEMSIZE, sent_bytes
+from .lending import LSE_ITEMSIZE
 from .ring import RingOptions, ring_attention, ring_attention_backward
+from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS
 
-# How far keys travel: all round, or half way, since late devices lend queries (lending.py).
-WHOLE, HALF = "whole", "half"
 Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
 
@@ -196,7 +196,7 @@ def is_hidden(q: Tensor, k: Tensor, v: Tensor, n: int, causal: bool, flops_per_b
 
 
 def _lend(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> None:
-    """Mark a ring whose keys travel half way, if that balances work for few bytes."""
+    """Mark a ring in which late devices lend queries, if that balances work for few bytes."""
     causal, _, options = ring.arguments(node.args)
     values = [x.meta["val"] for x in ring.operands(node.args)][ring.queries :][:3]
     plain = ring.shards is None and options == RingOptions()
@@ -206,35 +206,42 @@ def _lend(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> None:
     n, parts = mesh.count(_axes(node, ring)), [mesh.count(s.sharding_axes) for s in specs[:3]]
     # A block of keys is a part of those that were gathered.
     local = [x.nbytes / count for x, count in zip(values, (parts[0], n * parts[1], n * parts[2]))]
-    more = lent_bytes(ring, values, local, n)
+    more, loans = cheapest_loans(ring, values, local, n)
     # The last device has all scores of its rows, an even share is about half of that.
     saved = 2 * values[0].numel() / parts[0] * values[1].shape[-2] * (1 - 1 / n)
     if more * flops_per_byte >= saved:
         return
-    node.meta["ring"] = HALF
+    node.meta["ring"] = loans
     moves = [x for x in (*_gathers(node, ring), *_scattered(node, ring)) if x is not None]
     for move in moves:
         step = move.meta["step"]
         move.meta["step"] = replace(step, sent=step.sent + more / len(moves))
 
 
-def lent_bytes(ring: Ring, values: Sequence[Tensor], local: Sequence[float], n: int) -> float:
-    """Return the bytes that a device sends beyond a ring's, if late devices lend queries.
+def cheapest_loans(
+    ring: Ring, values: Sequence[Tensor], local: Sequence[float], n: int
+) -> tuple[float, str]:
+    """Return the bytes that a device sends beyond a ring's, and the loans that send least.
 
     values: queries, keys and values. local: the bytes of a device's part of each.
     """
     (q, _, v), backward = values, ring.scatters is not None
-    rows = local[0] / (q.shape[-1] * q.itemsize)
-    out, lse = rows * v.shape[-1] * q.itemsize, rows * max(LSE_ITEMSIZE, q.itemsize)
+    numbers = local[0] / (q.shape[-1] * q.itemsize)
+    out, lse = numbers * v.shape[-1] * q.itemsize, numbers * max(LSE_ITEMSIZE, q.itemsize)
     lent = local[0] + (2 * out + lse if backward else 0)
     keys, result = local[1] + local[2], local[0] if backward else out + lse
-    return sent_bytes(n, keys, lent, result, backward) - (n - 1) * keys * (1 + backward)
+    sent = {
+        LOANS_OF_STEPS: lending.sent_bytes(n, keys, lent, result, backward),
+        LOANS_OF_ROWS: lent_rows.sent_bytes(n, -(-q.shape[-2] // n), keys, lent, result, backward),
+    }
+    loans = min(sent, key=sent.__getitem__)
+    return sent[loans] - (n - 1) * keys * (1 + backward), loans
 
 
 def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
     """Mark the users of gathers, and give each its own gathers."""
     for i, user in enumerate(users):
-        user.meta["ring"] = WHOLE
+        user.meta["ring"] = NO_LOANS
         with graph.inserting_before(user):
             # A ring takes its gathers into itself, so users cannot share them.
             own = [graph.node_copy(g) if i else g for g in gathers]
