@@ -216,12 +216,17 @@ RUNS: dict[str, Run] = {
 }
 
 
+def estimated(name: str) -> float:
+    """Return the estimated seconds of a run's step."""
+    run = RUNS[name]
+    return planned(run, zero=not name.startswith("Megatron")).estimate(run.hardware).seconds
+
+
 def main(names: Sequence[str]) -> None:
     print("| run | measured, s | estimated, s | ratio |\n|---|--:|--:|--:|")
     within = 0
     for name in names or RUNS:
-        run = RUNS[name]
-        seconds = planned(run, zero=not name.startswith("Megatron")).estimate(run.hardware).seconds
+        run, seconds = RUNS[name], estimated(name)
         ratio = seconds / run.seconds
         within += abs(ratio - 1) <= WITHIN
         print(f"| {name} | {run.seconds:.3g} | {seconds:.3g} | {ratio:.2f} |", flush=True)

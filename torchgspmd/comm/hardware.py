@@ -309,14 +309,14 @@ PRESETS = {
             (900 * GB, 50 * GB),
             225 * GB,  # two share the link to their Grace CPU
             joined=72,
-            source="NVIDIA's data sheet of the GB200 NVL72, without sparsity",
+            source="NVIDIA's data sheet of the GB200 NVL72, without sparsity; quoted from memory",
         ),
         _gpu(
             "mi300x",
             {2: 1307e12, 4: 163e12, 8: 163e12},
             (5300 * GB, 192 * GB),
             (448 * GB, 50 * GB),  # seven links of 64 GB/s, one to each of the others
-            source="AMD's data sheet of the MI300X; a 400 Gb/s card for each",
+            source="AMD's data sheet of the MI300X, quoted from memory; a 400 Gb/s card for each",
         ),
         _tpu(
             "tpu_v3",

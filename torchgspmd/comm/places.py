@@ -9,7 +9,7 @@ import re
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, BinaryIO, NamedTuple
 
@@ -20,6 +20,7 @@ from .code_names import NodeLine, lines_of, named_code
 from .rank_failure import COMPARISON, Status
 
 _STACK = 12  # Stack entries that a report has.
+_TRIES, _UNKNOWN = 5, -1  # to read one moment; comparisons of a rank that did not hold still
 # Waits outside programs, by a frame's file and function, innermost first.
 _WAITS = {
     ("rank_check.py", "begin"): COMPARISON,
@@ -60,11 +61,23 @@ def watch(function: Any) -> str:
     return named_code(function) if is_graph else ""
 
 
-def status(now: Status, program: str) -> tuple[Status, object]:
+def status(read: Callable[[], Status], program: str) -> tuple[Status, object]:
     """Return this rank's status, and an object that is equal while it waits there.
 
-    now: its step and phase. program: the one that began last.
+    The main thread runs meanwhile. Its counts and its stack are of one moment if the counts are the
+    same before the stack is read and after.
+
+    read: returns its counts, step and phase. program: the one that began last.
     """
+    for _ in range(_TRIES):
+        now = read()
+        found, place = _status_at(now, program)
+        if read() == now:
+            return found, place
+    return replace(found, waits_in="", comparisons=_UNKNOWN), place
+
+
+def _status_at(now: Status, program: str) -> tuple[Status, object]:
     main, found = threading.main_thread().ident or 0, stacks()
     if threading.get_ident() != main:
         found.pop(threading.get_ident(), None)

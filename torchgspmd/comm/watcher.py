@@ -38,7 +38,6 @@ from .termination import TERMINATION
 VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
 SETTLE = 0.4  # Seconds from the first such word to the error: others may have died, too.
 LINGER = 5.0  # Seconds after destroy_process_group in which a rank may say that it raised.
-TRIES, UNKNOWN = 5, -1  # to read one moment's status; comparisons of a rank that did not hold still
 RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say that it raised.
 
 
@@ -97,19 +96,6 @@ class Watcher:
             self.step, self.phase, raised=self.raised, comparisons=self._comparisons, calls=calls
         )
 
-    def _status(self) -> tuple[Status, object]:
-        """Return this rank's status, and an object that is equal while it waits there.
-
-        The main thread runs meanwhile. Its counts and its stack are of one moment if the counts are
-        the same before the stack is read and after.
-        """
-        for _ in range(TRIES):
-            now = self.now()
-            status, place = places.status(now, self.program)
-            if self.now() == now:
-                return status, place
-        return replace(status, waits_in="", comparisons=UNKNOWN), place
-
     def end_comparison(self) -> None:
         """Note that all ranks were in a comparison, and this one leaves it."""
         self._compared, self._comparisons = self.step, self._comparisons + 1
@@ -143,7 +129,7 @@ class Watcher:
 
     def _look(self, peers: Peers) -> None:
         """Tell the neighbors where this rank is; ask all ranks if it has waited for long."""
-        status, place = self._status()
+        status, place = places.status(self.now, self.program)
         self.looks, self.waits = self.looks + 1, self.waits + bool(status.waits_in)
         if status != self._told:
             self._told = status
@@ -246,7 +232,7 @@ class Watcher:
         """Tell all ranks where this one is, and where it has seen those beside it."""
         peers = self._peers
         if peers is not None:
-            status, _ = self._status()
+            status, _ = places.status(self.now, self.program)
             beside = {
                 str(rank): {"host": peers.hosts.get(rank, "unknown"), "status": asdict(seen)}
                 for rank, seen in self._seen.items()
@@ -303,7 +289,7 @@ class Watcher:
     def failure(self, status: Status | None = None, what: str = "") -> RankError:
         """Return the error that names the ranks that have failed. status: this rank's."""
         if status is None:
-            status, _ = self._status()
+            status, _ = places.status(self.now, self.program)
         # Several ranks often die together: one error shall name all of them.
         time.sleep(max(0.0, self._failed_at + SETTLE - time.monotonic()))
         return failure(self.rank, status, self.fates.values(), what)
