@@ -9,7 +9,8 @@ torch and the package: a start takes no seconds, and hash seeds of ranks differ.
     def test_name(mesh): ...            # runs on the ranks; further arguments have to be picklable
 
 Without meshes it is no test; `check("data=2", path=...)` runs it. In the runs of xdist one worker
-has all such tests of a module (--dist loadgroup): they wait for each other often, and a second worker fills these waits.
+has all such tests of a module (--dist loadgroup). Ranks wait for each other often, and the other
+worker fills these waits.
 
 A check begins with torch.manual_seed(0), float32 and default warnings on every rank.
 """

@@ -93,6 +93,58 @@ def test_pipelines(mesh):
     assert len(set(map(id, groups.directions.values()))) == len(groups.directions) > 2
 
 
+class Pair(nn.Module):
+    """A block between whose stages two values travel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 4))
+
+    def forward(self, pair: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        x, y = pair
+        return x @ self.weight, y + x
+
+
+def product(pair: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    return (pair[0] * pair[1]).sum()
+
+
+class Pairs(nn.Module):
+    def __init__(self, blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = blocks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks((x, x.sin()))
+
+
+@distributed("stage=2", **late)
+@for_cuda
+def test_a_piece_sends_its_values_at_once(mesh):
+    """A group's first call is one of all its ranks, not a message."""
+    model = Pairs(
+        gspmd.pipeline([Pair(), Pair()], mesh, microbatches=4, schedule="1f1b", loss=product)
+    )
+    model = gspmd.parallelize(model, mesh, in_specs="_ _")
+    calls: list[tuple[int, Any]] = []  # the messages of a call, 0 for an all_reduce; its group
+
+    def noted(function: Callable, count: Callable[..., tuple[int, Any]]) -> Any:
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(count(*args, **options))
+            return function(*args, **options)
+
+        return patch.object(dist, function.__name__, call)
+
+    with (
+        noted(dist.batch_isend_irecv, lambda ops: (len(ops), ops[0].group)),
+        noted(dist.all_reduce, lambda x, group: (0, group)),
+    ):
+        model(torch.rand(8, 4)).backward()
+    assert {count for count, _ in calls} == {0, 2}
+    for group in {id(group) for _, group in calls}:
+        assert next(count for count, other in calls if id(other) == group) == 0
+
+
 @distributed("data=2", **late)
 @for_cuda
 def test_a_train_step(mesh):

@@ -107,7 +107,8 @@ class ProcessGroups:
     def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
         """Return groups for the messages between stages along an axis, one for each key.
 
-        On a GPU each has its own: a group sends its messages one after the other.
+        On a GPU each has its own: a group sends its messages one after the other. NCCL connects a
+        group's ranks at its first call, where all have to be; so that call is here.
         """
         if self.is_gloo and self.device_type != "cpu":
             raise ShardingError(
@@ -120,7 +121,8 @@ class ProcessGroups:
             return dict.fromkeys(keys, self.device_mesh.get_group(axis))
         for key in keys:
             if (axis, key) not in self.directions:
-                self.directions[axis, key] = self._new_groups((axis,), f" {key}")
+                group = self.directions[axis, key] = self._new_groups((axis,), f" {key}")
+                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
         return {key: self.directions[axis, key] for key in keys}
 
     def of_all(self) -> Any:

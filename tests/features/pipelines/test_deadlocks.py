@@ -11,13 +11,14 @@ transport that writes it down.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
+from torchgspmd.features.pipelines import parts
 from torchgspmd.features.pipelines.call import StageCall
 from torchgspmd.features.pipelines.order import Order
 from torchgspmd.features.pipelines.parts import StageLink
@@ -45,21 +46,25 @@ class Recorder:
         self.messages: list[Message] = []
         self.awaits: list[list[int]] = [[]]  # for each piece, and the end, numbers of messages
 
-    def send(self, link: StageLink, to: int, x: Tensor) -> None:
-        stream = self.stream(link, self.device, to)
-        key = link.kind, link.round
-        self.messages.append(Message(stream, self.device, to, key, self.call.computed))
+    def send(self, messages: Sequence[parts.Message]) -> None:
+        for link, to, _ in messages:
+            self._note(link, self.device, to)
 
-    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        stream, number = self.stream(link, source, self.device), len(self.messages)
-        key = link.kind, link.round
-        self.messages.append(Message(stream, source, self.device, key, self.call.computed))
+    def receive(self, messages: Sequence[parts.Message]) -> Callable[[], list[Tensor]]:
+        first = len(self.messages)
+        for link, source, _ in messages:
+            self._note(link, source, self.device)
+        numbers = range(first, len(self.messages))
 
-        def arrived() -> Tensor:
-            self.awaits[-1].append(number)
-            return like
+        def arrived() -> list[Tensor]:
+            self.awaits[-1].extend(numbers)
+            return [m.value for m in messages]
 
         return arrived
+
+    def _note(self, link: StageLink, sender: int, receiver: int) -> None:
+        stream, key = self.stream(link, sender, receiver), (link.kind, link.round)
+        self.messages.append(Message(stream, sender, receiver, key, self.call.computed))
 
     def finish(self) -> None:
         pass

@@ -28,7 +28,17 @@ from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import Loop
 from .list_scheduler import curve
 from .order import Order
-from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink, Transport
+from .parts import (
+    BACKWARD,
+    FORWARD,
+    LOSS,
+    WEIGHTS,
+    LossSize,
+    Message,
+    StageBody,
+    StageLink,
+    Transport,
+)
 from .schedule import Piece
 from .transport import StageTransport
 
@@ -188,20 +198,25 @@ class StageCall(BodyCall):
         assert (transport := self.transport) is not None, "a rank has a transport"
         run = StageRun(self, transport.device, carries, rows, others)
 
-        def begin(piece: Piece | None) -> list[tuple[str, Callable[[], Tensor]]]:
+        def begin(piece: Piece | None) -> Callable[[], list[tuple[str, Tensor]]]:
             received = [] if piece is None else run.received(piece)
-            return [(c, transport.receive(link, d, run.blank[c])) for link, c, d in received]
+            wait = transport.receive([Message(link, d, run.blank[c]) for link, c, d in received])
+            return lambda: [(carry, x) for (_, carry, _), x in zip(received, wait())]
 
         # The next piece's input travels while this piece runs.
         arriving = begin(run.pieces[0])
         for piece, following in zip(run.pieces, [*run.pieces[1:], None]):
             arrived, arriving = arriving, begin(following)
-            for carry, wait in arrived:
-                run.arrive(piece, carry, wait())
+            for carry, x in arrived():
+                run.arrive(piece, carry, x)
             for body in self.bodies_of(piece.kind, piece.stage):
                 run.take(piece, body, body.run(*run.inputs(piece, body)))
-            for link, _, to in run.sent(piece):
-                transport.send(link, to, run.value(piece.microbatch, link.sent))
+            transport.send(
+                [
+                    Message(link, to, run.value(piece.microbatch, link.sent))
+                    for link, _, to in run.sent(piece)
+                ]
+            )
             run.finish(piece)
         transport.finish()
         return run.results()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, fx
 
@@ -78,17 +78,25 @@ class LossSize:
         return self.times * -(-first // self.devices) * math.prod(rest)
 
 
+class Message(NamedTuple):
+    """A piece's value, or one of the same shape where it arrives; device: the other end's."""
+
+    link: StageLink
+    device: int
+    value: Tensor
+
+
 class Transport(Protocol):
     """Sends between a device's stages and other devices' stages."""
 
     device: int
 
-    def send(self, link: StageLink, to: int, x: Tensor) -> None:
-        """Send a value to a device; it may arrive later."""
+    def send(self, messages: Sequence[Message]) -> None:
+        """Send a piece's values; they may arrive later."""
         ...
 
-    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive a link's next value; return a function that returns it."""
+    def receive(self, messages: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        """Begin to receive a piece's values; return a function that returns them."""
         ...
 
     def finish(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...comm.process_groups import ProcessGroups
 from .order import Order
-from .parts import StageLink
+from .parts import Message, StageLink
 
 
 class StageTransport:
@@ -25,33 +25,42 @@ class StageTransport:
         self.groups = groups.between_stages(axis, _keys(order, links))
         (ranks,) = (group for group in groups.mesh.groups((axis,)) if groups.rank in group)
         self.processes = [groups.processes[rank] for rank in ranks]
-        self.in_flight: deque[tuple[Any, Tensor]] = deque()
+        self.in_flight: deque[tuple[Any, Sequence[Message]]] = deque()
 
-    def send(self, link: StageLink, to: int, x: Tensor) -> None:
-        """Begin to send a value to a device."""
-        group, tag = self.groups[key_of(link, self.device, to)], _tag(link)
-        x = x.contiguous()
-        # x has to live until its send is complete.
-        self.in_flight.append((dist.isend(x, self.processes[to], group=group, tag=tag), x))
-        # A completed send no longer needs its tensor.
+    def send(self, messages: Sequence[Message]) -> None:
+        """Begin to send a piece's values."""
+        messages = [m._replace(value=m.value.contiguous()) for m in messages]
+        for work in self._begin(dist.isend, messages):
+            # The values have to live until their sends are complete.
+            self.in_flight.append((work, messages))
         while self.in_flight and self.in_flight[0][0].is_completed():
             self.in_flight.popleft()
 
-    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        """Begin to receive a link's next value; return a function that returns it.
+    def receive(self, messages: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        """Begin to receive a piece's values; return a function that returns them.
 
-        It begins before this piece has sent, and the received value may depend on the sent one. So
-        the two use different groups, where a group's messages wait for each other.
+        It begins before the piece before has sent, and a received value may depend on the sent one.
+        So the two use different groups, where a group's messages wait for each other.
         """
-        group, tag = self.groups[key_of(link, source, self.device)], _tag(link)
-        x = torch.empty_like(like, memory_format=torch.contiguous_format)
-        work: Any = dist.irecv(x, self.processes[source], group=group, tag=tag)
+        empty = [torch.empty_like(m.value, memory_format=torch.contiguous_format) for m in messages]
+        works = self._begin(dist.irecv, [m._replace(value=x) for m, x in zip(messages, empty)])
 
-        def arrived() -> Tensor:
-            work.wait()
-            return x
+        def arrived() -> list[Tensor]:
+            for work in works:
+                work.wait()
+            return empty
 
         return arrived
+
+    def _begin(self, op: Callable, messages: Sequence[Message]) -> list[Any]:
+        """Begin messages: in NCCL, those of a group are one kernel in the group's communicator."""
+        batches: dict[Key, list[dist.P2POp]] = {}
+        for link, other, x in messages:
+            ends = (self.device, other) if op is dist.isend else (other, self.device)
+            key = key_of(link, *ends)
+            one = dist.P2POp(op, x, self.processes[other], self.groups[key], _tag(link))
+            batches.setdefault(key, []).append(one)
+        return [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]
 
     def finish(self) -> None:
         """Wait until all sent values have arrived."""

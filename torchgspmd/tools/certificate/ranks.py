@@ -25,7 +25,7 @@ from ...compiler.plan import Plan
 from ...dtensor.storage import stored_shape
 from ...errors import ShardingError
 from ...features.pipelines.call import StageCall
-from ...features.pipelines.parts import StageLink
+from ...features.pipelines.parts import Message
 from ...fx_passes.pipeline import lower_plan
 from ...fx_passes.program import Program, Rank
 from .claimed_layouts import cut
@@ -253,30 +253,30 @@ class _StageMessages:
         self.run, self.device = run, int(mesh.index(axes, mesh.coordinates(run.rank)))
         self.ranks = next(group for group in mesh.groups(axes) if run.rank in group)
 
-    def send(self, link: StageLink, to: int, x: Tensor) -> None:
-        x = x.contiguous()
-        key = self.run.rank, self.ranks[to], link.kind, link.round, link.leaf
-        self.run.network.mail.setdefault(key, deque()).append(x.clone())
-        self.run.held.append(InFlight(x, False, self.run.node))
+    def send(self, messages: Sequence[Message]) -> None:
+        for link, to, x in messages:
+            x = x.contiguous()
+            key = self.run.rank, self.ranks[to], link.kind, link.round, link.leaf
+            self.run.network.mail.setdefault(key, deque()).append(x.clone())
+            self.run.held.append(InFlight(x, False, self.run.node))
 
-    def receive(self, link: StageLink, source: int, like: Tensor) -> Callable[[], Tensor]:
-        run = self.run
+    def receive(self, messages: Sequence[Message]) -> Callable[[], list[Tensor]]:
+        return lambda: [self._received(message) for message in messages]
+
+    def _received(self, message: Message) -> Tensor:
+        run, (link, source, like) = self.run, message
         key = self.ranks[source], run.rank, link.kind, link.round, link.leaf
-
-        def arrived() -> Tensor:
-            mail = run.network.mail.setdefault(key, deque())
-            run.wait_until(lambda: bool(mail))
-            x = mail.popleft()
-            if x.shape != like.shape or x.dtype != like.dtype:
-                raise RankFault(
-                    run.node,
-                    run.rank,
-                    f"receives {[*x.shape]}, and expects {[*like.shape]}",
-                    "a stage receives the values that the stage before it sends",
-                )
-            return x
-
-        return arrived
+        mail = run.network.mail.setdefault(key, deque())
+        run.wait_until(lambda: bool(mail))
+        x = mail.popleft()
+        if x.shape != like.shape or x.dtype != like.dtype:
+            raise RankFault(
+                run.node,
+                run.rank,
+                f"receives {[*x.shape]}, and expects {[*like.shape]}",
+                "a stage receives the values that the stage before it sends",
+            )
+        return x
 
     def finish(self) -> None:
         starts = {id(call.node) for call in self.run.calls}
