@@ -9,8 +9,7 @@ torch and the package: a start takes no seconds, and hash seeds of ranks differ.
     def test_name(mesh): ...            # runs on the ranks; further arguments have to be picklable
 
 Without meshes it is no test; `check("data=2", path=...)` runs it. In the runs of xdist one worker
-has all such tests of a module (--dist loadgroup). Ranks wait for each other often, and the other
-worker fills these waits.
+has all of these tests (--dist loadgroup), so that there is one set of processes of a size.
 
 A check begins with torch.manual_seed(0), float32 and default warnings on every rank.
 """
@@ -79,8 +78,7 @@ def distributed(
         item.__signature__ = inspect.signature(check)
         if not meshes:
             return item
-        group_of_worker = pytest.mark.xdist_group(f"ranks of {check.__module__}")
-        for mark in (pytest.mark.distributed(*meshes), group_of_worker):
+        for mark in (pytest.mark.distributed(*meshes), pytest.mark.xdist_group("ranks")):
             item = mark(item)
         return pytest.mark.parametrize("mesh", meshes)(item)
 

@@ -18,6 +18,8 @@ from torch import Tensor
 from ...compat.operators import aten, prims
 from ..rewrites import DECLINED, Declined, rewrite
 
+_STEPS = 16  # so many slices read a block of `unfold`, at most
+
 
 @dataclass
 class StridedWindow:
@@ -148,19 +150,17 @@ def _unfold(x: Tensor, dimension: int, size: int, step: int) -> Tensor | Decline
         return DECLINED
     dim = dimension % x.dim()
     count = (x.shape[dim] - size) // step + 1
-    # Blocks side by side are a reshape, which may be sharded; others are read by index.
-    if size == step:
-        return (
-            x.narrow(dim, 0, count * size)
-            .unflatten(dim, (count, size))
-            .movedim(dim + 1, -1)
-            .clone()
-        )
-    return (
-        x.index_select(dim, _blocks(count, size, step, x.device))
-        .unflatten(dim, (count, size))
-        .movedim(dim + 1, -1)
-    )
+    # Steps side by side are a reshape, which may be sharded, and a block has the next ones, too: a
+    # halo. Those of many steps are read by index.
+    steps = -(-size // step)
+    if not 1 <= steps <= _STEPS:
+        rows = x.index_select(dim, _blocks(count, size, step, x.device))
+        return rows.unflatten(dim, (count, size)).movedim(dim + 1, -1)
+    total = (count - 1 + steps) * step
+    x = _with_rows(x, dim, total).unflatten(dim, (count - 1 + steps, step))
+    rows = [x.narrow(dim, first, count) for first in range(steps)]
+    x = torch.cat(rows, dim + 1) if steps > 1 else rows[0].clone()
+    return x.narrow(dim + 1, 0, size).movedim(dim + 1, -1)
 
 
 @rewrite("decompose", aten.unfold_backward.default)
@@ -170,11 +170,26 @@ def _unfold_backward(
     if not shape:
         return DECLINED
     dim = dimension % len(shape)
-    rows = grad.movedim(-1, dim + 1).flatten(dim, dim + 1)
+    count, steps = grad.shape[dim], -(-size // step)
+    grad = grad.movedim(-1, dim + 1)
+    if 1 <= steps <= _STEPS:
+        parts = _with_rows(grad, dim + 1, steps * step).unflatten(dim + 1, (steps, step))
+        parts = [
+            _with_rows(part, dim, count - 1 + steps, first)
+            for first, part in enumerate(parts.unbind(dim + 1))
+        ]
+        return _with_rows(sum(parts[1:], parts[0]).flatten(dim, dim + 1), dim, shape[dim])
+    rows = grad.flatten(dim, dim + 1)
     # Added, since a row may be in several blocks.
     return grad.new_zeros(shape).index_add(
         dim, _blocks(grad.shape[dim], size, step, grad.device), rows
     )
+
+
+def _with_rows(x: Tensor, dim: int, count: int, before: int = 0) -> Tensor:
+    """Return a tensor with so many rows in all, and some zeros before its own."""
+    pads = [0, 0] * (x.dim() - 1 - dim) + [before, count - before - x.shape[dim]]
+    return aten.constant_pad_nd.default(x, pads) if any(pads) else x
 
 
 def _blocks(count: int, size: int, step: int, device: torch.device) -> Tensor:

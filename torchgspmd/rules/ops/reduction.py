@@ -96,6 +96,21 @@ def _histogram(call: Call) -> FactorRule | Declined:
     )
 
 
+@rewrite("body", torch.bincount, Tensor.bincount)
+def _bincount(
+    input: Tensor, weights: Tensor | None = None, minlength: int = 0
+) -> Tensor | Declined:
+    """Count by sums of rows, once the largest number is known: every device adds its own."""
+    if input.dim() != 1 or not input.numel():
+        return DECLINED
+    size: Any = torch.sym_max(input.max().item() + 1, minlength)
+    if weights is None:
+        added = torch.ones_like(input, dtype=torch.int64)
+    else:
+        added = weights.detach() if weights.dtype == torch.float32 else weights.detach().double()
+    return added.new_zeros(size).index_add(0, input.to(torch.int64), added)
+
+
 def _count(x: Tensor, dims: Sequence[int] | int | None) -> int:
     dims = [dims] if isinstance(dims, int) else dims
     return math.prod(x.shape[d] for d in dims) if dims and x.dim() else x.numel()

@@ -119,6 +119,8 @@ def _flip(call: Call) -> FactorRule:
 @rule_for(aten.roll.default)
 def _roll(call: Call) -> FactorRule:
     x, shifts, dims = call.tensors[0], call.args[1], call.argument(2, "dims", ())
+    if not dims and x.dim() == 1:
+        dims = (0,)
     if not dims:  # it rolls the flattened tensor
         return keep_rule(call, range(x.dim()), linear=[[0]])
     total: dict[int, int] = {}

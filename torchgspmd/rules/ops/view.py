@@ -218,11 +218,23 @@ def _cat_without_empty(tensors: Sequence[Tensor], dim: int = 0) -> Tensor | Decl
     return torch.cat(nonempty, dim)
 
 
-@rule_for(aten.split.Tensor, aten.split_with_sizes.default, aten.tril.default, aten.triu.default)
-def _split_or_triangle(call: Call) -> FactorRule:
-    # A triangle depends on global rows and columns, which a shard does not know.
-    split = call.target in (aten.split.Tensor, aten.split_with_sizes.default)
-    return keep_rule(call, [call.argument(2, "dim", 0)] if split else [-2, -1], linear=[[0]])
+@rule_for(aten.split.Tensor, aten.split_with_sizes.default)
+def _split(call: Call) -> FactorRule:
+    return keep_rule(call, [call.argument(2, "dim", 0)], linear=[[0]])
+
+
+@rule_for(aten.tril.default, aten.triu.default)
+def _triangle(call: Call) -> FactorRule:
+    rank, diagonal = call.tensors[0].dim(), call.argument(1, "diagonal", 0)
+    is_kept = aten.le.Scalar if call.target == aten.tril.default else aten.ge.Scalar
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
+        """Compare the global positions of columns and rows."""
+        ahead = local.call(aten.sub.Tensor, local.position(rank - 1), local.position(rank - 2))
+        return zero_outside(local, local.call(is_kept, ahead, diagonal), args[0])
+
+    local = LocalForm(emit, when=factors("d", rank)[-2:], positional=False)
+    return keep_rule(call, [], linear=[[0]], local=local)
 
 
 def _without(names: list[str], dim: int) -> list[str]:
