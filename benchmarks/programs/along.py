@@ -100,9 +100,6 @@ FEW = numbers(1024).mul(4).round()
 program("distinct numbers, at most 32", distinct_of_blocks, {"x": FEW}, "_")
 # A sum of counts: 2 (n-1)/n of the result.
 program("histogram", lambda x: torch.histc(x, 16, -3, 3), {"x _": ROWS}, "_")
-# The largest number, then a sum of counts.
-COUNTED = numbers(1024).abs().mul(4).long()
-program("counts of integers", lambda x: x.bincount(minlength=16), {"x": COUNTED}, "_")
 # Each device knows its rows and columns.
 program("triangle", torch.tril, {"x _": numbers(32, 32)}, "x _")
 # The rows of a neighbor.
