@@ -14,6 +14,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.fx_passes import boundary
 from torchgspmd.fx_passes.ir import Rules
+from torchgspmd.fx_passes.partition.assignment import Assignment
 from torchgspmd.fx_passes.partition.local_search import LocalSearch
 from torchgspmd.fx_passes.partition.regions import bodies
 
@@ -378,6 +379,42 @@ def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.Monke
         )
         counts.append(len(forced))
     assert counts[1] < counts[0] and str(plans[0]) == str(plans[1])
+
+
+def test_a_layout_that_lost_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An undone trial leaves the assignment as a copy from before has it."""
+    tables = "strategy_of", "layout_of", "required", "worklist", "stamps", "version"
+    begin, undo = Assignment.begin_trial, Assignment.undo_trial
+    copies: list[dict[str, object]] = []
+    undone: list[int] = []
+
+    def begin_trial(self: Assignment) -> None:
+        copies.append(self.snapshot())
+        begin(self)
+
+    def undo_trial(self: Assignment) -> None:
+        changed = self.strategy_of != copies[-1]["strategy_of"]
+        undo(self)
+        assert all(getattr(self, name) == copies[-1][name] for name in tables)
+        # What is cached is what would be computed anew.
+        for node, cached in list(self.neighborhood_cache.items()):
+            del self.neighborhood_cache[node]
+            assert self.neighborhood(self.ops[node]) is cached
+        undone.append(changed)
+
+    monkeypatch.setattr(Assignment, "begin_trial", begin_trial)
+    monkeypatch.setattr(Assignment, "undo_trial", undo_trial)
+
+    def stack(x, *weights):
+        for w in weights:
+            x = x + F.layer_norm(x, x.shape[-1:]).mul(w).softmax(1) @ w
+        return x
+
+    weights = [torch.ones(8, 8) for _ in range(3)]
+    specs = ("data model _", *["model data"] * len(weights))
+    mesh = Mesh(data=2, model=2)
+    gspmd.plan(stack, torch.ones(4, 8, 8), *weights, mesh=mesh, in_specs=specs)
+    assert any(undone)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
+from .trial import Trial, restore_entries
 
 SNAPSHOT_FIELDS = (
     "strategy_of",
@@ -77,6 +78,7 @@ class Assignment:
         self.view_cache: dict[fx.Node, dict] = {}
         self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
         self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
+        self.trial: Trial | None = None
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph)
         }
@@ -116,9 +118,45 @@ class Assignment:
         """Go back to a snapshot, which cannot be used again."""
         vars(self).update(snapshot)
 
+    def begin_trial(self) -> None:
+        """Note every change from here on, for `undo_trial`. Few values change: no copy of all."""
+        self.trial = Trial(self.version)
+
+    def keep_trial(self) -> None:
+        """End a trial, and keep its changes."""
+        self.trial = None
+
+    def undo_trial(self) -> None:
+        """End a trial, and take its changes back."""
+        trial, self.trial = self.trial, None
+        assert trial is not None
+        self.version = trial.version
+        for table, before in (
+            (self.strategy_of, trial.strategies),
+            (self.layout_of, trial.layouts),
+            (self.required, trial.required),
+            (self.view_cache, trial.views),
+            (self.stamps, trial.stamps),
+            (self.neighborhood_cache, trial.neighborhoods),
+        ):
+            restore_entries(table, before)
+        for node, waits in trial.waits.items():
+            (self.worklist.add if waits else self.worklist.discard)(node)
+        if trial.window_costs is not None:
+            self.window_costs = trial.window_costs
+
+    def settle(self, node: fx.Node) -> None:
+        """Take an operation from the worklist."""
+        if self.trial is not None:
+            self.trial.waits.setdefault(node, node in self.worklist)
+        self.worklist.discard(node)
+
     def assign(self, op: Op, strategy: Strategy) -> None:
         """Give an operation a strategy: set its results' layouts, require its operands'."""
         if self.strategy_of.get(op.node) is not strategy:
+            if self.trial is not None:
+                self.trial.strategies.setdefault(op.node, self.strategy_of.get(op.node))
+                self._note(op.node, self.trial)
             self.strategy_of[op.node] = strategy
             self.new_version()
             self.stamps[op.node] = self.version
@@ -138,20 +176,26 @@ class Assignment:
         """Set the layout in which a value is produced."""
         before = self.layout_of.get(value)
         if before != spec:
+            if (trial := self.trial) is not None:
+                trial.layouts.setdefault(value, before)
+                if trial.window_costs is None:
+                    trial.window_costs, self.window_costs = self.window_costs, {}
             self.layout_of[value] = spec
             self.new_version()
             self.window_costs.clear()
-            self.view_cache.pop(value, None)
+            self._drop_view(value)
             self._touch_users(value, before is None or before.pending != spec.pending)
 
     def require(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
         """Set the layout in which a user needs a value."""
         uses = self.required.get(value, {})
         if uses.get((user, operand)) != spec:
-            # A new dict, as snapshots share the old one.
+            if self.trial is not None:
+                self.trial.required.setdefault(value, self.required.get(value))
+            # A new dict, as snapshots and trials share the old one.
             self.required[value] = uses | {(user, operand): spec}
             self.new_version()
-            self.view_cache.pop(value, None)
+            self._drop_view(value)
             for node in self.neighbors[value]:
                 if node is not user:
                     self._touch(node)
@@ -166,9 +210,24 @@ class Assignment:
 
     def _touch(self, node: fx.Node) -> None:
         """Put an operation on the worklist; its neighborhood changed."""
+        if self.trial is not None:
+            self._note(node, self.trial)
         self.worklist.add(node)
         self.stamps[node] = self.version
         self.neighborhood_cache.pop(node, None)
+
+    def _note(self, node: fx.Node, trial: Trial) -> None:
+        """Note an operation's state before a trial changes it."""
+        if node not in trial.stamps:
+            trial.stamps[node] = self.stamps.get(node)
+            trial.neighborhoods[node] = self.neighborhood_cache.get(node)
+            trial.waits.setdefault(node, node in self.worklist)
+
+    def _drop_view(self, value: fx.Node) -> None:
+        """Forget the views of a value, whose layouts changed."""
+        before = self.view_cache.pop(value, None)
+        if self.trial is not None:
+            self.trial.views.setdefault(value, before)
 
     def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:
         """Touch all operations that decide by a value's layout.

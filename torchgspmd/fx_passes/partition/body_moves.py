@@ -6,6 +6,7 @@ after    it is sharded along the sequence by `model`, if that costs less over al
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 
 from torch import fx
@@ -102,20 +103,31 @@ class FactorMove(Move):
         if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
         self.memory.counts[f"{self.name}_layouts"] += 1
-        neighbors, before = self.neighbors[body], self.assignment.snapshot()
+        neighbors = self.neighbors[body]
+        self.assignment.begin_trial()
         self.search.force(
             body, axes, body.classes[factor_class] if factor_class is not None else {}
         )
+        other = self.search.costs.exact(neighbors)
+        # Choices around a layout hardly save as much as the region sends now.
+        is_large = len(body.ops) >= self.constants.give_up_ops
+        limit = self.constants.give_up_share * sent if is_large else math.inf
+        if other - cost < limit:
+            other = self._settled(neighbors)
+        if other < cost:
+            self.assignment.keep_trial()
+            return True
+        tries.append((work + sent, min(other - cost, limit)))
+        self.assignment.undo_trial()
+        self.memory.rejected.add(situation)
+        return False
+
+    def _settled(self, neighbors: tuple[Op, ...]) -> float:
+        """Choose again for the operations around a new layout; return the cost."""
         # Backwards, then forwards: a new layout spreads to operands as well as to users.
         for op in (*reversed(neighbors), *neighbors):
             self.search.choose(op)
-        other = self.search.costs.exact(neighbors)
-        if other < cost:
-            return True
-        tries.append((work + sent, other - cost))
-        self.assignment.restore(before)
-        self.memory.rejected.add(situation)
-        return False
+        return self.search.costs.exact(neighbors)
 
     def _body_cost(self, body: Body) -> tuple[float, float, float]:
         """Return the work for a body and its neighbors, their bytes, and their pending sums.

@@ -87,7 +87,7 @@ class LocalSearch:
         best = self.best_strategy(op, at.neighborhood(op, first), current)
         if best is not None and best is not current:
             at.assign(op, best)
-        at.worklist.discard(op.node)
+        at.settle(op.node)
         return best is not current
 
     def best_strategy(
@@ -111,8 +111,13 @@ class LocalSearch:
             else ()
         )
         # All that decides is in the key: equal layers share one search.
-        key = (op.key, neighborhood, current, forced, self.costs.phase, moved)
-        if key not in self.memory.choices:
+        choices, (bonus, price) = self.memory.choices, self.costs.phase
+        key = (op.key, neighborhood, current, forced, moved, price, bonus)
+        if key in choices:
+            return choices[key]
+        # Where no candidate leaves a sum pending, all phases choose alike.
+        without_bonus = key[:-1]
+        if without_bonus not in choices:
             candidates = self.strategies.candidates(
                 op, neighborhood, dict.fromkeys(*forced) if forced else None
             )
@@ -121,12 +126,17 @@ class LocalSearch:
                 # searches end.
                 candidates = [current, *candidates]
             self.memory.counts[f"{move}_candidates"] += len(candidates)
-            self.memory.choices[key] = self.costs.cheapest(op, candidates, neighborhood)
-        return self.memory.choices[key]
+            choice = self.costs.cheapest(op, candidates, neighborhood)
+            if any(strategy.pending for strategy in candidates):
+                choices[key] = choice
+                return choice
+            choices[without_bonus] = choice
+        choices[key] = choices[without_bonus]
+        return choices[key]
 
     def force(self, body: Body, axes: Axes, factors: Mapping[fx.Node, str]) -> None:
         """Assign the best strategies in which axes shard these factors, or no factor."""
-        at, inside = self.assignment, {op.node for op in body.ops}
+        at, inside, leaving = self.assignment, {*body.nodes}, body.leaving
         for op in body.ops:
             if factors.get(op.node) in op.rule.replicated:
                 continue
@@ -141,10 +151,12 @@ class LocalSearch:
                 tuple(
                     dict.fromkeys(
                         spec
-                        for (user, _), spec in (at.required.get(v, {}) if v else {}).items()
+                        for (user, _), spec in at.required.get(v, {}).items()
                         if user not in inside
                     )
                 )
+                if v in leaving
+                else ()
                 for v in op.results
             )
             best = self.best_strategy(

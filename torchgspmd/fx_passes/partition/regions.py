@@ -59,6 +59,13 @@ class Body:
         """The operations' nodes."""
         return tuple(op.node for op in self.ops)
 
+    @cached_property
+    def leaving(self) -> frozenset[fx.Node]:
+        """The results that other operations use."""
+        inside = {*self.nodes}
+        results = (v for op in self.ops for v in op.results if v is not None)
+        return frozenset(v for v in results if not inside.issuperset(v.users))
+
 
 def adds(op: Op) -> bool:
     """Return whether an operation is like an addition: pending if both summands are."""

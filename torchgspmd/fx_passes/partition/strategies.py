@@ -41,6 +41,7 @@ class Strategies:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
+        self.takes_sums: dict[tuple, bool] = {}  # whether any of a list has a pending operand
         self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
         self.option_cache: dict[tuple, dict[str, tuple]] = {}  # by operation and neighborhood
 
@@ -73,6 +74,9 @@ class Strategies:
                 self._strategies(op, rows, _of_pieces(each, together), starts) for each in tries
             )
             self.lists[key] = next(filter(None, found), [])
+            self.takes_sums[key] = any(need.pending for s in self.lists[key] for need in s.operands)
+        if not self.takes_sums[key]:
+            return self.lists[key]
         # Not cached: the same list serves neighborhoods whose operands can or cannot be pending.
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
