@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from typing import Any
 
 from torch import fx
 
@@ -131,14 +132,15 @@ class Assignment:
         trial, self.trial = self.trial, None
         assert trial is not None
         self.version = trial.version
-        for table, before in (
+        tables: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...] = (
             (self.strategy_of, trial.strategies),
             (self.layout_of, trial.layouts),
             (self.required, trial.required),
             (self.view_cache, trial.views),
             (self.stamps, trial.stamps),
             (self.neighborhood_cache, trial.neighborhoods),
-        ):
+        )
+        for table, before in tables:
             restore_entries(table, before)
         for node, waits in trial.waits.items():
             (self.worklist.add if waits else self.worklist.discard)(node)

@@ -10,7 +10,8 @@ from torch import fx
 from ...shard_spec import ShardSpec
 from .neighborhood import Neighborhood, Strategy
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 
 
 @dataclass
