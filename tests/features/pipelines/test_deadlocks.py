@@ -178,7 +178,7 @@ def test_one_communicator_for_both_neighbors_would() -> None:
 
 if __name__ == "__main__":
     count = 0
-    for each in orders(range(2, 33, 2), (1, 2, 3, 4, 7, 8, 16, 31, 32, 64), (1, 2, 3)):
+    for each in orders(range(2, 33), (1, 2, 3, 4, 7, 8, 16, 31, 32, 64), (1, 2, 3)):
         assert not is_deadlock(messages_of(each, key_of)), str(each)
         count += 1
     print(f"{count} orders, no deadlock")
