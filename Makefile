@@ -175,9 +175,10 @@ DAY ?= $(shell date +%Y%m%d)
 SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
 # These start groups of their own, or measure gloo.
 OWN_GROUPS := calibrate deaths elastic soak waiting
-nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 and XLA too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs, all tests on processes with late collectives
+nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 and XLA too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs, all tests on processes with late collectives and with programs for CUDA
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	RANKS_GROUP=late OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --one-mesh tests/distributed $(OWN_GROUPS:%=--ignore tests/distributed/test_%.py)
+	TORCHGSPMD_ASSUME_CUDA=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --one-mesh tests/distributed $(OWN_GROUPS:%=--ignore tests/distributed/test_%.py)
 	$(BIN)/python tests/features/pipelines/test_deadlocks.py
 	ELASTIC=all SOAK=180 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/distributed/test_elastic.py tests/distributed/test_soak.py
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python -m pytest -q tests_xla

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -46,6 +47,8 @@ TIMEOUT = float(os.environ.get("RANKS_TIMEOUT", "300"))  # seconds for a check o
 GRACE = 5.0  # seconds that ranks have to answer after another one has failed
 START = 300.0  # seconds for the start of a process
 GROUP = os.environ.get("RANKS_GROUP", "gloo")  # or "late", see late_group.py
+# For tests of what ranks find at once: with TORCHGSPMD_ASSUME_CUDA=1 they find it some calls later.
+on_cpu = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="0")
 MESSAGE = 1 << 16  # bytes of a question to a template, at most
 
 

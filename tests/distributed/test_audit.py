@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 
 import torchgspmd as gspmd
@@ -36,6 +36,7 @@ def first_error(model):
 
 
 @distributed("data=2,model=2")
+@on_cpu
 def test_a_flipped_bit_is_named_with_its_rank(mesh):
     model = net()
     gspmd.mark_sharding(model[0].weight, mesh, "model _")
@@ -70,6 +71,7 @@ def test_a_flipped_bit_is_named_with_its_rank(mesh):
 
 
 @distributed("data=2")
+@on_cpu
 def test_other_harm(mesh):
     """NaN on all ranks, a loss that differs, an optimizer that one rank has."""
     model = gspmd.parallelize(net(), mesh, in_specs="data _", audit=1)

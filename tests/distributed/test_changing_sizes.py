@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -122,6 +122,7 @@ def test_a_sharded_dimension_of_any_size(mesh):
 
 
 @distributed("data=2")
+@on_cpu
 def test_ranks_that_pass_other_sizes(mesh):
     model = gspmd.parallelize(nn.Linear(4, 4), mesh)
     for size in (3, 5, 6):

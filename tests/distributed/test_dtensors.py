@@ -19,7 +19,7 @@ from language_model import (
     tokens,
     whole,
 )
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -149,6 +149,7 @@ def test_operations_without_a_layout(mesh):
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_reading_on_one_rank(mesh):
     """What a reduction is pending of is read by all ranks: a rank that does alone, and those that
     go on, are told.
@@ -276,6 +277,7 @@ def test_parts_in_place(mesh):
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_random_numbers(mesh):
     """Initialization of what is wrapped already, on meta first too, and noise: the numbers of one
     device.

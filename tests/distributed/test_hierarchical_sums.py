@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 
 import torchgspmd as gspmd
@@ -39,6 +39,7 @@ def test_gradients_are_those_of_one_process(mesh):
 
 
 @distributed("data=2,model=2")
+@on_cpu
 def test_parallelize_finds_the_hosts_of_its_processes(mesh):
     """Only where neighbours share a host, and only then has the plan another key in the cache."""
     groups, torch_model = process_groups.groups_of(mesh, "cpu"), nn.Linear(33, 64)

@@ -24,7 +24,7 @@ from language_model import (
     tokens,
     whole,
 )
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -176,6 +176,7 @@ def test_other_types(mesh):
 
 
 @distributed("model=3")
+@on_cpu
 def test_attributes(mesh):
     """What forward reads may change between calls; what it writes does not make a program for every
     call.

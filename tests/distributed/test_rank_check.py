@@ -4,14 +4,13 @@ GPUs do so in first calls alone: test_late_check.py.
 """
 
 import copy
-import os
 import time
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from ranks import distributed
+from ranks import distributed, on_cpu
 from tied_model import Model, batch, close, pair
 from torch import nn
 
@@ -21,7 +20,6 @@ from torchgspmd.comm.rank_check import RankCheck
 from torchgspmd.comm.stragglers import SOON
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
-on_cpu = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="0")
 MESHES = ("data=2", "model=3", "data=2,model=2")
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 
 import torchgspmd as gspmd
@@ -130,6 +130,7 @@ def test_reads_that_make_no_difference(mesh):
 
 
 @distributed("data=2", warning_filter="error")
+@on_cpu
 def test_random_numbers(mesh):
     model = wrapped(
         mesh,
@@ -192,6 +193,7 @@ def in_a_table(model):
 
 
 @distributed("data=2", warning_filter="error")
+@on_cpu
 def test_what_is_changed_on_one_rank(mesh):
     TABLE.update(scale=1.0, rank=0)
     for change, name in (

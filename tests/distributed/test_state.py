@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from language_model import error_of, whole
-from ranks import distributed
+from ranks import distributed, on_cpu
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -405,6 +405,7 @@ class Options:
 
 
 @distributed(*MESHES)
+@on_cpu
 def test_numbers_that_change(mesh):
     """Numbers that are others at every call are inputs of one program, in the types of PyTorch's
     scalars.
