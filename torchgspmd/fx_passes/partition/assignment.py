@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from typing import Any
 
 from torch import fx
 
@@ -132,16 +131,12 @@ class Assignment:
         trial, self.trial = self.trial, None
         assert trial is not None
         self.version = trial.version
-        tables: tuple[tuple[dict[Any, Any], dict[Any, Any]], ...] = (
-            (self.strategy_of, trial.strategies),
-            (self.layout_of, trial.layouts),
-            (self.required, trial.required),
-            (self.view_cache, trial.views),
-            (self.stamps, trial.stamps),
-            (self.neighborhood_cache, trial.neighborhoods),
-        )
-        for table, before in tables:
-            restore_entries(table, before)
+        restore_entries(self.strategy_of, trial.strategies)
+        restore_entries(self.layout_of, trial.layouts)
+        restore_entries(self.required, trial.required)
+        restore_entries(self.view_cache, trial.views)
+        restore_entries(self.stamps, trial.stamps)
+        restore_entries(self.neighborhood_cache, trial.neighborhoods)
         for node, waits in trial.waits.items():
             (self.worklist.add if waits else self.worklist.discard)(node)
         if trial.window_costs is not None:
