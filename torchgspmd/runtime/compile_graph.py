@@ -1,14 +1,15 @@
 """Compile one device's graph: as Python code, or by Inductor.
 
 Inductor compiles the parts between loops, and a loop's body by itself. The loop stays a loop,
-so the compiled code does not grow with its iterations. Where a part communicates, Inductor keeps
-the plan's order: what stands between a start and its wait hides the message.
+so the compiled code does not grow with its iterations. Layers that are alike are compiled once, too
+(like_regions.py). Where a part communicates, Inductor keeps the plan's order: what stands between a
+start and its wait hides the message.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import getitem
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
@@ -24,6 +25,7 @@ from ..comm.profiled_code import ProfiledCode, common_ranges, within
 from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
+from .like_regions import like_regions, text_of
 
 # Inductor's options for programs that communicate: its passes for locality and memory move a wait
 # to right behind its start.
@@ -45,20 +47,32 @@ def compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool =
 def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[[list], Any]:
     """Return a function that runs the graph: compiled pieces, and loops between them."""
     loops = [call for _, call in loop_calls(graph)]
-    if not loops:
-        return CompiledPiece(fx.GraphModule(owner, graph)).run
     for body in (body for call in loops for body in call.bodies):
         body.compile = lambda inner: compile_graph(nn.Module(), inner, "inductor")
-    whole = fx.GraphModule(owner, graph)
-    pieces = _pieces(graph)
-    split = split_module(whole, whole, pieces.__getitem__)
-    for name, piece in list(split.named_children()):
-        if isinstance(piece, fx.GraphModule) and not any(loop_calls(piece.graph)):
-            setattr(split, name, CompiledPiece(piece))
+    whole, regions = fx.GraphModule(owner, graph), like_regions(graph)
+    split = _split(whole, regions) if regions else None
+    if split is None and loops:
+        split = _split(whole, [])
+    if split is None:
+        return CompiledPiece(whole).run
     # Inputs are freed after their last use between the pieces too.
     split.graph.set_codegen(BoxedCodeGen())
     split.recompile()
     return split.forward
+
+
+def _split(whole: fx.GraphModule, regions: Sequence[Sequence[fx.Node]]) -> fx.GraphModule | None:
+    """Divide a program at its loops and like regions; None if few regions are alike."""
+    number = _pieces(whole.graph, regions).__getitem__
+    split = split_module(whole, whole, number, keep_original_order=True)
+    alike, count = dict[Hashable, CompiledPiece](), 0
+    for name, piece in list(split.named_children()):
+        if isinstance(piece, fx.GraphModule) and not any(loop_calls(piece.graph)):
+            compiled, count = CompiledPiece(piece), count + 1
+            compiled.compiled = alike.setdefault(text_of(piece.graph), compiled).compiled
+            setattr(split, name, compiled)
+    # A division that saves few compilations would only keep Inductor from fusing over its ends.
+    return split if 2 * (count - len(alike)) >= len(regions) else None
 
 
 class CompiledPiece(nn.Module):
@@ -115,7 +129,7 @@ def _layout(inputs: Sequence[Any]) -> tuple:
     """Return for which inputs compiled code is right: () for a piece that takes numbers."""
     if not all(isinstance(x, Tensor) for x in inputs):
         return ()
-    return tuple((x.shape, x.stride()) for x in inputs)
+    return tuple((x.shape, x.stride(), x.dtype, x.device) for x in inputs)
 
 
 def _is_traceable(graph: fx.Graph) -> bool:
@@ -131,16 +145,19 @@ def _is_traceable(graph: fx.Graph) -> bool:
     )
 
 
-def _pieces(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Return the piece that a node is in, as a number. A loop is one, with its results."""
+def _pieces(graph: fx.Graph, regions: Sequence[Sequence[fx.Node]]) -> dict[fx.Node, int]:
+    """Return the piece that a node is in, as a number: a loop with its results, or a region."""
     pieces: dict[fx.Node, int] = {}
-    now = 0
+    of_region = {node: i for i, region in enumerate(regions) for node in region}
+    now, region = 0, -1
     for node in graph.nodes:
+        if of_region.get(node, -1) != region:
+            now, region = now + 2, of_region.get(node, -1)
         if isinstance(node.target, BodyCall):
             # Loops get odd numbers, the operations between them even ones.
             now += 2
             pieces[node] = now - 1
-        elif node.target is getitem and isinstance(node.args[0].target, BodyCall):
+        elif node.target is getitem:  # a piece returns tensors, not tuples
             pieces[node] = pieces[node.args[0]]
         else:
             pieces[node] = now
