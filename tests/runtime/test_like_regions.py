@@ -82,7 +82,7 @@ def test_one_compilation_for_like_layers(one_process: None, monkeypatch) -> None
     """Losses and gradients are those of eager PyTorch, and four more layers compile nothing."""
     counts = []
     compile_ = CompiledPiece._compile
-    for layers in (4, 8):
+    for layers in (6, 10):
         compiled: list[CompiledPiece] = []
 
         def noted(piece: CompiledPiece, inputs: list, made: list = compiled) -> object:

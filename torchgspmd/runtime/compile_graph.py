@@ -72,7 +72,7 @@ def _split(whole: fx.GraphModule, regions: Sequence[Sequence[fx.Node]]) -> fx.Gr
             compiled.compiled = alike.setdefault(text_of(piece.graph), compiled).compiled
             setattr(split, name, compiled)
     # A division that saves few compilations would only keep Inductor from fusing over its ends.
-    return split if 2 * (count - len(alike)) >= len(regions) else None
+    return split if not regions or 2 * len(alike) <= count else None
 
 
 class CompiledPiece(nn.Module):
