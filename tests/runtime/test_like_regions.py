@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchgspmd as gspmd
 from torchgspmd.runtime.compile_graph import CompiledPiece
-from torchgspmd.runtime.like_regions import like_regions, text_of
+from torchgspmd.runtime.like_regions import like_regions, program_key
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt.model import GPT, LAYOUTS, Config  # noqa: E402
@@ -71,11 +71,11 @@ def test_a_layer_that_differs_divides_them() -> None:
     assert not any(node.target == torch.ops.aten.relu.default for r in regions for node in r)
 
 
-def test_graphs_with_one_text_compute_the_same() -> None:
+def test_graphs_with_one_key_compute_the_same() -> None:
     module = traced(Layers(2))
-    assert text_of(module.graph) == text_of(copy.deepcopy(module).graph)
+    assert program_key(module.graph) == program_key(copy.deepcopy(module).graph)
     other = traced(Layers(2, odd=1))
-    assert text_of(module.graph) != text_of(other.graph)
+    assert program_key(module.graph) != program_key(other.graph)
 
 
 def test_one_compilation_for_like_layers(one_process: None, monkeypatch) -> None:

@@ -2,22 +2,12 @@
 
 import torch
 import torch.distributed as dist
+from marked_block import Block
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.comm.profiled_code import common_ranges, ranges_of, with_ranges, within
-
-
-class Block(nn.Module):
-    def __init__(self, mesh):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-        gspmd.mark_sharding(self.up.weight, mesh, "model _")
-        gspmd.mark_sharding(self.down.weight, mesh, "_ model")
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):

@@ -12,21 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from marked_block import Block
 from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.code_names import key_of, lines_of
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "flight_recorder.py"
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)))
 
 
 class Model(nn.Module):
@@ -76,8 +68,9 @@ def snapshot(stacks):
     return {"segments": [{"device": 0, "blocks": blocks}], "device_traces": [traces]}
 
 
-def line(code: str, file: Path = Path(__file__)) -> int:
-    return next(i for i, row in enumerate(file.read_text().splitlines(), 1) if code in row)
+def line(code: str) -> int:
+    rows = (SCRIPT.parents[1] / "marked_block.py").read_text().splitlines()
+    return next(i for i, row in enumerate(rows, 1) if code in row)
 
 
 @pytest.mark.parametrize("stacked", [False, True])
@@ -95,7 +88,7 @@ def test_a_memory_snapshot_of_a_step(alone, stacked):
     assert [trace["frames"] for trace in named["device_traces"][0]] == blocks
     found = {frame["name"] for frames in blocks for frame in frames if key_of(frame["filename"])}
     block = "blocks.block" if stacked else "blocks.1"
-    at = rf"at \S*test_name_frames.py:{line('torch.tanh(self')}"
+    at = rf"at \S*marked_block.py:{line('torch.tanh(self')}"
     for path in (block, f"{block}.up", f"{block}.down"):
         named_so = re.compile(rf"\w+ of %\w+: {re.escape(path)} {at}")
         assert any(map(named_so.fullmatch, found)), found
@@ -172,7 +165,7 @@ def test_the_flight_recorder_of_two_processes(tmp_path):
             for frame in entry["frames"]
             if key_of(frame["filename"])
         ]
-        at = f"at tests/distributed/flight_recorder.py:{line('torch.tanh(self', SCRIPT)}"
+        at = f"at tests/marked_block.py:{line('torch.tanh(self')}"
         label = "all_reduce einsum_default_3, 128 B, model"
         # Four collectives in each of two steps.
         assert found[1] == f"all_reduce__default_1: {label}: blocks.1.down {at}"

@@ -137,8 +137,7 @@ class Options:
         "plan parallelize",
         'Device speeds and links, a name ("h100") or a Hardware. Sums over axes that leave '
         "a host are reduced within hosts first, where that takes less time, and collectives are "
-        "scheduled by these numbers. None: round numbers; parallelize asks its processes for their "
-        "hosts.",
+        "scheduled by these numbers. None: round numbers, and the processes' hosts.",
     )
     carriers: Iterable[str] = _option(
         (),

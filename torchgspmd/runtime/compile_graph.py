@@ -25,7 +25,7 @@ from ..comm.profiled_code import ProfiledCode, common_ranges, within
 from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from .like_regions import like_regions, text_of
+from .like_regions import like_regions, program_key
 
 # Inductor's options for programs that communicate: its passes for locality and memory move a wait
 # to right behind its start.
@@ -69,7 +69,7 @@ def _split(whole: fx.GraphModule, regions: Sequence[Sequence[fx.Node]]) -> fx.Gr
     for name, piece in list(split.named_children()):
         if isinstance(piece, fx.GraphModule) and not any(loop_calls(piece.graph)):
             compiled, count = CompiledPiece(piece), count + 1
-            compiled.compiled = alike.setdefault(text_of(piece.graph), compiled).compiled
+            compiled.compiled = alike.setdefault(program_key(piece.graph), compiled).compiled
             setattr(split, name, compiled)
     # A division that saves few compilations would only keep Inductor from fusing over its ends.
     return split if not regions or 2 * len(alike) <= count else None

@@ -10,8 +10,7 @@ a period: each operation is like the one a layer further on.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -28,7 +27,7 @@ def like_regions(graph: fx.Graph) -> list[list[fx.Node]]:
     return [nodes[start:stop] for start, stop in _periods(nodes, keys, 0, len(nodes))]
 
 
-def text_of(graph: fx.Graph) -> Hashable:
+def program_key(graph: fx.Graph) -> Hashable:
     """Return a key that graphs share if they compute the same from their inputs."""
     names: dict[fx.Node, str] = {}
     rows: list[Hashable] = []
@@ -87,12 +86,13 @@ def _cheapest_cut(nodes: Sequence[fx.Node], first: int, last: int, period: int) 
     room = period if (last - first) // period > FEWEST else slack + 1
     places = {node: i for i, node in enumerate(nodes)}
 
-    def passing(at: int) -> int:
+    def passing(at: int) -> tuple[int, int]:
+        """Return how many values pass between the first two regions; the place, for equal ones."""
         middle = at + period
-        return sum(
+        passed = (
             any(middle <= places.get(user, -1) < middle + period for user in node.users)
             for node in nodes[at:middle]
         )
+        return sum(passed), at
 
-    cost: Callable[[int], Any] = lambda at: (passing(at), at)  # noqa: E731
-    return min(range(first, first + room), key=cost)
+    return min(range(first, first + room), key=passing)

@@ -64,3 +64,11 @@ def test_bytes(name: str) -> None:
         assert {c.kind for c in plan.collectives} == {"all_reduce"}
     else:
         assert plan.sent_bytes <= 4 * numbers, plan.text(full=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_counts_of_other_numbers_are_the_error_of_pytorch(dtype: torch.dtype) -> None:
+    x = torch.ones(8).to(dtype)
+    plan = gspmd.plan(torch.bincount, x, mesh=gspmd.Mesh(x=2), in_specs="x")
+    with pytest.raises(RuntimeError, match="bincount"):
+        plan.simulate(x)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...comm.local_ops import Rows, add_rows, copy_rows, stack_rows
 from ...comm.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...comm.process_groups import ProcessGroups
 from ...fx_passes.units import size_text
@@ -40,6 +39,7 @@ from .parts import (
     Transport,
 )
 from .schedule import Piece
+from .stage_run import StageRun
 from .transport import StageTransport
 
 TAG = "stages"  # in saved plans
@@ -220,119 +220,6 @@ class StageCall(BodyCall):
             run.finish(piece)
         transport.finish()
         return run.results()
-
-
-class StageRun:
-    """One device's values while it does its stages' pieces."""
-
-    def __init__(
-        self,
-        call: StageCall,
-        device: int,
-        carries: Sequence[Tensor],
-        rows: Sequence[Tensor],
-        others: Sequence[object],
-    ) -> None:
-        self.call, self.device, self.places = call, device, call.order.places
-        self.pieces = [slot.piece for slot in call.order.schedule.rows[device]]
-        self.first = carries[0]
-        self.rows = dict(zip(call.rows, rows))
-        self.others = dict(zip(call.others, others))
-        # Zeros for values that other stages have: the first receives none, the last has the loss.
-        self.blank = dict(zip(call.carries, carries))
-        self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
-        self.stacked: dict[str, Tensor] = {}
-        self.added: dict[str, Rows] = {}
-        self.last_use: dict[str, tuple[str, int]] = {}  # the last reader's kind and stage
-        # A microbatch passes F, B and W in this order, so the last reader overwrites the others.
-        order = [(kind, stage) for kind in "FBW" for stage in self._own_stages()]
-        for kind, stage in order:
-            for body in call.bodies_of(kind, stage):
-                self.last_use |= dict.fromkeys((*body.inputs, *body.outputs), (kind, stage))
-
-    def _own_stages(self) -> list[int]:
-        return [self.places.stage(self.device, r) for r in range(self.places.rounds)]
-
-    def links(self, piece: Piece, direction: int) -> Iterator[tuple[StageLink, str, int]]:
-        """Yield the links that a piece has to a stage (1) or from one (-1).
-
-        Each comes with the value's name where it arrives, and with the other stage's device.
-        """
-        for link in self.call.links:
-            other = piece.stage + direction * link.step
-            if link.kind == piece.kind and 0 <= other < self.places.stages:
-                sender, receiver = (piece.stage, other)[::direction]
-                if link.round == self.places.round(sender):
-                    carry = link.carries[self.places.round(receiver)]
-                    yield link, carry, self.places.device(other)
-
-    def received(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
-        """Return the values that a piece takes from other devices."""
-        return [each for each in self.links(piece, -1) if each[-1] != self.device]
-
-    def sent(self, piece: Piece) -> list[tuple[StageLink, str, int]]:
-        """Return the values that a piece sends to other devices."""
-        return [each for each in self.links(piece, 1) if each[-1] != self.device]
-
-    def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
-        """Take the value that another device has sent for a piece."""
-        self.values[piece.microbatch][carry] = x
-
-    def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
-        """Return a body's inputs."""
-        return [self.value(piece.microbatch, name) for name in body.inputs]
-
-    def value(self, microbatch: int, name: str) -> Any:
-        """Return a microbatch's value."""
-        if name in (own := self.values[microbatch]):
-            return own[name]
-        if name in self.rows:
-            return self.rows[name][microbatch]
-        return self.others[name] if name in self.others else self._blank(name)
-
-    def _blank(self, name: str) -> Tensor:
-        """Return zeros for a loss value, which another device computes."""
-        if name not in self.blank:
-            loss = self.call.body(LOSS, self.places.rounds - 1)
-            assert loss is not None and name in loss.outputs, name
-            meta = loss.graph.output_node().args[0][loss.outputs.index(name)].meta  # pyright: ignore
-            shape = [*meta["shape"]]
-            for size in self.call.sizes:
-                if size.value == name:
-                    shape[size.dim] = size.rows(self.others)
-            self.blank[name] = self.first.new_zeros(shape, dtype=meta["dtype"])
-        return self.blank[name]
-
-    def take(self, piece: Piece, body: StageBody, values: Sequence[Any]) -> None:
-        """Take the results that a body returns."""
-        own = self.values[piece.microbatch]
-        for name, x in zip(body.outputs, values):
-            own[name] = x
-            if name in self.call.stacks:
-                if name not in self.stacked:
-                    self.stacked[name] = x.new_empty([self.call.loop.length, *x.shape])
-                self.stacked[name][piece.microbatch] = x
-            if name in self.call.totals:
-                if name in self.added:
-                    add_rows(self.added[name], x)
-                else:
-                    self.added[name] = copy_rows(x)
-
-    def finish(self, piece: Piece) -> None:
-        """Pass the input to the device's next stage; free values that no later piece reads."""
-        own = self.values[piece.microbatch]
-        for link, carry, to in self.links(piece, 1):
-            if to == self.device:
-                own[carry] = self.value(piece.microbatch, link.sent)
-        now = piece.kind, piece.stage
-        for name in [n for n in own if self.last_use.get(n, now) == now]:
-            del own[name]
-
-    def results(self) -> list[Tensor]:
-        """Return the pipeline's results."""
-        stacked = [self.stacked[name] for name in self.call.stacks]
-        added = {name: stack_rows(x) for name, x in self.added.items()}
-        return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]
 
 
 class _Simulation:

@@ -101,7 +101,8 @@ def _bincount(
     input: Tensor, weights: Tensor | None = None, minlength: int = 0
 ) -> Tensor | Declined:
     """Count by sums of rows, once the largest number is known: every device adds its own."""
-    if input.dim() != 1 or not input.numel():
+    is_index = input.dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+    if input.dim() != 1 or not input.numel() or not is_index:
         return DECLINED
     size: Any = torch.sym_max(input.max().item() + 1, minlength)
     if weights is None:
