@@ -16,7 +16,7 @@ class Held:
 
 
 def looks():
-    places.status(Status(), "")
+    places.status(Status, "")
     stack_of_main()
 
 
