@@ -24,7 +24,7 @@ from torch import fx
 
 from ...comm.local_ops import stack_rows
 from ...comm.loop_call import InnerProgram, LoopCall, LoopOperands, loop_calls
-from ..pipelines.call import LOSS, StageBody
+from ..pipelines.parts import LOSS, StageBody
 
 
 def list_rows(graph: fx.Graph) -> fx.Graph | None:

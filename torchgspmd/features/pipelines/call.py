@@ -24,22 +24,11 @@ from ...comm.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...comm.process_groups import ProcessGroups
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
-from ...rules.custom_ops.loops import Loop
 from .list_scheduler import curve
 from .order import Order
-from .parts import (
-    BACKWARD,
-    FORWARD,
-    LOSS,
-    WEIGHTS,
-    LossSize,
-    Message,
-    StageBody,
-    StageLink,
-    Transport,
-)
+from .parts import LossSize, Message, StageBody, StageLink, Transport
 from .schedule import Piece
-from .stage_run import StageRun
+from .stage_run import StageProgram, StageRun
 from .transport import StageTransport
 
 TAG = "stages"  # in saved plans
@@ -47,27 +36,9 @@ _LINK = "kind", "round", "leaf", "sent", "carries"
 
 
 @dataclass(eq=False)
-class StageCall(BodyCall):
-    """A pipeline with programs for its pieces.
+class StageCall(StageProgram, BodyCall):
+    """A node's target. transport: on the rank that runs it."""
 
-    carries, rows, others: its arguments' names in the bodies. stacks, totals: the names of results
-    that are stacked, and that are added up. kept_bytes: bytes that a stage keeps for a microbatch
-    between its pieces. sizes: loss value sizes that only a run knows. transport: on the rank that
-    runs it.
-    """
-
-    loop: Loop
-    axis: str
-    order: Order
-    pieces: tuple[StageBody, ...]
-    links: tuple[StageLink, ...]
-    carries: tuple[str, ...]
-    rows: tuple[str, ...]
-    others: tuple[str, ...]
-    stacks: tuple[str, ...]
-    totals: tuple[str, ...]
-    kept_bytes: int = 0
-    sizes: tuple[LossSize, ...] = ()
     transport: Transport | None = None
     sends = True
 
@@ -163,33 +134,6 @@ class StageCall(BodyCall):
     @property
     def checked(self) -> Sequence[Any]:
         return (self, *self.pieces, *self.links, *self.sizes)
-
-    def body(self, kind: str, round_: int) -> StageBody | None:
-        """Return the body for a kind in a round, if it has any work."""
-        each = (body for body in self.pieces if (body.kind, body.round) == (kind, round_))
-        return next(each, None)
-
-    def bodies_of(self, kind: str, stage: int) -> list[StageBody]:
-        """Return the bodies that a stage's piece runs, in order. The loss comes late."""
-        places = self.order.places
-        round_ = places.round(stage)
-        kinds = [{"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[kind]]
-        # The last stage has the loss: before its backward, or behind its forward if there is none.
-        if stage == places.stages - 1:
-            if kind == "B":
-                kinds = [LOSS, BACKWARD]
-            elif kind == "F" and self.body(BACKWARD, round_) is None:
-                kinds = [FORWARD, LOSS]
-        return [body for each in kinds if (body := self.body(each, round_)) is not None]
-
-    def kind_of(self, body: StageBody) -> str:
-        """Return the kind of piece that runs a body."""
-        stage = (
-            self.order.places.stages
-            - 1
-            - (self.order.rounds - 1 - body.round) * (self.order.devices)
-        )
-        return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]

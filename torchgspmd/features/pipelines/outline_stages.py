@@ -30,10 +30,10 @@ from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
 from ...layout.open_sizes import product_of
 from ..loops.split_loops import drop_unused_results, split_loop
-from .call import BACKWARD, FORWARD, LOSS, WEIGHTS, StageBody, StageCall, StageLink
+from .call import StageCall
 from .op import HEAD, SEND
 from .order import Order, order_within
-from .parts import LossSize
+from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 

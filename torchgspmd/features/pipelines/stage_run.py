@@ -1,18 +1,68 @@
-"""StageRun: one device's values while it does its stages' pieces."""
+"""StageProgram: the bodies of a pipeline. StageRun: one device's values while it runs them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from ...comm.local_ops import Rows, add_rows, copy_rows, stack_rows
-from .parts import LOSS, StageBody, StageLink
+from ...rules.custom_ops.loops import Loop
+from .order import Order
+from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
 from .schedule import Piece
 
-if TYPE_CHECKING:
-    from .call import StageCall
+
+@dataclass(eq=False)
+class StageProgram:
+    """A pipeline with programs for its pieces.
+
+    carries, rows, others: its arguments' names in the bodies. stacks, totals: the names of results
+    that are stacked, and that are added up. kept_bytes: bytes that a stage keeps for a microbatch
+    between its pieces. sizes: loss value sizes that only a run knows.
+    """
+
+    loop: Loop
+    axis: str
+    order: Order
+    pieces: tuple[StageBody, ...]
+    links: tuple[StageLink, ...]
+    carries: tuple[str, ...]
+    rows: tuple[str, ...]
+    others: tuple[str, ...]
+    stacks: tuple[str, ...]
+    totals: tuple[str, ...]
+    kept_bytes: int = 0
+    sizes: tuple[LossSize, ...] = ()
+
+    def body(self, kind: str, round_: int) -> StageBody | None:
+        """Return the body for a kind in a round, if it has any work."""
+        each = (body for body in self.pieces if (body.kind, body.round) == (kind, round_))
+        return next(each, None)
+
+    def bodies_of(self, kind: str, stage: int) -> list[StageBody]:
+        """Return the bodies that a stage's piece runs, in order. The loss comes late."""
+        places = self.order.places
+        round_ = places.round(stage)
+        kinds = [{"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[kind]]
+        # The last stage has the loss: before its backward, or behind its forward if there is none.
+        if stage == places.stages - 1:
+            if kind == "B":
+                kinds = [LOSS, BACKWARD]
+            elif kind == "F" and self.body(BACKWARD, round_) is None:
+                kinds = [FORWARD, LOSS]
+        return [body for each in kinds if (body := self.body(each, round_)) is not None]
+
+    def kind_of(self, body: StageBody) -> str:
+        """Return the kind of piece that runs a body."""
+        stage = (
+            self.order.places.stages
+            - 1
+            - (self.order.rounds - 1 - body.round) * (self.order.devices)
+        )
+        return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
 
 class StageRun:
@@ -20,7 +70,7 @@ class StageRun:
 
     def __init__(
         self,
-        call: StageCall,
+        call: StageProgram,
         device: int,
         carries: Sequence[Tensor],
         rows: Sequence[Tensor],
