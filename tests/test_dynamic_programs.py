@@ -34,7 +34,7 @@ from torchgspmd.layout.mark import mark_sharding_op
 
 MESHES = [Mesh(a=2), Mesh(a=3), Mesh(a=4), Mesh(a=2, b=2), Mesh(a=2, b=3)]
 FIRST, LAST = map(int, os.environ.get("TORCHGSPMD_FUNCTIONS", "0:250").split(":"))
-CHUNK, MANY = 25, 8  # functions a test, layouts of each
+CHUNK, MANY = 10, 8  # functions a test, layouts of each
 MARK = mark_sharding_op._opoverload
 MOST_ELEMENTS = 3000  # of a value, with the sizes that programs are drawn with
 DRAWN = (

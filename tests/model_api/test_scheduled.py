@@ -245,12 +245,17 @@ class Recorder:
     def __init__(self):
         self.events = []
 
-    def send(self, link, to, x):
-        self.events.append(f"send {link.kind}")
+    def send(self, messages):
+        self.events += [f"send {message.link.kind}" for message in messages]
 
-    def receive(self, link, source, like):
-        self.events.append("begin")
-        return lambda: (self.events.append("wait"), like)[1]
+    def receive(self, messages):
+        self.events += ["begin"] * len(messages)
+
+        def arrived():
+            self.events += ["wait"] * len(messages)
+            return [message.value for message in messages]
+
+        return arrived
 
     def finish(self):
         self.events.append("finish")

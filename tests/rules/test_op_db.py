@@ -25,7 +25,7 @@ from op_coverage import OPS, Case, attempt, is_random  # noqa: E402
 
 MESHES = ({"a": 2},)
 SAMPLES = 2
-CHUNKS = 8
+CHUNKS = 16
 NAMES = [name for name, op in OPS.items() if torch.float32 in op.supported_dtypes("cpu")]
 SLOW = {"pca_lowrank", "svd_lowrank"}  # minutes: their programs have thousands of nodes
 RAISES = {
