@@ -10,7 +10,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-MOST_UNSEEN = 2_000_000  # Objects that the collector has not seen; it runs when there are more.
+MOST_UNSEEN = 3_000_000  # Objects that the collector has not seen; it runs when there are more.
 
 
 class _Unseen:

@@ -88,7 +88,8 @@ class FactorMove(Move):
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of the sent
         bytes that has to be saved. A layout that would have cost more is not tried again, nor for
-        like bodies, until the body's cost differs by a share of that, `retry_share`.
+        like bodies, until the body's cost differs by a share of that, `retry_share` or that of
+        large ones.
         """
         class_number = self._class_number(body, factor_class)
         situation = self._situation(body), axes, min_saving, class_number
@@ -99,7 +100,9 @@ class FactorMove(Move):
         bonus = self.search.costs.pending_bonus * pending
         layout = self._likeness(body), axes, class_number
         tries = self.search.excess.setdefault(layout, [])
-        share = self.constants.retry_share
+        constants = self.constants
+        is_large = len(body.ops) >= constants.give_up_ops
+        share = constants.retry_share_of_large if is_large else constants.retry_share
         if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
         self.memory.counts[f"{self.name}_layouts"] += 1
@@ -110,8 +113,7 @@ class FactorMove(Move):
         )
         other = self.search.costs.exact(neighbors)
         # Choices around a layout hardly save as much as the region sends now.
-        is_large = len(body.ops) >= self.constants.give_up_ops
-        limit = self.constants.give_up_share * sent if is_large else math.inf
+        limit = constants.give_up_share * sent if is_large else math.inf
         if other - cost < limit:
             other = self._settled(neighbors)
         if other < cost:
