@@ -88,8 +88,8 @@ class FactorMove(Move):
 
         factor_class: index in `body.classes`; None for no factor. min_saving: the share of the sent
         bytes that has to be saved. A layout that would have cost more is not tried again, nor for
-        like bodies, until the body's cost differs by a share of that, `retry_share` or that of
-        large ones.
+        like bodies, until the body's cost differs by a share of that. It is `retry_share`, or
+        `retry_share_of_large`.
         """
         class_number = self._class_number(body, factor_class)
         situation = self._situation(body), axes, min_saving, class_number
