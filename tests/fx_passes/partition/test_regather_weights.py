@@ -143,3 +143,25 @@ def test_keys_of_a_long_context_are_gathered_again():
         torch.testing.assert_close(a, b)
     assert gathers(kept, True) == 0 and gathers(again, True) == gathers(again, False) == 6
     assert again.memory.peak < kept.memory.peak
+
+
+def test_a_permutation_that_gathers_is_done_again():
+    """Weights on two axes reach a batch on both by one permutation: nothing else is kept."""
+    mesh = Mesh(data=2, model=2)
+    model = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh(), nn.Linear(16, 16, bias=False))
+    gspmd.annotate(model, mesh, {"*.weight": "data model"})
+    x = torch.randn(1024, 16)
+    options = dict(mesh=mesh, in_specs="data+model _", out_specs="data+model _", grad=True)
+    plan = gspmd.plan(model, x, regather="always", **options)
+    weights = [n for n in plan.sharded.nodes if "step" in n.meta and n.args[0].op == "placeholder"]
+    assert {n.meta["step"].kind for n in weights} == {"permute"}
+    # The first weight is needed in the forward alone, the second in both.
+    assert [bool(n.meta["backward"]) for n in weights] == [False, False, True]
+    for node in weights:
+        assert len({bool(user.meta["backward"]) for user in node.users}) == 1, node
+    out, gradients = plan.simulate(x)
+    want = model(x)
+    assert_same(out, want)
+    wanted = torch.autograd.grad(want.sum(), list(model.parameters()))
+    for (name, _), gradient in zip(model.named_parameters(), wanted):
+        assert_same(gradients[name], gradient)

@@ -25,14 +25,12 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
     # gathered value -> the first node of the backward that needs it
     gathered: dict[fx.Node, fx.Node | None] = {}
     for node in order:
-        step = node.meta.get("step")
         if (
             node.op == "call_function"
             and not node.meta.get("backward")
             and (activations or _depends_on_one_input(node))
             and (
-                step is not None
-                and step.target.gathers
+                _gathers(node)
                 or node.args
                 and node.args[0] in gathered
                 and len(node.all_input_nodes) == 1
@@ -58,6 +56,14 @@ def regather_weights(graph: fx.Graph, activations: bool = False) -> fx.Graph:
         for user in late:
             user.replace_input_with(node, copies[node])
     return graph
+
+
+def _gathers(node: fx.Node) -> bool:
+    """Return whether a collective gathers: a permutation may, from two axes to none."""
+    if "step" not in node.meta:
+        return False
+    before, after = (value.meta["spec"].sharding_axes for value in (node.args[0], node))
+    return {*after} < {*before}
 
 
 def _depends_on_one_input(node: fx.Node) -> bool:
