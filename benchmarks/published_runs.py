@@ -16,16 +16,19 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
+from torchgspmd.compiler.options import Regather
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from large_plans import rotated
@@ -56,7 +59,10 @@ class Shape:
 
 @dataclass(frozen=True)
 class Run:
-    """A published run. batch: sequences of all devices. recomputed: the share of the layers."""
+    """A published run. batch: sequences of all devices. recomputed: the share of the layers.
+
+    microbatches: of a pipeline along `stage`, 1F1B; 0 for none. is_list: layers are no loop.
+    """
 
     shape: Shape
     mesh: str
@@ -65,29 +71,51 @@ class Run:
     hardware: Hardware
     recomputed: float
     seconds: float
+    microbatches: int = 0
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Marks of a layer's weights, of the others, and of the values between layers.
+
+    inputs: of tokens and targets. regather: an option for plan.
+    """
+
+    layer: Mapping[str, str]
+    ends: Mapping[str, str]
+    between: str = ""
+    inputs: str = "data _"
+    regather: Regather = "auto"
+
+    @classmethod
+    def published(cls, shape: Shape, zero: bool) -> Layout:
+        """Return the layout of the runs: weights along model, and along data if zero."""
+        row = "data" if zero else "_"
+        layer = {**dict.fromkeys("qkv", f"{row} model _"), "o": f"model _ {row}"}
+        layer |= {"gate": f"{row} model"} if shape.gated else {}
+        layer |= {"up": f"{row} model", "down": f"model {row}"}
+        ends = {"words": f"model {row}", "head": f"{row} model"}
+        # Megatron's first runs have whole tokens between layers, later ones parts (2205.05198).
+        return cls(layer, ends, "data model _" if shape.gated else "data _ _")
 
 
 class Layer(nn.Module):
-    """A layer with weights along data (if zero) and model."""
+    """A layer."""
 
-    def __init__(self, shape: Shape, mesh: gspmd.Mesh, zero: bool) -> None:
+    def __init__(self, shape: Shape, mesh: gspmd.Mesh, layout: Layout) -> None:
         super().__init__()
-        self.shape, self.mesh = shape, mesh
+        self.shape, self.mesh, self.between = shape, mesh, layout.between
         d, k, h = shape.width, shape.head, shape.hidden
-        # Megatron's first runs have whole tokens between layers, later ones parts (2205.05198).
-        self.between = "data model _" if shape.gated else "data _ _"
         norm = nn.RMSNorm if shape.gated else nn.LayerNorm
         self.first, self.second = norm(d), norm(d)
         self.q, self.k, self.v = (weight(d, n, k) for n in (shape.heads, shape.keys, shape.keys))
         self.o, self.up, self.down = weight(shape.heads, k, d), weight(d, h), weight(h, d)
         self.gate = weight(d, h) if shape.gated else None
-        row = "data" if zero else "_"
-        marks = {**dict.fromkeys("qkv", f"{row} model _"), "o": f"model _ {row}"}
-        marks |= {"gate": f"{row} model"} if shape.gated else {}
-        gspmd.annotate(self, mesh, {**marks, "up": f"{row} model", "down": f"model {row}"})
+        gspmd.annotate(self, mesh, layout.layer)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # [b, s, d], [s, k/2]
-        x = gspmd.mark_sharding(x, self.mesh, self.between)
+        x = self.marked(x)
         y = self.first(x)
         q, k, v = (torch.einsum("bsd,dhk->bhsk", y, w) for w in (self.q, self.k, self.v))
         if self.shape.gated:
@@ -96,14 +124,15 @@ class Layer(nn.Module):
         else:  # these runs are older than FlashAttention: each score is stored, and dropped
             scores = torch.einsum("bhsk,bhtk->bhst", q, k)
             y = torch.einsum("bhst,bhtk->bhsk", F.dropout(scores.softmax(-1), 0.1), v)
-        x = gspmd.mark_sharding(
-            x + self.dropped(torch.einsum("bhsk,hkd->bsd", y, self.o)), self.mesh, self.between
-        )
+        x = self.marked(x + self.dropped(torch.einsum("bhsk,hkd->bsd", y, self.o)))
         y = self.second(x)
         up = y @ self.up
         if self.gate is not None:
-            return x + (F.silu(y @ self.gate) * up) @ self.down
-        return x + self.dropped(F.gelu(up) @ self.down)
+            return self.marked(x + (F.silu(y @ self.gate) * up) @ self.down)
+        return self.marked(x + self.dropped(F.gelu(up) @ self.down))
+
+    def marked(self, x: Tensor) -> Tensor:
+        return gspmd.mark_sharding(x, self.mesh, self.between) if self.between else x
 
     def dropped(self, x: Tensor) -> Tensor:
         return x if self.shape.gated else F.dropout(x, 0.1)
@@ -116,31 +145,54 @@ def weight(*shape: int) -> nn.Parameter:
 class Transformer(nn.Module):
     """From tokens to the loss; a share of the layers is recomputed."""
 
-    def __init__(self, run: Run, mesh: gspmd.Mesh, zero: bool) -> None:
+    def __init__(self, run: Run, mesh: gspmd.Mesh, layout: Layout) -> None:
         super().__init__()
-        shape, row = run.shape, "data" if zero else "_"
+        shape, self.is_pipeline = run.shape, run.microbatches > 0
         again = round(run.recomputed * shape.layers)
+        layers = [Layer(shape, mesh, layout) for _ in range(shape.layers)]
         self.parts = nn.ModuleList(
-            gspmd.stack([Layer(shape, mesh, zero) for _ in range(count)], recompute=recompute)
-            for count, recompute in ((shape.layers - again, False), (again, True))
-            if count
+            [
+                gspmd.pipeline(
+                    layers,
+                    mesh,
+                    microbatches=run.microbatches,
+                    schedule="1f1b",
+                    recompute=again == shape.layers,
+                    loss=self.loss,
+                )
+            ]
+            if self.is_pipeline
+            else layers
+            if run.is_list
+            else [
+                gspmd.stack(part, recompute=recompute)
+                for part, recompute in ((layers[again:], False), (layers[:again], True))
+                if part
+            ]
         )
+        for layer in layers[:again] if run.is_list else ():
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         self.words, self.head = weight(shape.words, shape.width), weight(shape.width, shape.words)
         self.norm = nn.RMSNorm(shape.width)
-        gspmd.annotate(self, mesh, {"words": f"model {row}", "head": f"{row} model"})
+        gspmd.annotate(self, mesh, layout.ends)
 
     def forward(self, tokens: Tensor, targets: Tensor, angles: Tensor) -> Tensor:
         x = F.embedding(tokens, self.words)
+        if self.is_pipeline:
+            return self.parts[0](x, angles, targets=targets)
         for part in self.parts:
             x = part(x, angles)
+        return self.loss(x, targets)
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         logits = (self.norm(x) @ self.head).flatten(0, 1)
         return F.cross_entropy(logits.float(), targets.flatten())
 
 
-def planned(run: Run, zero: bool) -> gspmd.Plan:
+def planned(run: Run, layout: Layout) -> gspmd.Plan:
     mesh = gspmd.Mesh.parse(run.mesh)
     with torch.device("meta"):
-        model = Transformer(run, mesh, zero)
+        model = Transformer(run, mesh, layout)
         tokens = torch.empty(run.batch, run.length, dtype=torch.long)
         angles = torch.empty(run.length, run.shape.head // 2)
     return gspmd.plan(
@@ -149,8 +201,9 @@ def planned(run: Run, zero: bool) -> gspmd.Plan:
         tokens,
         angles,
         mesh=mesh,
-        in_specs=("data _", "data _", "_ _"),
+        in_specs=(layout.inputs, layout.inputs, "_ _"),
         grad=True,
+        regather=layout.regather,
         param_dtype=torch.bfloat16,
         hardware=run.hardware,
         rng="native",
@@ -219,7 +272,8 @@ RUNS: dict[str, Run] = {
 def estimated(name: str) -> float:
     """Return the estimated seconds of a run's step."""
     run = RUNS[name]
-    return planned(run, zero=not name.startswith("Megatron")).estimate(run.hardware).seconds
+    layout = Layout.published(run.shape, zero=not name.startswith("Megatron"))
+    return planned(run, layout).estimate(run.hardware).seconds
 
 
 def main(names: Sequence[str]) -> None:

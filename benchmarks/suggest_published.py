@@ -1,0 +1,155 @@
+"""Proposals of `suggest` for published models, beside their published layouts, by one estimate.
+
+    python benchmarks/suggest_published.py [--seconds 60] [NAME ...]
+
+Prints a row for each model: mesh, layers that are computed twice, estimated step and memory of
+both, the ratio of the steps, and the bound that no layout can be below. A published layout is
+planned with its marks, and as many layers computed twice as its run had. The proposal starts from
+no mark, and may use as much memory. Ends with an error if a published layout is faster. Nothing
+runs but the planner.
+
+Sources: those of published_runs.py; for 70B and 405B tables 4 and 5 of torchtitan's benchmarks, in
+bfloat16 here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+from torchgspmd.tools.suggest import Proposal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from published_runs import RUNS, TITAN, Layer, Layout, Run, Shape, planned, weight
+
+LLAMA_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
+LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
+MORE = {
+    "torchtitan 70B, 256 H100": Run(LLAMA_70B, "data=32,model=8", 512, 8192, TITAN, 1.0, 0.0),
+    "torchtitan 405B, 512 H100": Run(
+        LLAMA_405B, "data=8,stage=8,model=8", 256, 8192, TITAN, 1.0, 0.0, microbatches=32
+    ),
+}
+NAMES = (
+    "torchtitan 8B, 8 H100",
+    "torchtitan 8B, 128 H100",
+    *MORE,
+    "MaxText 32B, 64 v5p",
+    "MaxText 128B, 256 v5p",
+    "MaxText 512B, 512 v5p",
+)
+SLACK = 1.005
+
+
+class Unmarked(nn.Module):
+    """The model of published_runs.py without marks, its layers in a list."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        shape, alone = run.shape, gspmd.Mesh(data=1, model=1)
+        self.layers = nn.ModuleList(
+            Layer(shape, alone, Layout({}, {})) for _ in range(shape.layers)
+        )
+        self.words, self.head = weight(shape.words, shape.width), weight(shape.width, shape.words)
+        self.norm = nn.RMSNorm(shape.width)
+        self.register_buffer("angles", torch.empty(run.length, shape.head // 2))
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.words)
+        for layer in self.layers:
+            x = layer(x, self.angles)
+        logits = (self.norm(x) @ self.head).flatten(0, 1)
+        return F.cross_entropy(logits.float(), targets.flatten())
+
+
+def proposed(run: Run, memory: float, seconds: float) -> Proposal:
+    with torch.device("meta"):
+        model = Unmarked(run)
+        tokens = torch.empty(run.batch, run.length, dtype=torch.long)
+    devices = gspmd.Mesh.parse(run.mesh).size
+    return gspmd.suggest(
+        model,
+        (tokens, tokens),
+        devices=devices,
+        hardware=run.hardware,
+        memory=memory,
+        seconds=seconds,
+        param_dtype=torch.bfloat16,
+    )[0]
+
+
+FEW = 2  # layers of the smaller program, as in a proposal's numbers
+
+
+def numbers(run: Run, layout: Layout) -> Tensor:
+    """Return a step's seconds, and its bytes with Adam's states."""
+    report = planned(run, layout).report(run.hardware, tried=False)
+    memory = report.memory.peak + report.memory.optimizer
+    return torch.tensor([report.estimate.seconds, memory], dtype=torch.float64)
+
+
+def of_list(run: Run) -> Tensor:
+    """Return the numbers of a list of layers, extrapolated from few, as those of a proposal are."""
+
+    def of_few(count: int, again: bool) -> Tensor:
+        shape = replace(run.shape, layers=count)
+        # A loop gathers a layer's weights in each pass; in a list an option says so.
+        layout = replace(Layout.published(shape, zero=True), regather="always")
+        few = replace(run, shape=shape, recomputed=float(again), is_list=True)
+        return numbers(few, layout)
+
+    def of_all(again: bool) -> Tensor:
+        few, more = of_few(FEW, again), of_few(FEW + 1, again)
+        return few + (run.shape.layers - FEW) * (more - few)
+
+    share = torch.tensor(run.recomputed, dtype=torch.float64)
+    return torch.lerp(of_all(False), of_all(True), share)
+
+
+def of_hand(run: Run) -> tuple[float, float]:
+    """Return the seconds and bytes of the published layout: its layers as a loop or as a list."""
+    ways = [numbers(run, Layout.published(run.shape, zero=True))]
+    ways += [of_list(run)] if not run.microbatches else []
+    seconds, memory = min(way.tolist() for way in ways)
+    return seconds, memory
+
+
+def main(names: Sequence[str], seconds: float) -> None:
+    print("| model | published | step, s | GiB | proposed | step, s | GiB | ratio | bound, s |")
+    print("|---|---|--:|--:|---|--:|--:|--:|--:|")
+    lost = []
+    for name in names or NAMES:
+        run = {**RUNS, **MORE}[name]
+        hand, memory = of_hand(run)
+        best = proposed(run, max(memory, run.hardware.memory), seconds)
+        mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.axes)
+        again = ", ".join(f"{n} x {part or 'layer'}" for part, n in best.savings.recomputed)
+        layers, ratio = round(run.recomputed * run.shape.layers), best.seconds / hand
+        print(
+            f"| {name} | {run.mesh}; {layers} x layer | {hand:.2f} | {memory / 2**30:.0f} "
+            f"| {mesh}; {again or 'none'} | {best.seconds:.2f} | {best.memory / 2**30:.0f} "
+            f"| {ratio:.3f} | {best.bound:.2f} |",
+            flush=True,
+        )
+        lost += [name] * (ratio > SLACK)
+    raise SystemExit(f"faster by hand: {', '.join(lost)}" if lost else 0)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--seconds", type=float, default=60, help="of a search")
+    warnings.simplefilter("ignore")
+    arguments = parser.parse_args()
+    main(arguments.names, arguments.seconds)
