@@ -85,7 +85,7 @@ fast: venv  ## tests that start no processes and take no minutes
 
 # One environment is installed while the code is checked. Two cases guard each test function, on one mesh of processes; all of them
 # explore, and take more than an hour: nightly. Of files that draw or enumerate fewer guard (EXPLORING in tests/conftest.py).
-test:  ## the tests that CI runs: those that guard, 20 minutes on two cores
+test:  ## the tests that CI runs: those that guard; they take 20 to 45 minutes on two cores
 	$(MAKE) -j 2 lint venv-xla
 	$(MAKE) test-core
 	$(MAKE) test-xla

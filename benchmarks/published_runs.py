@@ -61,7 +61,8 @@ class Shape:
 class Run:
     """A published run. batch: sequences of all devices. recomputed: the share of the layers.
 
-    microbatches: of a pipeline along `stage`, 1F1B; 0 for none. is_list: layers are no loop.
+    microbatches: of a pipeline along `stage`, 1F1B; 0 for none. is_list: layers are a list, and
+    no loop.
     """
 
     shape: Shape
@@ -79,13 +80,12 @@ class Run:
 class Layout:
     """Marks of a layer's weights, of the others, and of the values between layers.
 
-    inputs: of tokens and targets. regather: an option for plan.
+    regather: an option for plan.
     """
 
     layer: Mapping[str, str]
     ends: Mapping[str, str]
     between: str = ""
-    inputs: str = "data _"
     regather: Regather = "auto"
 
     @classmethod
@@ -201,7 +201,7 @@ def planned(run: Run, layout: Layout) -> gspmd.Plan:
         tokens,
         angles,
         mesh=mesh,
-        in_specs=(layout.inputs, layout.inputs, "_ _"),
+        in_specs=("data _", "data _", "_ _"),
         grad=True,
         regather=layout.regather,
         param_dtype=torch.bfloat16,

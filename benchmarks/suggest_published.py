@@ -22,21 +22,23 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import torchgspmd as gspmd
 from torchgspmd.tools.suggest import Proposal
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from published_runs import RUNS, TITAN, Layer, Layout, Run, Shape, planned, weight
+from published_runs import RUNS, TITAN, Layout, Run, Shape, Transformer, planned
 
+# Their seconds are those of float8: the tokens of a GPU, by its tokens a second.
 LLAMA_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
 MORE = {
-    "torchtitan 70B, 256 H100": Run(LLAMA_70B, "data=32,model=8", 512, 8192, TITAN, 1.0, 0.0),
+    "torchtitan 70B, 256 H100": Run(
+        LLAMA_70B, "data=32,model=8", 512, 8192, TITAN, 1.0, 16384 / 829
+    ),
     "torchtitan 405B, 512 H100": Run(
-        LLAMA_405B, "data=8,stage=8,model=8", 256, 8192, TITAN, 1.0, 0.0, microbatches=32
+        LLAMA_405B, "data=8,stage=8,model=8", 256, 8192, TITAN, 1.0, 4096 / 100, microbatches=32
     ),
 }
 NAMES = (
@@ -50,25 +52,18 @@ NAMES = (
 SLACK = 1.005
 
 
-class Unmarked(nn.Module):
-    """The model of published_runs.py without marks, its layers in a list."""
+class Unmarked(Transformer):
+    """The model without marks, its layers in a list; no argument but those with a batch."""
+
+    angles: Tensor
 
     def __init__(self, run: Run) -> None:
-        super().__init__()
-        shape, alone = run.shape, gspmd.Mesh(data=1, model=1)
-        self.layers = nn.ModuleList(
-            Layer(shape, alone, Layout({}, {})) for _ in range(shape.layers)
-        )
-        self.words, self.head = weight(shape.words, shape.width), weight(shape.width, shape.words)
-        self.norm = nn.RMSNorm(shape.width)
-        self.register_buffer("angles", torch.empty(run.length, shape.head // 2))
+        alone = replace(run, recomputed=0.0, microbatches=0, is_list=True)
+        super().__init__(alone, gspmd.Mesh(data=1, model=1), Layout({}, {}))
+        self.register_buffer("angles", torch.empty(run.length, run.shape.head // 2))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        x = F.embedding(tokens, self.words)
-        for layer in self.layers:
-            x = layer(x, self.angles)
-        logits = (self.norm(x) @ self.head).flatten(0, 1)
-        return F.cross_entropy(logits.float(), targets.flatten())
+        return super().forward(tokens, targets, self.angles)
 
 
 def proposed(run: Run, memory: float, seconds: float) -> Proposal:
