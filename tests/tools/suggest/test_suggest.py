@@ -363,7 +363,7 @@ def test_marks_of_arguments_and_of_stacks_of_matrices():
     assert str(rows.with_arguments((0,), 3).argument_spec(0, image, mesh)) == "data _ _ _"
     experts = Marks(stacked=frozenset(["w"]))
     assert str(experts.spec(stack, mesh)) == "data _ _"
-    assert str(replace(experts, zero=True).with_dim("w", 2).spec(stack, mesh)) == "data _ model"
+    assert str(replace(experts, zero=True).with_dims(["w"], 2).spec(stack, mesh)) == "data _ model"
     assert (
         experts.on(gspmd.Mesh(data=1, model=4)) == Marks() == rows.on(gspmd.Mesh(data=4, model=1))
     )
@@ -395,3 +395,64 @@ def test_a_model_that_takes_one_batch_alone():
         options = {"devices": 1, "memory": memory, "seconds": 600}
         found = gspmd.suggest(Fixed(), (torch.zeros(8, 16),), **options)[0]
         assert found.savings.microbatches == 1 and found.largest_batch in (8, None)
+
+
+class Pair(nn.Module):
+    """A layer that returns its value and a table, as transformers' may."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.feed = nn.LayerNorm(16), nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 16))
+
+    def forward(self, x):
+        return x + self.feed(self.norm(x)), {"longest": x.argmax(1)}
+
+
+class Pairs(nn.Module):
+    def __init__(self, layers: int = 6):
+        super().__init__()
+        self.layers = nn.ModuleList(Pair() for _ in range(layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x, _ = layer(x)
+        return x.square().mean()
+
+
+def test_marks_of_layer_outputs():
+    """Judged as annotate applies them, and without marks nothing of the capture is left."""
+    model, batch = Pairs(), torch.zeros(8, 32, 16)
+    judge = Judge(model, (batch,), {}, SLOW_LINKS)
+    whole, every = (globs for _, globs in judge.output_groups())
+    assert whole == ("layers.*",)
+    assert set(every) == {"layers.*", "layers.*.norm", "layers.*.feed"}
+    assert not any(module._forward_hooks for module in model.modules())
+    mesh = gspmd.Mesh(data=2, model=4)
+    alone, with_outputs = judge.tensor_parallel()
+    assert alone.model == (("layers.*.feed.0.weight", 0), ("layers.*.feed.1.weight", 1))
+    kinds = {}
+    for marks in (Marks(), alone, with_outputs):
+        judge.first = 2
+        numbers = judge.numbers(mesh, marks, Savings())
+        layouts = judge.marks(mesh, marks, Savings())
+        if marks.outputs:
+            assert layouts["layers.*"] == layouts["layers.*.norm"] == "data model _"
+        plan = gspmd.plan(
+            gspmd.annotate(Pairs(), mesh, layouts), batch, mesh=mesh, in_specs="data _ _", grad=True
+        )
+        assert numbers.sent_bytes == pytest.approx(plan.sent_bytes, rel=0.02)
+        assert numbers.seconds == pytest.approx(plan.estimate(SLOW_LINKS).seconds, rel=0.02)
+        kinds[marks] = {c.kind for c in plan.collectives}
+    assert "reduce_scatter" in kinds[with_outputs] and "reduce_scatter" not in kinds[alone]
+
+
+def test_a_start_has_what_a_descent_finds():
+    """From tensor and sequence parallelism it gets at least as far as from no marks."""
+    model, batch = Pairs(), torch.zeros(8, 256, 16)
+    judge = Judge(model, (batch,), {}, SLOW_LINKS)
+    mesh = gspmd.Mesh(data=1, model=4)
+    searched = search._Search(judge, 1e9, float("inf"))
+    start = searched._best_start(mesh, [Marks(), *judge.tensor_parallel()])
+    found = searched._descend(mesh, start)
+    from_nothing = searched._descend(mesh, Marks())
+    assert searched.score(mesh, found) <= searched.score(mesh, from_nothing)

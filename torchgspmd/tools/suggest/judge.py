@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
@@ -21,13 +22,15 @@ from ...errors import ShardingError
 from ...fx_passes.ir import tensors_of
 from ...fx_passes.program import Shared
 from ...fx_passes.schedule.arithmetic import flops, graph_flops
+from ...fx_passes.schedule.memory_budget import STATES
 from ...layout.layout_rules import Layout, Unmarked, bound
 from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from ..report.report import Report
+from .layer_outputs import noted, output_groups, with_marks
 from .layers import Layers, Recomputed
-from .proposal import DATA, Group, Marks, Savings, groups_of
+from .proposal import DATA, MODEL, Group, Marks, Savings, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource
 
@@ -92,7 +95,8 @@ class Judge:
     first: the smaller one's number of layers. With one layer the search often finds another layout,
     so numbers that are shown come from two and three. layers: the model's. recomputable: those that
     may be computed twice: none that changes a buffer. shared: results that plans for equal programs
-    share. stored: parameter layouts, by glob. counts: the sums over all plans.
+    share. stored: layouts of parameters and marked outputs, by glob. counts: the sums over all
+    plans.
     """
 
     model: nn.Module
@@ -105,6 +109,7 @@ class Judge:
     groups: tuple[Group, ...] = field(init=False)
     flops: float = field(init=False)  # in a step, on all devices
     layer_flops: float = field(init=False)  # in a layer
+    state_bytes: float = field(init=False)  # of parameters and Adam's states
     dtype: torch.dtype = field(init=False)  # the products' smallest
     first: int = 1
     shared: Shared = field(default_factory=Shared)
@@ -124,10 +129,12 @@ class Judge:
         self.recomputable = self.layers.without(buffers)
         self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
+        sizes = [_state_bytes(program) for program in programs]
         self.dtype = _smallest_dtype(programs[-1].graph)
         # The two programs differ by one layer.
-        self.layer_flops = counts[-1] - counts[0]
-        self.flops = counts[-1] + max(self.layers.length - len(programs), 0) * self.layer_flops
+        self.layer_flops, more = counts[-1] - counts[0], max(self.layers.length - len(programs), 0)
+        self.flops = counts[-1] + more * self.layer_flops
+        self.state_bytes = sizes[-1] + more * (sizes[-1] - sizes[0])
 
     @property
     def rows(self) -> int:
@@ -178,6 +185,7 @@ class Judge:
             if size:
                 block.enter_context(self.layers.shortened(size))
             block.enter_context(self.recomputable.recomputed(recomputed))
+            block.enter_context(noted(self.layers))
             # Without the model's own marks: a search chooses all.
             block.enter_context(bound(Unmarked(Layout({}), ONE_DEVICE)))
             return capture(
@@ -316,8 +324,15 @@ class Judge:
             for inp in program.inputs
         ]
         inputs = self.in_specs(mesh, marks, rows)
+        outputs: dict[str, set[ShardSpec]] = {}
+
+        def spec_of(glob: str, shape: Sequence[int]) -> ShardSpec | None:
+            spec = marks.output_spec(glob, shape, mesh)
+            outputs.update({glob: {spec}} if spec else {})
+            return spec
+
         result = compile_plan(
-            replace(program, inputs=marked),
+            with_marks(replace(program, inputs=marked), mesh, spec_of),
             mesh,
             [*inputs, *[None for _ in program.state_inputs]],
             replace(self.options, regather=savings.regather),
@@ -330,11 +345,11 @@ class Judge:
             if inp.name in groups:
                 priorities = inp.mark.priorities if inp.mark else ()
                 stored[groups[inp.name].pattern].add(spec.with_priorities(priorities))
-        self.stored[key] = stored  # the larger program's, which comes last
+        self.stored[key] = {**stored, **outputs}  # the larger program's, which comes last
         return Numbers.of(result.report(self.hardware, tried=False))
 
     def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:
-        """Return the parameters' layouts by glob, for those that are not whole.
+        """Return the layouts of parameters by glob, for those that are not whole, and of outputs.
 
         They are marked, and those that propagation has found: `parallelize` takes no others. None
         where like layers have different ones.
@@ -371,6 +386,37 @@ class Judge:
             shape = tuple(tensor.shape)
             numbers[shape] = (*numbers.get(shape, ()), i)
         return numbers
+
+    def output_groups(self) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
+        """Return the layer outputs that are marked alike, with their shape."""
+        return output_groups(self.programs((), self.rows)[-1], self.layers)
+
+    def tensor_parallel(self) -> list[Marks]:
+        """Return marks that divide like layers' weights along MODEL; then their outputs too.
+
+        Of a weight, the first dimension without the size of a layer output's last one is divided,
+        such as heads. Propagation finds the layout of square weights.
+        """
+        groups = self.output_groups()
+        if not groups:
+            return []
+        (*_, width), outputs = groups[-1]
+        dims = {g.pattern: [d for d, n in enumerate(g.shape) if n != width] for g in self.groups}
+        marks = Marks()
+        for group in self.groups:
+            if len(group.shape) > 1 and 0 < len(dims[group.pattern]) < len(group.shape):
+                marks = marks.with_dims([group.pattern], dims[group.pattern][0])
+        return [marks, marks.with_outputs(outputs, 1)]
+
+    def least_memory(self, mesh: Mesh) -> float:
+        """Return a device's bytes at least, for weights that DATA does not divide."""
+        return self.state_bytes / mesh.count((MODEL,))
+
+
+def _state_bytes(captured: Captured) -> float:
+    """Return the bytes of the parameters and of an optimizer's states."""
+    inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
+    return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))
 
 
 def _smallest_dtype(graph: fx.Graph) -> torch.dtype:

@@ -85,6 +85,17 @@ class Layers:
         children = _children(layers)[0].named_children()
         return [name for name, child in children if not isinstance(child, nn.ModuleList)]
 
+    def globs(self) -> list[str]:
+        """Return a glob for the layers in each list."""
+        return [f"{path}.*" if path else "*" for path in self.lists]
+
+    def named_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield like layers and their parts, each with the glob that matches its like."""
+        for glob, layers in zip(self.globs(), self.lists.values()) if self.alike else ():
+            for layer in _children(layers):
+                yield glob, layer
+                yield from ((f"{glob}.{name}", part) for name, part in layer.named_children())
+
     @contextmanager
     def shortened(self, count: int) -> Generator[None]:
         """Cut each list to its first layers for the block."""

@@ -91,6 +91,7 @@ class Marks:
     its gradient reduced to shards. by_cost: as far as that costs less; these marks then have the
     batch layout's priority, and otherwise the next one. stacked: matrix groups whose first
     dimension DATA shards, such as experts. arguments: dimensions on MODEL, by argument number.
+    outputs: dimensions of layer outputs on MODEL, by glob.
     """
 
     model: tuple[tuple[str, int], ...] = ()
@@ -98,11 +99,12 @@ class Marks:
     by_cost: bool = False
     stacked: frozenset[str] = frozenset()
     arguments: tuple[tuple[int, int], ...] = ()
+    outputs: tuple[tuple[str, int], ...] = ()
 
-    def with_dim(self, pattern: str, dim: int | None) -> Marks:
-        """Return the marks with another group dimension on MODEL, or none."""
-        others = {p: d for p, d in self.model if p != pattern}
-        chosen = others if dim is None else {**others, pattern: dim}
+    def with_dims(self, patterns: Sequence[str], dim: int | None) -> Marks:
+        """Return the marks with another dimension of some groups on MODEL, or none."""
+        others = {p: d for p, d in self.model if p not in patterns}
+        chosen = others if dim is None else {**others, **dict.fromkeys(patterns, dim)}
         # Sorted, so that equal marks are equal keys, however they were found.
         return replace(self, model=tuple(sorted(chosen.items())))
 
@@ -111,6 +113,10 @@ class Marks:
         others = {n: d for n, d in self.arguments if n not in numbers}
         chosen = others if dim is None else {**others, **dict.fromkeys(numbers, dim)}
         return replace(self, arguments=tuple(sorted(chosen.items())))
+
+    def with_outputs(self, globs: tuple[str, ...], dim: int | None) -> Marks:
+        """Return the marks with a dimension of these layer outputs, and no others, on MODEL."""
+        return replace(self, outputs=tuple((glob, dim) for glob in globs if dim is not None))
 
     def on(self, mesh: Mesh) -> Marks:
         """Return those whose axes have more than one device."""
@@ -122,6 +128,7 @@ class Marks:
             self.by_cost and self.zero and data,
             self.stacked if data else frozenset(),
             self.arguments if model else (),
+            self.outputs if model else (),
         )
 
     def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
@@ -146,19 +153,28 @@ class Marks:
 
     def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
         """Return an argument's layout: its first dimension along DATA, if that divides it."""
-        dims: list[tuple[str, ...]] = [()] * len(shape)
-        if shape and shape[0] % mesh.count((DATA,)) == 0:
-            dims[0] = (DATA,)
-        dim = dict(self.arguments).get(number)
-        if dim is not None and shape[dim] % mesh.count((*dims[dim], MODEL)) == 0:
-            dims[dim] = (*dims[dim], MODEL)
-        return ShardSpec(tuple(dims)) if any(dims) else None
+        return _batch_spec(shape, dict(self.arguments).get(number), mesh)
+
+    def output_spec(self, glob: str, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
+        """Return a layer output's layout, None for no mark."""
+        dim = dict(self.outputs).get(glob)
+        return None if dim is None else _batch_spec(shape, dim, mesh)
 
     def _zero_dim(self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]]) -> int | None:
         """Return the dimension that DATA shards: the largest that is free, else any it divides."""
         rows = [n // mesh.count(axes) for n, axes in zip(group.shape, dims)]
         fitting = [d for d, n in enumerate(rows) if n % mesh.count((DATA,)) == 0 and n]
         return max(fitting, key=lambda d: (not dims[d], rows[d]), default=None)
+
+
+def _batch_spec(shape: Sequence[int], dim: int | None, mesh: Mesh) -> ShardSpec | None:
+    """Return a layout: the first dimension along DATA, and one along MODEL, if these divide."""
+    dims: list[tuple[str, ...]] = [()] * len(shape)
+    if shape and shape[0] % mesh.count((DATA,)) == 0:
+        dims[0] = (DATA,)
+    if dim is not None and shape[dim] % mesh.count((*dims[dim], MODEL)) == 0:
+        dims[dim] = (*dims[dim], MODEL)
+    return ShardSpec(tuple(dims)) if any(dims) else None
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,14 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
-A mesh has two axes: DATA for the batch, MODEL for weights. On the first with both, each group of
+A mesh has two axes: DATA for the batch, MODEL for weights. Each mesh starts without marks, and with
+weights of like layers along MODEL (tensor parallelism), with and without layer outputs along MODEL
+(sequence parallelism) and all parameters along DATA (ZeRO-3). On the best meshes, each group of
 equal parameters is tried along each dimension on MODEL. So are the arguments (image rows, the
-sequence), all parameters together along DATA, and matrix stacks (experts) along DATA by themselves.
-A change stays if it makes the step shorter, or a program that needs too much memory smaller. These
-marks are the start on the other meshes; the best are searched in turn. A plan that needs too much
-memory gathers weights again for the backward, then computes layers again; where no plan fits, the
-batch is divided. Propagation and partition decide all else, so few marks say much.
+sequence), the outputs of like layers, and matrix stacks (experts) along DATA by themselves. A
+change stays if it makes the step shorter, or a program that needs too much memory smaller. A plan
+that needs too much memory gathers weights again for the backward, then computes layers again; where
+no plan fits, the batch is divided. Propagation and partition decide all else, so few marks say
+much.
 """
 
 from __future__ import annotations
@@ -37,6 +39,7 @@ MIN_SHARE = 0.005  # a group with less of the parameters' bytes is not searched 
 MIN_GAIN = 0.005  # in time, or in bytes at equal time: a change that brings less is left out
 POOR = 1.1  # times a pass's best time: a slower change is not tried again
 HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
+PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are not tried
 BEST = 5
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
 RECHECK = 0.2  # share of the time in which the best are planned again with one layer more
@@ -183,16 +186,25 @@ class _Search:
         """Search every mesh from few marks; then the best, mark by mark."""
         meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
         found: dict[Mesh, Marks] = {}
-        marks = Marks()
+        parallel, marks = self.judge.tensor_parallel(), Marks()
         for mesh in meshes:
-            if self.is_over():
-                return
-            found[mesh] = self._best_start(mesh, marks)
-            if not marks.model and not marks.arguments:
+            if self.is_over() or self._is_past(list(found.items())):
+                break
+            found[mesh] = self._best_start(mesh, [Marks(), *parallel, marks])
+            if not parallel and not marks.model and not marks.arguments:
                 marks = found[mesh] = self._descend(mesh, found[mesh])
-        for mesh in sorted(meshes, key=lambda mesh: self.score(mesh, found[mesh])):
-            if not self._is_hopeless(self.propose(mesh, found[mesh])):
-                self._descend(mesh, found[mesh])
+        for mesh in sorted(found, key=lambda mesh: self.score(mesh, found[mesh])):
+            if not self.is_over() and not self._is_hopeless(self.propose(mesh, found[mesh])):
+                marks = self._descend(mesh, self._best_start(mesh, [found[mesh], marks]))
+
+    def _is_past(self, found: Sequence[tuple[Mesh, Marks]]) -> bool:
+        """Return whether the last meshes are hopeless, and each worse than the one before."""
+        if len(found) < PAST or not all(
+            self._is_hopeless(self.propose(*pair)) for pair in found[-PAST:]
+        ):
+            return False
+        scores = [self.score(*pair) for pair in found[-PAST:]]
+        return scores == sorted(scores)
 
     def _recheck(self) -> None:
         """Leave the best proposals, planned again with one layer more."""
@@ -256,11 +268,19 @@ class _Search:
         """Return whether there is no time left, and something to return."""
         return bool(self.tried) and time.monotonic() > self.deadline
 
-    def _best_start(self, mesh: Mesh, marks: Marks) -> Marks:
-        """Return the best start: no marks or another mesh's, with and without ZeRO."""
-        pairs = itertools.product((Marks(), marks), (False, True))
-        starts = [replace(start, zero=zero).on(mesh) for start, zero in pairs]
-        return min(dict.fromkeys(starts), key=lambda marks: self.score(mesh, marks))
+    def _best_start(self, mesh: Mesh, starts: Sequence[Marks]) -> Marks:
+        """Return the best start, with or without ZeRO."""
+        with_zero, without = ([replace(s, zero=zero) for s in starts] for zero in (True, False))
+        best: Marks | None = None
+        for marks in dict.fromkeys(s.on(mesh) for s in (*with_zero, *starts, *without)):
+            # Weights that DATA does not divide may need too much memory by themselves.
+            is_large = not marks.zero and self.judge.least_memory(mesh) > self.limit
+            if best and is_large and not marks.stacked:
+                continue
+            if best is None or self.score(mesh, marks) < self.score(mesh, best):
+                best = marks
+        assert best is not None, "there is a start"
+        return best
 
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
         """Return the marks that single changes lead to, each to a shorter step or fewer bytes."""
@@ -291,12 +311,19 @@ class _Search:
         model, data = mesh.count((MODEL,)), mesh.count((DATA,))
         smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
         matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
+        alike: dict[tuple[int, ...], list[str]] = {}
         for group in matrices if model > 1 else ():
-            for dim in _divisible(group.shape, model):
-                yield lambda marks, group=group, dim=dim: marks.with_dim(group.pattern, dim)
+            alike.setdefault(group.shape, []).append(group.pattern)
+        for shape, names in alike.items():
+            for dim in _divisible(shape, model):
+                yield lambda marks, names=names, dim=dim: marks.with_dims(names, dim)
         for shape, numbers in self.judge.like_arguments().items() if model > 1 else ():
             for dim in _divisible(shape, model):
                 yield lambda marks, numbers=numbers, dim=dim: marks.with_arguments(numbers, dim)
+        for shape, globs in self.judge.output_groups() if model > 1 else ():
+            for dim in _divisible(shape, model):
+                if dim != 0:  # the batch, which the arguments' layouts divide
+                    yield lambda marks, globs=globs, dim=dim: marks.with_outputs(globs, dim)
         for group in matrices if data > 1 else ():
             if len(group.shape) > 2 and group.shape[0] % data == 0:
                 this = frozenset([group.pattern])
@@ -304,6 +331,10 @@ class _Search:
         if data > 1:
             yield lambda marks: replace(marks, zero=not marks.zero, by_cost=False)
             yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
+        for shape, names in alike.items():
+            for name, dim in itertools.product(names, _divisible(shape, model)):
+                if len(names) > 1:
+                    yield lambda marks, name=name, dim=dim: marks.with_dims([name], dim)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
         """Return the sort key: bytes above the limit first, then seconds."""
