@@ -235,6 +235,13 @@ def test_new_values_of_inputs_are_written_over_them() -> None:
     assert changing(p, {p.x: moved}) == {"x"}
 
 
+def test_rows_of_a_cache_are_written_to_the_cache() -> None:
+    p = Program()
+    row = p(aten.arange.default, 1, meta={"shape": (1,), "dtype": torch.int64})
+    new = p(aten.narrow.default, p.y, 0, 2, 1, meta={"shape": (1, 6), "dtype": torch.float32})
+    assert changing(p, {p.x: p(aten.index_copy.default, p.x, 0, row, new)}) == {"x"}
+
+
 def test_an_input_is_not_written_before_it_is_read() -> None:
     p = Program()
     new = p(aten.add.Tensor, p.x, p.y)

@@ -38,6 +38,7 @@ _OVER_FIRST = (
     aten.scatter_add.default,
     aten.index_put.default,
     aten.index_add.default,
+    aten.index_copy.default,
     aten.masked_fill.Scalar,
 )
 # The result of these may lie in either operand.
