@@ -7,6 +7,7 @@ aten.cholesky.default       an AbsentOperator on torch 2.15, which has no such o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -88,6 +89,19 @@ class Namespace:
 def find(namespace: str, name: str, overload: str = "default") -> Any:
     """Return an operator, or None if this torch lacks it."""
     return getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
+
+
+def custom_op(name: str, **options: Any):  # torch names the type in a private module
+    """Return a decorator that registers a function as the operator torchgspmd::name.
+
+    It changes no argument. options: see torch.library.custom_op. That looks for the module of its
+    caller among all loaded ones, once for each file: this is the one file.
+    """
+
+    def register(function: Callable[..., object]):
+        return torch.library.custom_op(f"torchgspmd::{name}", mutates_args=(), **options)(function)
+
+    return register
 
 
 aten = Namespace("aten")

@@ -184,7 +184,7 @@ class Plan(PlanFiles):
         used = {whole_axis(a) for s in specs for a in (*s.sharding_axes, *s.pending)}
         return tuple(axis for axis, size in self.mesh.axes if size > 1 and axis not in used)
 
-    @property
+    @cached_property
     def gathered_results(self) -> tuple[tuple[str, float], ...]:
         """Each result that is gathered for the caller: its value, and the bytes a device sends."""
         results = [i for i, out in enumerate(self.captured.outputs) if out.kind == OUTPUT]

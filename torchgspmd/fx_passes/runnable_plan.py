@@ -55,7 +55,9 @@ class RunnablePlan:
 
     def size_inputs(self, sizes: Sequence[int]) -> list[int]:
         """Return which argument sizes the program takes, behind the coordinates."""
-        return [sizes[node.meta["size"][0]] for node in size_inputs(self.program_graph)]
+        # Without sizes nobody asks the graph: a plan of a text would decode it once more.
+        inputs = size_inputs(self.program_graph) if sizes else ()
+        return [sizes[node.meta["size"][0]] for node in inputs]
 
     def input_groups(self, sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """Return, for each input dimension, how many rows stay together on one device."""

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
+from ..compat.operators import custom_op
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec, SpecLike
 from .device_mesh import mesh_of
@@ -23,7 +24,7 @@ _MARK, LAYOUT = "_torchgspmd_mark", "_torchgspmd_layout"
 _FOLLOWED = "_torchgspmd_followed"  # attribute of a buffer: the parameter whose mark it has
 
 
-@torch.library.custom_op("torchgspmd::mark_sharding", mutates_args=())
+@custom_op("mark_sharding")
 def mark_sharding_op(x: Tensor, mesh: str, spec: str) -> Tensor:
     """Return x: the node of mark_sharding in a captured graph, an identity with a layout."""
     # Torch refuses an operator that returns its own argument: an identity has to copy.

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...compat.operators import aten, find
+from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError, user_line
 from .call import (
@@ -194,9 +194,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
     return flex_tiles(call, functions)
 
 
-@torch.library.custom_op(
-    "torchgspmd::flex_attention", mutates_args=(), schema=forward_schema(_REST), tags=READS_MASKS
-)
+@custom_op("flex_attention", schema=forward_schema(_REST), tags=READS_MASKS)
 def flex_attention(*args: Any) -> Results:
     """Return softmax(changed scores) v, and the logsumexp of these scores.
 
@@ -209,9 +207,8 @@ def flex_attention(*args: Any) -> Results:
 flex_attention.register_fake(empty_results)
 
 
-@torch.library.custom_op(
-    "torchgspmd::flex_attention_backward",
-    mutates_args=(),
+@custom_op(
+    "flex_attention_backward",
     schema=backward_schema(_REST),
     tags=READS_MASKS,
 )

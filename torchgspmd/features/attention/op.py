@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ...compat.operators import custom_op
 from .call import (
     OPTIONS,
     AttentionCall,
@@ -136,9 +137,8 @@ def attention_backward_in_blocks(*args: object) -> Gradients:
     return gradients(*of_backward(*args))
 
 
-@torch.library.custom_op(
-    "torchgspmd::attention",
-    mutates_args=(),
+@custom_op(
+    "attention",
     schema=forward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
 def attention(*args: object) -> Results:
@@ -150,9 +150,8 @@ def attention(*args: object) -> Results:
     return out.contiguous(), lse.contiguous()
 
 
-@torch.library.custom_op(
-    "torchgspmd::attention_parts",
-    mutates_args=(),
+@custom_op(
+    "attention_parts",
     schema=forward_schema(
         "bool causal, float scale, Tensor? mask, SymInt[] region, SymInt count, "
         "Tensor? seed=None, float dropout=0.0"
@@ -183,9 +182,8 @@ def _(*args: object) -> Results:
 attention.register_fake(empty_results)
 
 
-@torch.library.custom_op(
-    "torchgspmd::attention_backward",
-    mutates_args=(),
+@custom_op(
+    "attention_backward",
     schema=backward_schema(f"bool causal, float scale, {OPTIONS}"),
 )
 def attention_backward(*args: object) -> Gradients:

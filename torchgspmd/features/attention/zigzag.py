@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ...compat.operators import custom_op
 from .call import AttentionCall, Gradients, Results, Upstream
 from .op import computed, gradients
 from .tiles import empty_gradients, empty_results, lse_dtype, merge
@@ -67,7 +68,7 @@ def runs_of_rows(first: int, rows: int, shards: int, total: int) -> Iterator[tup
         row = stop
 
 
-@torch.library.custom_op("torchgspmd::zigzag_attention", mutates_args=())
+@custom_op("zigzag_attention")
 def zigzag_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, shards: int, region: Sequence[int]
 ) -> Results:
@@ -90,7 +91,7 @@ def zigzag_attention(
 zigzag_attention.register_fake(empty_results)
 
 
-@torch.library.custom_op("torchgspmd::zigzag_attention_backward", mutates_args=())
+@custom_op("zigzag_attention_backward")
 def zigzag_attention_backward(
     grad: Tensor,
     q: Tensor,

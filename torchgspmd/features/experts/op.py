@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 from ...compat.private_apis import _grouped_mm
 from ...errors import ShardingError
 
@@ -48,7 +48,7 @@ def _each(function: Callable[..., Tensor], tensors: Sequence[Tensor], *options: 
     return torch.stack([function(*row, *options) for row in zip(*tensors, strict=True)])
 
 
-@torch.library.custom_op("torchgspmd::grouped_mm", mutates_args=(), tags=READS_ENDS)
+@custom_op("grouped_mm", tags=READS_ENDS)
 def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     """Return [t, n]: each row of x [t, k] times its group's matrix, in w [e, k, n].
 
@@ -69,7 +69,7 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("torchgspmd::grouped_outer", mutates_args=(), tags=READS_ENDS)
+@custom_op("grouped_outer", tags=READS_ENDS)
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return [e, k, n]: for each group x [t, k], transposed, times y [t, n]."""
     if leading_dims(ends):
@@ -170,7 +170,7 @@ def block_ends(ends: Tensor, blocks: int, first: int, count: int) -> tuple[Tenso
     return start, last - start.unsqueeze(-1)
 
 
-@torch.library.custom_op("torchgspmd::take_blocks", mutates_args=())
+@custom_op("take_blocks")
 def take_blocks(
     x: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0, count: int | None = None
 ) -> Tensor:
@@ -188,7 +188,7 @@ def take_blocks(
     return x[rows if order is None else order[rows]]
 
 
-@torch.library.custom_op("torchgspmd::put_blocks", mutates_args=())
+@custom_op("put_blocks")
 def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0) -> Tensor:
     """Return [t, ...]: each block's rows in ys [count, t, ...], where take_blocks read them.
 
@@ -207,7 +207,7 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
     return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
 
-@torch.library.custom_op("torchgspmd::block_mm", mutates_args=(), tags=READS_ENDS)
+@custom_op("block_mm", tags=READS_ENDS)
 def block_mm(
     xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
@@ -218,7 +218,7 @@ def block_mm(
     return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
 
 
-@torch.library.custom_op("torchgspmd::block_outer", mutates_args=(), tags=READS_ENDS)
+@custom_op("block_outer", tags=READS_ENDS)
 def block_outer(
     xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: int = 0
 ) -> Tensor:
@@ -271,7 +271,7 @@ def _(xs: Tensor, ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first:
     return xs.new_empty(*xs.shape[:-2], width, xs.shape[-1], ys.shape[-1])
 
 
-@torch.library.custom_op("torchgspmd::within", mutates_args=())
+@custom_op("within")
 def within(counts: Tensor, room: int, where: str | None) -> Tensor:
     """Copy counts, or raise ShardingError if one is larger than the room.
 

@@ -19,8 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ...compat.operators import custom_op
 
-@torch.library.custom_op("torchgspmd::stage_send", mutates_args=())
+
+@custom_op("stage_send")
 def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
     """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
 
@@ -30,7 +32,7 @@ def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str
     return x.clone()
 
 
-@torch.library.custom_op("torchgspmd::stage_head", mutates_args=())
+@custom_op("stage_head")
 def stage_head(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
     """Return x. Values computed from it, and from no gradient, are work for the last stage alone.
 

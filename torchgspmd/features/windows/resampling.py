@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def computation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@torch.library.custom_op("torchgspmd::band", mutates_args=())
+@custom_op("band")
 def band(
     op: str,
     dim: int,

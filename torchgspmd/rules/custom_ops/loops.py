@@ -35,6 +35,8 @@ import torch
 import torch.fx
 from torch import Tensor
 
+from ...compat.operators import custom_op
+
 
 @dataclass(frozen=True)
 class Loop:
@@ -81,37 +83,37 @@ def _length(loop: str) -> int:
     return nest_of(loop)[-1].length
 
 
-@torch.library.custom_op("torchgspmd::loop_const", mutates_args=())
+@custom_op("loop_const")
 def loop_const(x: Tensor, loop: str) -> Tensor:
     """Return x: a value from outside, whose gradient is a total. Graphs have it in branches."""
     return x.clone()
 
 
-@torch.library.custom_op("torchgspmd::loop_carry", mutates_args=())
+@custom_op("loop_carry")
 def loop_carry(x: Tensor, loop: str) -> Tensor:
     """Return an iteration's carry; x is the first one's."""
     return x.clone()
 
 
-@torch.library.custom_op("torchgspmd::loop_row", mutates_args=())
+@custom_op("loop_row")
 def loop_row(xs: Tensor, loop: str) -> Tensor:
     """Return an iteration's row."""
     return xs[0].clone()
 
 
-@torch.library.custom_op("torchgspmd::loop_next", mutates_args=())
+@custom_op("loop_next")
 def loop_next(x: Tensor, again: Tensor, carry: Tensor, loop: str) -> Tensor:
     """Return the last iteration's x. again: the next one's carry. carry: the entry."""
     return x.clone()
 
 
-@torch.library.custom_op("torchgspmd::loop_stack", mutates_args=())
+@custom_op("loop_stack")
 def loop_stack(x: Tensor, loop: str) -> Tensor:
     """Stack x over all iterations, in the order of their rows."""
     return x.unsqueeze(0).repeat(_length(loop), *[1] * x.dim())
 
 
-@torch.library.custom_op("torchgspmd::loop_total", mutates_args=())
+@custom_op("loop_total")
 def loop_total(x: Tensor, loop: str) -> Tensor:
     """Sum x over all iterations."""
     return x * _length(loop)

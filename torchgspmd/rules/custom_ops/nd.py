@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 
 # ------------------------------------------------------------------------- einsum of two tensors
 
 
-@torch.library.custom_op("torchgspmd::einsum", mutates_args=())
+@custom_op("einsum")
 def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
     """Return torch.einsum for two tensors, as a contiguous tensor.
 
@@ -89,9 +89,7 @@ def _(info: object, dims: tuple, equation: str, a: Tensor, b: Tensor) -> tuple[T
 # --------------------------------------------------------- connectionist temporal classification
 
 
-@torch.library.custom_op(
-    "torchgspmd::ctc_losses", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
-)
+@custom_op("ctc_losses", tags=(torch.Tag.cudagraph_unsafe,))
 def ctc_losses(
     log_probs: Tensor,
     targets: Tensor,

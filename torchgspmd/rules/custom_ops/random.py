@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...compat.operators import custom_op
+
 _BLOCK = 1 << 15  # elements hashed at a time on a CPU, so that they stay in its cache
 # Bits of a significand: a number with so many is exact, and below 1.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -24,9 +26,7 @@ _MASK_BITS = _BITS[torch.float32]
 _LOW = 0xFFFFFFFF
 
 
-@torch.library.custom_op(
-    "torchgspmd::draw_seed", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+@custom_op("draw_seed", tags=(torch.Tag.nondeterministic_seeded,))
 def draw_seed() -> Tensor:
     """Draw 63 bits: from the CPU's generator, or in a CUDA graph the card's."""
     return torch.randint(2**63 - 1, (), device=_where_seeds_are())
@@ -37,9 +37,7 @@ def _() -> Tensor:
     return torch.empty((), dtype=torch.int64)
 
 
-@torch.library.custom_op(
-    "torchgspmd::draw_seeds", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
-)
+@custom_op("draw_seeds", tags=(torch.Tag.nondeterministic_seeded,))
 def draw_seeds(shape: Sequence[int]) -> Tensor:
     """Return a seed for each loop iteration."""
     return torch.randint(2**63 - 1, [*shape], device=_where_seeds_are())
@@ -59,7 +57,7 @@ def _(shape: Sequence[int]) -> Tensor:
 DRAW_SEED, DRAW_SEEDS = draw_seed._opoverload, draw_seeds._opoverload
 
 
-@torch.library.custom_op("torchgspmd::uniform", mutates_args=())
+@custom_op("uniform")
 def uniform(
     seed: Tensor,
     stream: int,
@@ -103,7 +101,7 @@ def _(seed: Tensor, stream: int, shape: Sequence[int], *options: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-@torch.library.custom_op("torchgspmd::keep_mask", mutates_args=())
+@custom_op("keep_mask")
 def keep_mask(
     seed: Tensor,
     p: float,

@@ -14,13 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...compat.operators import custom_op
+
 _TILE = 16
 BLOCK = 32  # numbers with one scale
 # A card reads scales in tiles of so many rows and columns, whose rows stand in four groups.
 _ROWS, _COLUMNS, _GROUPS = 128, 4, 4
 
 
-@torch.library.custom_op("torchgspmd::scaled_mm", mutates_args=())
+@custom_op("scaled_mm")
 def scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
@@ -51,7 +53,7 @@ def _product(
     )
 
 
-@torch.library.custom_op("torchgspmd::block_scaled_mm", mutates_args=())
+@custom_op("block_scaled_mm")
 def block_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype
 ) -> Tensor:
@@ -78,7 +80,7 @@ def _swizzled(scale: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).reshape(-1).to(torch.float8_e8m0fnu)
 
 
-@torch.library.custom_op("torchgspmd::plain_scales", mutates_args=())
+@custom_op("plain_scales")
 def plain_scales(flat: Tensor, rows: int, columns: int) -> Tensor:
     """Return scales [rows, columns] from the order that a card reads; padding is left out."""
     across = -(-columns // _COLUMNS)

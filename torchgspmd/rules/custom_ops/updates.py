@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 from torch.types import Number
 
+from ...compat.operators import custom_op
 from ...compat.private_apis import _fused_adam_, _fused_adamw_
 
 KERNELS = ("cpu", "cuda")  # devices that have one
 
 
-@torch.library.custom_op("torchgspmd::adam", mutates_args=())
+@custom_op("adam")
 def adam(
     p: Tensor,
     g: Tensor,

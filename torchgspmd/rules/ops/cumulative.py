@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 from ...compat.private_apis import OpOverload
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
@@ -33,7 +33,7 @@ EXTREMES = aten.cummax.default, aten.cummin.default
 FROM_BEHIND = {op.name().removeprefix("aten::"): op for op in _JOINS}
 
 
-@torch.library.custom_op("torchgspmd::suffix_scan", mutates_args=())
+@custom_op("suffix_scan")
 def suffix_scan(x: Tensor, dim: int, scan: str) -> Tensor:
     """Return flip(scan(flip(x))): each row with all later ones, for the gradients of scans."""
     return FROM_BEHIND[scan](x.flip(dim), dim).flip(dim)
@@ -44,13 +44,13 @@ def _(x: Tensor, dim: int, scan: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("torchgspmd::extreme_gradient", mutates_args=())
+@custom_op("extreme_gradient")
 def extreme_gradient(grad: Tensor, places: Tensor, dim: int) -> Tensor:
     """Return the gradient of cummax or cummin: each row's goes to the extreme before it."""
     return torch.zeros_like(grad).scatter_add_(dim, places, grad)
 
 
-@torch.library.custom_op("torchgspmd::carried_gradient", mutates_args=())
+@custom_op("carried_gradient")
 def carried_gradient(sums: Tensor, changed: Tensor, dim: int) -> Tensor:
     """Add each row to the last row before it that changed the extreme; the first one always did."""
     count = sums.shape[dim]

@@ -14,10 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
@@ -25,7 +24,7 @@ from ..registry import rule_for
 from ..rewrites import DECLINED, Declined
 
 
-@torch.library.custom_op("torchgspmd::join_rows", mutates_args=())
+@custom_op("join_rows")
 def join_rows(x: Tensor, dim: int) -> Tensor:
     """Reshape [..., r, w, ...] to [..., r * w, ...]. dim: of r."""
     # A custom operation may not return a view of its operand.
@@ -37,7 +36,7 @@ def _(x: Tensor, dim: int) -> Tensor:
     return x.new_empty([*x.shape[:dim], x.shape[dim] * x.shape[dim + 1], *x.shape[dim + 2 :]])
 
 
-@torch.library.custom_op("torchgspmd::split_rows", mutates_args=())
+@custom_op("split_rows")
 def split_rows(x: Tensor, dim: int, width: int) -> Tensor:
     """Reshape [..., r * w, ...] to [..., r, w, ...]. dim: of r * w; width: w."""
     return x.unflatten(dim, (-1, width)).clone()
