@@ -136,6 +136,11 @@ class FactorRule:
     text: str = ""
 
     def __str__(self) -> str:
+        return self.sentence
+
+    @cached_property
+    def sentence(self) -> str:
+        """The rule as text, which reasons for layouts quote again and again."""
         return self.text or describe(self.operands, self.results, self.halo)
 
     @cached_property

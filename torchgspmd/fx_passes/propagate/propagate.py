@@ -79,7 +79,7 @@ def propagate(
             continue
         loops = nest[op.node]
         axes = {apart[loops[:n]] for n in range(1, len(loops) + 1) if loops[:n] in apart}
-        pinned = (*rounds.pinned(op, mesh), *rounds.staying(op, mesh, axes))
+        pinned = (*rounds.pinned(op, mesh), *(rounds.staying(op, mesh, axes) if axes else ()))
         if op.node in held:
             pinned = rounds.as_laid_out(op, mesh, held[op.node])
         if pinned:
