@@ -23,7 +23,7 @@ from .cost_model import CostModel
 from .ends import Ends
 from .neighborhood import Neighborhood, Strategy
 from .regions import Body, Region
-from .search_memory import SearchMemory
+from .search_memory import Excess, SearchMemory
 
 # "sweep": until nothing changes; "round": between sweeps; "program": once, judged by the whole
 # program after all have followed; "last": the same, by another price.
@@ -33,8 +33,7 @@ Stage = Literal["sweep", "round", "program", "last"]
 class LocalSearch:
     """The state of all moves: the assignment, its cost model, and memory for like operations.
 
-    costs: the present phase's cost model. ends: the program's boundary. excess: layout tried for
-    like bodies in a phase -> what one cost, how much more it would have cost.
+    costs: the present phase's cost model. ends: the program's boundary. excess: layouts that lost.
     """
 
     def __init__(
@@ -47,7 +46,7 @@ class LocalSearch:
         self.assignment, self.memory, self.ends = assignment, memory, ends
         self.strategies, self.constants = memory.strategies, memory.constants
         self.costs = CostModel(assignment, memory.resharder, self.constants.pending_bonus)
-        self.excess: dict[tuple[int, Axes, int], list[tuple[float, float]]] = {}
+        self.excess: Excess = {}
         self.moves = [(row.stage, row.move(self)) for row in moves]
 
     def try_moves(self, stage: Stage) -> bool:

@@ -64,7 +64,7 @@ def partition(
     solver = Solver(assignment, memory, Ends(assignment, outputs, storable, cotangents or {}))
     costs = solver.solve(({} if solutions is None else solutions).get(shared))
     if solutions is not None:
-        solutions.setdefault(shared, Solution.of(assignment))
+        solutions.setdefault(shared, Solution.of(assignment, solver.search.excess))
     # After the search: only then it shows which marks have layouts that nobody uses.
     if not keep_marks:
         solver.omit_unused_marks()

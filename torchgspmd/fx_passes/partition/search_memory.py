@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from ...layout.mesh import Mesh
-from ...shard_spec import ShardSpec
+from ...shard_spec import Axes, ShardSpec
 from ..ir import values
 from ..propagate.factors import Crowded, crowded
 from .assignment import Assignment
@@ -35,19 +35,25 @@ class SearchMemory:
         self.rejected: set[tuple] = set()  # layouts tried for bodies that gained nothing
 
 
+# layout tried for like bodies -> what one cost, how much more it would have cost
+Excess = dict[tuple[int, Axes, int], list[tuple[float, float]]]
 Situation = tuple[Mesh, Crowded, CostConstants]
 Memories = dict[Situation, SearchMemory]
 
 
 @dataclass(frozen=True)
 class Solution:
-    """A search's end, by node names: strategies with operation keys, inputs."""
+    """A search's end, by node names: strategies with operation keys, inputs.
+
+    excess: see LocalSearch.
+    """
 
     strategies: Mapping[str, tuple[int | None, Strategy]]
     inputs: Mapping[str, ShardSpec]
+    excess: Excess
 
     @classmethod
-    def of(cls, assignment: Assignment) -> Solution:
+    def of(cls, assignment: Assignment, excess: Excess) -> Solution:
         """Extract a search's solution."""
         return cls(
             {
@@ -55,6 +61,7 @@ class Solution:
                 for node, strategy in assignment.strategy_of.items()
             },
             {node.name: assignment.layout_of[node] for node in assignment.open_inputs},
+            excess,
         )
 
     def assign(self, assignment: Assignment) -> None:

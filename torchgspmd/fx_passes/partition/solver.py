@@ -38,6 +38,7 @@ class Solver:
         at = self.assignment
         if former is not None:
             former.assign(at)
+            self.search.excess = former.excess
         for op in at.ops.values():
             if op.node not in at.strategy_of:
                 self.search.choose(op, first=True)
