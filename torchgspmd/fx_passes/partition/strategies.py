@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from typing import TypeVar
 
 from ...layout.mesh import Mesh
 from ...rules import FactorRule
@@ -32,6 +34,9 @@ from .neighborhood import Neighborhood, OperandLayouts, Strategy
 from .pieces import divides_all, neighboring_parts, pieces
 
 Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
+V = TypeVar("V")
+Entries = tuple[tuple[str, V], ...]
+Choice = tuple[Entries[Axes], Entries[int]]  # by factor; the group that a pending axis goes through
 
 
 class Strategies:
@@ -40,6 +45,7 @@ class Strategies:
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
+        self.choice_cache: dict[tuple, list[Choice]] = {}  # by options and starts
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
         self.takes_sums: dict[tuple, bool] = {}  # whether any of a list has a pending operand
         self.piece_cache: dict[tuple, tuple[Axes, ...]] = {}  # by operation and neighborhood
@@ -85,7 +91,7 @@ class Strategies:
         op: Op,
         rows: Mapping[str, int],
         options: dict[Axes, tuple],
-        starts: Sequence[Start],
+        starts: tuple[Start, ...],
     ) -> list[Strategy]:
         """Return the strategies in which each piece takes one of its options."""
         choices = self._choices(rows, options, starts)
@@ -197,40 +203,28 @@ class Strategies:
         return tuple(starts)
 
     def _choices(
-        self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: Sequence[Start]
-    ) -> Iterator[tuple[dict[str, Axes], dict[str, int]]]:
-        """Yield assignments; if several pieces shard one factor, every order of them.
+        self, rows: Mapping[str, int], options: dict[Axes, tuple], starts: tuple[Start, ...]
+    ) -> Iterator[Choice]:
+        """Yield the choices in which no device is left without a row.
 
         rows: how many devices may share a factor. starts: see `targets`.
         """
-        for targets in _targets(options, starts):
-            factors: dict[str, tuple[Axes, ...]] = {}
-            for piece, target in zip(options, targets):
-                if isinstance(target, str):
-                    factors[target] = (*factors.get(target, ()), piece)
-            # A factor with fewer rows than devices would leave some without any.
-            if not all(
-                is_roomy(rows[f], _joined(axes), self.mesh, self.crowded)
-                for f, axes in factors.items()
-            ):
-                continue
-            through = {
-                axis: target
-                for piece, target in zip(options, targets)
-                if isinstance(target, int)
-                for axis in piece
-            }
-            orders = [_orders(f, axes, starts) for f, axes in factors.items()]
-            for ordered in itertools.product(*orders):
-                yield dict(zip(factors, map(_joined, ordered))), through
+        key = (tuple(options.items()), starts)
+        if key not in self.choice_cache:
+            self.choice_cache[key] = [*_assignments(options, starts)]
+        # A factor with fewer rows than devices would leave some without any.
+        roomy = cache(lambda f, axes: is_roomy(rows[f], axes, self.mesh, self.crowded))
+        for choice in self.choice_cache[key]:
+            if all(roomy(*entry) for entry in choice[0]):
+                yield choice
 
     def _cached_strategy(
-        self, op: Op, assignment: dict[str, Axes], through: dict[str, int]
+        self, op: Op, assignment: Entries[Axes], through: Entries[int]
     ) -> Strategy | None:
         """Return `_strategy`, cached by operation and assignment."""
-        key = (op.key, *assignment.items(), *through.items())
+        key = (op.key, assignment, through)
         if key not in self.cached_strategies:
-            self.cached_strategies[key] = self._strategy(op, assignment, through)
+            self.cached_strategies[key] = self._strategy(op, dict(assignment), dict(through))
         return self.cached_strategies[key]
 
     def _strategy(
@@ -272,6 +266,21 @@ class Strategies:
             work(op, assignment, operands, results, self.mesh, self.constants),
             pending,
         )
+
+
+def _assignments(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterator[Choice]:
+    """Yield all choices; if several pieces shard one factor, every order of them."""
+    for targets in _targets(options, starts):
+        factors: dict[str, tuple[Axes, ...]] = {}
+        through: dict[str, int] = {}
+        for piece, target in zip(options, targets):
+            if isinstance(target, str):
+                factors[target] = (*factors.get(target, ()), piece)
+            elif target is not None:
+                through.update(dict.fromkeys(piece, target))
+        orders = [_orders(f, axes, starts) for f, axes in factors.items()]
+        for ordered in itertools.product(*orders):
+            yield (*zip(factors, map(_joined, ordered)),), (*through.items(),)
 
 
 def _of_pieces(options: dict[str, tuple], together: Sequence[Axes]) -> dict[Axes, tuple]:
