@@ -153,7 +153,8 @@ class Assignment:
         if self.strategy_of.get(op.node) is not strategy:
             if self.trial is not None:
                 self.trial.strategies.setdefault(op.node, self.strategy_of.get(op.node))
-                self._note(op.node, self.trial)
+                if op.node not in self.trial.stamps:
+                    self._note(op.node, self.trial)
             self.strategy_of[op.node] = strategy
             self.new_version()
             self.stamps[op.node] = self.version
@@ -207,18 +208,17 @@ class Assignment:
 
     def _touch(self, node: fx.Node) -> None:
         """Put an operation on the worklist; its neighborhood changed."""
-        if self.trial is not None:
+        if self.trial is not None and node not in self.trial.stamps:
             self._note(node, self.trial)
         self.worklist.add(node)
         self.stamps[node] = self.version
         self.neighborhood_cache.pop(node, None)
 
     def _note(self, node: fx.Node, trial: Trial) -> None:
-        """Note an operation's state before a trial changes it."""
-        if node not in trial.stamps:
-            trial.stamps[node] = self.stamps.get(node)
-            trial.neighborhoods[node] = self.neighborhood_cache.get(node)
-            trial.waits.setdefault(node, node in self.worklist)
+        """Note an operation's state before a trial changes it for the first time."""
+        trial.stamps[node] = self.stamps.get(node)
+        trial.neighborhoods[node] = self.neighborhood_cache.get(node)
+        trial.waits.setdefault(node, node in self.worklist)
 
     def _drop_view(self, value: fx.Node) -> None:
         """Forget the views of a value, whose layouts changed."""

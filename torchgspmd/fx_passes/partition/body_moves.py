@@ -24,6 +24,8 @@ class FactorMove(Move):
     def __init__(self, search: LocalSearch) -> None:
         super().__init__(search)
         self.class_numbers: dict[tuple[Body, int | None], int] = {}
+        # body -> the index in its classes, for those that many operations have
+        self.places: dict[Body, dict[tuple[fx.Node, str | None], int]] = {}
         # body -> its stamp, and the options then
         self.option_lists: dict[Body, tuple[int, list[tuple[str, int | None]]]] = {}
         # body -> the stamp of its neighbors and the bonus, and the number of the situation then
@@ -62,12 +64,13 @@ class FactorMove(Move):
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
         """Return the options for `axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
-        place: dict[tuple[fx.Node, str | None], int] = {
-            (node, factor): i
-            for i, factors in enumerate(body.classes)
-            if len(factors) >= self.constants.min_share * len(body.ops)
-            for node, factor in factors.items()
-        }
+        if (place := self.places.get(body)) is None:
+            place = self.places[body] = {
+                (node, factor): i
+                for i, factors in enumerate(body.classes)
+                if len(factors) >= self.constants.min_share * len(body.ops)
+                for node, factor in factors.items()
+            }
         for op in body.ops:
             have = {
                 axis: factor

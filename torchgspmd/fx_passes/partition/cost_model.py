@@ -68,6 +68,7 @@ def _rounding(cost: float) -> float:
     return 1e-12 * abs(cost)
 
 
+Bounds = dict[tuple[fx.Node | int, ShardSpec], float]  # by result, or index of an operand
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 
@@ -126,10 +127,11 @@ class CostModel:
             return None
         first = every[0]
         best, place, least = first, 0, self.cost(op, first, neighborhood)
+        bounds: Bounds = {}
         bounded = (
             (bound, i, strategy)
             for i, strategy in enumerate(every[1:], 1)
-            if (bound := self._at_least(op, strategy, neighborhood, least)) < least
+            if (bound := self._at_least(op, strategy, neighborhood, least, bounds)) < least
         )
         for bound, i, strategy in sorted(bounded, key=lambda entry: entry[:2]):
             # A later strategy wins only if it is cheaper; an earlier one also if it costs the same.
@@ -142,27 +144,48 @@ class CostModel:
         return best
 
     def _at_least(
-        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
+        self,
+        op: Op,
+        strategy: Strategy,
+        neighborhood: Neighborhood,
+        limit: float,
+        bounds: Bounds,
     ) -> float:
-        """Bound `cost` from below, without a search; may return early with any value >= limit."""
+        """Bound `cost` from below, without a search; may return early with any value >= limit.
+
+        bounds: for this operation and neighborhood, filled here. Strategies share many layouts.
+        """
         cost = strategy.work - self.pending_bonus * strategy.pending
         # Rounded down, so that a sum in another order is never above the true cost.
         cost -= _rounding(cost)
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
-            copies = [layout]
-            for need in uses:
-                if cost >= limit:
-                    return cost
-                if value is not None and need not in copies:
-                    cost += self._nearest_bound(value, copies, need)
-                    copies.append(need)
-        for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
+            if cost >= limit:
+                return cost
+            if value is not None and uses:
+                if (bound := bounds.get((value, layout))) is None:
+                    bound = bounds[value, layout] = self._distribution_bound(value, layout, uses)
+                cost += bound
+        for i, (have, need) in enumerate(zip(neighborhood.operands, strategy.operands)):
             if cost >= limit:
                 return cost
             if need not in have.layouts:
-                layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
-                cost += self._nearest_bound(value, layouts, need) / have.sharers
+                if (bound := bounds.get((i, need))) is None:
+                    layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
+                    bound = self._nearest_bound(op.operands[i], layouts, need) / have.sharers
+                    bounds[i, need] = bound
+                cost += bound
         return cost
+
+    def _distribution_bound(
+        self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec]
+    ) -> float:
+        """Return a lower bound for all other layouts of a value."""
+        copies, bound = [layout], 0.0
+        for need in uses:
+            if need not in copies:
+                bound += self._nearest_bound(value, copies, need)
+                copies.append(need)
+        return bound
 
     def _nearest_bound(
         self, value: fx.Node, layouts: Sequence[ShardSpec], need: ShardSpec
