@@ -276,8 +276,8 @@ def _assignments(options: dict[Axes, tuple], starts: Sequence[Start]) -> Iterato
         for piece, target in zip(options, targets):
             if isinstance(target, str):
                 factors[target] = (*factors.get(target, ()), piece)
-            elif target is not None:
-                through.update(dict.fromkeys(piece, target))
+            elif isinstance(target, int):
+                through |= {axis: target for axis in piece}
         orders = [_orders(f, axes, starts) for f, axes in factors.items()]
         for ordered in itertools.product(*orders):
             yield (*zip(factors, map(_joined, ordered)),), (*through.items(),)
