@@ -34,7 +34,7 @@ import torchgspmd as gspmd
 from torchgspmd import moe
 
 EXPERTS, CHOICES, LAYERS, TOKENS = 8, 2, 2, 1024
-SENT = {"shards": 2, "capacity": 1.5}  # of moe.dispatch
+SENT = {"shards": 2, "capacity": 1.25}  # of moe.dispatch
 
 
 class Layer(nn.Module):

@@ -43,6 +43,7 @@ from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
 from .lower.functional_reductions import functional_reductions
 from .lower.gloo_all_to_all import gloo_all_to_all
+from .lower.index_rows import index_rows
 from .lower.insert_rank_check import insert_rank_check
 from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
@@ -54,14 +55,7 @@ from .lower.torch_bindings import torch_bindings
 from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
 from .pass_runner import run_steps
-from .pass_types import (
-    Alternatives,
-    Pass,
-    Step,
-    rows_of,
-    with_row,
-    without_rows,
-)
+from .pass_types import Alternatives, Pass, Step, rows_of, with_row, without_rows
 from .program import Program, Rank, Request
 from .program_passes import (
     bucket,
@@ -374,6 +368,7 @@ PIPELINE: tuple[Step, ...] = (
         before=("reuse_buffers",),
         because="reuse_buffers then writes its products over their operands",
     ),
+    Pass("index_rows", _of(index_rows), LOWERED, LOWERED, when=_is_torch, in_loops=True),
     Pass("reuse_buffers", reuse_memory, LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
     Pass(
         "functional_reductions",

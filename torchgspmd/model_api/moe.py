@@ -151,7 +151,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
         weight = pad(weight, [0, 0, 0, 0, 0, missing])
         ends = ends.view(groups, -1)
         ends = torch.cat([ends, ends[:, -1:].expand(-1, missing)], 1).flatten()
-    blocks = weight.unflatten(0, (shards, width)).expand(groups, -1, -1, -1, -1).flatten(0, 1)
+    blocks = weight.unflatten(0, (shards, width))
+    if groups > 1:
+        blocks = blocks.expand(groups, -1, -1, -1, -1).flatten(0, 1)
     return grouped.block_mm(rows, blocks, ends, len(rows))
 
 
@@ -238,7 +240,7 @@ def _sorted(tokens: Tensor, chosen: Tensor, experts: int) -> Dispatched:
     order = flat.argsort(stable=True)
     counts = flat.new_zeros(experts).scatter_add(0, flat, torch.ones_like(flat))
     slots = _inverse(order, 0).view_as(chosen)
-    rows = tokens[order // chosen.shape[1]]
+    rows = tokens.index_select(0, order // chosen.shape[1])
     ends = counts.cumsum(0, dtype=torch.int32)
     return Dispatched(rows, ends, flat.new_zeros(()), slots, None, 1)
 
@@ -314,12 +316,13 @@ def _sent(
 
     spots = torch.arange(room, device=flat.device)
     source = (start.unsqueeze(2) + spots).clamp(max=flat.shape[1] - 1)  # [n g, d, c]
-    used = (spots < kept[..., -1:]).flatten(1)  # [n g, d c]
+    used = (spots < total.unsqueeze(2)).flatten(1)  # [n g, d c]
     rows = _take(tokens.unflatten(0, (parts, -1)), order.gather(1, source.flatten(1)) // choices)
     received = _exchange(rows.where(used.unsqueeze(2), 0), shards)  # [n d, s, m]
 
-    expert = (spots >= kept.unsqueeze(-1)).sum(2).flatten(1)  # [n g, d c] of its part; p: of none
-    again = _exchange(expert.unsqueeze(2), shards).squeeze(2).argsort(dim=1, stable=True)
+    come = _exchange(kept, shards)  # [n d, g, p]
+    expert = (spots >= come.unsqueeze(-1)).sum(2).flatten(1)  # [n d, s] of its part; p: of none
+    again = expert.argsort(dim=1, stable=True)
     counted = kept.diff(dim=2, prepend=torch.zeros_like(kept[..., :1]))  # [n g, d, p]
     counted = counted.unflatten(0, cut).sum(1).flatten(1)[:, :experts]  # [n, e]
     ends = counted.flatten().cumsum(0, dtype=torch.int32)

@@ -54,33 +54,40 @@ def grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
     ends: the row behind each group. Rows behind the last group are 0.
     """
-    if leading_dims(ends):
-        return _each(grouped_mm, (x, w, ends))
+    return _each(grouped_mm, (x, w, ends)) if leading_dims(ends) else _mm(x, w, ends)
+
+
+def _mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x, w):
         out = _grouped_mm(x, w, offs=ends.to(torch.int32))
         # The kernel writes no rows behind the last group.
         rows = torch.arange(len(x), device=x.device).unsqueeze(1)
         return torch.where(rows < ends[-1], out, 0)
-    out, start = x.new_zeros(x.shape[0], w.shape[2]), 0
+    out, start = x.new_empty(x.shape[0], w.shape[2]), 0
     for matrix, end in zip(w, ends.tolist()):
         if end > start:
             torch.mm(x[start:end], matrix, out=out[start:end])
             start = end
+    out[start:].zero_()
     return out
 
 
 @custom_op("grouped_outer", tags=READS_ENDS)
 def grouped_outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     """Return [e, k, n]: for each group x [t, k], transposed, times y [t, n]."""
-    if leading_dims(ends):
-        return _each(grouped_outer, (x, y, ends))
+    return _each(grouped_outer, (x, y, ends)) if leading_dims(ends) else _outer(x, y, ends)
+
+
+def _outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
     if _has_kernel(x.t(), y):
         return _grouped_mm(x.t(), y, offs=ends.to(torch.int32))
-    out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
+    out, start = x.new_empty(ends.shape[0], x.shape[1], y.shape[1]), 0
     for matrix, end in zip(out, ends.tolist()):
         if end > start:
             torch.mm(x[start:end].t(), y[start:end], out=matrix)
             start = end
+        else:
+            matrix.zero_()
     return out
 
 
@@ -185,7 +192,8 @@ def take_blocks(
     # Every block has all t rows, turned: its size may not depend on values.
     rows = torch.arange(len(x), device=x.device)
     rows = (rows + start.unsqueeze(1)) % max(len(x), 1)
-    return x[rows if order is None else order[rows]]
+    rows = rows if order is None else order.gather(0, rows.flatten()).view_as(rows)
+    return x.index_select(0, rows.flatten()).unflatten(0, rows.shape)
 
 
 @custom_op("put_blocks")
@@ -200,6 +208,9 @@ def put_blocks(ys: Tensor, ends: Tensor, blocks: int, groups: int = 0, first: in
     start, last = block_ends(ends, blocks, first, len(ys))
     out = ys.new_zeros(ys.shape[1:])
     for y, begin, size in zip(ys, start, last[:, -1]):
+        if ys.is_cpu:
+            out[begin : begin + size] = y[:size]
+            continue
         rows = torch.arange(len(out), device=out.device) - begin
         # A mask, not a slice: a block's size is a value on the device.
         inside = ((rows >= 0) & (rows < size)).reshape([-1] + [1] * (out.dim() - 1))
@@ -215,7 +226,7 @@ def block_mm(
     if leading_dims(ends):
         return _each(block_mm, (xs, ws, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
-    return torch.stack([grouped_mm(*block) for block in zip(xs, ws, last)])
+    return _stacked([_mm(*block) for block in zip(xs, ws, last)])
 
 
 @custom_op("block_outer", tags=READS_ENDS)
@@ -226,7 +237,12 @@ def block_outer(
     if leading_dims(ends):
         return _each(block_outer, (xs, ys, ends), blocks, groups, first)
     last = block_ends(sorted_groups(ends, groups)[1], blocks, first, len(xs))[1]
-    return torch.stack([grouped_outer(*block) for block in zip(xs, ys, last)])
+    return _stacked([_outer(*block) for block in zip(xs, ys, last)])
+
+
+def _stacked(blocks: list[Tensor]) -> Tensor:
+    """Stack blocks; a device's only one is not copied."""
+    return blocks[0].unsqueeze(0) if len(blocks) == 1 else torch.stack(blocks)
 
 
 @take_blocks.register_fake
