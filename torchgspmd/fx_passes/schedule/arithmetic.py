@@ -7,7 +7,7 @@ else reads and writes memory. A causal mask does not halve the count.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import fx
@@ -22,6 +22,9 @@ from ...rules.custom_ops import flops as _formulas  # noqa: F401
 from ...rules.custom_ops.loops import nests, runs_of
 from .liveness import bytes_of
 
+# How many operands' rows are computed once between them, by operation: rows of the features.
+SHARED_ROWS: dict[OpOverload, Callable[[fx.Node], int]] = {}
+
 
 def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
     """Return the FLOPs of the products that a node computes; 0 for other nodes."""
@@ -34,7 +37,8 @@ def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
     if formula is None:
         return 0
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
-    return int(formula(*args, **kwargs, out_val=_example(node)))
+    count = int(formula(*args, **kwargs, out_val=_example(node)))
+    return count // SHARED_ROWS[kind](node) if kind in SHARED_ROWS else count
 
 
 def _shape(node: fx.Node) -> tuple[int, ...] | None:
