@@ -22,6 +22,7 @@ EXPLORING = {
     "certificate::test_faults_that_change_a_number_are_found": 1,
     "first::test_a_run_goes_on_on_another_mesh": 0,
     "inductor_order": 1,
+    "layers_cost_alike": 3,
     "late_group::test_a_train_step": 0,
     "late_group::test_experts": 0,
     "late_group::test_pipelines": 0,

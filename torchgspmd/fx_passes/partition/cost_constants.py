@@ -133,12 +133,11 @@ class CostConstants:
         3, "rounds per phase", "regions gain most in the first round, and planning takes time"
     )
     max_different_contractions: int = _constant(
-        24,
+        64,
         "contractions with different shapes",
-        "one layer's heads, forward and backward, have somewhat fewer",
-    )
-    max_contractions: int = _constant(
-        96, "contractions", "a factor path is no more than a few layers, or one loop"
+        "one layer has fewer, forward and backward, also with experts and latent attention. Like "
+        "layers share their searches, so their number does not count",
+        "Mixtral 8x7B: with all its layers in one path its batch sends a quarter of the bytes",
     )
     min_loop_rounds: int = _constant(
         4, "rounds", "only a loop shares its weights among so many equal contractions"

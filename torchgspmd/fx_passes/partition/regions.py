@@ -224,8 +224,8 @@ def bodies(ops: Mapping[fx.Node, Op]) -> list[Body]:
 def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
     """Return the operations that one factor runs through, with at least two contractions.
 
-    Not with more contractions than a few layers or a short loop have. A factor also runs through
-    weights that a loop's rounds share. It does not run through convolutions: between them images
+    Not with more different contractions than a layer has. A factor also runs through weights that a
+    loop's rounds share. It does not run through convolutions: between them images
     stay sharded in space, and neighbors exchange rows.
     """
     free = {node: op for node, op in _flexible_ops(ops).items() if not op.rule.halo}
@@ -240,7 +240,7 @@ def threads(ops: Mapping[fx.Node, Op], constants: CostConstants) -> list[Body]:
             contractions = [free[node].key for node in factors if free[node].rule.contraction]
             different = len(set(contractions))
             if (
-                1 < len(contractions) <= constants.max_contractions
+                len(contractions) > 1
                 and different <= constants.max_different_contractions
                 and (
                     not through_weights
