@@ -38,7 +38,10 @@ WITHIN = 0.2
 
 @dataclass(frozen=True)
 class Shape:
-    """A Transformer. gated: Llama's layers, with rotary positions; else GPT's."""
+    """A Transformer. gated: Llama's layers, with rotary positions; else GPT's.
+
+    fused: attention stores no scores, and drops none; Llama's never does.
+    """
 
     layers: int
     width: int
@@ -48,6 +51,7 @@ class Shape:
     hidden: int
     words: int
     gated: bool = True
+    fused: bool = False
 
     def products(self, length: int) -> float:
         """Return the operations for a token in products, forward, with all pairs of tokens."""
@@ -121,6 +125,8 @@ class Layer(nn.Module):
         if self.shape.gated:
             q, k = rotated(q, angles), rotated(k, angles)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        elif self.shape.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:  # these runs are older than FlashAttention: each score is stored, and dropped
             scores = torch.einsum("bhsk,bhtk->bhst", q, k)
             y = torch.einsum("bhst,bhtk->bhsk", F.dropout(scores.softmax(-1), 0.1), v)

@@ -8,8 +8,9 @@ planned with its marks, and as many layers computed twice as its run had. The pr
 no mark, and may use as much memory. Ends with an error if a published layout is faster. Nothing
 runs but the planner.
 
-Sources: those of published_runs.py; for 70B and 405B tables 4 and 5 of torchtitan's benchmarks, in
-bfloat16 here.
+Sources: those of published_runs.py and published_models.py; for 70B and 405B tables 4 and 5 of
+torchtitan's benchmarks, in bfloat16 here; Llama Team, arXiv 2407.21783, table 4 (405B on 4,096);
+Korthikanti et al., arXiv 2205.05198, table 5 (175B).
 """
 
 from __future__ import annotations
@@ -22,23 +23,47 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
+from torchgspmd import Hardware
 from torchgspmd.tools.suggest import Proposal
+from torchgspmd.tools.suggest.layers import Layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from published_runs import RUNS, TITAN, Layout, Run, Shape, Transformer, planned
+from published_models import MODELS, Model
+from published_runs import (
+    A100,
+    H100,
+    LLAMA_8B,
+    RUNS,
+    TITAN,
+    Layout,
+    Run,
+    Shape,
+    Transformer,
+    planned,
+)
 
 # Their seconds are those of float8: the tokens of a GPU, by its tokens a second.
 LLAMA_70B = Shape(80, 8192, 64, 8, 128, 28672, 128256)
 LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
+# Two layers more than it has, which its first and last stages lack.
+LLAMA_405B_IN_16 = replace(LLAMA_405B, layers=128)
+GPT_175B = Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, fused=True)
 MORE = {
+    "Llama 8B, 8 B200": Run(LLAMA_8B, "data=8,model=1", 128, 8192, Hardware.of("b200"), 0.0, 0.0),
     "torchtitan 70B, 256 H100": Run(
         LLAMA_70B, "data=32,model=8", 512, 8192, TITAN, 1.0, 16384 / 829
     ),
     "torchtitan 405B, 512 H100": Run(
         LLAMA_405B, "data=8,stage=8,model=8", 256, 8192, TITAN, 1.0, 4096 / 100, microbatches=32
+    ),
+    "Llama 405B, 4096 H100": Run(
+        LLAMA_405B_IN_16, "data=32,stage=16,model=8", 2048, 8192, H100, 0.0, 0.0, microbatches=64
+    ),
+    "GPT-3 175B, 64 A100": Run(
+        GPT_175B, "data=1,stage=8,model=8", 64, 2048, A100, 0.0, 13.75, microbatches=64
     ),
 }
 NAMES = (
@@ -48,6 +73,7 @@ NAMES = (
     "MaxText 32B, 64 v5p",
     "MaxText 128B, 256 v5p",
     "MaxText 512B, 512 v5p",
+    *MODELS,
 )
 SLACK = 1.005
 
@@ -66,16 +92,20 @@ class Unmarked(Transformer):
         return super().forward(tokens, targets, self.angles)
 
 
-def proposed(run: Run, memory: float, seconds: float) -> Proposal:
+def proposed(published: Run | Model, memory: float, seconds: float) -> Proposal:
+    mesh = published.mesh if isinstance(published, Run) else published.meshes[0]
     with torch.device("meta"):
-        model = Unmarked(run)
-        tokens = torch.empty(run.batch, run.length, dtype=torch.long)
-    devices = gspmd.Mesh.parse(run.mesh).size
+        if isinstance(published, Run):
+            model: nn.Module = Unmarked(published)
+            tokens = torch.empty(published.batch, published.length, dtype=torch.long)
+            arguments = (tokens, tokens)
+        else:
+            model, arguments = published.make(published.layers, None), published.tensors()
     return gspmd.suggest(
         model,
-        (tokens, tokens),
-        devices=devices,
-        hardware=run.hardware,
+        arguments,
+        devices=gspmd.Mesh.parse(mesh).size,
+        hardware=published.hardware,
         memory=memory,
         seconds=seconds,
         param_dtype=torch.bfloat16,
@@ -85,9 +115,9 @@ def proposed(run: Run, memory: float, seconds: float) -> Proposal:
 FEW = 2  # layers of the smaller program, as in a proposal's numbers
 
 
-def numbers(run: Run, layout: Layout) -> Tensor:
+def numbers(plan: gspmd.Plan, hardware: Hardware) -> Tensor:
     """Return a step's seconds, and its bytes with Adam's states."""
-    report = planned(run, layout).report(run.hardware, tried=False)
+    report = plan.report(hardware, tried=False)
     memory = report.memory.peak + report.memory.optimizer
     return torch.tensor([report.estimate.seconds, memory], dtype=torch.float64)
 
@@ -100,7 +130,7 @@ def of_list(run: Run) -> Tensor:
         # A loop gathers a layer's weights in each pass; in a list an option says so.
         layout = replace(Layout.published(shape, zero=True), regather="always")
         few = replace(run, shape=shape, recomputed=float(again), is_list=True)
-        return numbers(few, layout)
+        return numbers(planned(few, layout), run.hardware)
 
     def of_all(again: bool) -> Tensor:
         few, more = of_few(FEW, again), of_few(FEW + 1, again)
@@ -110,12 +140,45 @@ def of_list(run: Run) -> Tensor:
     return torch.lerp(of_all(False), of_all(True), share)
 
 
-def of_hand(run: Run) -> tuple[float, float]:
-    """Return the seconds and bytes of the published layout: its layers as a loop or as a list."""
-    ways = [numbers(run, Layout.published(run.shape, zero=True))]
+def of_run(run: Run) -> tuple[Tensor, str]:
+    """Return the numbers of the published layout: its layers as a loop or as a list."""
+    plan = planned(run, Layout.published(run.shape, zero=True))
+    ways = [numbers(plan, run.hardware)]
     ways += [of_list(run)] if not run.microbatches else []
-    seconds, memory = min(way.tolist() for way in ways)
-    return seconds, memory
+    return min(ways, key=Tensor.tolist), run.mesh
+
+
+def of_model(published: Model) -> tuple[Tensor, str]:
+    """Return the numbers of a published layout, on the fastest of its meshes."""
+
+    def of_layers(count: int, mesh: gspmd.Mesh) -> Tensor:
+        with torch.device("meta"):
+            model, arguments = published.make(count, mesh), published.tensors()
+        layers = Layers.of(model)
+        with layers.recomputed((("", count),) if published.recomputed else ()):
+            plan = gspmd.plan(
+                model,
+                *arguments,
+                mesh=mesh,
+                in_specs=published.in_specs,
+                grad=True,
+                regather="always",
+                param_dtype=torch.bfloat16,
+                hardware=published.hardware,
+                rng="native",
+            )
+        return numbers(plan, published.hardware)
+
+    def of_mesh(text: str) -> Tensor:
+        mesh, layers = gspmd.Mesh.parse(text), published.layers
+        if "stage" in mesh.names:  # a loop over all layers
+            return of_layers(layers, mesh)
+        few, more = of_layers(FEW, mesh), of_layers(FEW + 1, mesh)
+        return few + (layers - FEW) * (more - few)
+
+    ways = {mesh: of_mesh(mesh) for mesh in published.meshes}
+    best = min(ways, key=lambda mesh: ways[mesh].tolist())
+    return ways[best], best
 
 
 def main(names: Sequence[str], seconds: float) -> None:
@@ -123,14 +186,16 @@ def main(names: Sequence[str], seconds: float) -> None:
     print("|---|---|--:|--:|---|--:|--:|--:|--:|")
     lost = []
     for name in names or NAMES:
-        run = {**RUNS, **MORE}[name]
-        hand, memory = of_hand(run)
+        run = {**RUNS, **MORE, **MODELS}[name]
+        of, on = of_run(run) if isinstance(run, Run) else of_model(run)
+        hand, memory = of.tolist()
         best = proposed(run, max(memory, run.hardware.memory), seconds)
         mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.axes)
         again = ", ".join(f"{n} x {part or 'layer'}" for part, n in best.savings.recomputed)
-        layers, ratio = round(run.recomputed * run.shape.layers), best.seconds / hand
+        count = run.shape.layers if isinstance(run, Run) else run.layers
+        layers, ratio = round(run.recomputed * count), best.seconds / hand
         print(
-            f"| {name} | {run.mesh}; {layers} x layer | {hand:.2f} | {memory / 2**30:.0f} "
+            f"| {name} | {on}; {layers} x layer | {hand:.2f} | {memory / 2**30:.0f} "
             f"| {mesh}; {again or 'none'} | {best.seconds:.2f} | {best.memory / 2**30:.0f} "
             f"| {ratio:.3f} | {best.bound:.2f} |",
             flush=True,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd import Hardware
+from torchgspmd import Hardware, moe
 from torchgspmd.comm.hardware import Link
 from torchgspmd.tools.suggest import search
 from torchgspmd.tools.suggest.judge import Judge, Numbers
@@ -428,7 +428,7 @@ def test_marks_of_layer_outputs():
     assert set(every) == {"layers.*", "layers.*.norm", "layers.*.feed"}
     assert not any(module._forward_hooks for module in model.modules())
     mesh = gspmd.Mesh(data=2, model=4)
-    alone, with_outputs = judge.tensor_parallel()
+    _, alone, with_outputs = judge.starts(mesh)
     assert alone.model == (("layers.*.feed.0.weight", 0), ("layers.*.feed.1.weight", 1))
     kinds = {}
     for marks in (Marks(), alone, with_outputs):
@@ -452,7 +452,63 @@ def test_a_start_has_what_a_descent_finds():
     judge = Judge(model, (batch,), {}, SLOW_LINKS)
     mesh = gspmd.Mesh(data=1, model=4)
     searched = search._Search(judge, 1e9, float("inf"))
-    start = searched._best_start(mesh, [Marks(), *judge.tensor_parallel()])
+    start = searched._best_start(mesh, judge.starts(mesh))
     found = searched._descend(mesh, start)
     from_nothing = searched._descend(mesh, Marks())
     assert searched.score(mesh, found) <= searched.score(mesh, from_nothing)
+
+
+class Mixture(nn.Module):
+    """A layer whose tokens go to one of eight experts, with a square matrix that is no expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.mix = nn.Linear(16, 8), nn.Parameter(torch.zeros(4, 16, 4))
+        self.up, self.down = (nn.Parameter(torch.zeros(8, *s)) for s in ((16, 32), (32, 16)))
+
+    def forward(self, x):
+        y = torch.einsum("bsd,hdk->bshk", x, self.mix).flatten(2)
+        weights, chosen = self.router(y).softmax(-1).topk(1)
+        rows = moe.dispatch(y, chosen, 8, shards=8, capacity=2.0)
+        up = moe.grouped_mm(rows.rows, self.up, rows.ends).relu()
+        return x + moe.combine(moe.grouped_mm(up, self.down, rows.ends), rows, weights)
+
+
+class Dense(nn.Module):
+    """The same by products with a row for each expert, as GShard writes them."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(16, 8)
+        self.up, self.down = (nn.Parameter(torch.zeros(8, *s)) for s in ((16, 32), (32, 16)))
+
+    def forward(self, x):
+        shares = self.router(x).softmax(-1)
+        rows = torch.einsum("bse,bsd->ebsd", shares, x)
+        up = torch.einsum("ebsd,edh->ebsh", rows, self.up).relu()
+        return x + torch.einsum("ebsh,ehd->bsd", up, self.down)
+
+
+@pytest.mark.parametrize("layer", [Mixture, Dense])
+def test_experts_have_an_axis(layer):
+    """Stacks are known by their products; on a mesh with the axis they are divided along it."""
+    model = nn.Sequential(*(layer() for _ in range(4)))
+    judge = Judge(model, (torch.zeros(16, 8, 16),), {}, SLOW_LINKS)
+    assert judge.stacks == {"*.up": 8, "*.down": 8}
+    meshes = list(search._meshes(16, judge.stacks.values()))
+    assert gspmd.Mesh(data=2, expert=8, model=1) in meshes
+    assert gspmd.Mesh(data=4, expert=2, model=2) in meshes
+    assert list(search._meshes(16)) == [mesh for mesh in meshes if "expert" not in mesh.names]
+    mesh = gspmd.Mesh(data=2, expert=4, model=2)
+    groups = {group.pattern: group for group in judge.groups}
+    start = judge.starts(mesh)[0]
+    assert str(start.spec(groups["*.up"], mesh)) == "expert _ _"
+    zero = replace(start, zero=True)
+    assert str(zero.spec(groups["*.up"], mesh)) == "expert _ data:p1"
+    assert str(zero.spec(groups["*.router.weight"], mesh)) == "_ data+expert:p1"
+    assert judge.call_specs(mesh, start, 16) == ("data+expert _ _",)
+
+
+def test_a_batch_is_divided_by_its_odd_rest_too():
+    searched = search._Search(Judge(Feed(), (torch.zeros(24, 32),), {}, SLOW_LINKS), 1e9, 1e9)
+    assert list(searched._divisions()) == [2, 3, 4, 6, 8, 12, 24]

@@ -28,9 +28,10 @@ from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from ..report.report import Report
+from .expert_stacks import expert_stacks
 from .layer_outputs import noted, output_groups, with_marks
 from .layers import Layers, Recomputed
-from .proposal import DATA, MODEL, Group, Marks, Savings, groups_of
+from .proposal import EXPERT, MODEL, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource
 
@@ -110,6 +111,7 @@ class Judge:
     flops: float = field(init=False)  # in a step, on all devices
     layer_flops: float = field(init=False)  # in a layer
     state_bytes: float = field(init=False)  # of parameters and Adam's states
+    stacks: dict[str, int] = field(init=False)  # the lengths of expert stacks, by group
     dtype: torch.dtype = field(init=False)  # the products' smallest
     first: int = 1
     shared: Shared = field(default_factory=Shared)
@@ -127,7 +129,9 @@ class Judge:
         # Recomputing would change such a buffer twice.
         buffers = [inp.name for inp in written if inp.kind == BUFFER]
         self.recomputable = self.layers.without(buffers)
-        self.groups = tuple(dict.fromkeys(groups_of(programs[-1]).values()))
+        groups = groups_of(programs[-1])
+        self.groups = tuple(dict.fromkeys(groups.values()))
+        self.stacks = {groups[i.name].pattern: i.shape[0] for i in expert_stacks(programs[-1])}
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         sizes = [_state_bytes(program) for program in programs]
         self.dtype = _smallest_dtype(programs[-1].graph)
@@ -292,12 +296,12 @@ class Judge:
         Memory is the largest among sums that grow with the batch, so between two batches it is at
         most the straight line; beyond them a plan says whether it fits.
         """
-        step = mesh.count((DATA,))
+        step = mesh.count(batch_axes(mesh))
 
         def reached(low: int, high: int) -> int:
             """Return the rows at which the line through two batches reaches the limit."""
             first, last = (self.numbers(mesh, marks, savings, rows).memory for rows in (low, high))
-            # Rounded down to rows that DATA divides.
+            # Rounded down to rows that the batch's axes divide.
             share = (limit - first) / max(last - first, 1.0)
             return low + max(int(share * (high - low)), 0) // step * step
 
@@ -391,25 +395,28 @@ class Judge:
         """Return the layer outputs that are marked alike, with their shape."""
         return output_groups(self.programs((), self.rows)[-1], self.layers)
 
-    def tensor_parallel(self) -> list[Marks]:
-        """Return marks that divide like layers' weights along MODEL; then their outputs too.
+    def starts(self, mesh: Mesh) -> list[Marks]:
+        """Return the marks from which a search starts on a mesh, if layers are alike.
 
-        Of a weight, the first dimension without the size of a layer output's last one is divided,
-        such as heads. Propagation finds the layout of square weights.
+        None; like layers' weights along MODEL; and their outputs too. Of a weight, the first
+        dimension without the size of a layer output's last one is divided, such as heads.
+        Propagation finds the layout of square weights. Experts are divided along EXPERT.
         """
         groups = self.output_groups()
+        has_experts = EXPERT in mesh.names
+        plain = marks = Marks(stacked=frozenset(self.stacks if has_experts else ()))
         if not groups:
-            return []
+            return [plain]
         (*_, width), outputs = groups[-1]
-        dims = {g.pattern: [d for d, n in enumerate(g.shape) if n != width] for g in self.groups}
-        marks = Marks()
         for group in self.groups:
-            if len(group.shape) > 1 and 0 < len(dims[group.pattern]) < len(group.shape):
-                marks = marks.with_dims([group.pattern], dims[group.pattern][0])
-        return [marks, marks.with_outputs(outputs, 1)]
+            first = int(has_experts and group.pattern in self.stacks)
+            dims = [d for d, n in enumerate(group.shape) if d >= first and n != width]
+            if len(group.shape) > 1 and 0 < len(dims) < len(group.shape):
+                marks = marks.with_dims([group.pattern], dims[0])
+        return list(dict.fromkeys([plain, marks, marks.with_outputs(outputs, 1)]))
 
     def least_memory(self, mesh: Mesh) -> float:
-        """Return a device's bytes at least, for weights that DATA does not divide."""
+        """Return a device's bytes at least, for weights that are divided along MODEL alone."""
         return self.state_bytes / mesh.count((MODEL,))
 
 

@@ -20,7 +20,7 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .script import ScriptSource
 
-DATA, MODEL = "data", "model"
+DATA, EXPERT, MODEL = "data", "expert", "model"
 
 RECOMPUTE = """\
 from functools import partial
@@ -82,16 +82,21 @@ def groups_of(captured: Captured) -> dict[str, Group]:
     return dict(sorted(groups.items(), key=lambda pair: -pair[1].bytes))
 
 
+def batch_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Return the axes that divide the batch: DATA, and EXPERT where the mesh has it."""
+    return tuple(axis for axis in (DATA, EXPERT) if axis in mesh.names)
+
+
 @dataclass(frozen=True)
 class Marks:
-    """A search's decisions: the dimensions that MODEL and DATA shard.
+    """A search's decisions: the dimensions that MODEL and the batch's axes shard.
 
     model: each group's dimension on MODEL, by pattern; patterns without a mark are missing. zero:
-    every parameter is sharded along DATA too (ZeRO-3, arXiv 1910.02054): gathered before its use,
-    its gradient reduced to shards. by_cost: as far as that costs less; these marks then have the
-    batch layout's priority, and otherwise the next one. stacked: matrix groups whose first
-    dimension DATA shards, such as experts. arguments: dimensions on MODEL, by argument number.
-    outputs: dimensions of layer outputs on MODEL, by glob.
+    every parameter is sharded along the batch's axes too (ZeRO-3, arXiv 1910.02054): gathered
+    before its use, its gradient reduced to shards. by_cost: as far as that costs less; these marks
+    then have the batch layout's priority, and otherwise the next one. stacked: matrix groups whose
+    first dimension the last of these axes shards, such as experts. arguments: dimensions on MODEL,
+    by argument number. outputs: dimensions of layer outputs on MODEL, by glob.
     """
 
     model: tuple[tuple[str, int], ...] = ()
@@ -121,7 +126,7 @@ class Marks:
     def on(self, mesh: Mesh) -> Marks:
         """Return those whose axes have more than one device."""
         # Marks that mean the same on a mesh become equal, so they are planned once.
-        model, data = (mesh.count((axis,)) > 1 for axis in (MODEL, DATA))
+        model, data = (mesh.count(axes) > 1 for axes in ((MODEL,), batch_axes(mesh)))
         return Marks(
             self.model if model else (),
             self.zero and data,
@@ -138,21 +143,22 @@ class Marks:
         # Marks come from other meshes, too, whose axes may divide where these do not.
         if dim is not None and group.shape[dim] % mesh.count((MODEL,)) == 0:
             dims[dim] = (MODEL,)
-        priorities = [0] * len(dims)
-        free = 0 if group.pattern in self.stacked else None
-        if free is None and self.zero:
-            free = self._zero_dim(group, mesh, dims)
-            if free is not None and not dims[free] and not self.by_cost:
+        batch, priorities = batch_axes(mesh), [0] * len(dims)
+        stack = (*dims[0], batch[-1])
+        if group.pattern in self.stacked and group.shape[0] % mesh.count(stack) == 0:
+            dims[0], batch = stack, batch[:-1]
+        free = self._zero_dim(group, mesh, dims, batch) if self.zero else None
+        if free is not None:
+            if not dims[free] and not self.by_cost:
                 # A later round: the batch's layout is propagated first.
                 priorities[free] = 1
-        if free is not None and group.shape[free] % mesh.count((*dims[free], DATA)) == 0:
-            # Behind MODEL: DATA divides each of its shards.
-            dims[free] = (*dims[free], DATA)
+            # Behind MODEL: the batch's axes divide each of its shards.
+            dims[free] = (*dims[free], *batch)
         spec = ShardSpec(tuple(dims)).with_priorities(tuple(priorities))
         return spec if any(dims) else None
 
     def argument_spec(self, number: int, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
-        """Return an argument's layout: its first dimension along DATA, if that divides it."""
+        """Return an argument's layout: the first dimension on the batch's axes, if they divide."""
         return _batch_spec(shape, dict(self.arguments).get(number), mesh)
 
     def output_spec(self, glob: str, shape: Sequence[int], mesh: Mesh) -> ShardSpec | None:
@@ -160,18 +166,20 @@ class Marks:
         dim = dict(self.outputs).get(glob)
         return None if dim is None else _batch_spec(shape, dim, mesh)
 
-    def _zero_dim(self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]]) -> int | None:
-        """Return the dimension that DATA shards: the largest that is free, else any it divides."""
-        rows = [n // mesh.count(axes) for n, axes in zip(group.shape, dims)]
-        fitting = [d for d, n in enumerate(rows) if n % mesh.count((DATA,)) == 0 and n]
-        return max(fitting, key=lambda d: (not dims[d], rows[d]), default=None)
+    def _zero_dim(
+        self, group: Group, mesh: Mesh, dims: list[tuple[str, ...]], axes: tuple[str, ...]
+    ) -> int | None:
+        """Return the dimension that ZeRO shards: the largest that is free, else any that fits."""
+        rows = [n // mesh.count(own) for n, own in zip(group.shape, dims)]
+        fitting = [d for d, n in enumerate(rows) if n % mesh.count(axes) == 0 and n]
+        return max(fitting, key=lambda d: (not dims[d], rows[d]), default=None) if axes else None
 
 
 def _batch_spec(shape: Sequence[int], dim: int | None, mesh: Mesh) -> ShardSpec | None:
-    """Return a layout: the first dimension along DATA, and one along MODEL, if these divide."""
+    """Return a layout: the first dimension on the batch's axes, one on MODEL, if these divide."""
     dims: list[tuple[str, ...]] = [()] * len(shape)
-    if shape and shape[0] % mesh.count((DATA,)) == 0:
-        dims[0] = (DATA,)
+    if shape and shape[0] % mesh.count(batch_axes(mesh)) == 0:
+        dims[0] = batch_axes(mesh)
     if dim is not None and shape[dim] % mesh.count((*dims[dim], MODEL)) == 0:
         dims[dim] = (*dims[dim], MODEL)
     return ShardSpec(tuple(dims)) if any(dims) else None

@@ -1,6 +1,7 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
-A mesh has two axes: DATA for the batch, MODEL for weights. Each mesh starts without marks, and with
+A mesh has two axes: DATA for the batch, MODEL for weights. Of a model with experts, EXPERT may
+divide the batch too. Each mesh starts without marks, and with
 weights of like layers along MODEL (tensor parallelism), with and without layer outputs along MODEL
 (sequence parallelism) and all parameters along DATA (ZeRO-3). On the best meshes, each group of
 equal parameters is tried along each dimension on MODEL. So are the arguments (image rows, the
@@ -16,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from ...compiler.options import Options, documented
 from ...errors import ShardingError, user_line
 from ...layout.mesh import Mesh
 from .judge import Judge
-from .proposal import DATA, MODEL, Marks, Proposal, Savings
+from .proposal import MODEL, Marks, Proposal, Savings, batch_axes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -40,6 +41,7 @@ MIN_GAIN = 0.005  # in time, or in bytes at equal time: a change that brings les
 POOR = 1.1  # times a pass's best time: a slower change is not tried again
 HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
 PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are not tried
+FEWER = 4  # times fewer devices along EXPERT than experts or devices allow
 BEST = 5
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
 RECHECK = 0.2  # share of the time in which the best are planned again with one layer more
@@ -93,7 +95,7 @@ def suggest(
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
     limit = judge.hardware.memory if memory is None else size_of(memory)
     search = _Search(judge, limit, end - RECHECK * seconds, end)
-    search.run(list(_meshes(devices)))
+    search.run(list(_meshes(devices, judge.stacks.values())))
     counts = dict(judge.counts)
     return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
 
@@ -122,11 +124,20 @@ def size_of(memory: str | float) -> float:
         ) from None
 
 
-def _meshes(devices: int) -> Iterator[Mesh]:
-    """Yield the meshes with so many devices: those with a small MODEL axis first."""
+def _meshes(devices: int, stacks: Iterable[int] = ()) -> Iterator[Mesh]:
+    """Yield the meshes with so many devices: those with a small MODEL axis first.
+
+    stacks: lengths of expert stacks. The largest axes that divide them are tried too.
+    """
     for model in range(1, devices + 1):
-        if devices % model == 0:
-            yield Mesh(data=devices // model, model=model)
+        rest = devices // model
+        if devices % model:
+            continue
+        yield Mesh(data=rest, model=model)
+        most = math.gcd(rest, *stacks) if stacks else 1
+        for count in (most // n for n in range(1, FEWER + 1) if most % n == 0):
+            if count > 1:
+                yield Mesh(data=rest // count, expert=count, model=model)
 
 
 @dataclass
@@ -159,10 +170,12 @@ class _Search:
         return self.best()[0].memory <= self.limit
 
     def _divisions(self) -> Iterator[int]:
-        """Yield the numbers of microbatches that divide the batch: powers of two."""
+        """Yield the numbers of microbatches that divide the batch: powers of two, and odd rests."""
         rows = self.judge.rows
-        for count in (2**n for n in range(1, rows.bit_length())):
-            if rows % count == 0 and self.judge.can_take(rows // count):
+        powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
+        rest = rows // powers[-1] if rows else 1
+        for count in sorted({*powers, *(rest * power for power in powers)} - {1}):
+            if self.judge.can_take(rows // count):
                 yield count
 
     def _fits_in(self, count: int) -> bool:
@@ -179,19 +192,20 @@ class _Search:
         return self._fits()
 
     def _is_divisible(self, mesh: Mesh, count: int) -> bool:
-        """Return whether the devices along DATA divide a microbatch's rows."""
-        return count == 1 or self.judge.rows // count % mesh.count((DATA,)) == 0
+        """Return whether the batch's axes divide a microbatch's rows."""
+        return count == 1 or self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
         """Search every mesh from few marks; then the best, mark by mark."""
         meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
         found: dict[Mesh, Marks] = {}
-        parallel, marks = self.judge.tensor_parallel(), Marks()
+        marks = Marks()
         for mesh in meshes:
             if self.is_over() or self._is_past(list(found.items())):
                 break
-            found[mesh] = self._best_start(mesh, [Marks(), *parallel, marks])
-            if not parallel and not marks.model and not marks.arguments:
+            starts = self.judge.starts(mesh)
+            found[mesh] = self._best_start(mesh, [*starts, marks])
+            if len(starts) == 1 and not marks.model and not marks.arguments:
                 marks = found[mesh] = self._descend(mesh, found[mesh])
         for mesh in sorted(found, key=lambda mesh: self.score(mesh, found[mesh])):
             if not self.is_over() and not self._is_hopeless(self.propose(mesh, found[mesh])):
@@ -308,7 +322,7 @@ class _Search:
 
     def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
         """Yield functions that change marks."""
-        model, data = mesh.count((MODEL,)), mesh.count((DATA,))
+        model, data = mesh.count((MODEL,)), mesh.count(batch_axes(mesh))
         smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
         matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
         alike: dict[tuple[int, ...], list[str]] = {}
@@ -325,7 +339,7 @@ class _Search:
                 if dim != 0:  # the batch, which the arguments' layouts divide
                     yield lambda marks, globs=globs, dim=dim: marks.with_outputs(globs, dim)
         for group in matrices if data > 1 else ():
-            if len(group.shape) > 2 and group.shape[0] % data == 0:
+            if len(group.shape) > 2 and group.shape[0] % mesh.count(batch_axes(mesh)[-1:]) == 0:
                 this = frozenset([group.pattern])
                 yield lambda marks, this=this: replace(marks, stacked=marks.stacked ^ this)
         if data > 1:
