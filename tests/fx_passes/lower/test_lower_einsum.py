@@ -64,6 +64,12 @@ def test_one_product(equation: str, op) -> None:
     assert op.default in p.lowered(p.product(equation))
 
 
+@pytest.mark.parametrize("equation", ["bm,bh->bmh", "bm,bh->bhm", "m,h->mh", "bsm,bh->bsmh"])
+def test_a_product_of_vectors_is_elementwise(equation: str) -> None:
+    p = Program()
+    assert aten.mul.Tensor in p.lowered(p.product(equation))
+
+
 def test_a_bias_comes_with_the_product() -> None:
     p = Program()
     assert p.lowered(p(aten.add.Tensor, p.product("bsm,hm->bsh"), p.input("h"), letters="bsh")) == [
