@@ -7,15 +7,17 @@ Without a schedule a stage computes in every tick: in m of them on microbatches,
 thrown away. So a process works (m + p - 1) / m times as long as its blocks take alone, and on
 devices that run at once a step takes as long. With a schedule (and the loss in the pipeline) it
 computes what its blocks do alone, and is idle in the bubble. CPU time says so however many
-processes share a core. All processes run their blocks at once, as they do in the pipeline.
+processes share a core. All processes run their blocks at once, as they do in the pipeline. The two
+take turns, step by step.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -53,15 +55,16 @@ class Model(nn.Module):
         return y if self.has_loss else loss(y)
 
 
-def seconds(step: Callable[[], None], steps: int) -> float:
-    """Return the CPU seconds of a step, after two that are not counted."""
-    for _ in range(2):
-        step()
-    dist.barrier()
-    begin = time.process_time()
-    for _ in range(steps):
-        step()
-    return (time.process_time() - begin) / steps
+def seconds(steps: Sequence[Callable[[], None]], count: int) -> list[float]:
+    """Return the median CPU seconds of each step; they take turns, after two uncounted turns."""
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(2 + count):
+        for step, each in zip(steps, times):
+            dist.barrier()
+            begin = time.process_time()
+            step()
+            each.append(time.process_time() - begin)
+    return [statistics.median(each[2:]) for each in times]
 
 
 def main() -> None:
@@ -71,7 +74,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="of a microbatch")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=2, help="blocks of a stage")
-    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--schedule", help="1f1b, zero_bubble or gpipe, with the loss inside")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -91,8 +94,8 @@ def main() -> None:
         for rows in x.unflatten(0, (m, -1)):
             (alone(rows.clone().requires_grad_()) / m).backward()
 
-    steps = in_microbatches, lambda: model(x).backward()
-    times = torch.tensor([seconds(step, args.steps) for step in steps])
+    steps = (in_microbatches, lambda: model(x).backward())
+    times = torch.tensor(seconds(steps, args.steps))
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     share, work = times.tolist()
     if dist.get_rank() == 0:
