@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable
+from functools import lru_cache
 from types import TracebackType
 from typing import Any
 
@@ -80,10 +81,22 @@ def user_line() -> str | None:
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
-        if not name.startswith(_PACKAGE) and not any(part in name for part in _LIBRARIES):
+        if _owner(name)[0]:
             return f"{_shorten(name)}:{frame.f_lineno}"
         frame = frame.f_back
     return None
+
+
+@lru_cache(maxsize=4096)  # a trace asks at each operation for all frames
+def _owner(file: str) -> tuple[bool, str]:
+    """Return whether a file is the user's, or its path below the folder of packages."""
+    if file.startswith(_PACKAGE):
+        return False, ""
+    if not any(part in file for part in _LIBRARIES):
+        return True, ""
+    # Libraries of models lie below lib/python3 too, so the last of _LIBRARIES is left out.
+    is_of_torch = any(part in file for part in _LIBRARIES[:-1])
+    return False, "" if is_of_torch else file.partition(_INSTALLED)[2]
 
 
 def traced_line(entry: str) -> str | None:
@@ -105,13 +118,11 @@ def traced_line(entry: str) -> str | None:
         # Frames outside of the entry belong to the caller, not to the model.
         if library and name == entry:
             return library
-        if not name.startswith(_PACKAGE):
-            if not any(part in name for part in _LIBRARIES):
-                return f"{_shorten(name)}:{frame.f_lineno}"
-            # Libraries of models lie below lib/python3 too, so the last of _LIBRARIES is left out.
-            inside = name.partition(_INSTALLED)[2]
-            if inside and library is None and not any(part in name for part in _LIBRARIES[:-1]):
-                library = f"{inside}:{frame.f_lineno}"
+        is_user, inside = _owner(name)
+        if is_user:
+            return f"{_shorten(name)}:{frame.f_lineno}"
+        if inside and library is None:
+            library = f"{inside}:{frame.f_lineno}"
         frame = frame.f_back
     return library
 
