@@ -191,13 +191,15 @@ def main(names: Sequence[str], seconds: float) -> None:
         hand, memory = of.tolist()
         best = proposed(run, max(memory, run.hardware.memory), seconds)
         mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.axes)
-        again = ", ".join(f"{n} x {part or 'layer'}" for part, n in best.savings.recomputed)
+        saved = [f"{n} x {part or 'layer'}" for part, n in best.savings.recomputed]
+        if best.savings.microbatches > 1:
+            saved.append(f"{best.savings.microbatches} microbatches")
         count = run.shape.layers if isinstance(run, Run) else run.layers
         layers, ratio = round(run.recomputed * count), best.seconds / hand
         print(
             f"| {name} | {on}; {layers} x layer | {hand:.2f} | {memory / 2**30:.0f} "
-            f"| {mesh}; {again or 'none'} | {best.seconds:.2f} | {best.memory / 2**30:.0f} "
-            f"| {ratio:.3f} | {best.bound:.2f} |",
+            f"| {mesh}; {', '.join(saved) or 'none'} | {best.seconds:.2f} "
+            f"| {best.memory / 2**30:.0f} | {ratio:.3f} | {best.bound:.2f} |",
             flush=True,
         )
         lost += [name] * (ratio > SLACK)

@@ -1,15 +1,14 @@
 """The search: mesh shapes, then marks group by group, while a step gets shorter.
 
 A mesh has two axes: DATA for the batch, MODEL for weights. Of a model with experts, EXPERT may
-divide the batch too. Each mesh starts without marks, and with
-weights of like layers along MODEL (tensor parallelism), with and without layer outputs along MODEL
-(sequence parallelism) and all parameters along DATA (ZeRO-3). On the best meshes, each group of
-equal parameters is tried along each dimension on MODEL. So are the arguments (image rows, the
-sequence), the outputs of like layers, and matrix stacks (experts) along DATA by themselves. A
-change stays if it makes the step shorter, or a program that needs too much memory smaller. A plan
-that needs too much memory gathers weights again for the backward, then computes layers again; where
-no plan fits, the batch is divided. Propagation and partition decide all else, so few marks say
-much.
+divide the batch too. Each mesh starts without marks, and with weights of like layers along MODEL
+(tensor parallelism), with and without layer outputs along MODEL (sequence parallelism) and all
+parameters along DATA (ZeRO-3). On the best meshes, each group of equal parameters is tried along
+each dimension on MODEL. So are the arguments (image rows, the sequence), the outputs of like
+layers, and matrix stacks (experts) along DATA by themselves. A change stays if it makes the step
+shorter, or a program that needs too much memory smaller. A plan that needs too much memory gathers
+weights again for the backward, then divides the batch, then computes layers again. Propagation and
+partition decide all else, so few marks say much.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ...comm.hardware import Hardware
 from ...compiler.options import Options, documented
 from ...errors import ShardingError, user_line
 from ...layout.mesh import Mesh
-from .judge import Judge
+from .judge import Judge, Numbers
 from .proposal import MODEL, Marks, Proposal, Savings, batch_axes
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are 
 FEWER = 4  # times fewer devices along EXPERT than experts or devices allow
 BEST = 5
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
-RECHECK = 0.2  # share of the time in which the best are planned again with one layer more
+SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, and when to refine
 
 
 @documented("suggest")
@@ -89,12 +88,13 @@ def suggest(
         mesh = gspmd.Mesh(data=2, model=1)
         model = gspmd.parallelize(model, mesh, in_specs=("data _",))
     """
-    end = time.monotonic() + seconds
+    begin = time.monotonic()
     chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
     limit = judge.hardware.memory if memory is None else size_of(memory)
-    search = _Search(judge, limit, end - RECHECK * seconds, end)
+    deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
+    search = _Search(judge, limit, deadline, recheck, end)
     search.run(list(_meshes(devices, judge.stacks.values())))
     counts = dict(judge.counts)
     return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
@@ -146,7 +146,8 @@ class _Search:
 
     judge: Judge
     limit: float
-    deadline: float  # for the search; later steps have until the end
+    deadline: float  # for the search
+    recheck: float = math.inf  # for planning the best again
     end: float = math.inf
     tried: dict[tuple[Mesh, Marks, int], Proposal] = field(default_factory=dict)
     microbatches: int = 1
@@ -193,11 +194,14 @@ class _Search:
 
     def _is_divisible(self, mesh: Mesh, count: int) -> bool:
         """Return whether the batch's axes divide a microbatch's rows."""
-        return count == 1 or self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
+        return self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
         """Search every mesh from few marks; then the best, mark by mark."""
-        meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
+        if self.microbatches > 1:
+            meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
+        # On the others the batch is whole on all devices, at least at first.
+        meshes = sorted(meshes, key=lambda mesh: not self._is_divisible(mesh, self.microbatches))
         found: dict[Mesh, Marks] = {}
         marks = Marks()
         for mesh in meshes:
@@ -226,16 +230,19 @@ class _Search:
         if self.judge.layers.length > self.judge.first + 1:
             self.judge.first += 1
             self.tried = {}
+            self.tight.clear()
+            self.unhelpful.clear()
             for key in keys:
-                if not self.tried or time.monotonic() < self.end:
+                if not self.tried or time.monotonic() < self.recheck:
                     self.tried[key] = self._plan(*key)
+        self.deadline = self.end
 
     def _refine(self) -> None:
         """Try other ways to save memory, for the best proposals that save some at a cost."""
         for key in self._best_keys():
             mesh, marks, _ = key
             proposal = self.tried[key]
-            for savings in self._others(proposal):
+            for savings in self._others(key):
                 if self.is_over():
                     return
                 self._improve(key, self._proposal(mesh, marks, savings))
@@ -255,14 +262,15 @@ class _Search:
         if self._order(other) <= self._order(self.tried[key]):
             self.tried[key] = other
 
-    def _others(self, proposal: Proposal) -> Iterator[Savings]:
+    def _others(self, key: tuple[Mesh, Marks, int]) -> Iterator[Savings]:
         """Yield ways with less work: more microbatches, weights that are not gathered again."""
+        proposal = self.tried[key]
         savings = proposal.savings
         if savings.regather != "auto":
             yield replace(savings, regather="auto")
-        for count in self._divisions() if savings.recomputed else ():
-            if count > savings.microbatches and self._is_divisible(proposal.mesh, count):
-                yield Savings(savings.regather, (), count)
+        if savings.recomputed:
+            whole = replace(savings, recomputed=(), microbatches=key[2])
+            yield from self._divided(key[0], whole, self.judge.numbers(key[0], key[1], whole))
 
     def _enlarge(self) -> None:
         """Find how large a batch may be for the best proposal."""
@@ -378,14 +386,40 @@ class _Search:
                 return tried[-1]
             if len(ways) > 1:
                 self.tight.add(mesh)
-        savings, kept = ways[-1], self.judge.numbers(mesh, marks, ways[-1])
-        hopeless = self._is_slower(tried[0]) or mesh in self.unhelpful
-        if kept.memory - kept.saved <= self.limit and not hopeless:
-            savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
-            tried.append(self._proposal(mesh, marks, savings))
-            if self._is_slower(tried[-1], POOR):
-                self.unhelpful.add(mesh)
+        kept = self.judge.numbers(mesh, marks, ways[-1])
+        if kept.memory - kept.saved <= self.limit and not self._is_slower(tried[0]):
+            tried += self._smaller(mesh, marks, ways[-1], kept)
         return min(tried, key=self._order)
+
+    def _smaller(
+        self, mesh: Mesh, marks: Marks, savings: Savings, kept: Numbers
+    ) -> Iterator[Proposal]:
+        """Yield proposals with less memory: the batch divided, and if that is slow, recomputed."""
+        divided = next(self._divided(mesh, savings, kept), None)
+        if divided is not None:
+            proposal = self._proposal(mesh, marks, divided)
+            yield proposal
+            if proposal.memory <= self.limit and proposal.seconds <= POOR * kept.seconds:
+                return
+        if mesh not in self.unhelpful:
+            savings = self.judge.fewest_recomputed(mesh, marks, savings, self.limit)
+            proposal = self._proposal(mesh, marks, savings)
+            if self._is_slower(proposal, POOR):
+                self.unhelpful.add(mesh)
+            yield proposal
+
+    def _divided(self, mesh: Mesh, savings: Savings, kept: Numbers) -> Iterator[Savings]:
+        """Yield savings with more microbatches, the fewest first that may fit.
+
+        kept: the numbers of a plan with `savings` that recomputes nothing.
+        """
+        now = savings.microbatches
+        for count in self._divisions():
+            if count > now and self._is_divisible(mesh, count):
+                # About as many bytes are kept for a microbatch as it has rows; gradients add up.
+                more = kept.gradients if now == 1 else 0.0
+                if kept.memory + more - kept.saved * (1 - now / count) <= self.limit:
+                    yield replace(savings, recomputed=(), microbatches=count)
 
     def _is_slower(self, proposal: Proposal, ratio: float = 1.0) -> bool:
         """Return whether one that fits is faster, so many times: recomputing makes none faster."""
