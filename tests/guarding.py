@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 # Files of which --cases leaves out nothing: their cases are short, or are counted.
-WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes"}
+WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes", "features"}
 
 # Files and functions that explore. Under --cases so many cases of each function guard; `make
 # nightly` runs all. Those that are left out take ten seconds and more, and others guard their code.

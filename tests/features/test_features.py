@@ -39,6 +39,8 @@ def named_operators(path: Path) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Attribute):
             space = ast.unparse(node.value).lower().removeprefix("torch.ops.").lstrip("_")
             yield "torchgspmd" if space == "ours" else space, node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "custom_op":
+            yield "torchgspmd", ast.literal_eval(node.args[0])
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from re.findall(r"^(torchgspmd|aten)(?:::|\.)(\w+)", node.value)
         elif isinstance(node, ast.ImportFrom) and (node.module or "").endswith("custom_ops.loops"):
@@ -59,6 +61,7 @@ NAMED = {
             "fx_passes/ir.py": "carry next",
             "fx_passes/partition/assignment.py": "carry",
             "fx_passes/partition/insert_collectives.py": "carry next",
+            "fx_passes/schedule/saved_values.py": "carry row stack",
             "rules/custom_ops/loops.py": "carry const next row stack total",  # defines them
         }.items()
         for name in names.split()
