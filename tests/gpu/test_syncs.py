@@ -26,8 +26,9 @@ from torchgspmd.rules.custom_ops import random, updates
 
 ours = torch.ops.torchgspmd
 UNSAFE = torch.Tag.cudagraph_unsafe
-# Experts in types without a kernel of PyTorch; those of blocks call them.
-WAITING = {"grouped_mm", "grouped_outer", "ctc_losses", "flex_attention", "flex_attention_backward"}
+# Experts in types without a kernel of PyTorch, rows and blocks of them; and what has no kernel.
+EXPERTS = {"grouped_mm", "grouped_outer", "block_mm", "block_outer"}
+WAITING = {*EXPERTS, "ctc_losses", "flex_attention", "flex_attention_backward"}
 
 
 class Copies(TorchDispatchMode):
