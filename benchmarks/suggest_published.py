@@ -52,7 +52,7 @@ LLAMA_405B = Shape(126, 16384, 128, 8, 128, 53248, 128256)
 LLAMA_405B_IN_16 = replace(LLAMA_405B, layers=128)
 GPT_175B = Shape(96, 12288, 96, 96, 128, 49152, 51200, gated=False, fused=True)
 MORE = {
-    "Llama 8B, 8 B200": Run(LLAMA_8B, "data=8,model=1", 128, 8192, Hardware.of("b200"), 0.0, 0.0),
+    "Llama 8B, 8 B200": Run(LLAMA_8B, "data=8,model=1", 16, 8192, Hardware.of("b200"), 0.0, 0.0),
     "torchtitan 70B, 256 H100": Run(
         LLAMA_70B, "data=32,model=8", 512, 8192, TITAN, 1.0, 16384 / 829
     ),

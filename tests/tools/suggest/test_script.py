@@ -147,3 +147,15 @@ def test_the_bound_is_defined_at_the_precision_used():
     assert "of 67 TFLOP/s, divided evenly over 2 devices" in texts[torch.float32]
     assert "\nbound " in texts[torch.bfloat16] and " of the bound" in texts[torch.bfloat16]
     assert "in bf16 at 70% of 989 TFLOP/s" in texts[torch.bfloat16]
+
+
+def test_a_class_without_a_file():
+    """As typed into a notebook: its script imports it from a file to be written."""
+    names = {"__name__": "notebook"}
+    exec(NET, names)
+    model, tokens = names["Net"](names["Config"]()), torch.zeros(4, 3, dtype=torch.long)
+    source = ScriptSource.of(model, (tokens,), {}, capture(model, (tokens,), {}, ONE_DEVICE))
+    assert not source.missing and source.imports == (
+        "from model import Config",
+        "from model import Net",
+    )

@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,9 @@ class CodeNames:
             return f"nn.{name}"
         file = getattr(sys.modules.get(module), "__file__", None)
         if module == "__main__" or module not in sys.modules:  # a script: it has to be imported
-            file = file or inspect.getsourcefile(kind) or "model.py"
+            with suppress(TypeError, OSError):  # typed into a notebook: no file has it
+                file = file or inspect.getsourcefile(kind)
+            file = file or "model.py"
             module = Path(file).stem
         self.lines[f"from {module} import {name.partition('.')[0]}"] = None
         return name
