@@ -26,7 +26,7 @@ from torchgspmd.rules.custom_ops import random, updates
 
 ours = torch.ops.torchgspmd
 UNSAFE = torch.Tag.cudagraph_unsafe
-# Experts in types without a kernel of PyTorch, rows and blocks of them; and what has no kernel.
+# Operations without a kernel on the card; experts have one in bfloat16 alone.
 EXPERTS = {"grouped_mm", "grouped_outer", "block_mm", "block_outer"}
 WAITING = {*EXPERTS, "ctc_losses", "flex_attention", "flex_attention_backward"}
 

@@ -95,4 +95,4 @@ def test_layers_cost_alike(feed, mesh, marks, spec):
         x = torch.empty(TOKENS, TOKENS, WIDTH)
         sent[count] = gspmd.plan(model, x, mesh=mesh, in_specs=spec, grad=True).sent_bytes
     one, two = FEW
-    assert sent[MANY] - sent[two] <= 1.001 * (MANY - two) * (sent[two] - sent[one])
+    assert sent[MANY] - sent[two] <= (MANY - two) * (sent[two] - sent[one])

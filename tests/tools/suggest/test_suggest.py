@@ -11,11 +11,12 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Hardware, moe
 from torchgspmd.comm.hardware import Link
-from torchgspmd.tools.suggest import search
-from torchgspmd.tools.suggest.judge import Judge, Numbers
+from torchgspmd.tools.suggest import candidates, search
+from torchgspmd.tools.suggest.judge import Judge
 from torchgspmd.tools.suggest.layers import Layers
 from torchgspmd.tools.suggest.proposal import Group, Marks, Proposal, Savings, patterns_of
 from torchgspmd.tools.suggest.recompute import has_solver
+from torchgspmd.tools.suggest.step_numbers import Numbers
 
 # Slow products and fast links: weights are worth dividing. The other way round: they are not.
 SLOW_PRODUCTS = Hardware("slow", {4: 1e9}, 1e12, 1e9, (Link(8, 1e9, 1e-7),), launch=0.0)
@@ -71,7 +72,7 @@ def test_it_finds_what_trying_everything_finds(name, hardware):
     matrices = [group for group in judge.groups if len(group.shape) > 1]
     least = min(
         everything.score(mesh, Marks(tuple((p, d) for p, d in dims if d is not None), *zero))
-        for mesh in search._meshes(4)
+        for mesh in candidates.meshes(4)
         for dims in itertools.product(
             *([(g.pattern, d) for d in [None, *range(len(g.shape))]] for g in matrices)
         )
@@ -188,7 +189,6 @@ def test_marks_of_the_model_do_not_count():
 def test_what_it_does_not_take():
     with pytest.raises(gspmd.ShardingError, match="is no size"):
         gspmd.suggest(Feed(), (torch.zeros(8, 32),), devices=2, memory="much")
-    assert search.size_of("80GB") == 80e9 and search.size_of("2 GiB") == 2**31
 
 
 class Wide(nn.Module):
@@ -428,7 +428,7 @@ def test_marks_of_layer_outputs():
     assert set(every) == {"layers.*", "layers.*.norm", "layers.*.feed"}
     assert not any(module._forward_hooks for module in model.modules())
     mesh = gspmd.Mesh(data=2, model=4)
-    _, alone, with_outputs = judge.starts(mesh)
+    _, alone, with_outputs = candidates.starts(judge, mesh)
     assert alone.model == (("layers.*.feed.0.weight", 0), ("layers.*.feed.1.weight", 1))
     kinds = {}
     for marks in (Marks(), alone, with_outputs):
@@ -440,7 +440,7 @@ def test_marks_of_layer_outputs():
         plan = gspmd.plan(
             gspmd.annotate(Pairs(), mesh, layouts), batch, mesh=mesh, in_specs="data _ _", grad=True
         )
-        assert numbers.sent_bytes == pytest.approx(plan.sent_bytes, rel=0.02)
+        assert numbers.sent_bytes == pytest.approx(plan.sent_bytes, rel=1e-6)
         assert numbers.seconds == pytest.approx(plan.estimate(SLOW_LINKS).seconds, rel=0.02)
         kinds[marks] = {c.kind for c in plan.collectives}
     assert "reduce_scatter" in kinds[with_outputs] and "reduce_scatter" not in kinds[alone]
@@ -452,7 +452,7 @@ def test_a_start_has_what_a_descent_finds():
     judge = Judge(model, (batch,), {}, SLOW_LINKS)
     mesh = gspmd.Mesh(data=1, model=4)
     searched = search._Search(judge, 1e9, float("inf"))
-    start = searched._best_start(mesh, judge.starts(mesh))
+    start = searched._best_start(mesh, candidates.starts(judge, mesh))
     found = searched._descend(mesh, start)
     from_nothing = searched._descend(mesh, Marks())
     assert searched.score(mesh, found) <= searched.score(mesh, from_nothing)
@@ -495,13 +495,13 @@ def test_experts_have_an_axis(layer):
     model = nn.Sequential(*(layer() for _ in range(4)))
     judge = Judge(model, (torch.zeros(16, 8, 16),), {}, SLOW_LINKS)
     assert judge.stacks == {"*.up": 8, "*.down": 8}
-    meshes = list(search._meshes(16, judge.stacks.values()))
+    meshes = list(candidates.meshes(16, judge.stacks.values()))
     assert gspmd.Mesh(data=2, expert=8, model=1) in meshes
     assert gspmd.Mesh(data=4, expert=2, model=2) in meshes
-    assert list(search._meshes(16)) == [mesh for mesh in meshes if "expert" not in mesh.names]
+    assert list(candidates.meshes(16)) == [mesh for mesh in meshes if "expert" not in mesh.names]
     mesh = gspmd.Mesh(data=2, expert=4, model=2)
     groups = {group.pattern: group for group in judge.groups}
-    start = judge.starts(mesh)[0]
+    start = candidates.starts(judge, mesh)[0]
     assert str(start.spec(groups["*.up"], mesh)) == "expert _ _"
     zero = replace(start, zero=True)
     assert str(zero.spec(groups["*.up"], mesh)) == "expert _ data:p1"

@@ -2,25 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import fx
 
 from ...capture import PARAMETER, Captured, Input
-from ...compat.operators import aten
-from ...fx_passes.schedule.arithmetic import is_view
-from ...rules.custom_ops.nd import split_equation
-
-ours = torch.ops.torchgspmd
-GROUPED = (ours.grouped_mm.default, ours.block_mm.default)
-EINSUM = ours.einsum.default
-COPIES = (
-    aten._to_copy.default,
-    aten._unsafe_view.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-)
+from ...fx_passes.ir import Rules
 
 
 def expert_stacks(captured: Captured) -> list[Input]:
@@ -29,13 +14,13 @@ def expert_stacks(captured: Captured) -> list[Input]:
     A product may also add up the experts' results. So what stands beside a stack in a module, and
     is as long, is one too.
     """
-    placeholders = captured.graph.find_nodes(op="placeholder")
+    rules, placeholders = Rules(), captured.graph.find_nodes(op="placeholder")
     pairs = [
         (node, inp)
         for node, inp in zip(placeholders, captured.inputs)
         if inp.kind == PARAMETER and len(inp.shape) == 3
     ]
-    places = {_place(inp) for node, inp in pairs if _is_stack(node)}
+    places = {_place(inp) for node, inp in pairs if _is_stack(node, 0, rules)}
     return [inp for _, inp in pairs if _place(inp) in places]
 
 
@@ -44,21 +29,25 @@ def _place(inp: Input) -> tuple[str, int]:
     return inp.name.rpartition(".")[0], inp.shape[0]
 
 
-def _is_stack(value: fx.Node) -> bool:
-    """Return whether a product has a matrix for each group of rows in a value."""
-    return any(
-        _is_grouped(user, value) or (user.target in COPIES or is_view(user)) and _is_stack(user)
-        for user in value.users
-        if user.op == "call_function"
-    )
-
-
-def _is_grouped(product: fx.Node, matrix: fx.Node) -> bool:
-    """Return whether a product is one for each matrix in a stack."""
-    if product.target is not EINSUM:
-        return product.target in GROUPED and product.args[1] is matrix
-    equation, first, second = product.args[:3]
-    left, right, out = split_equation(str(equation))
-    letters: Any = {first: left, second: right}
-    own, other = letters[matrix], right if matrix is first else left
-    return own[0] in other and own[0] in out
+def _is_stack(value: fx.Node, dim: int, rules: Rules) -> bool:
+    """Return whether the first product of a value multiplies each part of a dimension by itself."""
+    for user in value.users:
+        if user.op != "call_function":
+            continue
+        op = rules.op(user)
+        at = op.operands.index(value) if value in op.operands else None
+        factors = {*op.rule.operands[at][dim]} if at is not None and op.rule.described else set()
+        found = [
+            (result, d)
+            for result, dims in zip(op.results, op.rule.results)
+            for d, names in enumerate(dims)
+            if result is not None and not factors.isdisjoint(names)
+        ]
+        if op.rule.contraction:
+            # Rows choose its matrices, or the other operand and the result have the dimension too.
+            others = [{f for names in dims for f in names} for dims in op.rule.operands]
+            if factors & op.rule.chosen or found and factors & set.intersection(*others):
+                return True
+        elif len(op.operands) == 1 and any(_is_stack(*place, rules) for place in found):
+            return True
+    return False

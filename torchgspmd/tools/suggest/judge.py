@@ -7,7 +7,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,64 +27,15 @@ from ...layout.layout_rules import Layout, Unmarked, bound
 from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
-from ..report.report import Report
 from .expert_stacks import expert_stacks
 from .layer_outputs import noted, output_groups, with_marks
 from .layers import Layers, Recomputed
-from .proposal import EXPERT, MODEL, Group, Marks, Savings, batch_axes, groups_of
+from .proposal import MODEL, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource
+from .step_numbers import Numbers
 
 ONE_DEVICE = Mesh(data=1, model=1)
-ACCUMULATION = 3  # times a gradient is read or written to add it to other microbatches'
-
-
-@dataclass(frozen=True)
-class Numbers:
-    """A step on one device: seconds, and bytes. saved: memory kept for the backward."""
-
-    seconds: float
-    memory: float
-    sent_bytes: float
-    gradients: float
-    saved: float
-
-    @classmethod
-    def of(cls, report: Report) -> Numbers:
-        """Read them from a report."""
-        memory = report.memory
-        return cls(
-            report.estimate.seconds,
-            float(memory.peak + memory.optimizer),
-            sum(row.sent_bytes for row in report.collectives),
-            float(memory.gradients),
-            float(memory.saved),
-        )
-
-    def towards(self, other: Numbers, share: float) -> Numbers:
-        """Return numbers between these and others: 0 is these, 1 the others, 2 twice as far."""
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return Numbers(*(a + share * (b - a) for a, b in pairs))
-
-    def plus(self, other: Numbers, less: Numbers) -> Numbers:
-        """Return these with the change from `less` to `other` added."""
-        names = [f.name for f in fields(self)]
-        change = {n: getattr(other, n) - getattr(less, n) for n in names}
-        return Numbers(*(getattr(self, n) + change[n] for n in names))
-
-    def repeated(self, count: int, hardware: Hardware) -> Numbers:
-        """Return the numbers for so many microbatches, whose gradients add up."""
-        if count == 1:
-            return self
-        # The first microbatch writes its gradients; each later one adds to them.
-        adding = (count - 1) * ACCUMULATION * self.gradients / hardware.memory_bandwidth
-        return replace(
-            self,
-            seconds=count * self.seconds + adding,
-            memory=self.memory + self.gradients,
-            sent_bytes=count * self.sent_bytes,
-        )
-
 
 Key = tuple[Mesh, Marks, Savings, int, int]  # with the rows in a call, and `first`
 
@@ -394,26 +345,6 @@ class Judge:
     def output_groups(self) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
         """Return the layer outputs that are marked alike, with their shape."""
         return output_groups(self.programs((), self.rows)[-1], self.layers)
-
-    def starts(self, mesh: Mesh) -> list[Marks]:
-        """Return the marks from which a search starts on a mesh, if layers are alike.
-
-        None; like layers' weights along MODEL; and their outputs too. Of a weight, the first
-        dimension without the size of a layer output's last one is divided, such as heads.
-        Propagation finds the layout of square weights. Experts are divided along EXPERT.
-        """
-        groups = self.output_groups()
-        has_experts = EXPERT in mesh.names
-        plain = marks = Marks(stacked=frozenset(self.stacks if has_experts else ()))
-        if not groups:
-            return [plain]
-        (*_, width), outputs = groups[-1]
-        for group in self.groups:
-            first = int(has_experts and group.pattern in self.stacks)
-            dims = [d for d, n in enumerate(group.shape) if d >= first and n != width]
-            if len(group.shape) > 1 and 0 < len(dims) < len(group.shape):
-                marks = marks.with_dims([group.pattern], dims[0])
-        return list(dict.fromkeys([plain, marks, marks.with_outputs(outputs, 1)]))
 
     def least_memory(self, mesh: Mesh) -> float:
         """Return a device's bytes at least, for weights that are divided along MODEL alone."""

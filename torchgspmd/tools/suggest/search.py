@@ -13,10 +13,9 @@ partition decide all else, so few marks say much.
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -25,22 +24,22 @@ from torch import nn
 from ...comm.hardware import Hardware
 from ...compiler.options import Options, documented
 from ...errors import ShardingError, user_line
+from ...fx_passes.units import parse_size
 from ...layout.mesh import Mesh
-from .judge import Judge, Numbers
-from .proposal import MODEL, Marks, Proposal, Savings, batch_axes
+from . import candidates
+from .judge import Judge
+from .proposal import Marks, Proposal, Savings, batch_axes
+from .step_numbers import Numbers
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ...compiler.option_types import Precision
 
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-MIN_SHARE = 0.005  # a group with less of the parameters' bytes is not searched by itself
 MIN_GAIN = 0.005  # in time, or in bytes at equal time: a change that brings less is left out
 POOR = 1.1  # times a pass's best time: a slower change is not tried again
 HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
 PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are not tried
-FEWER = 4  # times fewer devices along EXPERT than experts or devices allow
 BEST = 5
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
 SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, and when to refine
@@ -92,52 +91,16 @@ def suggest(
     chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
-    limit = judge.hardware.memory if memory is None else size_of(memory)
+    limit = judge.hardware.memory if memory is None else parse_size(memory)
+    if limit is None:
+        raise ShardingError(
+            f"memory {memory!r} is no size", where=user_line(), fix='write "80GB" or 80e9'
+        )
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
     search = _Search(judge, limit, deadline, recheck, end)
-    search.run(list(_meshes(devices, judge.stacks.values())))
+    search.run(list(candidates.meshes(devices, judge.stacks.values())))
     counts = dict(judge.counts)
     return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
-
-
-def size_of(memory: str | float) -> float:
-    """Return a size's bytes, such as "80GB" or 80e9.
-
-    Args:
-        memory: A number, or one with a unit.
-
-    Returns:
-        Bytes.
-
-    Raises:
-        ShardingError: The text is no size.
-    """
-    if isinstance(memory, (int, float)):
-        return float(memory)
-    text = memory.strip().upper().replace(" ", "")
-    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
-    try:
-        return float(text.removesuffix(unit)) * UNITS.get(unit, 1.0)
-    except ValueError:
-        raise ShardingError(
-            f"memory '{memory}' is no size", where=user_line(), fix='write "80GB" or 80e9'
-        ) from None
-
-
-def _meshes(devices: int, stacks: Iterable[int] = ()) -> Iterator[Mesh]:
-    """Yield the meshes with so many devices: those with a small MODEL axis first.
-
-    stacks: lengths of expert stacks. The largest axes that divide them are tried too.
-    """
-    for model in range(1, devices + 1):
-        rest = devices // model
-        if devices % model:
-            continue
-        yield Mesh(data=rest, model=model)
-        most = math.gcd(rest, *stacks) if stacks else 1
-        for count in (most // n for n in range(1, FEWER + 1) if most % n == 0):
-            if count > 1:
-                yield Mesh(data=rest // count, expert=count, model=model)
 
 
 @dataclass
@@ -207,7 +170,7 @@ class _Search:
         for mesh in meshes:
             if self.is_over() or self._is_past(list(found.items())):
                 break
-            starts = self.judge.starts(mesh)
+            starts = candidates.starts(self.judge, mesh)
             found[mesh] = self._best_start(mesh, [*starts, marks])
             if len(starts) == 1 and not marks.model and not marks.arguments:
                 marks = found[mesh] = self._descend(mesh, found[mesh])
@@ -217,12 +180,9 @@ class _Search:
 
     def _is_past(self, found: Sequence[tuple[Mesh, Marks]]) -> bool:
         """Return whether the last meshes are hopeless, and each worse than the one before."""
-        if len(found) < PAST or not all(
-            self._is_hopeless(self.propose(*pair)) for pair in found[-PAST:]
-        ):
-            return False
-        scores = [self.score(*pair) for pair in found[-PAST:]]
-        return scores == sorted(scores)
+        last = [self.propose(*pair) for pair in found[-PAST:]]
+        scores = [self._order(each) for each in last]
+        return len(last) == PAST and all(map(self._is_hopeless, last)) and scores == sorted(scores)
 
     def _recheck(self) -> None:
         """Leave the best proposals, planned again with one layer more."""
@@ -293,16 +253,13 @@ class _Search:
     def _best_start(self, mesh: Mesh, starts: Sequence[Marks]) -> Marks:
         """Return the best start, with or without ZeRO."""
         with_zero, without = ([replace(s, zero=zero) for s in starts] for zero in (True, False))
-        best: Marks | None = None
+        chosen: list[Marks] = []
         for marks in dict.fromkeys(s.on(mesh) for s in (*with_zero, *starts, *without)):
             # Weights that DATA does not divide may need too much memory by themselves.
             is_large = not marks.zero and self.judge.least_memory(mesh) > self.limit
-            if best and is_large and not marks.stacked:
-                continue
-            if best is None or self.score(mesh, marks) < self.score(mesh, best):
-                best = marks
-        assert best is not None, "there is a start"
-        return best
+            if not chosen or not is_large or marks.stacked:
+                chosen.append(marks)
+        return min(chosen, key=lambda marks: self.score(mesh, marks))
 
     def _descend(self, mesh: Mesh, best: Marks) -> Marks:
         """Return the marks that single changes lead to, each to a shorter step or fewer bytes."""
@@ -311,7 +268,7 @@ class _Search:
         while best not in settled:
             settled.add(best)
             steps: dict[int, float] = {}
-            for number, change in enumerate(self._changes(mesh)):
+            for number, change in enumerate(candidates.changes(self.judge, mesh)):
                 if number in poor or change(best) == best:
                     continue
                 if self.is_over():
@@ -327,36 +284,6 @@ class _Search:
             if not excess:
                 poor |= {number for number, each in steps.items() if each > POOR * step}
         return best
-
-    def _changes(self, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
-        """Yield functions that change marks."""
-        model, data = mesh.count((MODEL,)), mesh.count(batch_axes(mesh))
-        smallest = MIN_SHARE * sum(group.bytes for group in self.judge.groups)
-        matrices = [g for g in self.judge.groups if len(g.shape) > 1 and g.bytes >= smallest]
-        alike: dict[tuple[int, ...], list[str]] = {}
-        for group in matrices if model > 1 else ():
-            alike.setdefault(group.shape, []).append(group.pattern)
-        for shape, names in alike.items():
-            for dim in _divisible(shape, model):
-                yield lambda marks, names=names, dim=dim: marks.with_dims(names, dim)
-        for shape, numbers in self.judge.like_arguments().items() if model > 1 else ():
-            for dim in _divisible(shape, model):
-                yield lambda marks, numbers=numbers, dim=dim: marks.with_arguments(numbers, dim)
-        for shape, globs in self.judge.output_groups() if model > 1 else ():
-            for dim in _divisible(shape, model):
-                if dim != 0:  # the batch, which the arguments' layouts divide
-                    yield lambda marks, globs=globs, dim=dim: marks.with_outputs(globs, dim)
-        for group in matrices if data > 1 else ():
-            if len(group.shape) > 2 and group.shape[0] % mesh.count(batch_axes(mesh)[-1:]) == 0:
-                this = frozenset([group.pattern])
-                yield lambda marks, this=this: replace(marks, stacked=marks.stacked ^ this)
-        if data > 1:
-            yield lambda marks: replace(marks, zero=not marks.zero, by_cost=False)
-            yield lambda marks: replace(marks, by_cost=marks.zero and not marks.by_cost)
-        for shape, names in alike.items():
-            for name, dim in itertools.product(names, _divisible(shape, model)):
-                if len(names) > 1:
-                    yield lambda marks, name=name, dim=dim: marks.with_dims([name], dim)
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
         """Return the sort key: bytes above the limit first, then seconds."""
@@ -471,8 +398,3 @@ class _Search:
     def best(self) -> list[Proposal]:
         """Return the best: one for each mesh, with and without ZeRO, and one that sends least."""
         return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
-
-
-def _divisible(shape: tuple[int, ...], count: int) -> list[int | None]:
-    """Return the dimensions that so many devices divide evenly; and None, for no mark."""
-    return [*(dim for dim, size in enumerate(shape) if size % count == 0), None]
