@@ -509,6 +509,16 @@ def test_experts_have_an_axis(layer):
     assert judge.call_specs(mesh, start, 16) == ("data+expert _ _",)
 
 
-def test_a_batch_is_divided_by_its_odd_rest_too():
-    searched = search._Search(Judge(Feed(), (torch.zeros(24, 32),), {}, SLOW_LINKS), 1e9, 1e9)
-    assert list(searched._divisions()) == [2, 3, 4, 6, 8, 12, 24]
+def test_a_batch_is_divided_by_its_odd_part_too():
+    assert candidates.divisions(24) == [2, 3, 4, 6, 8, 12, 24]
+    assert candidates.divisions(8) == [2, 4, 8] and candidates.divisions(0) == []
+
+
+def test_only_batches_that_are_tried_are_captured():
+    """Eight devices divide no microbatch of eight rows, however little memory there is."""
+    judge = Judge(Feed(), (torch.zeros(8, 32),), {}, SLOW_LINKS)
+    mesh = gspmd.Mesh(data=8, model=1)
+    kept = judge.numbers(mesh, Marks(), Savings())
+    limit = kept.memory - kept.saved / 2
+    assert search._Search(judge, limit, float("inf"))._plan(mesh, Marks(), 1).memory > limit
+    assert {rows for _, _, rows in judge.captures} == {8}

@@ -52,6 +52,13 @@ def starts(judge: Judge, mesh: Mesh) -> list[Marks]:
     return list(dict.fromkeys([plain, marks, marks.with_outputs(outputs, 1)]))
 
 
+def divisions(rows: int) -> list[int]:
+    """Return numbers of microbatches for a batch: powers of two, and these times its odd part."""
+    powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
+    odd = rows // powers[-1] if powers else 1
+    return sorted({*powers, *(odd * power for power in powers)} - {1})
+
+
 def changes(judge: Judge, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:
     """Yield functions that change marks."""
     model, data = mesh.count((MODEL,)), mesh.count(batch_axes(mesh))

@@ -121,7 +121,7 @@ class _Search:
         """Search; where nothing fits, search again with the fewest microbatches that may fit."""
         self._search(meshes)
         if not self._fits():
-            for count in self._divisions():
+            for count in candidates.divisions(self.judge.rows):
                 if self.is_over() or self._fits_in(count):
                     break
             if self.microbatches > 1:
@@ -133,17 +133,10 @@ class _Search:
     def _fits(self) -> bool:
         return self.best()[0].memory <= self.limit
 
-    def _divisions(self) -> Iterator[int]:
-        """Yield the numbers of microbatches that divide the batch: powers of two, and odd rests."""
-        rows = self.judge.rows
-        powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
-        rest = rows // powers[-1] if rows else 1
-        for count in sorted({*powers, *(rest * power for power in powers)} - {1}):
-            if self.judge.can_take(rows // count):
-                yield count
-
     def _fits_in(self, count: int) -> bool:
         """Try the smallest proposals with so many microbatches; return whether one fits."""
+        if not self.judge.can_take(self.judge.rows // count):
+            return False
         before, self.microbatches = self.microbatches, count
         smallest = sorted(self.tried, key=lambda key: self.tried[key].memory)[:BEST]
         for mesh, marks, _ in smallest:
@@ -341,11 +334,13 @@ class _Search:
         kept: the numbers of a plan with `savings` that recomputes nothing.
         """
         now = savings.microbatches
-        for count in self._divisions():
+        for count in candidates.divisions(self.judge.rows):
             if count > now and self._is_divisible(mesh, count):
                 # About as many bytes are kept for a microbatch as it has rows; gradients add up.
                 more = kept.gradients if now == 1 else 0.0
-                if kept.memory + more - kept.saved * (1 - now / count) <= self.limit:
+                least = kept.memory + more - kept.saved * (1 - now / count)
+                # Last: another number of rows is another capture.
+                if least <= self.limit and self.judge.can_take(self.judge.rows // count):
                     yield replace(savings, recomputed=(), microbatches=count)
 
     def _is_slower(self, proposal: Proposal, ratio: float = 1.0) -> bool:
