@@ -18,13 +18,18 @@ if TYPE_CHECKING:
 
 
 def print_plan(
-    title: str, layout: MeshLayout, model: nn.Module, *batch: Tensor, grad: bool = True
+    title: str,
+    layout: MeshLayout,
+    model: nn.Module,
+    *batch: Tensor,
+    grad: bool = True,
+    microbatches: int = 1,
 ) -> None:
     """Plan a step of a model on the meta device, for any number of devices, and print it. grad:
     the model has no backward of its own.
     """
     start = time.perf_counter()
-    planned = gspmd.plan(model, *batch, mesh=layout, grad=grad)
+    planned = gspmd.plan(model, *batch, mesh=layout, grad=grad, microbatches=microbatches)
     console = Console(highlight=False)
     console.print(f"{title}; {layout.mesh}")
     show_plan(planned, time.perf_counter() - start, console)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._higher_order_ops import scan
 
 from torchgspmd import Layout, Mesh, annotate, mark_sharding, pipeline, stack
 
@@ -170,7 +169,7 @@ class GPT(nn.Module):
 
     def __init__(self, config: Config):
         super().__init__()
-        self.config, self.microbatches = config, 1
+        self.config = config
         self.ends_in_blocks = False  # whether the loss is a part of a pipeline
         self.embedding = nn.Parameter(
             torch.randn(config.vocabulary, config.width) * 0.02
@@ -182,22 +181,6 @@ class GPT(nn.Module):
         mark_sharding(self.position, "place width")
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:  # [b, s], [b, s]
-        if targets is not None and self.microbatches > 1 and self.training:
-            return self.accumulated(tokens, targets)
-        return self.once(tokens, targets)
-
-    def accumulated(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of microbatches, one after the other; gradients are reduced once, at the end."""
-        rows = [x.unflatten(0, (-1, self.microbatches)).transpose(0, 1) for x in (tokens, targets)]
-
-        def microbatch(total: Tensor, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-            loss = self.once(*rows)
-            return total + loss, loss.detach()
-
-        total, _ = scan(microbatch, self.embedding.new_zeros(()), rows)
-        return total / self.microbatches
-
-    def once(self, tokens: Tensor, targets: Tensor | None) -> Tensor:
         x = self.embed(tokens)
         if not self.ends_in_blocks:
             return self.predict(self.blocks(x), targets)

@@ -69,10 +69,9 @@ def main() -> None:
     if run.mesh and "stage" in run.mesh.names and RANK == 0:
         draw_schedule(run, model, args.plot.parent / "schedule.svg")
     if run.mesh:
-        model.microbatches = args.accumulate
         layout = LAYOUTS[args.layout].on(run.mesh)
         model = gspmd.parallelize(  # the one line
-            model, layout, backend=args.backend, **run.precision
+            model, layout, backend=args.backend, microbatches=args.accumulate, **run.precision
         )
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, foreach=True
@@ -112,9 +111,9 @@ def plan(args: argparse.Namespace) -> None:
         model = GPT(Config(args.letters, args.context, args.layers, args.heads, args.width))
         tokens = torch.empty(args.batch, args.context, dtype=torch.long)
         model.divide(mesh, args.microbatches, args.repeats, args.schedule, args.stack)
-    model.microbatches = args.accumulate
     title = f"{sum(p.numel() for p in model.parameters()):,} parameters; {args.layout}"
-    print_plan(title, LAYOUTS[args.layout].on(mesh), model, tokens, tokens)
+    layout = LAYOUTS[args.layout].on(mesh)
+    print_plan(title, layout, model, tokens, tokens, microbatches=args.accumulate)
 
 
 def draw_schedule(run: Run, model: GPT, path: Path) -> None:

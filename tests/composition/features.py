@@ -73,6 +73,7 @@ ROWS = (
     _row("checkpoint", inner_checkpoint=True),
     _row("selective", selective=True),
     _row("accumulate", accumulate=2),
+    _row("microbatches", options={"microbatches": 2}),
     _row("tied", tied=True),
     _row("reduce", options={"reduce_dtype": torch.float32}, rounding=torch.float32),
     _row("step", step=True),
@@ -103,6 +104,7 @@ ROWS = (
 FEATURES = {row.name: row for row in ROWS}
 # What one field cannot say: a number of heads that two do not divide has no groups of two, layers
 # of experts have no dense layer to write by hand, torch's scan forbids writes in its body,
+# statistics of parts are not the batch's,
 # a mask of blocks is one of a length, specs in a manual region are axes, a convolution along tokens
 # has no cache, a slope is as exact as the loss that it is taken of, BatchNorm takes no statistics
 # of float64 with rows of float32, and blocks that differ are no stack.
@@ -117,6 +119,8 @@ APART = {
         ("accumulate", "tracked"),
         ("any_length", "flex"),
         ("accumulate", "batch_norm"),
+        ("microbatches", "tracked"),
+        ("microbatches", "batch_norm"),
         ("param", "batch_norm"),
         ("half", "batch_norm"),
         ("names", "manual"),

@@ -93,8 +93,8 @@ def options_of(setup: Setup) -> dict[str, Any]:
     names = ("arg0", "arg1") if setup.step else ("tokens", "targets")
     dims = {dim: name for name, dim in setup.dynamic.items()}
     options = dict(setup.options)
-    if setup.step:  # has it itself
-        options.pop("param_dtype", None)
+    for name in ("param_dtype", "microbatches") if setup.step else ():  # it has them itself
+        options.pop(name, None)
     return options | ({"dynamic": dict.fromkeys(names, dims)} if dims else {})
 
 
@@ -114,7 +114,8 @@ def difference(setup: Setup, plan: Plan, model: nn.Module) -> str:
 
 def other_sizes(setup: Setup) -> dict[str, int]:
     """Return dynamic sizes that no axis divides; a batch has microbatches of three or five rows."""
-    parts = setup.accumulate * (2 if setup.blocks == "pipeline" else 1)
+    parts = setup.accumulate * setup.options.get("microbatches", 1)
+    parts *= 2 if setup.blocks == "pipeline" else 1
     other = {"batch": parts * (3 if parts > 1 else 5), "length": setup.sizes["length"] - 1}
     return {name: other[name] for name in setup.dynamic}
 

@@ -127,10 +127,10 @@ def gpt(mesh: Mesh | None, dtype: torch.dtype | None = None, backend: str = "tor
     if mesh is None and dtype is None:
         return by_loop(model, batch)
     if mesh is not None:
-        model.microbatches = 2
         model.blocks = gspmd.stack(model.blocks.children(), recompute=True)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    step = gspmd.train_step(model, optimizer, clip=1.0, param_dtype=dtype)
+    parts = 1 if mesh is None else 2
+    step = gspmd.train_step(model, optimizer, clip=1.0, param_dtype=dtype, microbatches=parts)
     if mesh is not None:
         reduced = {"reduce_dtype": torch.float32} if dtype else {}
         options = {"shard_updates": "data", "backend": backend, **reduced}

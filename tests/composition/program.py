@@ -438,13 +438,15 @@ def build(setup: Setup) -> nn.Module:
     if not setup.step:
         return model
     trained = [p for p in model.parameters() if p.requires_grad]
+    parts = setup.options.get("microbatches", 1)
     # A step without momentum is the gradient, by which a random program is judged.
     if setup.random:
-        return gspmd.train_step(model, torch.optim.SGD(trained, lr=1.0), clip=1e9)
+        sgd = torch.optim.SGD(trained, lr=1.0)
+        return gspmd.train_step(model, sgd, clip=1e9, microbatches=parts)
     dtype = setup.options.get("param_dtype")
     # lr / eps: how much a rounding of a gradient near 0 is in a weight.
     optimizer = torch.optim.AdamW(trained, lr=0.1, eps=0.1)
-    step = gspmd.train_step(model, optimizer, clip=0.5, param_dtype=dtype)
+    step = gspmd.train_step(model, optimizer, clip=0.5, param_dtype=dtype, microbatches=parts)
     if "states" in setup.layout:
         for name, state in step.named_buffers():
             if name.startswith("exp_avg"):

@@ -104,8 +104,7 @@ def test_accumulated_gradients_are_reduced_once(layout: str, text: Characters) -
     loss.backward()
     mesh = LAYOUTS[layout].on(gspmd.Mesh(data=2))
     once = gspmd.plan(model, *batch, mesh=mesh, grad=True)
-    model.microbatches = 3
-    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True)
+    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True, microbatches=3)
     check(plan, model, loss, *batch)
     assert plan.sent_bytes <= once.sent_bytes + 64  # losses
 

@@ -32,6 +32,7 @@ from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .rewrite_sites import RewriteSites, rewriting
+from .rewrites.microbatches import Microbatches
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
@@ -61,6 +62,7 @@ def capture(
     varying: Varying | None = None,
     param_dtype: torch.dtype | None = None,
     dynamic: ArgumentSizes | None = None,
+    microbatches: int = 1,
 ) -> Captured:
     """Trace fn; with grad also its backward, whose cotangents become tangent inputs.
 
@@ -68,6 +70,7 @@ def capture(
     the module's programs store values, as far as known. A trace that finds more is repeated.
     varying: the float arguments that become inputs. param_dtype: floating parameters
     and arguments are cast to it. dynamic: the argument sizes that may differ between runs.
+    microbatches: the parts into which a training module's batch is divided.
     """
     if isinstance(fn, nn.Module):
         check_module(fn)
@@ -108,6 +111,7 @@ def capture(
                         value_guards=value_guards,
                         param_dtype=param_dtype,
                         dynamic=dynamic or ArgumentSizes(),
+                        microbatches=microbatches,
                     )
                     fill_constants()
                 if needed := sites.needed(captured.graph):
@@ -179,6 +183,7 @@ def _trace_once(
     value_guards: ValueGuards,
     param_dtype: torch.dtype | None,
     dynamic: ArgumentSizes,
+    microbatches: int,
 ) -> tuple[Captured, Callable[[], None]]:
     """Return one trace's program, and a function that fills in cached constants."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
@@ -202,9 +207,12 @@ def _trace_once(
     # This order is that of the inputs: parameters and buffers, arguments, state.
     tensors = [*state.values(), *(leaves[i] for i in tensor_slots), *state_tensors]
     tables = Tables(fn, FunctionalTensor, stored_state, varying.now)
+    call = fn if hooks else fn.forward
+    if microbatches > 1 and grad and isinstance(fn, nn.Module) and fn.training:
+        call = Microbatches(call, microbatches, fn)
     program = TracedProgram(
         fn=fn,
-        call=fn if hooks else fn.forward,
+        call=call,
         names=list(state),
         leaves=_mask_leaves(leaves, tensor_slots),
         slots=tensor_slots,

@@ -20,6 +20,7 @@ from .compute_dtype import Casts
 from .functional_values import unwrap, was_mutated
 from .functionalize import Functional, FunctionalTensor
 from .prints import Prints
+from .replaced_tensors import with_tensors
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
@@ -187,11 +188,8 @@ class TracedProgram:
             self.rebound = self._rebound(used)
             return results
 
-        state = {f"module.{name}": tensor for name, tensor in zip(self.names, used)}
         with self.tables.substitute(self.state_inputs, stand_ins):
-            return torch.func.functional_call(
-                _FunctionalWrapper(self.fn, forward_backward), state, (), tie_weights=True
-            )
+            return with_tensors(self.fn, dict(zip(self.names, used)), forward_backward)
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
         """Return parameters and arguments in the dtype that forward computes in."""
@@ -326,15 +324,3 @@ class TracedProgram:
                     "lost silently",
                     fix="change its values in the optimizer's step, or make it a buffer",
                 )
-
-
-class _FunctionalWrapper(nn.Module):
-    """A module whose forward calls `run`, for torch.func.functional_call."""
-
-    def __init__(self, module: nn.Module, run: Callable) -> None:
-        super().__init__()
-        self.module, self.run = module, run
-        self.training = module.training
-
-    def forward(self) -> Any:
-        return self.run()

@@ -125,6 +125,7 @@ def plan(
             grad=options.grad,
             param_dtype=options.param_dtype,
             dynamic=sizes,
+            microbatches=options.microbatches,
         )
     seconds = time.perf_counter() - start
     if layout is not None:

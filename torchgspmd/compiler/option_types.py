@@ -30,6 +30,7 @@ class _Planned(Precision, total=False):
     recompute: Recompute
     offload: Offload
     memory_budget: int | str | None
+    microbatches: int
     verify: bool
     skip_passes: Iterable[str]
     costs: Mapping[str, float] | None

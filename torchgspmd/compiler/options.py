@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 import torch
 
 from ..capture import ArgumentSizes, Dims, check_dtypes
+from ..capture.rewrites.microbatches import check_count
 from ..comm.collective_builder import CARRIERS
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
@@ -100,6 +101,13 @@ class Options:
         'Bytes of a device that the peak of a run may have, with recompute="auto" or '
         'offload="activations": a number, or a text such as "8GiB". None: those of the device or '
         "of hardware, without two float32 values a parameter for an optimizer.",
+    )
+    microbatches: int = _option(
+        1,
+        "plan parallelize xla",
+        "Parts that a training module's batch is divided into. Forward and backward run for one "
+        "after the other, and parameter gradients are reduced once. The module returns its mean "
+        "loss, alone or first; tensor arguments with as many rows as the first one are divided.",
     )
     verify: bool = _option(
         False,
@@ -213,6 +221,7 @@ class Options:
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         if self.memory_budget is not None:
             self._check_budget()
+        check_count(self.microbatches)
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
             raise ShardingError(

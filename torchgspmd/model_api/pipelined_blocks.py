@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
+from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
 from ..features.pipelines.list_scheduler import StagePlacement
@@ -190,7 +191,7 @@ class Pipeline(StackedBlocks):
     def _loss_of(self, loss: Loss, results: object, targets: dict[str, object]) -> Tensor:
         """Return the mean loss over the microbatches."""
         leaves, tree = pytree.tree_flatten((results, targets))
-        parts = [self._divided(x) if isinstance(x, Tensor) else x for x in leaves]
+        parts = [divided(x, self.microbatches) if isinstance(x, Tensor) else x for x in leaves]
         losses = []
         for i in range(self.microbatches):
             row = [x[i] if isinstance(x, Tensor) else x for x in parts]
@@ -233,8 +234,10 @@ class Pipeline(StackedBlocks):
             return _of_all_stages(one, *state)
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
-        parts = [self._divided(each) for each in leaves]
-        return run(parts, [self._divided(t) for t in (*tensors, *own.without_gradient())])
+        parts = [divided(each, self.microbatches) for each in leaves]
+        return run(
+            parts, [divided(t, self.microbatches) for t in (*tensors, *own.without_gradient())]
+        )
 
     def _row_arguments(self, shared: SharedArguments, leaves: Sequence[Tensor]) -> RowArguments:
         """Return the arguments that all blocks get. leaves: the first block's arguments."""
@@ -248,7 +251,7 @@ class Pipeline(StackedBlocks):
         rows = self.stages, self.repeats, self.layers
         weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
         leaves, tree = pytree.tree_flatten(x)
-        parts = [self._divided(leaf) for leaf in leaves]  # [microbatches, rows, ...]
+        parts = [divided(leaf, self.microbatches) for leaf in leaves]  # [microbatches, rows, ...]
         is_block, own = self._is_block(leaves[0].device), self._row_arguments(shared, leaves)
         if self.order.vee:  # the second round begins where the first one ends
             for r, shift in enumerate((1, -1)):
@@ -256,7 +259,7 @@ class Pipeline(StackedBlocks):
                 parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, own, shift)
         else:
             parts = self._ticks(weights, is_block, parts, tree, own)
-        return pytree.tree_unflatten([each.transpose(0, 1).flatten(0, 1) for each in parts], tree)
+        return pytree.tree_unflatten([joined(each) for each in parts], tree)
 
     def _is_block(self, device: torch.device) -> Tensor:
         """Return a mask, [stages, repeats, layers]: True for a row that a block has."""
@@ -281,7 +284,7 @@ class Pipeline(StackedBlocks):
         # A result waits m - p ticks for its next round: stage 0 is busy with the others until then.
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
-        stage, own = count_up(p), [self._divided(x) for x in shared.tensors]
+        stage, own = count_up(p), [divided(x, self.microbatches) for x in shared.tensors]
         position = stage if shift > 0 else stage.flip(0)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
         entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
@@ -359,18 +362,6 @@ class Pipeline(StackedBlocks):
     def _along(self, leaf: Tensor) -> Tensor:
         """Mark a value [stages, ...]."""
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
-
-    def _divided(self, leaf: Tensor) -> Tensor:
-        """Split [batch, ...] into [microbatches, rows, ...]; each has rows from all devices."""
-        rows = leaf.shape[0]  # a run checks one that it alone knows
-        if isinstance(rows, int) and rows % self.microbatches:
-            raise ShardingError(
-                f"a batch of {leaf.shape[0]} is divided into {self.microbatches} microbatches",
-                where=user_line(),
-                fix="use a batch that they divide",
-            )
-        # The minor part is split off, so a shard of the batch has rows of every microbatch.
-        return leaf.unflatten(0, (-1, self.microbatches)).transpose(0, 1)
 
 
 def _of_all_stages(function: Callable[..., object], *args: object) -> Any:

@@ -11,12 +11,15 @@ reduce-scattered, and weights gathered in the dtype that the model computes in, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..capture.replaced_tensors import with_tensors
+from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..errors import ShardingError, user_line
 from ..layout.mark import follow_mark
 from .update_rules import rule_of
@@ -39,10 +42,13 @@ class TrainStep(nn.Module):
         clip: float | None,
         average: float | None,
         param_dtype: torch.dtype | None,
+        microbatches: int,
     ) -> None:
         super().__init__()
+        check_count(microbatches)
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.clip, self.decay, self.param_dtype = clip, average, param_dtype
+        self.microbatches = microbatches
         self.names = _names_of(model, optimizer)  # parameter names by group
         rule = rule_of(optimizer)
         self.update, self.counts = rule.update, rule.counts
@@ -83,7 +89,7 @@ class TrainStep(nn.Module):
         parameters = [tensor_of(self.model, name) for name in names]
 
         def differentiate(model: Callable[..., object]) -> tuple[Any, Sequence[Tensor | None]]:
-            outputs = self._outputs(model, args, kwargs)
+            outputs = self._outputs(model)(*args, **kwargs)
             loss = outputs[0] if isinstance(outputs, Sequence) else outputs
             # A parameter that the loss does not depend on has no gradient, and is not updated.
             return outputs, torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -99,8 +105,12 @@ class TrainStep(nn.Module):
             return tuple(o.detach() if isinstance(o, Tensor) else o for o in outputs)
         return outputs.detach()
 
-    def _outputs(self, model: Callable[..., object], args: tuple, kwargs: dict) -> Any:
-        return model(*args, **kwargs) if self.loss is None else self.loss(model, *args, **kwargs)
+    def _outputs(self, model: Callable[..., object]) -> Callable[..., Any]:
+        """Return the function from a batch to the loss."""
+        of_batch = model if self.loss is None else partial(self.loss, model)
+        if self.microbatches == 1:
+            return of_batch
+        return Microbatches(of_batch, self.microbatches, self.model)
 
     def _update(self, gradients: Mapping[str, Tensor | None]) -> None:
         # One norm over all groups, as clip_grad_norm_ on model.parameters().
@@ -135,6 +145,7 @@ def train_step(
     clip: float | None = None,
     average: float | None = None,
     param_dtype: torch.dtype | None = None,
+    microbatches: int = 1,
 ) -> TrainStep:
     """Return a module whose call is a whole training step: forward, backward and update.
 
@@ -152,6 +163,8 @@ def train_step(
         average: The decay for the weights' exponential moving averages, the buffers "average.*".
         param_dtype: The dtype in which the model computes, such as torch.bfloat16. Weights, their
             gradients, updates and averages stay in their own.
+        microbatches: Parts that the batch is divided into. Forward and backward run for one after
+            the other, and gradients are reduced once. The loss is the mean of the parts' losses.
 
     Returns:
         The module. Its arguments are the batch; it returns `loss`'s result, detached.
@@ -170,7 +183,7 @@ def train_step(
         >>> [c.kind for c in result.collectives]
         ['all_gather', 'reduce_scatter', 'all_reduce']
     """
-    return TrainStep(model, optimizer, loss, clip, average, param_dtype)
+    return TrainStep(model, optimizer, loss, clip, average, param_dtype, microbatches)
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
@@ -191,17 +204,6 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     ]
 
 
-class _Calling(nn.Module):
-    """A module whose forward is a function: for torch.func.functional_call."""
-
-    def __init__(self, model: nn.Module, function: Callable[[], object]) -> None:
-        super().__init__()
-        self.model, self.function = model, function
-
-    def forward(self) -> object:
-        return self.function()
-
-
 def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., object]) -> Any:
     """Call a function of the model, which computes with copies in a dtype.
 
@@ -216,8 +218,8 @@ def _in_dtype(model: nn.Module, dtype: torch.dtype, run: Callable[..., object]) 
     def call(*args: object, **kwargs: object) -> Any:
         return model(*map(cast, args), **{name: cast(value) for name, value in kwargs.items()})
 
-    copies = {f"model.{name}": cast(p) for name, p in model.named_parameters()}
-    return torch.func.functional_call(_Calling(model, lambda: run(call)), copies, ())
+    copies = {name: cast(p) for name, p in model.named_parameters()}
+    return with_tensors(model, copies, lambda: run(call))
 
 
 def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:

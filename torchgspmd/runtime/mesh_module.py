@@ -243,6 +243,7 @@ class MeshModule(ModuleProxy):
                 varying=call.varying,
                 param_dtype=self._options.param_dtype,
                 dynamic=call.sizes,
+                microbatches=self._options.microbatches if self._hooks else 1,
             )
         if self._layout is not None and self._hooks:  # no submodule, which has a part of the marks
             self._layout.check_used()
