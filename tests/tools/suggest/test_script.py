@@ -64,8 +64,10 @@ if __name__ == "__main__":
                    mesh=gspmd.Mesh(data=1, model=2))
     scripts = [best.script]
     plain = gspmd.suggest(model, tokens, devices=2, seconds=2)[0]
-    scripts.append(replace(plain, savings=Savings(microbatches=2)).script)
-    for script, scale in zip(scripts, (2.0, 1.0)):
+    for in_calls in (True, False):
+        savings = Savings(microbatches=2, in_calls=in_calls)
+        scripts.append(replace(plain, savings=savings).script)
+    for script, scale, parts in zip(scripts, (2.0, 1.0, 1.0), (1, 2, 2)):
         with open("train.py", "w") as file:
             file.write(script)
         losses = gspmd.launch(run, 2, "train.py", backend=None)
@@ -74,9 +76,11 @@ if __name__ == "__main__":
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
         for _ in range(10):
             batch = torch.randint(16, (4, 4))
-            for rows in batch.chunk(2 if scale == 1.0 else 1):
+            whole = plain(batch, scale=scale).detach()
+            for rows in batch.chunk(parts):
                 loss = plain(rows, scale=scale)
-                (loss / (2 if scale == 1.0 else 1)).backward()
+                (loss / parts).backward()
+            loss = whole if script is scripts[2] else loss
             optimizer.step()
             optimizer.zero_grad()
         torch.testing.assert_close(torch.tensor(losses), loss.detach().expand(2))

@@ -53,10 +53,8 @@ def starts(judge: Judge, mesh: Mesh) -> list[Marks]:
 
 
 def divisions(rows: int) -> list[int]:
-    """Return numbers of microbatches for a batch: powers of two, and these times its odd part."""
-    powers = [2**n for n in range(rows.bit_length()) if rows % 2**n == 0]
-    odd = rows // powers[-1] if powers else 1
-    return sorted({*powers, *(odd * power for power in powers)} - {1})
+    """Return the numbers of microbatches that divide a batch, the fewest first."""
+    return [count for count in range(2, rows + 1) if rows % count == 0]
 
 
 def changes(judge: Judge, mesh: Mesh) -> Iterator[Callable[[Marks], Marks]]:

@@ -32,12 +32,13 @@ from .layer_outputs import noted, output_groups, with_marks
 from .layers import Layers, Recomputed
 from .proposal import MODEL, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
-from .script import ScriptSource
+from .script import ScriptSource, returned
 from .step_numbers import Numbers
 
 ONE_DEVICE = Mesh(data=1, model=1)
 
 Key = tuple[Mesh, Marks, Savings, int, int]  # with the rows in a call, and `first`
+Program = tuple[Recomputed, int, int]  # with the rows in a call, and its microbatches
 
 
 @dataclass
@@ -64,9 +65,10 @@ class Judge:
     state_bytes: float = field(init=False)  # of parameters and Adam's states
     stacks: dict[str, int] = field(init=False)  # the lengths of expert stacks, by group
     dtype: torch.dtype = field(init=False)  # the products' smallest
+    has_loss: bool = field(init=False)  # whether the model returns one
     first: int = 1
     shared: Shared = field(default_factory=Shared)
-    captures: dict[tuple[int, Recomputed, int], Captured | None] = field(default_factory=dict)
+    captures: dict[tuple[int, Program], Captured | None] = field(default_factory=dict)
     known: dict[Key, Numbers] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
     stored: dict[Key, dict[str, set[ShardSpec]]] = field(default_factory=dict)
@@ -86,6 +88,8 @@ class Judge:
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         sizes = [_state_bytes(program) for program in programs]
         self.dtype = _smallest_dtype(programs[-1].graph)
+        results = returned(programs[-1])
+        self.has_loss = any(not x.dim() and x.is_floating_point() for x in results)
         # The two programs differ by one layer.
         self.layer_flops, more = counts[-1] - counts[0], max(self.layers.length - len(programs), 0)
         self.flops = counts[-1] + more * self.layer_flops
@@ -113,29 +117,32 @@ class Judge:
             return self.args
         return tuple(arg.new_empty((rows, *arg.shape[1:])) for arg in self.args)
 
-    def programs(self, recomputed: Recomputed, rows: int) -> tuple[Captured, ...]:
+    def programs(
+        self, recomputed: Recomputed, rows: int, microbatches: int = 1
+    ) -> tuple[Captured, ...]:
         """Return the programs that stand for the model, captured once.
 
         Raises ShardingError if the model cannot be called in another way than it was.
         """
         sizes = (self.first, self.first + 1) if self.layers.alike else (0,)
-        programs = [self._captured(size, recomputed, rows) for size in sizes]
+        program = recomputed, rows, microbatches
+        programs = [self._captured(size, program) for size in sizes]
         if None in programs:
             raise ShardingError(f"the model takes no {rows} rows, or cannot be recomputed")
-        return tuple(program for program in programs if program)
+        return tuple(each for each in programs if each)
 
-    def _captured(self, size: int, recomputed: Recomputed, rows: int) -> Captured | None:
-        key = size, recomputed, rows
+    def _captured(self, size: int, program: Program) -> Captured | None:
+        key = size, program
         if key not in self.captures:
             try:
-                self.captures[key] = self._capture(*key)
+                self.captures[key] = self._capture(size, *program)
             except Exception:  # whatever a model's code raises
-                if not recomputed and rows == self.rows:
+                if program == ((), self.rows, 1):
                     raise
                 self.captures[key] = None
         return self.captures[key]
 
-    def _capture(self, size: int, recomputed: Recomputed, rows: int) -> Captured:
+    def _capture(self, size: int, recomputed: Recomputed, rows: int, microbatches: int) -> Captured:
         with ExitStack() as block:
             if size:
                 block.enter_context(self.layers.shortened(size))
@@ -150,6 +157,7 @@ class Judge:
                 ONE_DEVICE,
                 grad=True,
                 param_dtype=self.options.param_dtype,
+                microbatches=microbatches,
             )
 
     def can_take(self, rows: int) -> bool:
@@ -176,13 +184,13 @@ class Judge:
         return few.towards(more, self.layers.length - self.first)
 
     def numbers(self, mesh: Mesh, marks: Marks, savings: Savings, rows: int = 0) -> Numbers:
-        """Return a plan's numbers. rows: in a call; by default a microbatch's.
+        """Return a step's numbers. rows: in a call; by default the batch's share.
 
         Where two layers stand for all, some recomputed layers are between none and all. They take
         at most so much memory: the peak is the largest among sums to which each layer adds the
         same.
         """
-        total, rows = self.recomputable.length, rows or self.rows // savings.microbatches
+        total, rows = self.recomputable.length, rows or self.rows // savings.calls
         if self._is_mixed(savings):
             none = mixed = self.numbers(mesh, marks, replace(savings, recomputed=()), rows)
             for path, number in savings.recomputed:
@@ -192,8 +200,10 @@ class Judge:
             return mixed
         key = mesh, marks, savings, rows, self.first
         if key not in self.known:
-            each = [self._plan(p, key) for p in self.programs(savings.recomputed, rows)]
-            self.known[key] = self._whole(each, mesh).repeated(savings.microbatches, self.hardware)
+            inside = savings.microbatches // savings.calls
+            programs = self.programs(savings.recomputed, rows, inside)
+            whole = self._whole([self._plan(program, key) for program in programs], mesh)
+            self.known[key] = whole.repeated(savings.calls, self.hardware)
         return self.known[key]
 
     def fewest_recomputed(
@@ -311,7 +321,7 @@ class Judge:
         """
         if self._is_mixed(savings):
             savings = replace(savings, recomputed=())
-        stored = self.stored[mesh, marks, savings, self.rows // savings.microbatches, self.first]
+        stored = self.stored[mesh, marks, savings, self.rows // savings.calls, self.first]
         alike = {pattern: next(iter(specs)) for pattern, specs in stored.items() if len(specs) == 1}
         return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 

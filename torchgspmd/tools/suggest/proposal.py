@@ -191,12 +191,19 @@ class Savings:
 
     recomputed: (part, number) for the first layers, then for the next ones and so on: the submodule
     that is recomputed, or "" for the whole layer. microbatches: that a batch is divided into;
-    gradients add up.
+    gradients add up. in_calls: whether each is a call, which reduces its gradients; else the option
+    microbatches divides the batch, and gradients are reduced once.
     """
 
     regather: Regather = "auto"
     recomputed: tuple[tuple[str, int], ...] = ()
     microbatches: int = 1
+    in_calls: bool = False
+
+    @property
+    def calls(self) -> int:
+        """Count the calls for a batch."""
+        return self.microbatches if self.in_calls else 1
 
 
 @dataclass(frozen=True)
@@ -258,7 +265,7 @@ class Proposal:
     @property
     def code(self) -> str:
         """Return the code that applies the proposal to `model`, and steps, if they need some."""
-        count = self.savings.microbatches
+        count = self.savings.calls
         return self._wrapping() + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
 
     @property
@@ -268,7 +275,7 @@ class Proposal:
             raise ShardingError(
                 "this proposal is not of suggest", where=user_line(), fix="use proposal.code"
             )
-        return self.source.script(self._wrapping(), self.mesh.size, self.savings.microbatches)
+        return self.source.script(self._wrapping(), self.mesh.size, self.savings.calls)
 
     def _wrapping(self) -> str:
         """Return the code from the mesh to parallelize."""
@@ -287,6 +294,8 @@ class Proposal:
         """Yield parallelize's options that are not the default, as code."""
         if self.savings.regather != "auto":
             yield "regather", f'"{self.savings.regather}"'
+        if self.savings.microbatches > self.savings.calls:
+            yield "microbatches", str(self.savings.microbatches)
         for name, dtype in self.precision.items():
             yield name, str(dtype)
 

@@ -188,10 +188,10 @@ class ScriptSource:
             names.lines["from torch.utils._pytree import tree_leaves"] = None
         return cls(tuple(names.lines), made, batch, loss, missing)
 
-    def script(self, proposal: str, devices: int, microbatches: int) -> str:
-        """Return the script. proposal: the code from mesh to parallelize."""
-        step = DIVIDED.replace("COUNT", str(microbatches)) if microbatches > 1 else WHOLE
-        rows = "rows" if microbatches > 1 else "batch"
+    def script(self, proposal: str, devices: int, calls: int) -> str:
+        """Return the script. proposal: the code from mesh to parallelize. calls: in a step."""
+        step = DIVIDED.replace("COUNT", str(calls)) if calls > 1 else WHOLE
+        rows = "rows" if calls > 1 else "batch"
         step = step.replace("LOSS", self.step.replace("ROWS", rows), 1)
         text = SCRIPT.format(
             devices=devices,
@@ -226,14 +226,19 @@ def _is_like(code: str, model: nn.Module) -> bool:
     return state[0] == state[1]
 
 
-def _loss(call: str, captured: Captured) -> str:
-    """Return a call's loss: the result if it is a scalar, else a mean of squares."""
-    returned: Any = captured.graph.output_node().args[0]
-    values = [
+def returned(captured: Captured) -> list[Tensor]:
+    """Return the tensors that a call returns."""
+    results: Any = captured.graph.output_node().args[0]
+    return [
         node.meta["val"]
-        for node, out in zip(returned, captured.outputs)
+        for node, out in zip(results, captured.outputs)
         if out.kind == OUTPUT and node is not None
     ]
+
+
+def _loss(call: str, captured: Captured) -> str:
+    """Return a call's loss: the result if it is a scalar, else a mean of squares."""
+    values = returned(captured)
     if captured.results.num_leaves == 1 and len(values) >= 1:
         if not values[0].dim():
             return call

@@ -294,9 +294,10 @@ class _Search:
 
     def _plan(self, mesh: Mesh, marks: Marks, microbatches: int) -> Proposal:
         """Plan marks on a mesh; save memory where it is too little, at the least cost."""
-        ways = [Savings("auto", (), microbatches)]
+        in_calls = not self.judge.has_loss
+        ways = [Savings("auto", (), microbatches, in_calls)]
         if marks.zero:
-            ways.append(Savings("always", (), microbatches))
+            ways.append(replace(ways[0], regather="always"))
         if marks.zero and mesh in self.tight:
             ways = ways[1:]
         tried = []
@@ -341,7 +342,8 @@ class _Search:
                 least = kept.memory + more - kept.saved * (1 - now / count)
                 # Last: another number of rows is another capture.
                 if least <= self.limit and self.judge.can_take(self.judge.rows // count):
-                    yield replace(savings, recomputed=(), microbatches=count)
+                    in_calls = not self.judge.has_loss
+                    yield replace(savings, recomputed=(), microbatches=count, in_calls=in_calls)
 
     def _is_slower(self, proposal: Proposal, ratio: float = 1.0) -> bool:
         """Return whether one that fits is faster, so many times: recomputing makes none faster."""
@@ -349,9 +351,17 @@ class _Search:
         return ratio * min(fitting, default=math.inf) < proposal.seconds
 
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+        """Return a proposal; its microbatches are calls if one call takes too much memory."""
+        proposal = self._planned(mesh, marks, savings)
+        if savings.microbatches == savings.calls or proposal.memory <= self.limit:
+            return proposal
+        in_calls = self._planned(mesh, marks, replace(savings, in_calls=True))
+        return min(proposal, in_calls, key=self._order)
+
+    def _planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         judge, speed = self.judge, self.judge.hardware
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
-        in_specs = judge.call_specs(mesh, marks, judge.rows // savings.microbatches)
+        in_specs = judge.call_specs(mesh, marks, judge.rows // savings.calls)
         return Proposal(
             mesh=mesh,
             marks=judge.marks(mesh, marks, savings),
