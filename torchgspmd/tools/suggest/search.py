@@ -351,12 +351,9 @@ class _Search:
         return ratio * min(fitting, default=math.inf) < proposal.seconds
 
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
-        """Return a proposal; its microbatches are calls if one call takes too much memory."""
-        proposal = self._planned(mesh, marks, savings)
-        if savings.microbatches == savings.calls or proposal.memory <= self.limit:
-            return proposal
-        in_calls = self._planned(mesh, marks, replace(savings, in_calls=True))
-        return min(proposal, in_calls, key=self._order)
+        """Return a proposal, its microbatches in one call or in several, whichever is better."""
+        ways = dict.fromkeys([savings, replace(savings, in_calls=savings.microbatches > 1)])
+        return min((self._planned(mesh, marks, way) for way in ways), key=self._order)
 
     def _planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         judge, speed = self.judge, self.judge.hardware
