@@ -239,3 +239,18 @@ def test_accumulated_gradients():
         assert (got.grad.cpu() - want.grad).abs().max() <= 1e-8 * max(
             want.grad.abs().max(), 1e-6
         ), name
+
+
+def test_microbatches():
+    """A part after the other in the program, which has no loop on XLA."""
+    model, reference = on_both(gpt("fsdp", EVEN, torch.float64), microbatches=2)
+    for batch in texts(EVEN, 2):
+        for module in (model, reference):
+            module.zero_grad()
+            loss = module(*batch)
+            loss.backward()
+        sync()
+        for (name, got), want in zip(model.named_parameters(), reference.parameters()):
+            assert (got.grad.cpu() - want.grad).abs().max() <= 1e-8 * max(
+                want.grad.abs().max(), 1e-6
+            ), name
