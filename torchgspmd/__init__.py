@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .compiler.api import Plan, plan
     from .layout.annotate import annotate
     from .layout.mark import mark_sharding
-    from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .nn import collectives, manual, moe, pipeline, pipeline_model, stack, train_step
     from .rules.custom import rule
     from .runtime.batch_sampler import BatchSampler as BatchSampler
     from .runtime.checkpoint import load, save
@@ -61,6 +61,7 @@ __all__ = [
     "moe",
     "parallelize",
     "pipeline",
+    "pipeline_model",
     "plan",
     "rule",
     "save",
@@ -84,7 +85,9 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
     "load_full_state_dict": "runtime.load_full_state",
     "load_safetensors": "runtime.load_safetensors",
-    **dict.fromkeys(["collectives", "manual", "moe", "pipeline", "stack", "train_step"], "nn"),
+    **dict.fromkeys(
+        ["collectives", "manual", "moe", "pipeline", "pipeline_model", "stack", "train_step"], "nn"
+    ),
     **dict.fromkeys(
         ["calibrate", "compare_with_xla", "doctor", "evaluation", "suggest", "visualize"], "tools"
     ),

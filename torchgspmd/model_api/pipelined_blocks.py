@@ -16,6 +16,7 @@ other axes are sharded inside the stages as ever. Source: GSPMD paper, section 3
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,6 +44,10 @@ from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks
 
 Loss = Callable[..., Tensor]
+# What the call of the blocks does while pipeline_model runs the model around them.
+at_blocks: ContextVar[Callable[[object, SharedArguments], Any] | None] = ContextVar(
+    "at_blocks", default=None
+)
 
 
 def pipeline(
@@ -141,6 +146,11 @@ def pipeline(
     )
 
 
+def in_model(*_: object) -> Tensor:
+    """Stand for the loss of a model that pipeline_model has changed: its forward has it."""
+    raise NotImplementedError
+
+
 class Pipeline(StackedBlocks):
     """Module from pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
 
@@ -182,11 +192,17 @@ class Pipeline(StackedBlocks):
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch; its loss, if there is one."""
-        if self.loss is None:
+        if (stand_in := at_blocks.get()) is not None:
+            return stand_in(x, SharedArguments(args, kwargs))
+        if self.loss is None or self.loss is in_model:
             return self.outputs(x, *args, **kwargs)
-        if self.stages == 1 or not is_capturing() or is_unrolling():
+        if not self.runs_by_schedule():
             return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
-        return self._scheduled(self.loss, x, SharedArguments(args), kwargs)
+        return self.scheduled(self.loss, x, SharedArguments(args), kwargs)
+
+    def runs_by_schedule(self) -> bool:
+        """Return whether backwards run between forwards, now that a call is traced."""
+        return self.loss is not None and self.stages > 1 and is_capturing() and not is_unrolling()
 
     def _loss_of(self, loss: Loss, results: object, targets: dict[str, object]) -> Tensor:
         """Return the mean loss over the microbatches."""
@@ -199,7 +215,7 @@ class Pipeline(StackedBlocks):
             losses.append(loss(y, **others))
         return torch.stack(losses).mean()
 
-    def _scheduled(
+    def scheduled(
         self, loss: Loss, x: object, shared: SharedArguments, targets: dict[str, object]
     ) -> Tensor:
         """Return the loss from a pipeline that computes forward and backward in turn."""

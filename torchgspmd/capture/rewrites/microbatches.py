@@ -21,6 +21,7 @@ from ...errors import ShardingError, user_line
 from ...rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 from ..functional_values import unwrap, was_mutated
 from ..replaced_tensors import with_tensors
+from ..state.object_trees import closed, opened
 from ..trace_context import is_capturing
 from .loop_trace import (
     is_unrolling,
@@ -73,7 +74,7 @@ class Microbatches:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Return the batch's results: rows of all microbatches, and scalars' means."""
-        leaves, tree = pytree.tree_flatten((args, kwargs))
+        leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
         sizes = [x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in leaves]
         batch = next((size for size in sizes if size is not None), None)
         if batch is None:
@@ -90,7 +91,7 @@ class Microbatches:
         outer = of_loops_around(run.find_outer(rows))
         results = iter(_Accumulate.apply(run, len(rows), *rows, *outer))  # pyright: ignore
         values = [next(results) if isinstance(x, Tensor) else x for x in run.results]
-        return pytree.tree_unflatten(values, run.tree_of_results)
+        return closed(pytree.tree_unflatten(values, run.tree_of_results))
 
 
 @dataclass
@@ -148,10 +149,11 @@ class _Run:
         leaves = list(self.leaves)
         for i, x in zip(self.places, rows):
             leaves[i] = x
-        args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+        args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
 
         def call() -> dict[str, Tensor]:
-            self.results, self.tree_of_results = pytree.tree_flatten(self.call(*args, **kwargs))
+            results = opened(self.call(*args, **kwargs))
+            self.results, self.tree_of_results = pytree.tree_flatten(results)
             return dict(self.module.named_buffers())
 
         after = with_tensors(self.module, buffers, call)

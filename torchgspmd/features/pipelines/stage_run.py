@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,8 @@ from ...rules.custom_ops.loops import Loop
 from .order import Order
 from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
 from .schedule import Piece
+
+LastUses = dict[str, tuple[str, int]]  # values -> the last reader's kind and stage
 
 
 @dataclass(eq=False)
@@ -64,6 +67,25 @@ class StageProgram:
         )
         return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
+    @cached_property
+    def last_uses(self) -> dict[int, list[LastUses]]:
+        """The last readers of each microbatch's values, by device, as far as known."""
+        return {}
+
+    def find_last_uses(self, device: int) -> list[LastUses]:
+        """Return the last readers of each microbatch's values on a device."""
+        passed: list[list[tuple[str, int]]] = [[] for _ in range(self.loop.length)]
+        for slot in self.order.schedule.rows[device]:
+            passed[slot.piece.microbatch].append((slot.piece.kind, slot.piece.stage))
+        known: dict[tuple[tuple[str, int], ...], LastUses] = {}
+        for pieces in map(tuple, passed):
+            if pieces not in known:
+                uses = known[pieces] = {}
+                for kind, stage in pieces:  # a later reader overwrites those before
+                    for body in self.bodies_of(kind, stage):
+                        uses.update(dict.fromkeys((*body.inputs, *body.outputs), (kind, stage)))
+        return [known[tuple(pieces)] for pieces in passed]
+
 
 class StageRun:
     """One device's values while it does its stages' pieces."""
@@ -86,15 +108,9 @@ class StageRun:
         self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
         self.stacked: dict[str, Tensor] = {}
         self.added: dict[str, Rows] = {}
-        self.last_use: dict[str, tuple[str, int]] = {}  # the last reader's kind and stage
-        # A microbatch passes F, B and W in this order, so the last reader overwrites the others.
-        order = [(kind, stage) for kind in "FBW" for stage in self._own_stages()]
-        for kind, stage in order:
-            for body in call.bodies_of(kind, stage):
-                self.last_use |= dict.fromkeys((*body.inputs, *body.outputs), (kind, stage))
-
-    def _own_stages(self) -> list[int]:
-        return [self.places.stage(self.device, r) for r in range(self.places.rounds)]
+        if device not in call.last_uses:
+            call.last_uses[device] = call.find_last_uses(device)
+        self.last_uses = call.last_uses[device]
 
     def links(self, piece: Piece, direction: int) -> Iterator[tuple[StageLink, str, int]]:
         """Yield the links that a piece has to a stage (1) or from one (-1).
@@ -168,7 +184,7 @@ class StageRun:
             if to == self.device:
                 own[carry] = self.value(piece.microbatch, link.sent)
         now = piece.kind, piece.stage
-        for name in [n for n in own if self.last_use.get(n, now) == now]:
+        for name in [n for n in own if self.last_uses[piece.microbatch].get(n, now) == now]:
             del own[name]
 
     def results(self) -> list[Tensor]:

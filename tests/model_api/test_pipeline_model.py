@@ -1,0 +1,160 @@
+"""pipeline_model: models whose forward stays as it is, under all schedules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import torchgspmd as gspmd
+from torchgspmd import Mesh, ShardingError
+
+WORDS, WIDTH, BATCH, LENGTH, LAYERS = 20, 8, 16, 5, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x, scale, mask=None):
+        y = self.down(torch.tanh(self.up(x))) * scale
+        return x + (y if mask is None else y * mask[..., None])
+
+
+class Model(nn.Module):
+    """Tied words, an argument for all layers that is trained, and one with rows of the batch."""
+
+    def __init__(self, outputs="loss"):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.inner = nn.Module()
+        self.inner.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm, self.scale = nn.LayerNorm(WIDTH), nn.Parameter(torch.tensor(0.5))
+        self.outputs = outputs
+
+    def forward(self, tokens, labels=None, mask=None):
+        x = self.embed(tokens)
+        for layer in self.inner.layers:
+            x = layer(x, self.scale, mask=mask)
+        logits = self.norm(x) @ self.embed.weight.T
+        if labels is None:
+            return logits
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return loss if self.outputs == "loss" else {"logits": logits, "loss": loss, "name": "m"}
+
+
+def batch():
+    tokens, labels = torch.randint(WORDS, (2, BATCH, LENGTH))
+    return tokens, labels, (torch.rand(BATCH, LENGTH) > 0.3).double()
+
+
+def staged(model, mesh, **options):
+    options = {"microbatches": 4, "schedule": "1f1b", "rows": ("mask",), **options}
+    return gspmd.pipeline_model(copy.deepcopy(model), "inner.layers", mesh, **options)
+
+
+def check(gradients, model):
+    """Compare gradients by the names of the stacked weights."""
+    layers = model.inner.layers
+    for name, parameter in model.named_parameters():
+        if not name.startswith("inner.layers."):
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    for name, _ in layers[0].named_parameters():
+        stacked = gradients[f"inner.layers.block.{name}"]
+        expected = torch.stack([layer.get_parameter(name).grad for layer in layers])
+        torch.testing.assert_close(
+            stacked.sort(0)[0], expected.sort(0)[0], rtol=1e-9, atol=1e-12
+        )  # two rounds have another order
+
+
+@pytest.mark.parametrize("outputs", ["loss", "dict"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zero_bubble"},
+        {"schedule": "gpipe"},
+        {"schedule": "auto", "recompute": True},
+        {"schedule": "1f1b", "repeats": 2},
+        {"schedule": "zero_bubble", "repeats": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("mesh", ["stage=2", "data=2,stage=2,model=2"])
+def test_a_training_step(mesh, options, outputs):
+    torch.manual_seed(0)
+    model, mesh = Model(outputs).double(), Mesh.parse(mesh)
+    tokens, labels, mask = batch()
+    expected = model(tokens, labels, mask)
+    loss = expected if outputs == "loss" else expected["loss"]
+    loss.backward()
+    pipelined = staged(model, mesh, **options)
+    gspmd.annotate(
+        pipelined, mesh, {"inner.layers.*.up.weight": "model _"} if mesh.size > 2 else {}
+    )
+    rows = "data _" if mesh.size > 2 else None
+    plan = gspmd.plan(pipelined, tokens, labels, mask, mesh=mesh, in_specs=(rows,) * 3, grad=True)
+    found, gradients = plan.simulate(tokens, labels, mask)
+    if outputs == "dict":
+        assert found["logits"] is None and found["name"] == "m"
+        found = found["loss"]
+    torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-12)
+    check(gradients, model)
+
+
+def test_several_microbatches_of_the_pipeline():
+    """The option microbatches around it: a pipeline for each half of the batch."""
+    torch.manual_seed(0)
+    model, mesh = Model().double(), Mesh(stage=2)
+    arguments = batch()
+    model(*arguments).backward()
+    pipelined = staged(model, mesh, microbatches=2)
+    plan = gspmd.plan(pipelined, *arguments, mesh=mesh, grad=True, microbatches=2)
+    check(plan.simulate(*arguments)[1], model)
+
+
+def test_forward_alone_is_that_of_the_model():
+    """Without a mesh, without gradients and in eval mode; parameters keep their names."""
+    torch.manual_seed(0)
+    model, mesh = Model("dict").double(), Mesh(stage=2)
+    pipelined, arguments = staged(model, mesh), batch()
+    expected = model(*arguments)["logits"].detach()
+    torch.testing.assert_close(pipelined(*arguments)["logits"], expected)
+    with torch.no_grad():
+        found = gspmd.plan(pipelined, *arguments, mesh=mesh).simulate(*arguments)
+    torch.testing.assert_close(found["logits"], expected)
+    pipelined.eval()
+    found, _ = gspmd.plan(pipelined, *arguments, mesh=mesh, grad=True).simulate(*arguments)
+    torch.testing.assert_close(found["logits"], expected)
+    assert isinstance(pipelined, Model) and type(copy.deepcopy(pipelined)) is type(pipelined)
+    assert pipelined.state_dict().keys() == model.state_dict().keys()
+
+
+class Branch(Model):
+    def forward(self, tokens, labels):
+        return self.embed(tokens).square().mean()
+
+
+class Silent(Model):
+    def forward(self, tokens, labels):
+        return super().forward(tokens)
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda mesh: gspmd.pipeline_model(Model(), "layers", mesh, microbatches=2),
+            "no list of layers 'layers'"),
+        (lambda mesh: gspmd.plan(staged(Branch(), mesh), *batch()[:2], mesh=mesh, grad=True),
+            "forward does not call the layers"),
+        (lambda mesh: gspmd.plan(staged(Silent(), mesh), *batch()[:2], mesh=mesh, grad=True),
+            "the model returns no scalar"),
+        (lambda mesh: gspmd.plan(staged(Model(), mesh, rows=None), *batch()[:2],
+            mask=batch()[2].float(), mesh=mesh, grad=True), "'mask' of a pipeline has 16 rows"),
+    ],
+)  # fmt: skip
+def test_errors(call, words):
+    with pytest.raises(ShardingError, match=words):
+        call(Mesh(stage=2))

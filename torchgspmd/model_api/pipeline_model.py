@@ -1,0 +1,193 @@
+"""pipeline_model: a model whose layers become stages, and whose forward stays as it is.
+
+A pipeline with backwards between forwards needs the part behind the layers as a function. The
+model's own forward is that function: it runs again for each microbatch, and the call of its layers
+returns the last stage's result. What stands before the layers is then computed for nothing, and no
+program keeps it. The first run ends where the layers are called: it has the first stage's values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError, did_you_mean, user_line
+from ..layout.mesh import Mesh
+from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
+from .row_arguments import SharedArguments
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def pipeline_model(
+    model: M,
+    layers: str,
+    mesh: Mesh | DeviceMesh,
+    axis: str = "stage",
+    *,
+    microbatches: int,
+    schedule: str = "auto",
+    repeats: int = 1,
+    recompute: bool = False,
+    memory: int | None = None,
+    rows: Sequence[str] | None = None,
+) -> M:
+    """Put a model's layers into stages, with backwards between forwards.
+
+    The model's code stays: its forward calls its layers one after the other, and returns the mean
+    loss, alone or with other results, which are None in a training step. Without gradients, in eval
+    mode and on one device it returns what it returned before. Parameters have the names that
+    `pipeline` gives them, so the call comes before the optimizer is made.
+
+    Args:
+        model: The model, which is changed.
+        layers: The path of its ModuleList or Sequential, such as "model.layers".
+        mesh: The devices, also as torch's DeviceMesh.
+        axis: The axis whose devices are the stages.
+        microbatches: Number of parts into which the batch is divided.
+        schedule: "1f1b", "zero_bubble", "gpipe" or "auto", as in `pipeline` with a loss.
+        repeats: How often a microbatch passes each stage.
+        recompute: Whether the backward computes the stages again.
+        memory: The bytes that a device may keep for backwards.
+        rows: Names of the layers' further arguments that have a row for each batch row.
+
+    Returns:
+        The model.
+
+    Raises:
+        ShardingError: There are no such layers, they differ, or `pipeline` refuses an argument.
+
+    Example:
+        >>> from torchgspmd import Mesh, plan
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
+        ...     def forward(self, x):
+        ...         for layer in self.layers:
+        ...             x = layer(x)
+        ...         return x.square().mean()
+        >>> mesh = Mesh(stage=4)
+        >>> model = pipeline_model(Model(), "layers", mesh, microbatches=8, schedule="1f1b")
+        >>> plan(model, torch.ones(16, 8), mesh=mesh, grad=True).summary().splitlines()[-2]
+        'pipeline over stage: 1f1b 4x8, 27% of the time idle, activations of 4 x 64 B'
+    """
+    blocks = dict(model.named_modules()).get(layers) if layers else None
+    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
+        lists = [n for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList)]
+        raise ShardingError(
+            f"the model has no list of layers '{layers}'",
+            where=user_line(),
+            fix=did_you_mean(layers, lists),
+        )
+    pipe = pipeline(
+        blocks.children(),
+        mesh,
+        axis,
+        microbatches=microbatches,
+        schedule=schedule,
+        repeats=repeats,
+        recompute=recompute,
+        loss=in_model,
+        memory=memory,
+        rows=rows,
+    )
+    model.set_submodule(layers, pipe)
+    kind = type(model)
+
+    @wraps(kind.forward)
+    def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
+        pipe = self.get_submodule(layers)
+        assert isinstance(pipe, Pipeline)
+        is_trained = self.training and torch.is_grad_enabled() and pipe.runs_by_schedule()
+        if not is_trained or at_blocks.get() is not None:
+            return kind.forward(self, *args, **kwargs)
+        return _Step(lambda *a, **k: kind.forward(self, *a, **k), pipe, (args, kwargs)).run()
+
+    # A class of its own, as torch's fully_shard does: the instance may be copied.
+    names = {"forward": forward, "__module__": kind.__module__}
+    model.__class__ = cast(Any, type(kind.__name__, (kind,), names))
+    return model
+
+
+class _Step:
+    """A training step's forward. arguments: the call's, positional and by keyword."""
+
+    def __init__(self, forward: Callable[..., Any], pipe: Pipeline, arguments: object) -> None:
+        self.forward, self.pipe = forward, pipe
+        self.leaves, self.tree = pytree.tree_flatten(arguments)
+        self.results: list[Any] = []
+        self.tree_of_results: Any = None
+
+    def run(self) -> Any:
+        """Return the forward's results: the loss, and None in place of other tensors."""
+        x, shared = self._entered()
+        batch = pytree.tree_leaves(x)[0].shape[0]
+        rows: dict[str, object] = {
+            str(i): leaf
+            for i, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
+        }
+        loss = self.pipe.scheduled(self._behind, x, shared, rows)
+        results = [loss if value is _LOSS else value for value in self.results]
+        return pytree.tree_unflatten(results, self.tree_of_results)
+
+    def _entered(self) -> tuple[object, SharedArguments]:
+        """Run forward up to its layers; return what these are called with."""
+
+        def enter(x: object, shared: SharedArguments) -> None:
+            raise _Entered(x, shared)
+
+        try:
+            self._call(self.leaves, enter)
+        except _Entered as entered:
+            return entered.x, entered.shared
+        raise ShardingError(
+            "forward does not call the layers that pipeline_model has put into stages",
+            where=user_line(),
+            fix="name the layers that it calls, or call pipeline in forward",
+        )
+
+    def _behind(self, y: object, **rows: Tensor) -> Tensor:
+        """Return a microbatch's loss for the last stage's result."""
+        leaves = [rows.get(str(i), leaf) for i, leaf in enumerate(self.leaves)]
+        results, self.tree_of_results = pytree.tree_flatten(self._call(leaves, lambda *_: y))
+        # torch.vmap's tensors do not tell whether they have a gradient.
+        scalars = (x for x in results if isinstance(x, Tensor) and not x.dim())
+        loss = next((x for x in scalars if x.is_floating_point()), None)
+        if loss is None:
+            raise ShardingError(
+                "the model returns no scalar, and its layers are stages of a pipeline",
+                where=user_line(),
+                why="a microbatch's backward begins with its loss",
+                fix="return the mean loss, or use pipeline for the layers alone",
+            )
+        self.results = [
+            _LOSS if x is loss else None if isinstance(x, Tensor) else x for x in results
+        ]
+        return loss
+
+    def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
+        args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
+        token = at_blocks.set(stand_in)
+        try:
+            return self.forward(*args, **kwargs)
+        finally:
+            at_blocks.reset(token)
+
+
+_LOSS = object()
+
+
+class _Entered(BaseException):
+    """Ends a forward where it calls its layers. No `except Exception` of a model sees it."""
+
+    def __init__(self, x: object, shared: SharedArguments) -> None:
+        super().__init__()
+        self.x, self.shared = x, shared
