@@ -39,6 +39,7 @@ def _row(name: str, axes: str = "", layout: dict[str, str] | None = None, **chan
 
 
 STAGES = "circular circular2 gpipe gpipe_outside 1f1b interleaved zero_bubble vee".split()
+STAGES += ["whole_model", "whole_vee"]
 
 
 def _stages(name: str, **pipeline: Any) -> Feature:
@@ -66,6 +67,8 @@ ROWS = (
     _stages("interleaved", schedule="1f1b", repeats=2),
     _stages("zero_bubble", schedule="zero_bubble"),
     _stages("vee", schedule="zero_bubble", repeats=2),
+    _stages("whole_model", schedule="1f1b", by_model=True),
+    _stages("whole_vee", schedule="zero_bubble", repeats=2, by_model=True),
     _row("manual", "model", by_hand=True),
     _row("hardware", options={"hardware": "tpu_v4"}),  # without a rate of float64
     _row("stack", blocks="stack"),
@@ -104,7 +107,7 @@ ROWS = (
 FEATURES = {row.name: row for row in ROWS}
 # What one field cannot say: a number of heads that two do not divide has no groups of two, layers
 # of experts have no dense layer to write by hand, torch's scan forbids writes in its body,
-# statistics of parts are not the batch's,
+# statistics of parts are not the batch's, a model whose layers are stages is called once,
 # a mask of blocks is one of a length, specs in a manual region are axes, a convolution along tokens
 # has no cache, a slope is as exact as the loss that it is taken of, BatchNorm takes no statistics
 # of float64 with rows of float32, and blocks that differ are no stack.
@@ -121,6 +124,8 @@ APART = {
         ("accumulate", "batch_norm"),
         ("microbatches", "tracked"),
         ("microbatches", "batch_norm"),
+        ("accumulate", "whole_model"),
+        ("accumulate", "whole_vee"),
         ("param", "batch_norm"),
         ("half", "batch_norm"),
         ("names", "manual"),
@@ -135,7 +140,9 @@ APART = {
 }
 # What a ShardingError refuses: groups of features, of which one of each do not go together, and
 # words of the message. docs/limits.md has a row for each.
-LIMITS: tuple[tuple[tuple[list[str], ...], str], ...] = ()
+LIMITS: tuple[tuple[tuple[list[str], ...], str], ...] = (
+    ((["whole_model", "whole_vee"], ["tracked", "batch_norm"]), "is used outside of it"),
+)
 MERGED = ("options", "dynamic")  # Fields whose tables two rows fill together.
 JOINED = ("frozen", "rounding")  # of the rounding the coarsest counts
 

@@ -333,6 +333,9 @@ class Model(nn.Module):
             self.blocks = gspmd.stack(self.blocks, recompute=setup.recompute)
         elif setup.blocks == "pipeline":
             options = {"microbatches": 2, "recompute": setup.recompute, **setup.pipeline}
+            if options.pop("by_model", False):
+                gspmd.pipeline_model(self, "blocks", Mesh(**setup.mesh), **options)
+                return
             if options.pop("ends", True) and options.get("schedule", "circular") != "circular":
                 options["loss"] = self.loss
             self.blocks = gspmd.pipeline(self.blocks, Mesh(**setup.mesh), **options)
@@ -360,7 +363,8 @@ class Model(nn.Module):
 
     def of_part(self, tokens: Tensor, targets: Tensor) -> Tensor:
         x = self.entered(tokens)
-        if self.setup.blocks == "pipeline" and self.blocks.loss is not None:
+        by_model = self.setup.pipeline.get("by_model")
+        if self.setup.blocks == "pipeline" and self.blocks.loss is not None and not by_model:
             return self.blocks(x, targets=targets)
         return self.loss(self.through(x), targets)
 

@@ -81,3 +81,41 @@ def test_schedules(mesh):
                 for layer in range(count):
                     gradient = alone.get_parameter(f"blocks.{layer}.{rows}").grad
                     close(p.grad.full_tensor()[blocks.place(layer)], gradient)
+
+
+class Plain(nn.Module):
+    """A forward that knows no pipeline."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x, labels):
+        for layer in self.layers:
+            x = layer(x)
+        return F.cross_entropy(self.head(x), labels)
+
+
+@distributed("stage=2,model=2")
+def test_a_model_as_it_is(mesh):
+    torch.manual_seed(0)
+    alone = Plain().double()
+    model = copy.deepcopy(alone)
+    model = gspmd.pipeline_model(model, "layers", mesh, microbatches=4, schedule="1f1b")
+    gspmd.annotate(model, mesh, {"layers.*.up.weight": "model _"})
+    model = gspmd.parallelize(model, mesh)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (alone, model)]
+    for _ in range(3):
+        x, labels = torch.randn(8, WIDTH, dtype=torch.double), torch.randint(3, (8,))
+        losses = [m(x, labels) for m in (alone, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers):
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    state = gspmd.full_state_dict(model)
+    expected = alone.state_dict() if torch.distributed.get_rank() == 0 else {}
+    torch.testing.assert_close(dict(state), dict(expected))
+    with torch.no_grad():
+        torch.testing.assert_close(model(x, labels), alone(x, labels))

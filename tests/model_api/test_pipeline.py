@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from pipelined import check, with_pipeline
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 
@@ -145,9 +146,80 @@ def test_rows_of_arguments_go_with_their_microbatch():
 
 def test_a_loop_of_someone_else_calls_all_blocks_at_once():
     blocks = gspmd.stack(Block() for _ in range(3))
-    assert [*blocks] == blocks[:3] == [blocks] and len(blocks) == 3
+    assert len([*blocks]) == len(blocks[:3]) == len(blocks) == 3
+    assert [*blocks][2].up is blocks.block.up  # attributes of the block that stands for all
     with pytest.raises(gspmd.ShardingError, match="a part of 3 stacked blocks"):
         blocks[:2]
+
+
+LOOPS = {  # what one may do in a loop over blocks, beside x = block(x)
+    "added": lambda x, i, block: x + block(x),
+    "negated": lambda x, i, block: -block(x),
+    "scaled": lambda x, i, block: block(x * (1 + i)),
+    "skipped": lambda x, i, block: x if i == 1 else block(x),
+    "called twice": lambda x, i, block: (block(x), block(x))[0],
+    "read": lambda x, i, block: block(x) if i == 0 or x.sum() < 1e9 else x,
+    "other argument": lambda x, i, block: block(x, torch.full((), float(i + 1))),
+    "other number": lambda x, i, block: block(x, float(i + 1)),
+}
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+
+    def forward(self, x, scale=1.0):
+        return torch.tanh(self.up(x)) * scale
+
+
+class Looping(nn.Module):
+    def __init__(self, step):
+        super().__init__()
+        self.blocks, self.step = nn.ModuleList(Scaled() for _ in range(4)), step
+
+    def forward(self, x):
+        for i, block in enumerate(self.blocks):
+            x = self.step(x, i, block)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("make", ["stack", "pipeline", "pipeline_model"])
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_loop_that_does_more_than_call_its_blocks_is_an_error(name, make):
+    """Without a mesh it is what was written."""
+    torch.manual_seed(0)
+    model, mesh, x = Looping(LOOPS[name]), gspmd.Mesh(stage=2), torch.randn(8, 4)
+    expected = model(x)
+    if make == "stack":
+        model.blocks = gspmd.stack(model.blocks)
+    elif make == "pipeline":
+        model.blocks = gspmd.pipeline(model.blocks, mesh, microbatches=4)
+    else:
+        options = {"microbatches": 4, "schedule": "1f1b"}
+        model = gspmd.pipeline_model(model, "blocks", mesh, **options)
+    torch.testing.assert_close(model(x), expected)
+    with pytest.raises(gspmd.ShardingError, match="in a loop over blocks that run as one"):
+        gspmd.plan(model, x, mesh=mesh, grad=True)
+
+
+@pytest.mark.parametrize("make", ["stack", "pipeline"])
+def test_a_loop_may_checkpoint_its_blocks_and_read_shapes(make):
+    def step(x, i, block):
+        assert x.shape[-1] == 4 and x.dtype == torch.double and x.dim() == 2 and len(x) == 8
+        return checkpoint(block, x, use_reentrant=False)
+
+    torch.manual_seed(0)
+    model, mesh = Looping(step).double(), gspmd.Mesh(stage=2)
+    x = torch.randn(8, 4, dtype=torch.double)
+    loss = model(x)
+    loss.backward()
+    expected = torch.stack([block.up.weight.grad for block in model.blocks])
+    options = {} if make == "stack" else {"mesh": mesh, "microbatches": 4}
+    model.blocks = getattr(gspmd, make)(model.blocks, **options)
+    found, gradients = gspmd.plan(model, x, mesh=mesh, grad=True).simulate(x)
+    torch.testing.assert_close(found, loss.detach())
+    torch.testing.assert_close(gradients["blocks.block.up.weight"], expected)
 
 
 def test_blocks_whose_numbers_differ_are_an_error():

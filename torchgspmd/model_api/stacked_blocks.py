@@ -22,14 +22,15 @@ from ..errors import ShardingError, user_line
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
+from .block_calls import BlockCalls, BlockPlace
 from .row_arguments import SharedArguments
 
 
 class StackedBlocks(nn.Module):
     """Blocks whose weights are stacked. A parameter of its `block` is [rows, ...].
 
-    A loop over it runs once and calls all blocks, so a model's `for block in blocks: x = block(x)`
-    needs no change.
+    A loop over it calls all blocks as one (block_calls.py), so a model's
+    `for block in blocks: x = block(x)` needs no change.
     """
 
     def __init__(
@@ -80,8 +81,8 @@ class StackedBlocks(nn.Module):
         return self.count
 
     def __iter__(self) -> Iterator[nn.Module]:
-        # Once, because a call of the stack runs all blocks.
-        yield self
+        calls = BlockCalls(self.count, self, self.run_one)
+        return iter([BlockPlace(self.block, calls, number) for number in range(self.count)])
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return the module that stands for a block; for the slice of all, a list for a loop."""
@@ -94,7 +95,7 @@ class StackedBlocks(nn.Module):
                 why="all of them are one call",
                 fix="stack the parts by themselves",
             )
-        return [self]
+        return [*self]
 
     def place(self, layer: int) -> int:
         """Return the row that has a block's weights."""
@@ -112,10 +113,14 @@ class StackedBlocks(nn.Module):
 
     def one_by_one(self, x: object, shared: SharedArguments) -> object:
         """Call one block after the other; return the last one's result."""
-        weights = self.weights()
-        for place in self.places:
-            x = self.run(self.block, {name: w[place] for name, w in weights.items()}, x, shared)
+        for number in range(self.count):
+            x = self.run_one(number, x, *shared.args, **shared.kwargs)
         return x
+
+    def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
+        """Call the block with a number."""
+        weights = {name: w[self.places[number]] for name, w in self.weights().items()}
+        return self.run(self.block, weights, x, SharedArguments(args, kwargs))
 
     @staticmethod
     def run(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ...capture.trace_context import is_transforming
+from ...compat.private_apis import is_functorch_wrapped_tensor
 
 
 class _WithPositions(Function):
@@ -42,6 +43,7 @@ class _WithPositions(Function):
 
 def with_positions(run: Callable[..., Tensor], front: int, *tensors: Tensor) -> Tensor:
     """Return run(front, *tensors). front: the number of position dimensions that lead."""
-    if is_transforming():
+    # Operands that torch.vmap does not map have no positions at its level.
+    if is_transforming() and any(map(is_functorch_wrapped_tensor, tensors)):
         return _WithPositions.apply(run, front, *tensors)  # pyright: ignore
     return run(front, *tensors)
