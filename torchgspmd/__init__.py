@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .compiler.api import Plan, plan
     from .layout.annotate import annotate
     from .layout.mark import mark_sharding
-    from .nn import collectives, manual, moe, pipeline, pipeline_model, stack, train_step
+    from .nn import collectives, manual, moe, pipeline, stack, train_step
+    from .nn import pipeline_model as pipeline_model
     from .rules.custom import rule
     from .runtime.batch_sampler import BatchSampler as BatchSampler
     from .runtime.checkpoint import load, save
@@ -61,7 +62,6 @@ __all__ = [
     "moe",
     "parallelize",
     "pipeline",
-    "pipeline_model",
     "plan",
     "rule",
     "save",
