@@ -193,7 +193,8 @@ def main(names: Sequence[str], seconds: float) -> None:
         mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.axes)
         saved = [f"{n} x {part or 'layer'}" for part, n in best.savings.recomputed]
         if best.savings.microbatches > 1:
-            saved.append(f"{best.savings.microbatches} microbatches")
+            kind = "calls" if best.savings.in_calls else "microbatches"
+            saved.append(f"{best.savings.microbatches} {kind}")
         count = run.shape.layers if isinstance(run, Run) else run.layers
         layers, ratio = round(run.recomputed * count), best.seconds / hand
         print(
