@@ -34,6 +34,11 @@ class Net(nn.Module):
         return self.down(y + torch.tensor([0.5]))
 
 
+class Mean(Net):
+    def forward(self, x):
+        return super().forward(x).mean()
+
+
 class Counts(Net):
     def __init__(self):
         super().__init__()
@@ -341,12 +346,16 @@ def test_options_of_parallelize_are_in_the_key(planned):
     }
     together = {"memory_budget": {"recompute": "auto"}}
     neither = {"model", "mesh", "backend", "pin", "shard_updates", "plan"}
+    neither.add("microbatches")  # below
     missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
     assert missing <= {"timeout", "check", "dynamic", "audit", "carriers"}, missing
     for count, (name, value) in enumerate(others.items(), 2):
         options = {name: value, **together.get(name, {})}
         gspmd.parallelize(Net(), gspmd.Mesh(data=1), **options)(torch.ones(3, 4))
         assert len(planned) == count, name
+    for count, parts in enumerate((1, 3), len(planned) + 1):  # for a model with a loss
+        gspmd.parallelize(Mean(), gspmd.Mesh(data=1), microbatches=parts)(torch.ones(3, 4))
+        assert len(planned) == count
 
 
 def test_the_log_says_why_it_plans(caplog, monkeypatch):

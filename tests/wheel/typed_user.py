@@ -48,6 +48,8 @@ gspmd.load_safetensors(sharded, "folder")
 blocks = [nn.Linear(64, 64) for _ in range(4)]
 assert_type(gspmd.stack(blocks), nn.Module)
 assert_type(gspmd.pipeline(blocks, mesh, "model", microbatches=4), nn.Module)
+whole = nn.Sequential(nn.Sequential(*blocks))
+assert_type(gspmd.pipeline_model(whole, "0", mesh, "model", microbatches=4), nn.Sequential)
 gspmd.train_step(model, optimizer)
 gspmd.manual(torch.sin, mesh, "model _", "model _", axes=["model"])
 assert_type(gspmd.collectives.all_reduce(x, "model"), Tensor)

@@ -105,7 +105,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules "
         "_non_persistent_buffers_set _parameters",
     ),
-    *_rows(PLAN, "torch.Tensor", "_base _use_count _version"),
+    *_rows(PLAN, "torch.Tensor", "_base _make_wrapper_subclass _use_count _version"),
     *_rows(PLAN, "torch.UntypedStorage", "_cdata"),
     *_rows(
         NOTHING,

@@ -71,6 +71,26 @@ class TracedLoop:
         nest: Nest = tuple(each.backward or each.loop for each in self.around)
         return nest_text((*nest, loop))
 
+    def row(self, xs: Tensor) -> Tensor:
+        """Return an iteration's row."""
+        return loop_row(xs, self.text(self.loop))
+
+    def carry(self, x: Tensor) -> Tensor:
+        """Return an iteration's carry; x is the first one's."""
+        return loop_carry(x, self.text(self.loop))
+
+    def end(self, x: Tensor, carry: Tensor) -> Tensor:
+        """Return the last iteration's x, which is each next iteration's carry."""
+        return loop_next(x, x, carry, self.text(self.loop))
+
+    def stack(self, x: Tensor) -> Tensor:
+        """Stack x over all iterations."""
+        return loop_stack(x, self.text(self.loop))
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum x over all iterations."""
+        return loop_total(x, self.text(self.loop))
+
     def next_visit(self, reverse: bool) -> Loop:
         """Return a loop that walks the rows again."""
         self.visits += 1

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
-from ...rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 from ..functional_values import unwrap, was_mutated
 from ..replaced_tensors import with_tensors
 from ..state.object_trees import closed, opened
@@ -187,24 +186,19 @@ class _Run:
         """Trace one microbatch, between a loop's entries and exits."""
         buffers = dict(self.module.named_buffers())
         with open_loop(self.count) as traced:
-            text = traced.text(traced.loop)
-            carries = {name: loop_carry(buffers[name], text) for name in self.changed}
+            carries = {name: traced.carry(buffers[name]) for name in self.changed}
             own = {name: carry.clone() for name, carry in carries.items()}
-            done = step([loop_row(x, text) for x in rows], own)
+            done = step([traced.row(x) for x in rows], own)
             for name, carry in carries.items():
-                after = done.buffers[name]
-                buffers[name].copy_(loop_next(after, after, carry, text))
+                buffers[name].copy_(traced.end(done.buffers[name], carry))
 
             def total(x: Tensor) -> Tensor:
-                return loop_total(_wide(x), text).to(x.dtype)
-
-            def stacked(x: Tensor) -> Tensor:
-                return loop_stack(x, text)
+                return traced.total(_wide(x)).to(x.dtype)
 
             results = [
-                joined(stacked(x)) if x.dim() else total(self._share(x)) for x in done.results
+                joined(traced.stack(x)) if x.dim() else total(self._share(x)) for x in done.results
             ]
-            exits = [*[stacked] * len(rows), *[total] * (len(done.gradients) - len(rows))]
+            exits = [*[traced.stack] * len(rows), *[total] * (len(done.gradients) - len(rows))]
             return results, [
                 None if g is None else leave(g) for leave, g in zip(exits, done.gradients)
             ]
