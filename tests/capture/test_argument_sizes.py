@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import torchgspmd as gspmd
 
@@ -159,3 +160,21 @@ def test_bad_sizes_are_errors():
         result.simulate(torch.ones(3, 1))
     with pytest.raises(gspmd.ShardingError, match="the plan was made for"):
         result.simulate(torch.ones(5, 6))
+
+
+class LastPositions(nn.Module):
+    def forward(self, x):
+        y = x * 2
+        # Known sizes, in the memory of a tensor whose size is open.
+        return y[:, -1:].sum() + y[:, :3].transpose(0, 1).square().sum()
+
+
+def test_no_value_of_a_program_has_a_symbol_in_its_strides():
+    plan = gspmd.plan(
+        LastPositions(), torch.ones(4, 8), mesh=gspmd.Mesh(data=2), dynamic={"x": {1}}
+    )
+    values = [node.meta.get("val") for node in plan.captured.graph.nodes]
+    tensors = [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    assert tensors and all(type(n) is int for x in tensors for n in (*x.shape, *x.stride()))
+    x = torch.randn(4, 11)
+    torch.testing.assert_close(plan.simulate(x), LastPositions()(x))

@@ -252,3 +252,25 @@ def test_a_sharded_sequence_of_any_length(mesh):
         for p, q in zip(model.parameters(), alone.parameters()):
             torch.testing.assert_close(p.grad.full_tensor(), q.grad, rtol=1e-10, atol=1e-12)
     assert programs(model) == 2
+
+
+class LastToken(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+
+    def forward(self, x):
+        return self.up(x)[:, -1:]
+
+
+@distributed("data=2")
+def test_a_slice_of_known_size_is_in_a_shared_plan(mesh):
+    torch.manual_seed(0)
+    alone = LastToken()
+    model = gspmd.parallelize(copy.deepcopy(alone), mesh, in_specs="data _ _")
+    for length in (5, 7, 9):
+        x = torch.randn(4, length, 4)
+        found = model(x)
+        whole = found.full_tensor() if isinstance(found, DTensor) else found
+        torch.testing.assert_close(whole, alone(x))
+    assert len(model._all_programs()) == 2  # of the first length, and of all others

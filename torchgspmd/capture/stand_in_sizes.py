@@ -293,7 +293,8 @@ def _symbols_in(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(_symbols_in, value))
     if isinstance(value, Tensor):
-        return any(isinstance(n, torch.SymInt) for n in value.shape)
+        # A slice has known sizes, and the strides of what it is cut from.
+        return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
     return isinstance(value, NUMBERS)
 
 
@@ -301,7 +302,8 @@ def _shape_env(value: Any) -> ShapeEnv:
     """Return the environment that has a result's symbols."""
     leaf = next(filter(_symbols_in, pytree.tree_leaves(value)))
     if isinstance(leaf, Tensor):
-        leaf = next(n for n in leaf.shape if isinstance(n, torch.SymInt))
+        sizes = (*leaf.shape, *leaf.stride())
+        leaf = next(n for n in sizes if isinstance(n, torch.SymInt))
     return leaf.node.shape_env
 
 

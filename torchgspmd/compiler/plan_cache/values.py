@@ -122,6 +122,8 @@ class Encoder:
             return ["mesh", str(value)]
         if isinstance(value, Tensor):
             shape, strides = list(value.shape), list(value.stride())
+            if any(type(size) is not int for size in (*shape, *strides)):
+                raise Unshareable("it has a size that depends on values")
             return ["tensor", shape, strides, self.encode(value.dtype), str(value.device)]
         if isinstance(value, pytree.TreeSpec):
             return self._encode_tree(value)
