@@ -44,7 +44,9 @@ ADDED = 816
 # Features beside which another one sends more than alone: times, and why.
 MORE = {
     "uneven": (1.6, "other sizes, and padding"),
-    **dict.fromkeys(("circular2", "interleaved", "vee"), (1.55, "four layers, not two")),
+    **dict.fromkeys(
+        ("circular2", "interleaved", "vee", "whole_vee"), (1.55, "four layers, not two")
+    ),
     **dict.fromkeys(("recompute", "selective", "checkpoint"), (1.4, "the forward sends again")),
     **dict.fromkeys(
         ("dropless", "shared", "alternate"),
