@@ -195,9 +195,21 @@ def test_native_dropout_differs_between_microbatches():
 def test_evaluation_and_no_gradient_take_the_batch_at_once():
     model, (x, labels) = Layers("plain").double(), batch()
     arguments = {"mesh": Mesh(data=2), "in_specs": ("data _", "data"), "microbatches": COUNT}
-    for training, grad in ((True, False), (False, True)):
+    loops = []
+    for training, grad in ((True, True), (True, False), (False, True)):
         plan = gspmd.plan(model.train(training), x, labels, grad=grad, **arguments)
-        assert not any(node.name.startswith("loop_row") for node in plan.program.graph.nodes)
+        loops.append(any("loop_row" in node.name for node in plan.captured.graph.nodes))
+    assert loops == [True, False, False]
+
+
+class Table(Layers):
+    """It returns sums by classes, which no row of the batch has."""
+
+    def __init__(self):
+        super().__init__("plain")
+
+    def forward(self, x, labels):
+        return super().forward(x, labels), torch.bincount(labels, minlength=CLASSES)
 
 
 class Pair(nn.Module):
@@ -213,6 +225,9 @@ class Pair(nn.Module):
             "a batch of 10 is divided into 3 microbatches"),
         (lambda: gspmd.plan(Layers("plain").up, torch.ones(12, WIDTH), mesh=Mesh(data=2),
             grad=True, microbatches=COUNT), "returns no scalar with a gradient"),
+        (lambda: gspmd.plan(Table(), torch.ones(12, WIDTH), torch.zeros(12).long(),
+            mesh=Mesh(data=2), grad=True, microbatches=COUNT),
+            "for a microbatch of 4 rows"),
         (lambda: gspmd.plan(Pair(), 1.0, mesh=Mesh(data=2), grad=True, microbatches=2),
             "a call without tensors"),
         (lambda: gspmd.plan(Pair(), torch.ones(2), mesh=Mesh(data=2), microbatches=0),

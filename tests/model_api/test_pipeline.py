@@ -187,7 +187,7 @@ class Looping(nn.Module):
 @pytest.mark.parametrize("make", ["stack", "pipeline", "pipeline_model"])
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_loop_that_does_more_than_call_its_blocks_is_an_error(name, make):
-    """Without a mesh it is what was written."""
+    """Without a mesh it runs as Python runs it."""
     torch.manual_seed(0)
     model, mesh, x = Looping(LOOPS[name]), gspmd.Mesh(stage=2), torch.randn(8, 4)
     expected = model(x)
@@ -226,3 +226,19 @@ def test_blocks_whose_numbers_differ_are_an_error():
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(p)) for p in (0.1, 0.2)]
     with pytest.raises(gspmd.ShardingError, match="0 and 1 of a stack differ in 1.p: 0.1, 0.2"):
         gspmd.stack(blocks)
+
+
+@pytest.mark.parametrize("make", ["stack", "pipeline", "pipeline_model"])
+def test_a_block_that_returns_another_dtype_is_an_error(make):
+    """Under autocast a product returns bfloat16 for float32."""
+    model, mesh, x = Looping(lambda x, i, block: block(x)), gspmd.Mesh(stage=2), torch.ones(8, 4)
+    model.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+    if make == "pipeline_model":
+        options = {"microbatches": 4, "schedule": "1f1b"}
+        model = gspmd.pipeline_model(model, "blocks", mesh, **options)
+    else:
+        options = {} if make == "stack" else {"mesh": mesh, "microbatches": 4}
+        model.blocks = getattr(gspmd, make)(model.blocks, **options)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(gspmd.ShardingError, match="takes float32.* and returns bfloat16"):
+            gspmd.plan(model, x, mesh=mesh, grad=True)

@@ -55,18 +55,16 @@ def staged(model, mesh, **options):
     return gspmd.pipeline_model(copy.deepcopy(model), "inner.layers", mesh, **options)
 
 
-def check(gradients, model):
-    """Compare gradients by the names of the stacked weights."""
-    layers = model.inner.layers
+def check(gradients, model, pipelined):
+    """Compare gradients by the names of the stacked weights, and each layer's row."""
+    layers, places = model.inner.layers, pipelined.inner.layers.places
     for name, parameter in model.named_parameters():
         if not name.startswith("inner.layers."):
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
     for name, _ in layers[0].named_parameters():
-        stacked = gradients[f"inner.layers.block.{name}"]
+        rows = gradients[f"inner.layers.block.{name}"][list(places)]
         expected = torch.stack([layer.get_parameter(name).grad for layer in layers])
-        torch.testing.assert_close(
-            stacked.sort(0)[0], expected.sort(0)[0], rtol=1e-9, atol=1e-12
-        )  # two rounds have another order
+        torch.testing.assert_close(rows, expected, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("outputs", ["loss", "dict"])
@@ -101,7 +99,7 @@ def test_a_training_step(mesh, options, outputs):
         assert found["logits"] is None and found["name"] == "m"
         found = found["loss"]
     torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-12)
-    check(gradients, model)
+    check(gradients, model, pipelined)
 
 
 def test_several_microbatches_of_the_pipeline():
@@ -112,7 +110,7 @@ def test_several_microbatches_of_the_pipeline():
     model(*arguments).backward()
     pipelined = staged(model, mesh, microbatches=2)
     plan = gspmd.plan(pipelined, *arguments, mesh=mesh, grad=True, microbatches=2)
-    check(plan.simulate(*arguments)[1], model)
+    check(plan.simulate(*arguments)[1], model, pipelined)
 
 
 def test_forward_alone_is_that_of_the_model():
@@ -132,9 +130,67 @@ def test_forward_alone_is_that_of_the_model():
     assert pipelined.state_dict().keys() == model.state_dict().keys()
 
 
+class Skip(Model):
+    """The embedding is read behind the layers, too."""
+
+    def forward(self, tokens, labels):
+        x = entered = self.embed(tokens)
+        for layer in self.inner.layers:
+            x = layer(x, self.scale)
+        logits = self.norm(x + entered) @ self.embed.weight.T
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_values_before_the_layers_are_read_behind_them(schedule):
+    torch.manual_seed(0)
+    model, mesh, arguments = Skip().double(), Mesh(data=2, stage=2), batch()[:2]
+    model(*arguments).backward()
+    pipelined = staged(model, mesh, schedule=schedule)
+    plan = gspmd.plan(pipelined, *arguments, mesh=mesh, in_specs=("data _",) * 2, grad=True)
+    check(plan.simulate(*arguments)[1], model, pipelined)
+
+
+class Logits(Model):
+    """A head whose logits are float32, as transformers computes its losses."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+
+    def forward(self, tokens, labels):
+        x = self.embed(tokens)
+        for layer in self.inner.layers:
+            x = layer(x, self.scale)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_autocast():
+    torch.manual_seed(0)
+    model, mesh, arguments = Logits(), Mesh(data=2, stage=2), batch()[:2]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = model(*arguments)
+        expected.backward()
+        pipelined = staged(model, mesh)
+        plan = gspmd.plan(pipelined, *arguments, mesh=mesh, in_specs=("data _",) * 2, grad=True)
+    loss, gradients = plan.simulate(*arguments)
+    # A rounding of each product on the way; of gradients relative to the largest.
+    eps = 2 * LAYERS * torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(loss, expected.detach(), rtol=eps, atol=0)
+    head = model.head.weight.grad
+    torch.testing.assert_close(gradients["head.weight"], head, rtol=0, atol=eps * head.abs().max())
+
+
 class Branch(Model):
     def forward(self, tokens, labels):
         return self.embed(tokens).square().mean()
+
+
+class Twice(Model):
+    def __init__(self, mesh):
+        super().__init__()
+        self.others = gspmd.pipeline([Block() for _ in range(2)], mesh, microbatches=2)
 
 
 class Silent(Model):
@@ -147,6 +203,9 @@ class Silent(Model):
     [
         (lambda mesh: gspmd.pipeline_model(Model(), "layers", mesh, microbatches=2),
             "no list of layers 'layers'"),
+        (lambda mesh: staged(staged(Model(), mesh), mesh), "no list of layers"),
+        (lambda mesh: gspmd.pipeline_model(Twice(mesh), "inner.layers", mesh, microbatches=2),
+            "has two pipelines"),
         (lambda mesh: gspmd.plan(staged(Branch(), mesh), *batch()[:2], mesh=mesh, grad=True),
             "forward does not call the layers"),
         (lambda mesh: gspmd.plan(staged(Silent(), mesh), *batch()[:2], mesh=mesh, grad=True),

@@ -293,7 +293,7 @@ def _symbols_in(value: Any) -> bool:
     if isinstance(value, (tuple, list)):
         return any(map(_symbols_in, value))
     if isinstance(value, Tensor):
-        # A slice has known sizes, and the strides of what it is cut from.
+        # A slice of known size keeps the strides of its open operand.
         return any(isinstance(n, torch.SymInt) for n in (*value.shape, *value.stride()))
     return isinstance(value, NUMBERS)
 

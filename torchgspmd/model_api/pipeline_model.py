@@ -2,8 +2,8 @@
 
 A pipeline with backwards between forwards needs the part behind the layers as a function. The
 model's own forward is that function: it runs again for each microbatch, and the call of its layers
-returns the last stage's result. What stands before the layers is then computed for nothing, and no
-program keeps it. The first run ends where the layers are called: it has the first stage's values.
+returns the last stage's result. Of the values before the layers a program keeps those that are read
+behind them. The first run ends where the layers are called: it has the first stage's values.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def pipeline_model(
 
     The model's code stays: its forward calls its layers one after the other, and returns the mean
     loss, alone or with other results, which are None in a training step. Without gradients, in eval
-    mode and on one device it returns what it returned before. Parameters have the names that
-    `pipeline` gives them, so the call comes before the optimizer is made.
+    mode and on one device all results are there. Parameters have the names that `pipeline` gives
+    them, so the call comes before the optimizer is made.
 
     Args:
         model: The model, which is changed.
@@ -61,7 +61,8 @@ def pipeline_model(
         The model.
 
     Raises:
-        ShardingError: There are no such layers, they differ, or `pipeline` refuses an argument.
+        ShardingError: There are no such layers, they differ, a part of the model is a pipeline
+            already, or `pipeline` refuses an argument.
 
     Example:
         >>> from torchgspmd import Mesh, plan
@@ -86,6 +87,8 @@ def pipeline_model(
             where=user_line(),
             fix=did_you_mean(layers, lists),
         )
+    if any(isinstance(module, Pipeline) for module in model.modules()):
+        raise _two_pipelines()
     pipe = pipeline(
         blocks.children(),
         mesh,
@@ -141,8 +144,8 @@ class _Step:
     def _entered(self) -> tuple[object, SharedArguments]:
         """Run forward up to its layers; return what these are called with."""
 
-        def enter(x: object, shared: SharedArguments) -> None:
-            raise _Entered(x, shared)
+        def enter(pipe: Pipeline, x: object, shared: SharedArguments) -> None:
+            raise _Entered(x, shared) if pipe is self.pipe else _two_pipelines()
 
         try:
             self._call(self.leaves, enter)
@@ -156,8 +159,14 @@ class _Step:
 
     def _behind(self, y: object, **rows: Tensor) -> Tensor:
         """Return a microbatch's loss for the last stage's result."""
+
+        def leave(pipe: Pipeline, *_: object) -> object:
+            if pipe is not self.pipe:
+                raise _two_pipelines()
+            return y
+
         leaves = [rows.get(str(i), leaf) for i, leaf in enumerate(self.leaves)]
-        results, self.tree_of_results = pytree.tree_flatten(self._call(leaves, lambda *_: y))
+        results, self.tree_of_results = pytree.tree_flatten(self._call(leaves, leave))
         # torch.vmap's tensors do not tell whether they have a gradient.
         scalars = (x for x in results if isinstance(x, Tensor) and not x.dim())
         loss = next((x for x in scalars if x.is_floating_point()), None)
@@ -183,6 +192,15 @@ class _Step:
 
 
 _LOSS = object()
+
+
+def _two_pipelines() -> ShardingError:
+    return ShardingError(
+        "a model of pipeline_model has two pipelines",
+        where=user_line(),
+        why="a microbatch passes the stages of one list of layers",
+        fix="call pipeline_model once, for the longest list, and leave the others as they are",
+    )
 
 
 class _Entered(BaseException):

@@ -41,13 +41,11 @@ from ..layout.spec_notation import UNCONSTRAINED
 from .pipeline_schedules import check_schedule
 from .row_arguments import RowArguments, SharedArguments
 from .scheduled import ScheduledStages
-from .stacked_blocks import StackedBlocks
+from .stacked_blocks import StackedBlocks, check_alike
 
 Loss = Callable[..., Tensor]
-# What the call of the blocks does while pipeline_model runs the model around them.
-at_blocks: ContextVar[Callable[[object, SharedArguments], Any] | None] = ContextVar(
-    "at_blocks", default=None
-)
+# What a call of the blocks does while pipeline_model runs the model around them.
+at_blocks: ContextVar[Callable[..., Any] | None] = ContextVar("at_blocks", default=None)
 
 
 def pipeline(
@@ -193,7 +191,7 @@ class Pipeline(StackedBlocks):
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch; its loss, if there is one."""
         if (stand_in := at_blocks.get()) is not None:
-            return stand_in(x, SharedArguments(args, kwargs))
+            return stand_in(self, x, SharedArguments(args, kwargs))
         if self.loss is None or self.loss is in_model:
             return self.outputs(x, *args, **kwargs)
         if not self.runs_by_schedule():
@@ -356,7 +354,8 @@ class Pipeline(StackedBlocks):
         ) -> tuple[Tensor, ...]:
             arguments, x = shared.with_rows(mine), pytree.tree_unflatten([*leaves], tree)
             y = self.run(self.block, weights, x, arguments)
-            computed = pytree.tree_leaves(y)
+            computed, other = pytree.tree_flatten(y)
+            check_alike("pipeline", leaves, tree, computed, other)
             if is_full:
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))

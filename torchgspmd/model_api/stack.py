@@ -15,9 +15,8 @@ from torch.utils.checkpoint import checkpoint
 from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
 from .row_arguments import SharedArguments
-from .stacked_blocks import StackedBlocks
+from .stacked_blocks import StackedBlocks, check_alike
 
 
 def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
@@ -73,7 +72,7 @@ class Stack(StackedBlocks):
             y = self.run(self.block, row, pytree.tree_unflatten(leaves, tree), shared)
             results, other = pytree.tree_flatten(y)
             # Checked in the trace, since a loop's carry has one shape in all iterations.
-            _check(leaves, tree, results, other)
+            check_alike("stack", leaves, tree, results, other)
             return results
 
         def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
@@ -86,20 +85,3 @@ class Stack(StackedBlocks):
 
         last, _ = run_loop(body, leaves, [*weights.values()], self.count)
         return pytree.tree_unflatten(last, tree)
-
-
-def _check(taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
-    """Raise unless a block returns a value that the next one can take in its place."""
-    before = [(tuple(x.shape), x.dtype) for x in taken]
-    after = [(tuple(x.shape), x.dtype) for x in returned]
-    if tree != other or before != after:
-        raise ShardingError(
-            f"a block of a stack takes {_text(before)} and returns {_text(after)}",
-            where=user_line(),
-            why="all blocks are one program, so each takes what it returns",
-            fix="leave out of the stack what changes the shape, the dtype or the structure",
-        )
-
-
-def _text(values: list[tuple[tuple[int, ...], Any]]) -> str:
-    return ", ".join(f"{str(dtype).removeprefix('torch.')}{[*shape]}" for shape, dtype in values)

@@ -201,6 +201,24 @@ def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
                 )
 
 
+def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
+    """Raise unless a block returns a value that the next one can take in its place."""
+    before = [(tuple(x.shape), x.dtype) for x in taken]
+    after = [(tuple(x.shape), x.dtype) for x in returned]
+    if tree != other or before != after:
+        raise ShardingError(
+            f"a block of a {what} takes {_text(before)} and returns {_text(after)}",
+            where=user_line(),
+            why="all blocks are one program, so each takes what it returns",
+            fix=f"leave out of the {what} what changes shape, dtype or structure; set param_dtype= "
+            "in place of torch.autocast",
+        )
+
+
+def _text(values: list[tuple[tuple[int, ...], Any]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{[*shape]}" for shape, dtype in values)
+
+
 def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Put each block's weights into a state_dict, under its own names."""
     blocks = cast(StackedBlocks, module)

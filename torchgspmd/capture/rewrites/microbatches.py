@@ -171,6 +171,7 @@ class _Run:
             with torch.enable_grad(), replaced(table):
                 results, after = self._call(taken, buffers)
                 self.loss = _place_of_loss(results)
+                _check_rows(results, taken[0].shape[0])
                 inner = [x for x, need in zip([*taken, *leaves], needed) if need]
                 found = iter(
                     torch.autograd.grad(results[self.loss] / self.count, inner, allow_unused=True)
@@ -259,6 +260,19 @@ def _place_of_loss(results: Sequence[Tensor]) -> int:
         why="a microbatch's backward begins with its loss",
         fix="return the mean loss, or leave out microbatches",
     )
+
+
+def _check_rows(results: Sequence[Tensor], rows: int) -> None:
+    """Raise ShardingError unless results are scalars, or have a microbatch's rows."""
+    for x in results:
+        if x.dim() and x.shape[0] != rows:
+            raise ShardingError(
+                f"the module returns a tensor {list(x.shape)} for a microbatch of {rows} rows",
+                where=user_line(),
+                why="microbatches' results are scalars, or are joined by their rows",
+                fix="return scalars and tensors with a row for each row of the batch, or leave out "
+                "microbatches",
+            )
 
 
 def _wide(g: Tensor) -> Tensor:

@@ -121,9 +121,7 @@ class Encoder:
         if cls is Mesh:
             return ["mesh", str(value)]
         if isinstance(value, Tensor):
-            shape, strides = list(value.shape), list(value.stride())
-            if any(type(size) is not int for size in (*shape, *strides)):
-                raise Unshareable("it has a size that depends on values")
+            shape, strides = ([*map(self.encode, n)] for n in (value.shape, value.stride()))
             return ["tensor", shape, strides, self.encode(value.dtype), str(value.device)]
         if isinstance(value, pytree.TreeSpec):
             return self._encode_tree(value)

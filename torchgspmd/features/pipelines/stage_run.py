@@ -68,12 +68,11 @@ class StageProgram:
         return next(kind for kind in "FBW" if body in self.bodies_of(kind, stage))
 
     @cached_property
-    def last_uses(self) -> dict[int, list[LastUses]]:
-        """The last readers of each microbatch's values, by device, as far as known."""
-        return {}
+    def last_uses(self) -> list[list[LastUses]]:
+        """The last readers of each microbatch's values, by device."""
+        return [self._last_uses_on(device) for device in range(self.order.devices)]
 
-    def find_last_uses(self, device: int) -> list[LastUses]:
-        """Return the last readers of each microbatch's values on a device."""
+    def _last_uses_on(self, device: int) -> list[LastUses]:
         passed: list[list[tuple[str, int]]] = [[] for _ in range(self.loop.length)]
         for slot in self.order.schedule.rows[device]:
             passed[slot.piece.microbatch].append((slot.piece.kind, slot.piece.stage))
@@ -108,8 +107,6 @@ class StageRun:
         self.values: list[dict[str, Any]] = [{} for _ in range(call.loop.length)]
         self.stacked: dict[str, Tensor] = {}
         self.added: dict[str, Rows] = {}
-        if device not in call.last_uses:
-            call.last_uses[device] = call.find_last_uses(device)
         self.last_uses = call.last_uses[device]
 
     def links(self, piece: Piece, direction: int) -> Iterator[tuple[StageLink, str, int]]:
