@@ -87,13 +87,21 @@ def test_the_gradient_of_a_weight_of_all_iterations_is_reduced_once():
     torch.testing.assert_close(result.simulate(x)[1]["weight"], expected, rtol=1e-10, atol=1e-10)
 
 
+def attend(row):
+    """Attend to two keys alike, each kept or not."""
+    values = row[:, None, None].expand(-1, 2, 1)  # [heads, keys, 1]
+    keys = torch.zeros_like(values)
+    return F.scaled_dot_product_attention(keys[:, :1], keys, values, dropout_p=0.5)[:, 0, 0]
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("reverse", (False, True))
-def test_a_loop_that_draws_random_numbers_draws_others_in_each_iteration(reverse):
+@pytest.mark.parametrize("draw", (lambda row: F.dropout(row, 0.5), attend))
+def test_a_loop_that_draws_random_numbers_draws_others_in_each_iteration(draw, reverse):
     def dropped(x):
-        return scan(lambda h, row: (h + row, F.dropout(row, 0.5)), x[0], x, reverse=reverse)[1]
+        return scan(lambda h, row: (h + row, draw(row)), x[0], x, reverse=reverse)[1]
 
-    rows = gspmd.plan(dropped, torch.ones(3, 64), mesh=MESH, in_specs="_ data").simulate(
-        torch.ones(3, 64)
-    )
-    assert not torch.equal(rows[0], rows[1]) and set(rows.unique().tolist()) == {0.0, 2.0}
+    plan = gspmd.plan(dropped, torch.ones(3, 64), mesh=MESH, in_specs="_ data")
+    rows = plan.simulate(torch.ones(3, 64))
+    assert any("loop_row" in node.name for node in plan.captured.graph.nodes)
+    assert not torch.equal(rows[0], rows[1]) and {0.0, 2.0} <= set(rows.unique().tolist())

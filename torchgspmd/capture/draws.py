@@ -23,7 +23,6 @@ from torch.fx import traceback as fx_traceback
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from ..rules import has_own_seed
-from ..rules.custom_ops.random import DRAW_SEED
 from .rewrites.loop_trace import is_unrolling
 
 # Distinguishes the calls of one program, since a call may make several nodes.
@@ -130,7 +129,7 @@ def _keep_values(graph: fx.Graph) -> None:
         if "draw" not in node.meta:
             if node.op == "call_function":
                 same[node] = first.setdefault(key(node), node)
-        elif is_unrolling() or not (node.target is DRAW_SEED or has_own_seed(node.target)):
+        elif is_unrolling() or not has_own_seed(node.target):
             earlier, operands = drawn.setdefault(node.meta["draw"], (node, key(node)))
             if operands != key(node):
                 raise _other_operands(node)

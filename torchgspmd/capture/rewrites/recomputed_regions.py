@@ -25,7 +25,6 @@ from ...compat.fx_nodes import copy_node
 from ...compat.private_apis import TorchDispatchMode, get_proxy_mode
 from ...rules import has_own_seed
 from ...rules.custom_ops.loops import ENTRIES, EXITS
-from ...rules.custom_ops.random import DRAW_SEED
 from .loop_trace import RecomputedRegion
 
 REGION = "checkpoint"  # key in node.meta: a node's checkpoint by number, whether it saves the node
@@ -127,9 +126,7 @@ def _lost(graph: fx.Graph) -> set[fx.Node]:
             node.meta.pop(REGION, None)
             continue
         node.meta[REGION], is_saved = node.meta[REGION]
-        is_drawn = "draw" in node.meta and not (
-            node.target is DRAW_SEED or has_own_seed(node.target)
-        )
+        is_drawn = "draw" in node.meta and not has_own_seed(node.target)
         if node.target in ENTRIES | EXITS or not of_loops.isdisjoint(node.all_input_nodes):
             of_loops.add(node)
         elif not is_drawn and not is_saved:

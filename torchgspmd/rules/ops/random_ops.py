@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
-from ..custom_ops.random import draw_seed, keep_mask, uniform
+from ..custom_ops.random import DRAW_SEED, draw_seed, keep_mask, uniform
 from ..host_reads import host_reads
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
@@ -63,7 +63,9 @@ def _emit_draw(target: object, local: LocalBuilder, args: tuple, kwargs: dict) -
 
 
 def has_own_seed(op: Any) -> bool:
-    """Return whether an operator that draws becomes `uniform`, also in place (`normal_`)."""
+    """Return whether an operator draws a seed, or becomes `uniform`, also in place (`normal_`)."""
+    if op is DRAW_SEED:
+        return True
     name = op.name().split("::")[-1].split(".")[0].removesuffix("_")
     packets = [getattr(aten, each, None) for each in (name, f"{name}_functional")]
     return any(
