@@ -192,6 +192,83 @@ def test_native_dropout_differs_between_microbatches():
         assert len(gradient.unique()) > 3  # 0 to 4 of the rows are kept; 3 if parts draw alike
 
 
+class Attention(nn.Module):
+    """The loss is linear in the values."""
+
+    def __init__(self):
+        super().__init__()
+        self.keys, self.values = (nn.Parameter(torch.randn(2, 16, 8).double()) for _ in range(2))
+
+    def forward(self, x):  # [rows, heads, queries, width]
+        keys, values = (w.expand(len(x), -1, -1, -1) for w in (self.keys, self.values))
+        y = F.scaled_dot_product_attention(x, keys, values, dropout_p=0.5)
+        return y.sum((1, 2, 3)).mean(), y
+
+
+@pytest.mark.parametrize("case", MESHES)
+def test_attention_dropout(case):
+    torch.manual_seed(0)
+    model, x = Attention(), torch.randn(1, 2, 3, 8).double().expand(BATCH, -1, -1, -1)
+    mesh = Mesh.parse(MESHES[case])
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs="data _ _ _", grad=True, microbatches=COUNT)
+    assert any("loop_row" in node.name for node in plan.captured.graph.nodes)
+    (loss, rows), gradients = plan.simulate(x)
+    torch.testing.assert_close(loss, (gradients["values"] * model.values.detach()).sum())
+    assert len(rows[:, 0, 0, 0].unique()) == BATCH
+
+
+def test_rows_are_contiguous_where_the_batch_is():
+    """Losses of other people's models call `labels.view(-1)`."""
+
+    class Viewed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(WIDTH, CLASSES).double()
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.head(x.view(-1, WIDTH)), labels.view(-1))
+
+    torch.manual_seed(0)
+    model = Viewed()
+    x = torch.randn(BATCH, 3, WIDTH, dtype=torch.double)
+    labels = torch.randint(CLASSES, (BATCH, 3))
+    model(x, labels).backward()
+    plan = gspmd.plan(
+        model, x, labels, mesh=Mesh(data=2), in_specs=("data _ _", "data _"), grad=True,
+        microbatches=COUNT,
+    )  # fmt: skip
+    gradient = plan.simulate(x, labels)[1]["head.weight"]
+    torch.testing.assert_close(gradient, model.head.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+class Words(nn.Module):
+    """An embedding, biases and float32 logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(64, WIDTH)
+        self.up, self.head = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, 64)
+
+    def forward(self, tokens, labels):
+        logits = self.head(F.gelu(self.up(self.table(tokens)))).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_gradients_of_words_are_reduced_once(precision):
+    model, tokens = Words(), torch.zeros(BATCH, 64, dtype=torch.long)
+    if precision == "bfloat16":
+        model = model.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        plan = gspmd.plan(
+            model, tokens, tokens, mesh=Mesh(data=2), in_specs=("data _", "data _"), grad=True,
+            microbatches=COUNT,
+        )  # fmt: skip
+    repeated = [c for c in plan.collectives if c.count > 1]
+    assert all(c.payload_bytes <= 8 for c in repeated), repeated
+    assert len(plan.collectives) - len(repeated) == 6  # the loss and five parameters
+
+
 def test_evaluation_and_no_gradient_take_the_batch_at_once():
     model, (x, labels) = Layers("plain").double(), batch()
     arguments = {"mesh": Mesh(data=2), "in_specs": ("data _", "data"), "microbatches": COUNT}
