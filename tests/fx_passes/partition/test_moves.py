@@ -55,8 +55,8 @@ class Experts(Example):
         return gspmd.plan(layer, x, mesh=self.mesh, in_specs=self.in_specs, grad=True)
 
 
-def softmax_of_logits(x: Tensor) -> Tensor:
-    return (x * 2).logsumexp(1, keepdim=True).sub(x).cumsum(1).exp().logsumexp(0)
+def product_and_sum(x: Tensor, y: Tensor) -> Tensor:
+    return x.softmax(1) @ y + y.T
 
 
 def grouped_attention(x: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ def convnext(image: Tensor, stem: Tensor, *weights: Tensor) -> Tensor:
 CONVNEXT = ((16, 1, 7, 7), (16,), (16, 64), (64, 16))
 HEADS = ("data _ _", "_ model _", "_ _ _", "_ _ _", "model _ _")
 EXAMPLES = {
-    "operation": Example(softmax_of_logits, ((32, 32),), Mesh(x=4), ("_ x",), "_"),
+    "operation": Example(product_and_sum, ((32, 32),) * 2, Mesh(x=4), ("_ x", "_ _")),
     "sum": Example(
         grouped_attention,
         ((8, 32, 64), (64, 8, 8), (64, 2, 8), (64, 2, 8), (8, 8, 64), (8, 32, 64)),

@@ -11,9 +11,10 @@ import re
 import models
 import pytest
 import torch
+import torch.nn.functional as F
 from expecttest import TestCase
 from helpers import assert_same, eager
-from torch import nn
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
@@ -125,6 +126,36 @@ def test_data_parallel_reduces_every_gradient_once(n):
     plan = plan_of(module, Mesh(data=n), MANY)
     assert counts(plan) == {("all_reduce", True): 6}
     assert plan.sent_bytes == 2 * (n - 1) / n * sum(p.numel() * 4 for p in module.parameters())
+
+
+class Biased(nn.Module):
+    """Gradients that are sums of shared values; each part of a batch adds its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.norm = nn.Embedding(64, 16), nn.LayerNorm(16)
+        self.up, self.head = nn.Linear(16, 32), nn.Linear(32, 64)
+
+    def forward(self, parts: Tensor, labels: Tensor) -> Tensor:
+        losses = [
+            F.cross_entropy(self.head(F.gelu(self.up(self.norm(self.table(x))))).float().mT, y)
+            for x, y in zip(parts, labels)
+        ]
+        return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
+def test_gradients_of_all_parts_share_one_reduction(precision: str, parts: int) -> None:
+    model = Biased().to(torch.bfloat16 if precision == "bfloat16" else torch.float32)
+    tokens = torch.zeros(parts, 16, 64, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        plan = gspmd.plan(
+            model, tokens, tokens, mesh=Mesh(data=4), in_specs=("_ data _",) * 2, grad=True
+        )
+    gradients = sorted(c.payload_bytes for c in plan.collectives if c.payload_bytes > 8)
+    sizes = sorted(p.numel() * p.itemsize for p in model.parameters())
+    assert len(gradients) == len(sizes) and all(a <= b for a, b in zip(gradients, sizes))
 
 
 @pytest.mark.parametrize("n", SIZES)

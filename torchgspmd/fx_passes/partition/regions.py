@@ -4,7 +4,8 @@
 
 sum      summands (here einsum and embedding_backward) that are only added: one reduction does
 chain    operations on one tensor each, like reshape and transpose, one after the other
-source   a contraction, or positions counted, with the chain that its result goes through
+source   a contraction, positions counted, or another sum, with the chain that its result goes
+         through
 body     everything between contractions and marks, like a transformer's residual stream with its
          norms, forward and backward
 thread   everything that one dimension runs through, also contractions, like the heads from their
@@ -101,16 +102,16 @@ def _collect(root: Op, value: fx.Node, at: Assignment) -> Region | None:
     passing, summands, values, stack = [], {}, {value}, [root]
     while stack:
         op = stack.pop()
+        operands = [op.operands[i] for i in summand_indices(op)]
+        # A sum of a shared value, like a bias gradient, is a summand of its own.
+        if not operands or (op.rule.reduce and not has_one_use(op.operands[0])):
+            summands[op.node] = op
+            continue
+        if not all(v in at.producers and has_one_use(v) for v in operands):
+            return None
         passing.append(op)
-        for operand in (op.operands[i] for i in summand_indices(op)):
-            producer = at.producers.get(operand)
-            if producer is None or not has_one_use(operand):
-                return None
-            values.add(operand)
-            if passes(producer):
-                stack.append(producer)
-            else:
-                summands[producer.node] = producer
+        values.update(operands)
+        stack += (at.producers[v] for v in operands)
     if not any(adds(op) for op in passing):
         return None
     ops = (*at.in_order(summands.values()), *at.in_order(passing))
@@ -122,24 +123,28 @@ def chains(ops: Mapping[fx.Node, Op]) -> list[Region]:
 
     Every result but the last is used once.
     """
-    return [_chain(links) for links in _op_sequences(ops) if len(links) > 1]
+    starts = [op for op in ops.values() if _is_link(op) and not _is_link(ops.get(op.operands[0]))]
+    return [_chain([op, *links]) for op in starts if (links := _links_after(op, ops))]
 
 
 def sources(ops: Mapping[fx.Node, Op]) -> list[Region]:
-    """Return contractions, and nodes without operands, with the chain behind them.
+    """Return contractions, other sums, and nodes without operands, each with the chain behind it.
 
     Nothing else uses their result.
     """
-    makers = {
-        _result(op): op
-        for op in ops.values()
-        if (op.rule.contraction or not op.operands) and has_one_use(_result(op))
-    }
-    return [
-        _chain([makers[links[0].operands[0]], *links])
-        for links in _op_sequences(ops)
-        if links[0].operands[0] in makers
-    ]
+    makers = [op for op in ops.values() if _is_source(op, ops)]
+    return [_chain([op, *links]) for op in makers if (links := _links_after(op, ops))]
+
+
+def _is_source(op: Op, ops: Mapping[fx.Node, Op]) -> bool:
+    """Return whether a chain may be laid out like an operation, which is unlike its operands."""
+    if op.rule.contraction or not op.operands:
+        return True
+    # A sum of one tensor that nothing else uses is itself in a chain.
+    in_chain = _is_link(op) and (
+        has_one_use(op.operands[0]) or not _is_link(ops.get(op.operands[0]))
+    )
+    return len(op.results) == 1 and bool(op.rule.reduce) and not in_chain
 
 
 def _chain(ops: list[Op]) -> Region:
@@ -152,18 +157,14 @@ def _result(op: Op) -> fx.Node:
     return next(value for value in op.results if value is not None)
 
 
-def _op_sequences(ops: Mapping[fx.Node, Op]) -> list[list[Op]]:
-    """Return the longest sequences of operations on one tensor each."""
-    sequences = []
-    for op in ops.values():
-        if _is_link(op) and not _is_link(ops.get(op.operands[0])):
-            chain = [op]
-            while has_one_use(last := _result(chain[-1])) and (
-                (after := ops.get(next(iter(last.users)))) is not None and _is_link(after)
-            ):
-                chain.append(after)
-            sequences.append(chain)
-    return sequences
+def _links_after(op: Op, ops: Mapping[fx.Node, Op]) -> list[Op]:
+    """Return the longest sequence of operations on one tensor each that follows an operation."""
+    links = [op]
+    while has_one_use(last := _result(links[-1])) and (
+        (after := ops.get(next(iter(last.users)))) is not None and _is_link(after)
+    ):
+        links.append(after)
+    return links[1:]
 
 
 def _is_link(op: Op | None) -> bool:
