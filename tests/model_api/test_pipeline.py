@@ -1,5 +1,7 @@
 """pipeline(): loss and gradients of the loop over the blocks, bytes, names, errors."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -222,10 +224,64 @@ def test_a_loop_may_checkpoint_its_blocks_and_read_shapes(make):
     torch.testing.assert_close(gradients["blocks.block.up.weight"], expected)
 
 
-def test_blocks_whose_numbers_differ_are_an_error():
+class Numbered(Scaled):
+    """Like a transformers layer: a number that its cache reads, and one that its loop reads."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.kind = number, "even" if number % 2 == 0 else "odd"
+
+    def forward(self, x, cache=None):
+        if cache is not None:
+            cache.append(self.number)
+        return torch.tanh(self.up(x))
+
+
+def made(make, model, mesh):
+    if make == "pipeline_model":
+        options = {"microbatches": 4, "schedule": "1f1b"}
+        return gspmd.pipeline_model(model, "blocks", mesh, **options)
+    options = {} if make == "stack" else {"mesh": mesh, "microbatches": 4}
+    model.blocks = getattr(gspmd, make)(model.blocks, **options)
+    return model
+
+
+@pytest.mark.parametrize("make", ["stack", "pipeline", "pipeline_model"])
+def test_numbers_of_blocks_may_differ_where_no_program_reads_them(make):
+    kinds, cache, keeps = [], [], [False]
+
+    def step(x, i, block):
+        kinds.append(block.kind)
+        return block(x, cache if keeps[0] else None)
+
+    torch.manual_seed(0)
+    model, mesh = Looping(step).double(), gspmd.Mesh(stage=2)
+    model.blocks = nn.ModuleList(Numbered(i) for i in range(4)).double()
+    x = torch.randn(8, 4, dtype=torch.double)
+    expected = model(x)
+    expected.backward()
+    gradient = torch.stack([block.up.weight.grad for block in model.blocks])
+    model = copy.deepcopy(made(make, model, mesh))
+    kinds.clear()
+    found, gradients = gspmd.plan(model, x, mesh=mesh, grad=True).simulate(x)
+    torch.testing.assert_close(found, expected.detach())
+    torch.testing.assert_close(gradients["blocks.block.up.weight"], gradient)
+    assert kinds[:4] == ["even", "odd", "even", "odd"] and "even" not in repr(model)
+    keeps[0] = True
+    with pytest.raises(gspmd.ShardingError, match="read number, which differs: 0, 1, 2, 3"):
+        gspmd.plan(model, x, mesh=mesh, grad=True)
+    cache.clear()
+    model(x)  # each block in turn has its own number
+    assert cache == [0, 1, 2, 3]
+    model.blocks.block.number = 7
+    gspmd.plan(model, x, mesh=mesh, grad=True)
+    assert model.blocks.block.number == 7
+
+
+def test_dropout_rates_that_differ_are_an_error():
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(p)) for p in (0.1, 0.2)]
-    with pytest.raises(gspmd.ShardingError, match="0 and 1 of a stack differ in 1.p: 0.1, 0.2"):
-        gspmd.stack(blocks)
+    with pytest.raises(gspmd.ShardingError, match="of a stack read 1.p, which differs: 0.1, 0.2"):
+        gspmd.plan(gspmd.stack(blocks), torch.ones(4, 2), mesh=gspmd.Mesh(stage=2))
 
 
 @pytest.mark.parametrize("make", ["stack", "pipeline", "pipeline_model"])

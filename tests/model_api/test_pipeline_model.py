@@ -151,6 +151,38 @@ def test_values_before_the_layers_are_read_behind_them(schedule):
     check(plan.simulate(*arguments)[1], model, pipelined)
 
 
+class Translation(Model):
+    """Behind the layers, targets attend to one another, and to the layers' result."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def attend(self, x, y, **options):
+        q, k, v = (t[:, None] for t in (self.query(x), self.key(y), y))
+        return x + F.scaled_dot_product_attention(q, k, v, **options)[:, 0]
+
+    def forward(self, tokens, labels):
+        y = self.embed(labels.roll(1, 1))
+        y = self.attend(y, y, is_causal=True)
+        x = self.embed(tokens)
+        for layer in self.inner.layers:
+            x = layer(x, self.scale)
+        logits = self.norm(self.attend(y, x)) @ self.embed.weight.T
+        return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "gpipe"])
+def test_targets_attend_behind_the_layers(schedule):
+    """Gradients of what follows from targets alone are no sums over the stages."""
+    torch.manual_seed(0)
+    model, mesh, arguments = Translation().double(), Mesh(data=2, stage=2), batch()[:2]
+    model(*arguments).backward()
+    pipelined = staged(model, mesh, schedule=schedule)
+    plan = gspmd.plan(pipelined, *arguments, mesh=mesh, in_specs=("data _",) * 2, grad=True)
+    check(plan.simulate(*arguments)[1], model, pipelined)
+
+
 class Logits(Model):
     """A head with a bias whose logits are float32, as transformers computes its losses."""
 

@@ -18,6 +18,7 @@ from ..capture import is_capturing
 from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from .block_attributes import of_block
 
 # Reads of a tensor's facts.
 _FACTS = {"__get__", "dim", "size", "numel", "is_floating_point", "is_complex", "__len__"}
@@ -97,7 +98,8 @@ class BlockPlace(nn.Module):
         self.training = block.training
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["_block"], name)
+        with of_block(vars(self)["_number"]):
+            return getattr(vars(self)["_block"], name)
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         return self._calls.call(self._number, x, *args, **kwargs)

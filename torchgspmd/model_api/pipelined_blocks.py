@@ -208,7 +208,7 @@ class Pipeline(StackedBlocks):
         parts = [divided(x, self.microbatches) if isinstance(x, Tensor) else x for x in leaves]
         losses = []
         for i in range(self.microbatches):
-            row = [x[i] if isinstance(x, Tensor) else x for x in parts]
+            row = [x[i].contiguous() if isinstance(x, Tensor) else x for x in parts]
             y, others = pytree.tree_unflatten(row, tree)
             losses.append(loss(y, **others))
         return torch.stack(losses).mean()
@@ -237,15 +237,16 @@ class Pipeline(StackedBlocks):
             return self._stage_of_all(present, real, state, tree, own, mine)
 
         def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
-            remaining = iter(rows)
-            kwargs = pytree.tree_unflatten(
-                [next(remaining) if isinstance(t, Tensor) else t for t in others], of_targets
-            )
+            def one(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
+                remaining = iter(rows)
+                kwargs = pytree.tree_unflatten(
+                    [next(remaining) if isinstance(t, Tensor) else t for t in others], of_targets
+                )
+                return loss(pytree.tree_unflatten([*state], tree), **kwargs)
 
-            def one(*leaves: Tensor) -> Tensor:
-                return loss(pytree.tree_unflatten([*leaves], tree), **kwargs)
-
-            return _of_all_stages(one, *state)
+            # Each stage has rows of its own, so no gradient is a sum over stages in between.
+            mine = [x.expand(self.stages, *x.shape) for x in rows[: len(tensors)]]
+            return _of_all_stages(one, [*state], mine)
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
         parts = [divided(each, self.microbatches) for each in leaves]

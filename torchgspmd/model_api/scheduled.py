@@ -55,6 +55,7 @@ class ScheduledStages:
         count, p = len(xs), self.order.devices
 
         def body(*rows: Tensor) -> tuple[tuple, list[Tensor]]:
+            rows = tuple(x.contiguous() for x in rows)
             results: Sequence[Tensor] = [x.expand(p, *x.shape) for x in rows[:count]]
             for round_ in range(self.order.rounds):
                 results = self.stages(round_, results, rows[count:])
@@ -105,7 +106,8 @@ class _Trace:
         # Integers, such as positions, travel ahead with the activations but send nothing back.
         self.with_gradient = [i for i, x in enumerate(xs) if x.is_floating_point()]
         self.rows = [loop_row(x, self.text) for x in xs]
-        self.targets = [loop_row(x, self.text) for x in targets]
+        # Losses call view(-1) on what they take.
+        self.targets = [loop_row(x, self.text).contiguous() for x in targets]
         self.last = self.places.device(self.places.stages - 1)
 
     def carry(self, x: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from operator import attrgetter
-from types import NoneType
 from typing import Any, cast
 
 import torch
@@ -22,6 +21,7 @@ from ..errors import ShardingError, user_line
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
+from .block_attributes import of_block, separate
 from .block_calls import BlockCalls, BlockPlace
 from .row_arguments import SharedArguments
 
@@ -61,6 +61,7 @@ class StackedBlocks(nn.Module):
         }
         # A copy, since the first block keeps its own weights.
         self.block = copy.deepcopy(blocks[0])
+        separate(self.block, blocks, what)
         for name, tensor in stacked.items():
             first = blocks[0].get_parameter(name)
             parameter = nn.Parameter(tensor, first.requires_grad)
@@ -120,7 +121,8 @@ class StackedBlocks(nn.Module):
     def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
         """Call the block with a number."""
         weights = {name: w[self.places[number]] for name, w in self.weights().items()}
-        return self.run(self.block, weights, x, SharedArguments(args, kwargs))
+        with of_block(number):
+            return self.run(self.block, weights, x, SharedArguments(args, kwargs))
 
     @staticmethod
     def run(
@@ -173,7 +175,6 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
                 why="all blocks run one program, on weights that are stacked",
                 fix=f"leave out of the {what} what is before and after the like blocks",
             )
-        _check_attributes(blocks, i, what)
         buffers = zip(blocks[0].buffers(), blocks[i].buffers())
         if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
             raise ShardingError(
@@ -182,23 +183,6 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
                 fix="pass what differs as arguments, or make it a parameter",
             )
     return [*first]
-
-
-def _check_attributes(blocks: Sequence[nn.Module], i: int, what: str) -> None:
-    """Raise unless two blocks' modules have the same numbers and texts."""
-    for (name, one), (_, other) in zip(blocks[0].named_modules(), blocks[i].named_modules()):
-        for key, value in vars(one).items():
-            its = vars(other).get(key)
-            # Other attributes may be unequal objects that behave alike, such as activations.
-            if isinstance(value, (bool, int, float, str, NoneType)) and its != value:
-                raise ShardingError(
-                    f"blocks 0 and {i} of a {what} differ in {name}{'.' * bool(name)}{key}: "
-                    f"{value!r}, {its!r}",
-                    where=user_line(),
-                    why="all blocks run one program, with the numbers of the first",
-                    fix="make it a parameter or an argument, or, if forward does not use it, "
-                    "set it alike",
-                )
 
 
 def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:

@@ -147,7 +147,7 @@ class _Run:
         """Call with rows and other buffers; return its tensors, and the buffers after it."""
         leaves = list(self.leaves)
         for i, x in zip(self.places, rows):
-            # Models call view(-1) on what they take, and rows of all devices are apart.
+            # Models call view(-1) on what they take.
             leaves[i] = x.contiguous() if leaves[i].is_contiguous() else x
         args, kwargs = closed(pytree.tree_unflatten(leaves, self.tree))
 
