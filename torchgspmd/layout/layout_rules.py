@@ -255,8 +255,15 @@ class MeshLayout:
 _BOUND: ContextVar[MeshLayout | None] = ContextVar("layout", default=None)
 
 
+@dataclass(frozen=True)
 class Unmarked(MeshLayout):
-    """Stands for a layout while a capture on any mesh ignores all marks."""
+    """Stands for a layout while a capture ignores all marks but those along an axis."""
+
+    axis: str = ""
+
+    def ignores(self, spec: object) -> bool:
+        """Return whether a mark does not count."""
+        return not (self.axis and isinstance(spec, tuple) and self.axis in spec)
 
 
 @contextmanager

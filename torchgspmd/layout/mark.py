@@ -97,7 +97,7 @@ def mark_sharding(
         True
     """
     layout = bound_layout()
-    if isinstance(layout, Unmarked):
+    if isinstance(layout, Unmarked) and layout.ignores(spec):
         return tensor
     # An object with __torch_function__, such as a proxy of torch.fx, may stand for a tensor.
     if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):

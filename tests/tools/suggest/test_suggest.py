@@ -69,7 +69,7 @@ def test_it_finds_what_trying_everything_finds(name, hardware):
     model, batch = MODELS[name][0](), MODELS[name][1]()
     best = gspmd.suggest(model, (batch,), devices=4, hardware=hardware, seconds=600)[0]
     judge = Judge(model, (batch,), {}, hardware)
-    everything = search._Search(judge, hardware.memory, float("inf"))
+    everything = search.Search(judge, hardware.memory, float("inf"))
     matrices = [group for group in judge.groups if len(group.shape) > 1]
     least = min(
         everything.score(mesh, Marks(tuple((p, d) for p, d in dims if d is not None), *zero))
@@ -99,7 +99,7 @@ def test_what_sends_least_is_shown_if_it_is_little_slower():
         (gspmd.Mesh(data=2**i, model=2), Marks(), 1): Numbers(seconds, 1.0, bytes, 0.0, 0.0)
         for i, (seconds, bytes) in enumerate(zip(times, sent))
     }
-    shown = search._Search(None, 2.0, 0.0, tried=tried).best()
+    shown = search.Search(None, 2.0, 0.0, tried=tried).best()
     assert [each.sent_bytes for each in shown] == [9, 8, 7, 6, 1]
 
 
@@ -254,7 +254,7 @@ def test_as_many_layers_are_recomputed_as_memory_asks(layers):
         assert memory <= number.memory * 1.001 and number.seconds >= seconds * 0.99
     for limit in (known[1].memory, (known[1].memory + known[2].memory) / 2):
         least = min(seconds for memory, seconds in truth if memory <= limit)
-        found = search._Search(judge, limit, float("inf"))._plan(mesh, marks, 1)
+        found = search.Search(judge, limit, float("inf"))._plan(mesh, marks, 1)
         assert found.memory <= limit and found.seconds <= least * 1.1
     assert plan_of(Wide(layers), found, batch)[1] <= limit
 
@@ -454,7 +454,7 @@ def test_a_start_has_what_a_descent_finds():
     model, batch = Pairs(), torch.zeros(8, 256, 16)
     judge = Judge(model, (batch,), {}, SLOW_LINKS)
     mesh = gspmd.Mesh(data=1, model=4)
-    searched = search._Search(judge, 1e9, float("inf"))
+    searched = search.Search(judge, 1e9, float("inf"))
     start = searched._best_start(mesh, candidates.starts(judge, mesh))
     found = searched._descend(mesh, start)
     from_nothing = searched._descend(mesh, Marks())
@@ -523,7 +523,7 @@ def test_only_batches_that_are_tried_are_captured():
     mesh = gspmd.Mesh(data=8, model=1)
     kept = judge.numbers(mesh, Marks(), Savings())
     limit = kept.memory - kept.saved / 2
-    assert search._Search(judge, limit, float("inf"))._plan(mesh, Marks(), 1).memory > limit
+    assert search.Search(judge, limit, float("inf"))._plan(mesh, Marks(), 1).memory > limit
     assert {rows for _, (_, rows, _) in judge.captures} == {8}
 
 

@@ -269,6 +269,10 @@ class _Cut:
         copy_loops(graph)  # so that the backward has its own recomputed loops
         drop_unused_results(graph)
         round_, kind = divmod(piece, 4)
+        forward = {*self.nodes[4 * round_]} if _KINDS[kind] == BACKWARD else ()
+        for node in nodes:
+            if node in forward:
+                _mark_recomputed(new[node])
         return StageBody(_KINDS[kind], round_, graph, _names(inputs), _names(outputs))
 
     def _copy_number(self, graph: fx.Graph, node: fx.Node, new: dict[fx.Node, fx.Node]) -> fx.Node:
@@ -304,6 +308,15 @@ class _Cut:
                     fix="mark no weight or value of the blocks and of the loss along that axis, "
                     "or use schedule='gpipe' without loss=",
                 )
+
+
+def _mark_recomputed(node: fx.Node) -> None:
+    """Note that the forward has a node, and those in its loops, too."""
+    node.meta["recomputed"] = node.meta.get("value", node.name)
+    if isinstance(node.target, LoopCall):
+        for inner in node.target.graph.nodes:
+            if inner.op == "call_function":
+                _mark_recomputed(inner)
 
 
 def _unknown_dims(node: fx.Node) -> Iterator[tuple[int, tuple[int, int]]]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from ...layout.mesh import Mesh
 from .judge import Judge
-from .proposal import EXPERT, MODEL, Marks, batch_axes
+from .proposal import DATA, EXPERT, MODEL, STAGE, Marks, batch_axes
 
 MIN_SHARE = 0.005  # a group with less of the parameters' bytes is not searched by itself
 FEWER = 4  # times fewer devices along EXPERT than experts or devices allow
@@ -29,6 +29,26 @@ def meshes(devices: int, stacks: Iterable[int] = ()) -> Iterator[Mesh]:
         for count in (most // n for n in range(1, FEWER + 1) if most % n == 0):
             if count > 1:
                 yield Mesh(data=rest // count, expert=count, model=model)
+
+
+def staged(mesh: Mesh, layers: int) -> Iterator[Mesh]:
+    """Yield meshes of as many devices with stages, few first: DATA and then MODEL are divided."""
+    for stages in range(2, min(layers, mesh.size) + 1):
+        sizes = dict(mesh.axes)
+        rest = stages
+        for axis in (DATA, MODEL):
+            part = math.gcd(sizes[axis], rest)
+            sizes[axis], rest = sizes[axis] // part, rest // part
+        if rest == 1:
+            yield Mesh(stage=stages, **sizes)
+
+
+def of_stages(mesh: Mesh, rows: int) -> list[int]:
+    """Return the numbers of microbatches for a mesh with stages: about 4, 2 and 8 a stage."""
+    counts, stages = [1, *divisions(rows)], mesh.count((STAGE,))
+    wanted = (times * stages for times in (4, 2, 8))
+    nearest = [max((n for n in counts if n <= most), default=1) for most in wanted]
+    return [n for n in dict.fromkeys(nearest) if n >= stages]
 
 
 def starts(judge: Judge, mesh: Mesh) -> list[Marks]:

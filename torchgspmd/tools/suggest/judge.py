@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ...capture import BUFFER, MUTATION, PARAMETER, Captured, capture
+from ...capture import BUFFER, MUTATION, PARAMETER, Captured, Input, capture
 from ...comm.hardware import Hardware
 from ...compat.private_apis import _pytree as pytree
 from ...compiler.api import compile_plan
@@ -30,9 +30,10 @@ from ...shard_spec import ShardSpec
 from .expert_stacks import expert_stacks
 from .layer_outputs import noted, output_groups, with_marks
 from .layers import Layers, Recomputed
-from .proposal import MODEL, Group, Marks, Savings, batch_axes, groups_of
+from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource, returned
+from .stages import StagedPrograms, with_stage, without_stage
 from .step_numbers import Numbers
 
 ONE_DEVICE = Mesh(data=1, model=1)
@@ -66,6 +67,7 @@ class Judge:
     stacks: dict[str, int] = field(init=False)  # the lengths of expert stacks, by group
     dtype: torch.dtype = field(init=False)  # the products' smallest
     has_loss: bool = field(init=False)  # whether the model returns one
+    stages: StagedPrograms = field(init=False)
     first: int = 1
     shared: Shared = field(default_factory=Shared)
     captures: dict[tuple[int, Program], Captured | None] = field(default_factory=dict)
@@ -75,6 +77,7 @@ class Judge:
 
     def __post_init__(self) -> None:
         self.recomputable = self.layers = Layers.of(self.model)
+        self.stages = StagedPrograms(self.model, self.layers, self.args, self.kwargs, self.options)
         programs = self.programs((), self.rows)
         written = [
             p.inputs[out.input] for p in programs for out in p.outputs if out.kind == MUTATION
@@ -201,7 +204,10 @@ class Judge:
         key = mesh, marks, savings, rows, self.first
         if key not in self.known:
             inside = savings.microbatches // savings.calls
-            programs = self.programs(savings.recomputed, rows, inside)
+            if STAGE in mesh.names:
+                programs = (self.stages.program(mesh, savings),)
+            else:
+                programs = self.programs(savings.recomputed, rows, inside)
             whole = self._whole([self._plan(program, key) for program in programs], mesh)
             self.known[key] = whole.repeated(savings.calls, self.hardware)
         return self.known[key]
@@ -281,11 +287,20 @@ class Judge:
         return self.layers.alike and any(number < total for _, number in savings.recomputed)
 
     def _plan(self, program: Captured, key: Key) -> Numbers:
-        (mesh, marks, savings, rows, _), groups = key, groups_of(program)
+        mesh, marks, savings, rows, _ = key
+        groups = groups_of(program)
+        if STAGE in mesh.names:
+            known = groups_of(self.programs((), self.rows)[-1])
+            groups = self.stages.groups(program, known)
+
+        def mark(inp: Input) -> ShardSpec | None:
+            """Return a parameter's mark; stacked weights have another dimension for stages."""
+            group = groups[inp.name]
+            spec = marks.spec(group, mesh)
+            return spec if len(inp.shape) == len(group.shape) else with_stage(spec, group.shape)
+
         marked = [
-            replace(inp, mark=marks.spec(groups[inp.name], mesh))
-            if inp.kind == PARAMETER and inp.shape
-            else inp
+            replace(inp, mark=mark(inp)) if inp.kind == PARAMETER and inp.shape else inp
             for inp in program.inputs
         ]
         inputs = self.in_specs(mesh, marks, rows)
@@ -296,8 +311,10 @@ class Judge:
             outputs.update({glob: {spec}} if spec else {})
             return spec
 
+        program = replace(program, inputs=marked)
         result = compile_plan(
-            with_marks(replace(program, inputs=marked), mesh, spec_of),
+            # Marks in a program with stages are the pipeline's own.
+            program if STAGE in mesh.names else with_marks(program, mesh, spec_of),
             mesh,
             [*inputs, *[None for _ in program.state_inputs]],
             replace(self.options, regather=savings.regather),
@@ -308,8 +325,10 @@ class Judge:
         stored: dict[str, set[ShardSpec]] = {group.pattern: set() for group in self.groups}
         for inp, spec in zip(marked, result.input_layouts):
             if inp.name in groups:
-                priorities = inp.mark.priorities if inp.mark else ()
-                stored[groups[inp.name].pattern].add(spec.with_priorities(priorities))
+                group, priorities = groups[inp.name], inp.mark.priorities if inp.mark else ()
+                spec = spec.with_priorities(priorities)
+                is_stacked = len(inp.shape) > len(group.shape)
+                stored[group.pattern].add(without_stage(spec) if is_stacked else spec)
         self.stored[key] = {**stored, **outputs}  # the larger program's, which comes last
         return Numbers.of(result.report(self.hardware, tried=False))
 
@@ -357,8 +376,8 @@ class Judge:
         return output_groups(self.programs((), self.rows)[-1], self.layers)
 
     def least_memory(self, mesh: Mesh) -> float:
-        """Return a device's bytes at least, for weights that are divided along MODEL alone."""
-        return self.state_bytes / mesh.count((MODEL,))
+        """Return a device's bytes at least, for weights that no axis of the batch divides."""
+        return self.state_bytes / mesh.count(a for a in (MODEL, STAGE) if a in mesh.names)
 
 
 def _state_bytes(captured: Captured) -> float:

@@ -20,7 +20,7 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .script import ScriptSource
 
-DATA, EXPERT, MODEL = "data", "expert", "model"
+DATA, EXPERT, MODEL, STAGE = "data", "expert", "model", "stage"
 
 RECOMPUTE = """\
 from functools import partial
@@ -226,6 +226,7 @@ class Proposal:
             that it computes again, microbatches.
         precision: Options for parallelize that suggest was given.
         recomputed: Code for these layers, such as model.layers[:8]; none if empty.
+        staged: Path of the layers that are in stages, along the mesh's axis `stage`.
         largest_batch: Batch rows that fit, if it was searched.
         recompute_bound: Seconds that no choice of layers and submodules to recompute is below, on
         this mesh with these marks in this memory, if HiGHS is there.
@@ -255,6 +256,7 @@ class Proposal:
     savings: Savings = Savings()
     precision: Mapping[str, torch.dtype] = field(default_factory=dict)
     recomputed: str = ""
+    staged: str = ""
     largest_batch: int | None = None
     recompute_bound: float | None = None
     limit: float = math.inf
@@ -285,16 +287,25 @@ class Proposal:
         options = "".join(f", {name}={text}" for name, text in self._options())
         return (
             f"mesh = gspmd.Mesh({axes})\n"
+            + (self._in_stages() if self.staged else "")
             + (f"gspmd.annotate(model, mesh, {{\n{marks}}})\n" if marks else "")
             + (RECOMPUTE.replace("LAYERS", self.recomputed) if self.recomputed else "")
             + f"model = gspmd.parallelize(model, mesh, in_specs={specs}{options})"
+        )
+
+    def _in_stages(self) -> str:
+        """Return the code that puts layers into stages."""
+        again = ", recompute=True" * bool(self.savings.recomputed)
+        return (
+            f'model = gspmd.pipeline_model(model, "{self.staged}", mesh, '
+            f'microbatches={self.savings.microbatches}, schedule="1f1b"{again})\n'
         )
 
     def _options(self) -> Iterator[tuple[str, str]]:
         """Yield parallelize's options that are not the default, as code."""
         if self.savings.regather != "auto":
             yield "regather", f'"{self.savings.regather}"'
-        if self.savings.microbatches > self.savings.calls:
+        if self.savings.microbatches > self.savings.calls and not self.staged:
             yield "microbatches", str(self.savings.microbatches)
         for name, dtype in self.precision.items():
             yield name, str(dtype)

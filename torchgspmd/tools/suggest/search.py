@@ -7,8 +7,8 @@ parameters along DATA (ZeRO-3). On the best meshes, each group of equal paramete
 each dimension on MODEL. So are the arguments (image rows, the sequence), the outputs of like
 layers, and matrix stacks (experts) along DATA by themselves. A change stays if it makes the step
 shorter, or a program that needs too much memory smaller. A plan that needs too much memory gathers
-weights again for the backward, then divides the batch, then computes layers again. Propagation and
-partition decide all else, so few marks say much.
+weights again for the backward, then divides the batch, then computes layers again. The best are
+tried in stages (stage_search.py). Propagation and partition decide all else, so few marks say much.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ...fx_passes.units import parse_size
 from ...layout.mesh import Mesh
 from . import candidates
 from .judge import Judge
-from .proposal import Marks, Proposal, Savings, batch_axes
+from .proposal import STAGE, Marks, Proposal, Savings, batch_axes
+from .stage_search import put_into_stages
 from .step_numbers import Numbers
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ POOR = 1.1  # times a pass's best time: a slower change is not tried again
 HOPELESS = 1.5  # times the best time or memory: a mesh that starts above is not searched
 PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are not tried
 BEST = 5
+STAGED = 2  # of the best proposals: their layers are put into stages
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
 SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, and when to refine
 
@@ -97,14 +99,14 @@ def suggest(
             f"memory {memory!r} is no size", where=user_line(), fix='write "80GB" or 80e9'
         )
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
-    search = _Search(judge, limit, deadline, recheck, end)
+    search = Search(judge, limit, deadline, recheck, end)
     search.run(list(candidates.meshes(devices, judge.stacks.values())))
     counts = dict(judge.counts)
     return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
 
 
 @dataclass
-class _Search:
+class Search:
     """The proposals that were tried, by mesh, marks, and number of microbatches."""
 
     judge: Judge
@@ -127,6 +129,9 @@ class _Search:
             if self.microbatches > 1:
                 self._search(meshes)
         self._recheck()
+        self.deadline = (time.monotonic() + self.end) / 2
+        put_into_stages(self, self._best_keys()[:STAGED])
+        self.deadline = self.end
         self._refine()
         self._enlarge()
 
@@ -140,7 +145,7 @@ class _Search:
         before, self.microbatches = self.microbatches, count
         smallest = sorted(self.tried, key=lambda key: self.tried[key].memory)[:BEST]
         for mesh, marks, _ in smallest:
-            if self._is_divisible(mesh, count) and not self.is_over():
+            if self.is_divisible(mesh, count) and not self.is_over():
                 self.propose(mesh, marks)
         if not self._fits():
             self.microbatches = before
@@ -148,16 +153,16 @@ class _Search:
         self.unhelpful.clear()
         return self._fits()
 
-    def _is_divisible(self, mesh: Mesh, count: int) -> bool:
+    def is_divisible(self, mesh: Mesh, count: int) -> bool:
         """Return whether the batch's axes divide a microbatch's rows."""
         return self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
         """Search every mesh from few marks; then the best, mark by mark."""
         if self.microbatches > 1:
-            meshes = [mesh for mesh in meshes if self._is_divisible(mesh, self.microbatches)]
+            meshes = [mesh for mesh in meshes if self.is_divisible(mesh, self.microbatches)]
         # On the others the batch is whole on all devices, at least at first.
-        meshes = sorted(meshes, key=lambda mesh: not self._is_divisible(mesh, self.microbatches))
+        meshes = sorted(meshes, key=lambda mesh: not self.is_divisible(mesh, self.microbatches))
         found: dict[Mesh, Marks] = {}
         marks = Marks()
         for mesh in meshes:
@@ -174,7 +179,7 @@ class _Search:
     def _is_past(self, found: Sequence[tuple[Mesh, Marks]]) -> bool:
         """Return whether the last meshes are hopeless, and each worse than the one before."""
         last = [self.propose(*pair) for pair in found[-PAST:]]
-        scores = [self._order(each) for each in last]
+        scores = [self.order(each) for each in last]
         return len(last) == PAST and all(map(self._is_hopeless, last)) and scores == sorted(scores)
 
     def _recheck(self) -> None:
@@ -188,7 +193,6 @@ class _Search:
             for key in keys:
                 if not self.tried or time.monotonic() < self.recheck:
                     self.tried[key] = self._plan(*key)
-        self.deadline = self.end
 
     def _refine(self) -> None:
         """Try other ways to save memory, for the best proposals that save some at a cost."""
@@ -212,7 +216,7 @@ class _Search:
 
     def _improve(self, key: tuple[Mesh, Marks, int], other: Proposal) -> None:
         """Take another proposal in place of one, if it is better."""
-        if self._order(other) <= self._order(self.tried[key]):
+        if self.order(other) <= self.order(self.tried[key]):
             self.tried[key] = other
 
     def _others(self, key: tuple[Mesh, Marks, int]) -> Iterator[Savings]:
@@ -280,9 +284,10 @@ class _Search:
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
         """Return the sort key: bytes above the limit first, then seconds."""
-        return self._order(self.propose(mesh, marks))
+        return self.order(self.propose(mesh, marks))
 
-    def _order(self, proposal: Proposal) -> tuple[float, float]:
+    def order(self, proposal: Proposal) -> tuple[float, float]:
+        """Return a proposal's sort key."""
         return max(proposal.memory - self.limit, 0.0), proposal.seconds
 
     def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
@@ -310,7 +315,7 @@ class _Search:
         kept = self.judge.numbers(mesh, marks, ways[-1])
         if kept.memory - kept.saved <= self.limit and not self._is_slower(tried[0]):
             tried += self._smaller(mesh, marks, ways[-1], kept)
-        return min(tried, key=self._order)
+        return min(tried, key=self.order)
 
     def _smaller(
         self, mesh: Mesh, marks: Marks, savings: Savings, kept: Numbers
@@ -336,7 +341,7 @@ class _Search:
         """
         now = savings.microbatches
         for count in candidates.divisions(self.judge.rows):
-            if count > now and self._is_divisible(mesh, count):
+            if count > now and self.is_divisible(mesh, count):
                 # About as many bytes are kept for a microbatch as it has rows; gradients add up.
                 more = kept.gradients if now == 1 else 0.0
                 least = kept.memory + more - kept.saved * (1 - now / count)
@@ -353,12 +358,15 @@ class _Search:
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         """Return a proposal, its microbatches in one call or in several, whichever is better."""
         ways = dict.fromkeys([savings, replace(savings, in_calls=savings.microbatches > 1)])
-        return min((self._planned(mesh, marks, way) for way in ways), key=self._order)
+        return min((self.planned(mesh, marks, way) for way in ways), key=self.order)
 
-    def _planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+    def planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+        """Return the proposal for marks on a mesh that saves memory so."""
         judge, speed = self.judge, self.judge.hardware
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
         in_specs = judge.call_specs(mesh, marks, judge.rows // savings.calls)
+        is_staged, total = STAGE in mesh.names, judge.layers.length
+        is_listed = bool(savings.recomputed) and not is_staged  # a pipeline computes its own again
         return Proposal(
             mesh=mesh,
             marks=judge.marks(mesh, marks, savings),
@@ -370,16 +378,17 @@ class _Search:
             mfu=flops / (numbers.seconds * speed.rate(judge.dtype.itemsize)),
             bound=speed.product_seconds(flops, judge.dtype.itemsize),
             dtype=judge.dtype,
-            layers=(judge.first + 1, judge.layers.length) if judge.layers.alike else None,
+            layers=None if is_staged or not judge.layers.alike else (judge.first + 1, total),
             savings=savings,
             precision=judge.options.precision(),
-            recomputed=judge.recomputable.code(savings.recomputed) if savings.recomputed else "",
+            recomputed=judge.recomputable.code(savings.recomputed) if is_listed else "",
+            staged=judge.stages.path if is_staged else "",
             limit=self.limit,
         )
 
     def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:
         chosen: dict[tuple[Mesh, bool], tuple[Mesh, Marks, int]] = {}
-        for key in sorted(self.tried, key=lambda key: self._order(self.tried[key])):
+        for key in sorted(self.tried, key=lambda key: self.order(self.tried[key])):
             chosen.setdefault((key[0], key[1].zero), key)
         keys = list(chosen.values())[:BEST]
         frugal = self._frugal_key(keys[0])
@@ -387,16 +396,14 @@ class _Search:
 
     def _frugal_key(self, best: tuple[Mesh, Marks, int]) -> tuple[Mesh, Marks, int]:
         """Return the proposal that sends least among those little slower than the best."""
-        excess, seconds = self._order(self.tried[best])
+        excess, seconds = self.order(self.tried[best])
         close = [
             key
             for key, each in self.tried.items()
-            if self._order(each) <= (excess, FRUGAL * seconds)
+            if self.order(each) <= (excess, FRUGAL * seconds)
         ]
-        return min(
-            close, key=lambda key: (self.tried[key].sent_bytes, self._order(self.tried[key]))
-        )
+        return min(close, key=lambda key: (self.tried[key].sent_bytes, self.order(self.tried[key])))
 
     def best(self) -> list[Proposal]:
         """Return the best: one for each mesh, with and without ZeRO, and one that sends least."""
-        return sorted((self.tried[key] for key in self._best_keys()), key=self._order)
+        return sorted((self.tried[key] for key in self._best_keys()), key=self.order)
