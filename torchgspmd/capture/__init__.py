@@ -26,7 +26,8 @@ from .state.source import Source
 from .state.state_inputs import State, Varying
 from .state.writes import tensor_sources
 from .trace import capture, leaf_names
-from .trace_context import is_capturing, is_transforming, not_compiled
+from .trace_context import is_capturing, not_compiled
+from .transforms import is_transforming
 from .unsupported import check_module
 
 __all__ = [

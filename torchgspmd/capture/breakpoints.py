@@ -23,7 +23,8 @@ from ..compat.private_apis import FunctionalTensor, get_proxy_mode, get_proxy_sl
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
 from .functional_values import unwrap
-from .trace_context import PATCHES, is_transforming
+from .trace_context import PATCHES
+from .transforms import is_transforming
 
 VALUES = "breakpoint values"  # metadata on a traced node: its LocalValues
 

@@ -26,12 +26,13 @@ from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import batch_norm, products, sparse_coo, value_free  # noqa: F401 (register)
+from .rewrites import batch_norm, products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
-from .trace_context import OPENED, at_once, is_transforming, is_vectorizing
+from .trace_context import OPENED, at_once
+from .transforms import is_transforming, is_vectorizing
 from .unsupported import check_dense
 
 # The code of frames that call a module.

@@ -29,7 +29,6 @@ from ..compat.private_apis import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
-    get_interpreter_stack,
     is_missing,
 )
 from .draws import recomputing_dispatch
@@ -271,17 +270,6 @@ def _numpy_state() -> tuple[bytes, int]:
 def not_compiled(method: Callable) -> Callable:
     """Return the method so that torch.compile calls it without tracing it."""
     return method if is_missing(_disable_dynamo) else _disable_dynamo(method)
-
-
-def is_transforming() -> bool:
-    """Return whether torch.func differentiates or vectorizes the current call."""
-    return bool(get_interpreter_stack())
-
-
-def is_vectorizing() -> bool:
-    """Return whether torch.vmap, and no other torch.func transform, wraps the current call."""
-    stack = get_interpreter_stack() or []
-    return bool(stack) and all(level.key().name == "Vmap" for level in stack)
 
 
 def is_capturing() -> bool:

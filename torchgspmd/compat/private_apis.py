@@ -94,9 +94,9 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         PLAN,
         "torch._C._functorch",
-        "get_interpreter_stack is_functorch_wrapped_tensor peek_interpreter_stack",
+        "get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
     ),
-    *_rows(NOTHING, "torch._C._functorch", "get_unwrapped maybe_get_level", "manual regions"),
+    *_rows(NOTHING, "torch._C._functorch", "maybe_get_level", "manual regions"),
     *_rows(PLAN, "torch.autograd.graph", "_engine_run_backward"),
     *_rows(NOTHING, "torch.autograd", "_profiler_enabled", "names of modules in a profile"),
     *_rows(

@@ -1,4 +1,7 @@
-"""Each row indexed by its own indices, as torch.vmap writes it: x[arange(n), i] is a gather."""
+"""Each row indexed by its own indices, as torch.vmap writes it: x[arange(n), i] is a gather.
+
+So is x[arange(m)[:, None], arange(n), i], where rows are in several dimensions.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,10 @@ def _gather_of_each(node: fx.Node) -> fx.Node | Declined:
     index = _index_of_each(node)
     if index is None:
         return DECLINED
-    # As an index, dimension 0 would be an indexed one, whose shards give terms of a sum.
-    x, val = node.args[0], node.meta["val"]
-    rows = _call(node, aten.gather.default, (x, 1, index), list(index.meta["val"].shape), val.dtype)
+    # As indices, the dimensions before would be indexed ones, whose shards give terms of a sum.
+    x, val, dim = node.args[0], node.meta["val"], len(node.args[1]) - 1
+    shape = list(index.meta["val"].shape)
+    rows = _call(node, aten.gather.default, (x, dim, index), shape, val.dtype)
     return _call(node, aten.reshape.default, (rows, list(val.shape)), list(val.shape), val.dtype)
 
 
@@ -39,33 +43,36 @@ def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
     index = _index_of_each(node)
     if index is None:
         return DECLINED
-    x, _, values, *rest = node.args
+    x, indices, values, *rest = node.args
     shape = index.meta["val"].shape
     # Values that broadcast have no entry for each index.
     if values.meta["val"].numel() != math.prod(shape):
         return DECLINED
     op = aten.scatter_add.default if rest and rest[0] else aten.scatter.src
     rows = _call(node, aten.reshape.default, (values, list(shape)), shape, x.meta["val"].dtype)
-    return replacement_call(node, op, (x, 1, index, rows))
+    return replacement_call(node, op, (x, len(indices) - 1, index, rows))
 
 
 def _index_of_each(node: fx.Node) -> fx.Node | None:
-    """Return the index [n, k, *rest] for a gather along dimension 1 of x [n, r, *rest].
+    """Return the index [*n, k, *rest] for a gather from x [*n, r, *rest], along r.
 
-    None unless 0, 1, ... n - 1 index dimension 0, and a tensor [n, ...] dimension 1.
+    None unless 0, 1, ... index each dimension of n, and a tensor [*n, ...] the next one.
     """
     x, indices = node.args[:2]
     sized = not node.meta.get("dynamic")
-    if not sized or len(indices) != 2 or not all(isinstance(i, fx.Node) for i in indices):
+    if not sized or len(indices) < 2 or not all(isinstance(i, fx.Node) for i in indices):
         return None
-    each, index = indices
-    n, rows, *rest = x.meta["val"].shape
-    val, each_shape = index.meta["val"], each.meta["val"].shape
-    aligned = val.dim() == len(each_shape) and val.dim() and val.shape[0] == n
-    if not aligned or val.dtype is torch.bool or not _counts_to(each, n):
+    *counts, index = indices
+    shape, val = x.meta["val"].shape, index.meta["val"]
+    n, rows, rest = list(shape[: len(counts)]), shape[len(counts)], list(shape[len(indices) :])
+    if list(val.shape[: len(n)]) != n or val.dtype is torch.bool:
         return None
-    count = val.numel() // max(n, 1)
-    column, whole = [n, count, *[1] * len(rest)], [n, count, *rest]
+    # Indices broadcast from the right: each counts along its own dimension of the others.
+    alone = all(val.dim() - count.meta["val"].dim() == d for d, count in enumerate(counts))
+    if not alone or not all(map(_counts_to, counts, n)):
+        return None
+    count = val.numel() // max(math.prod(n), 1)
+    column, whole = [*n, count, *[1] * len(rest)], [*n, count, *rest]
     # gather takes no negative places; those behind the last row are its error.
     is_negative = _call(node, aten.lt.Scalar, (index, 0), val.shape, torch.bool)
     from_end = _call(node, aten.add.Scalar, (index, rows), val.shape, val.dtype)

@@ -32,6 +32,7 @@ from ...rules.custom_ops.loops import (
     loop_total,
     nest_text,
 )
+from ..transforms import is_transforming
 from .body_record import Draws, Record
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
@@ -137,7 +138,8 @@ def run_loop(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Trace a loop; return the last carry, and the stacked results.
 
-    It becomes its iterations if these draw random numbers from PyTorch's own generator.
+    It becomes its iterations if these draw random numbers from PyTorch's own generator, and under
+    torch.func's transforms.
 
     body: (*carry, *an iteration's rows) -> next carry, the iteration's results.
     """
@@ -145,7 +147,7 @@ def run_loop(
     carry, rows = of_loops_around(carry), of_loops_around(rows)
     # The body runs once before, to find the outside tensors that need a gradient.
     record = outer_tensors(body, carry, rows)
-    if record.draws or is_unrolling():
+    if record.draws or is_unrolling() or is_transforming():
         return _unrolled(body, carry, rows, length, reverse)
     # Only a backward needs entries for outside tensors: their gradients leave there.
     consts = list(record.outer.values()) if torch.is_grad_enabled() else []

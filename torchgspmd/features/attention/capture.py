@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...capture.rewrites.loop_trace import is_unrolling
 from ...capture.rewrites.products import autocast
-from ...capture.trace_context import is_transforming
+from ...capture.transforms import is_transforming, needs_gradient
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, apply_first, rewrite
@@ -51,7 +51,7 @@ def _attention(
     fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
     fused &= not (dropout_p and (is_transforming() or is_unrolling()))
     if attn_mask is not None:
-        fused &= not (attn_mask.requires_grad or is_causal or attn_mask.dim() > query.dim())
+        fused &= not (needs_gradient(attn_mask) or is_causal or attn_mask.dim() > query.dim())
     if fused:
         key, value = unrepeated(key, value)
     query, key, value = autocast(query, key, value)

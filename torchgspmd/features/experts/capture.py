@@ -14,6 +14,7 @@ from ...rules.rewrites import DECLINED, rewrite
 from .op import grouped_mm, grouped_outer
 
 
+@rewrite("vmap", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
 @rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
 def _groups(
     mat_a: Tensor,

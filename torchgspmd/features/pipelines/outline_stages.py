@@ -298,7 +298,7 @@ class _Cut:
 
     def _check(self) -> None:
         """Raise ShardingError if stages would have to communicate inside a piece."""
-        for node in self.graph.nodes:
+        for node in _with_loops(self.graph):
             step = node.meta.get("step")
             if isinstance(node.target, CollectiveKind) and step and self.axis in step.axes:
                 raise ShardingError(
@@ -308,6 +308,14 @@ class _Cut:
                     fix="mark no weight or value of the blocks and of the loss along that axis, "
                     "or use schedule='gpipe' without loss=",
                 )
+
+
+def _with_loops(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield a graph's nodes, and those in its loops."""
+    for node in graph.nodes:
+        yield node
+        if isinstance(node.target, LoopCall):
+            yield from _with_loops(node.target.graph)
 
 
 def _mark_recomputed(node: fx.Node) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ...capture.trace_context import is_transforming
+from ...capture.transforms import is_transforming
 from ...compat.private_apis import is_functorch_wrapped_tensor
 
 

@@ -1,0 +1,88 @@
+"""Replacements for functions whose torch.vmap mixes positions, such as the stages of a pipeline.
+
+    vmap(index_add)(x [s, r, m], i [s, k], ...)    PyTorch's: rows of one table [s * r, m]
+                                                   ours: scatter_add along the next dimension
+
+A row of one table may belong to any stage, so PyTorch's form exchanges values between stages.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...compat.private_apis import is_functorch_wrapped_tensor
+from ...errors import ShardingError, user_line
+from ...rules.rewrites import DECLINED, rewrite
+from ..transforms import is_vectorizing
+
+
+def _is_mapped(*values: object) -> bool:
+    """Return whether torch.vmap maps one of the values."""
+    tensors = [x for x in values if isinstance(x, Tensor)]
+    return is_vectorizing() and any(map(is_functorch_wrapped_tensor, tensors))
+
+
+@rewrite("vmap", torch.index_add, Tensor.index_add)
+@rewrite("value", torch.index_add, Tensor.index_add)
+def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
+    if not _is_mapped(input, index, source):
+        return DECLINED
+    dim %= input.dim()
+    along = index.reshape(*[1] * dim, -1, *[1] * (input.dim() - dim - 1)).expand(source.shape)
+    added = source if alpha == 1 else source * alpha
+    return input.scatter_add(dim, along, added.to(input.dtype))
+
+
+@rewrite("vmap", F.embedding)
+@rewrite("value", F.embedding)
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    """Look up rows of a table that each position has for itself."""
+    plain = max_norm is None and not (scale_grad_by_freq or sparse)
+    if not (plain and _is_mapped(weight)):
+        return DECLINED
+    rows = weight.index_select(0, input.reshape(-1)).view(*input.shape, weight.shape[-1])
+    if padding_idx is None:
+        return rows
+    # The padding's row has no gradient.
+    is_padding = (input == padding_idx % weight.shape[0]).unsqueeze(-1)
+    return torch.where(is_padding, rows.detach(), rows)
+
+
+@rewrite("vmap", torch.histc, Tensor.histc)
+@rewrite("value", torch.histc, Tensor.histc)
+def _histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
+    """Count by a comparison with all bins."""
+    # Equal borders mean the data's minimum and maximum.
+    if not _is_mapped(input) or min == max:
+        return DECLINED
+    x = input.reshape(-1, 1)
+    # As PyTorch's kernel: the last bin has its upper border, too.
+    place = ((x - min) * bins / (max - min)).long().clamp(max=bins - 1)
+    found = (place == torch.arange(bins, device=x.device)) & (x >= min) & (x <= max)
+    return found.sum(0).to(input.dtype)
+
+
+@rewrite("vmap", torch.bincount, Tensor.bincount)
+@rewrite("value", torch.bincount, Tensor.bincount)
+def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
+    """Raise where each position would have a length of its own."""
+    if not _is_mapped(input, weights):
+        return DECLINED
+    raise ShardingError(
+        "bincount is called under torch.vmap, as in the stages of a pipeline",
+        where=user_line(),
+        why="the largest value decides the length of its result",
+        fix="write torch.histc(x.float(), bins=n, min=0, max=n - 1), whose length is n",
+    )
