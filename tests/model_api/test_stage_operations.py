@@ -60,6 +60,9 @@ def last(x):
 TABLES = {
     "index_add": lambda m, x: torch.zeros_like(flat(x)).index_add(0, order(x), flat(x)).view_as(x),
     "index_add, alpha": lambda m, x: x.index_add(1, torch.arange(LENGTH), x, alpha=2),
+    "index_add_": lambda m, x: (
+        torch.zeros_like(flat(x)).index_add_(0, order(x), flat(x)).view_as(x)
+    ),
     "embedding": lambda m, x: F.embedding(x.argmax(-1), m.table),
     "embedding, padding": lambda m, x: F.embedding(x.argmax(-1), m.table, padding_idx=-1),
     "histc": lambda m, x: x * torch.histc(x.detach(), bins=4, min=-1, max=1)[0],

@@ -37,6 +37,15 @@ def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha:
     return input.scatter_add(dim, along, added.to(input.dtype))
 
 
+@rewrite("vmap", Tensor.index_add_)
+@rewrite("value", Tensor.index_add_)
+def _index_add_in_place(
+    input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
+) -> Any:
+    total = _index_add(input, dim, index, source, alpha=alpha)
+    return total if total is DECLINED else input.copy_(total)
+
+
 @rewrite("vmap", F.embedding)
 @rewrite("value", F.embedding)
 def _embedding(
