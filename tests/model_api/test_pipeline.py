@@ -278,6 +278,44 @@ def test_numbers_of_blocks_may_differ_where_no_program_reads_them(make):
     assert model.blocks.block.number == 7
 
 
+class Shaped(Scaled):
+    """A layer with what other people's layers have of their own."""
+
+    def __init__(self, number, kind):
+        super().__init__()
+        self.path = nn.Dropout(0.5) if kind == "module" and number else nn.Identity()
+        if kind == "buffer" and number:
+            self.register_buffer("mask", torch.ones(4))
+        if kind == "missing" and not number:
+            self.first = True
+        self.shift = (0, number) if kind == "tuple" else (0, 0)
+        self.act = torch.tanh if kind == "function" and number else torch.sigmoid
+
+    def forward(self, x):
+        x = x.roll(self.shift[1], 0) * (2 if hasattr(self, "first") else 1)
+        return self.path(self.act(self.up(x)))
+
+
+@pytest.mark.parametrize(
+    "kind, words",
+    [
+        ("module", r"blocks 0 and 1 of a stack differ: \['path'\]"),
+        ("buffer", r"blocks 0 and 1 of a stack differ: \['mask'\]"),
+        ("tuple", r"read shift, which differs: \(0, 0\), \(0, 1\)"),
+        ("function", "read act, which differs"),
+        ("missing", "read first, which differs: True, none"),
+    ],
+)
+def test_blocks_that_compute_otherwise_are_an_error(kind, words):
+    """All blocks would run the first one's program."""
+    blocks, x = [Shaped(number, kind) for number in range(2)], torch.ones(4, 4)
+    expected = blocks[1].eval()(blocks[0].eval()(x))
+    with pytest.raises(gspmd.ShardingError, match=words):
+        model = gspmd.stack(blocks).eval()
+        torch.testing.assert_close(model(x), expected)  # one by one each has its own
+        gspmd.plan(model, x, mesh=gspmd.Mesh(stage=2))
+
+
 def test_dropout_rates_that_differ_are_an_error():
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.Dropout(p)) for p in (0.1, 0.2)]
     with pytest.raises(gspmd.ShardingError, match="of a stack read 1.p, which differs: 0.1, 0.2"):

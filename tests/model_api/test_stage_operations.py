@@ -59,7 +59,7 @@ def last(x):
 
 TABLES = {
     "index_add": lambda m, x: torch.zeros_like(flat(x)).index_add(0, order(x), flat(x)).view_as(x),
-    "index_add, alpha": lambda m, x: x.index_add(1, torch.arange(LENGTH), x, alpha=2),
+    "index_add, alpha": lambda m, x: x.index_add(1, torch.arange(LENGTH).int(), x, alpha=2),
     "index_add_": lambda m, x: (
         torch.zeros_like(flat(x)).index_add_(0, order(x), flat(x)).view_as(x)
     ),

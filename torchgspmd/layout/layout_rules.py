@@ -262,7 +262,7 @@ class Unmarked(MeshLayout):
     axis: str = ""
 
     def ignores(self, spec: object) -> bool:
-        """Return whether a mark does not count."""
+        """Return whether a mark does not count. A pipeline's own specs are tuples."""
         return not (self.axis and isinstance(spec, tuple) and self.axis in spec)
 
 

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from types import NoneType
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType, NoneType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..capture import is_capturing
 from ..errors import ShardingError, user_line
 
+_PLAIN = bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype
+_MISSING, _UNKNOWN = object(), object()
 _number: ContextVar[int | None] = ContextVar("number", default=None)
 _VALUES = "_values_of_blocks"  # in a module's __dict__: attribute -> the value of each block
 
@@ -44,7 +48,7 @@ def separate(block: nn.Module, blocks: Sequence[nn.Module], what: str) -> None:
         if not differing:
             continue
         for key in differing:
-            del vars(module)[key]
+            vars(module).pop(key, None)
         vars(module)[_VALUES] = differing
         paths = {key: f"{name}.{key}".lstrip(".") for key in differing}
         _watch(module, type(module), {key: _Differing(path, what) for key, path in paths.items()})
@@ -59,14 +63,28 @@ def _watch(module: nn.Module, kind: Any, attributes: Mapping[str, _Differing]) -
 def _differing(modules: Sequence[nn.Module]) -> dict[str, list[Any]]:
     """Return the attributes in which modules differ, with the value of each."""
     found: dict[str, list[Any]] = {}
-    for key, value in vars(modules[0]).items():
-        values = [vars(module).get(key) for module in modules]
-        # Other attributes may be unequal objects that behave alike, such as activations.
-        if isinstance(value, (bool, int, float, str, NoneType)) and any(
-            each != value for each in values
-        ):
+    for key in dict.fromkeys(key for module in modules for key in vars(module)):
+        values = [vars(module).get(key, _MISSING) for module in modules]
+        first, *others = map(_comparable, values)
+        # Others may be unequal objects that behave alike.
+        if any(each != first for each in others if _UNKNOWN not in (each, first)):
             found[key] = values
     return found
+
+
+def _comparable(value: object) -> object:
+    """Return what tells plain values and functions apart; _UNKNOWN for other objects."""
+    if value is _MISSING or isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, (FunctionType, BuiltinFunctionType)):
+        return value.__module__, value.__qualname__
+    if isinstance(value, (tuple, list)):
+        parts = [*map(_comparable, value)]
+    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        parts = [(key, _comparable(each)) for key, each in value.items()]
+    else:
+        return _UNKNOWN
+    return type(value), parts
 
 
 class _Differing:
@@ -81,16 +99,18 @@ class _Differing:
             return self
         values, number = vars(module)[_VALUES][self.key], _number.get()
         if number is None and is_capturing():
-            values = [*dict.fromkeys(values)]
+            values = [*dict.fromkeys("none" if v is _MISSING else repr(v) for v in values)]
             raise ShardingError(
                 f"the blocks of a {self.what} read {self.path}, which differs: "
-                f"{', '.join(map(repr, values[:4]))}{', ...' * (len(values) > 4)}",
+                f"{', '.join(values[:4])}{', ...' * (len(values) > 4)}",
                 where=user_line(),
                 why="all blocks run one program, which has no number of a block",
                 fix="make it a parameter or an argument, set it alike in all blocks, or leave out "
                 "what reads it, such as a cache (use_cache=False)",
             )
-        return values[number or 0]
+        if (value := values[number or 0]) is _MISSING:
+            raise AttributeError(self.key)
+        return value
 
     def __set__(self, module: nn.Module, value: object) -> None:
         # All blocks have it from now on, as an attribute like others.

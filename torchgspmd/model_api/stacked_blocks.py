@@ -162,15 +162,12 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
             where=user_line(),
             fix=f"give the blocks themselves to {what}",
         )
-    first, *others = [
-        {name: (tuple(t.shape), t.dtype) for name, t in block.named_parameters()}
-        for block in blocks
-    ]
+    first, *others = map(_description, blocks)
     for i, other in enumerate(others, 1):
         differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differ or type(blocks[i]) is not type(blocks[0]):
+        if differ:
             raise ShardingError(
-                f"blocks 0 and {i} of a {what} differ: {differ or type(blocks[i]).__name__}",
+                f"blocks 0 and {i} of a {what} differ: {differ}",
                 where=user_line(),
                 why="all blocks run one program, on weights that are stacked",
                 fix=f"leave out of the {what} what is before and after the like blocks",
@@ -182,7 +179,14 @@ def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
                 where=user_line(),
                 fix="pass what differs as arguments, or make it a parameter",
             )
-    return [*first]
+    return [name for name, _ in blocks[0].named_parameters()]
+
+
+def _description(block: nn.Module) -> dict[str, object]:
+    """Return the types of a block's modules, and shapes of its tensors, by their names."""
+    tensors = (*block.named_parameters(), *block.named_buffers())
+    types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
+    return {**types, **{name: (tuple(t.shape), t.dtype) for name, t in tensors}}
 
 
 def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
@@ -193,7 +197,7 @@ def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], oth
         raise ShardingError(
             f"a block of a {what} takes {_text(before)} and returns {_text(after)}",
             where=user_line(),
-            why="all blocks are one program, so each takes what it returns",
+            why="all blocks are one program: their value keeps its shape, dtype and structure",
             fix=f"leave out of the {what} what changes shape, dtype or structure; set param_dtype= "
             "in place of torch.autocast",
         )

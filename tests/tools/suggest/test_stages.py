@@ -66,7 +66,7 @@ def batch():
 
 
 def search_of(model, arguments, limit=1e9):
-    """Return a search without time, so that each test tries what it is about."""
+    """Return a search without a time limit, before it has tried a mesh."""
     judge = Judge(model, arguments, {}, SLOW_LINKS)
     return search.Search(judge, limit, 0.0, 0.0, math.inf)
 

@@ -32,7 +32,9 @@ def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha:
     if not _is_mapped(input, index, source):
         return DECLINED
     dim %= input.dim()
-    along = index.reshape(*[1] * dim, -1, *[1] * (input.dim() - dim - 1)).expand(source.shape)
+    along = (
+        index.long().reshape(*[1] * dim, -1, *[1] * (input.dim() - dim - 1)).expand(source.shape)
+    )
     added = source if alpha == 1 else source * alpha
     return input.scatter_add(dim, along, added.to(input.dtype))
 

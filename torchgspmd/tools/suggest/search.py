@@ -63,7 +63,8 @@ def suggest(
 
     Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
     dimension of every argument is taken for the batch. Where memory asks for it, layers are
-    recomputed, and the batch is divided into microbatches. Adam's states are counted.
+    recomputed, and the batch is divided into microbatches. Adam's states are counted. If the model
+    returns its loss, its layers are tried in stages.
 
     Args:
         model: Its own marks do not count.
