@@ -73,7 +73,7 @@ def _differing(modules: Sequence[nn.Module]) -> dict[str, list[Any]]:
 
 
 def _comparable(value: object) -> object:
-    """Return what tells plain values and functions apart; _UNKNOWN for other objects."""
+    """Return a key that tells plain values and functions apart; _UNKNOWN for other objects."""
     if value is _MISSING or isinstance(value, _PLAIN):
         return type(value), value
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
