@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -147,3 +149,27 @@ def test_without_a_feature_all_else_is_planned_as_with_it(
     assert sizes == [len(table) for table in (RULES, REWRITES, KINDS, PATCHES)]
     if feature in PROGRAMS:
         assert text_of(PROGRAMS[feature]) == texts[feature]
+
+
+ALONE = """
+import sys, torch
+from importlib import import_module
+import_module("torchgspmd." + sys.argv[1])
+from torchgspmd import Mesh
+from torchgspmd.capture.trace import capture
+try:
+    nodes = capture(lambda x: x.unflatten(0, (2, 2)).repeat_interleave(2, 1), (torch.ones(4),), {}, Mesh(a=2)).graph.nodes
+    print(len(nodes))
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize("module", ["capture.trace", "rules", "fx_passes.ir", "compiler.api"])
+def test_a_table_is_whole_or_an_error(module: str) -> None:
+    run = [sys.executable, "-c", ALONE, module]
+    text = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    if module == "compiler.api":
+        assert int(text) > 2
+    else:
+        assert "lack the rows of features" in text and "import torchgspmd.compiler.api" in text

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -111,7 +112,7 @@ class CallInterceptor(TorchFunctionMode):
             known = [*rewrites_of("vmap", func)] if is_vectorizing() else []
             replacements = [each for each in replacements if each in known]
         for replacement in replacements:
-            if kwargs and not _accepts(replacement, args, kwargs):
+            if not _accepts(replacement, args, kwargs):
                 continue
             if (result := replacement(*args, **kwargs)) is not DECLINED:
                 return result
@@ -172,11 +173,12 @@ def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:
     Some PyTorch functions have several names for one argument.
     """
     try:
-        return (
-            function is not None and inspect.signature(function).bind(*args, **kwargs) is not None
-        )
+        return function is not None and _signature(function).bind(*args, **kwargs) is not None
     except TypeError:
         return False
+
+
+_signature = cache(inspect.signature)
 
 
 def autograd_grad(

@@ -14,7 +14,7 @@ from typing import Any
 from ..compat.operators import AbsentOperator, find
 from ..compat.private_apis import OpOverload
 from .notation import Call, FactorRule, LocalForm, Sentence, Shapes, factors
-from .rewrites import Declined, feature_of, is_present
+from .rewrites import Declined, check_ended, feature_of, is_present
 
 RuleFunction = Callable[[Call], FactorRule | Declined]
 RULES: dict[Any, RuleFunction] = {}
@@ -36,6 +36,7 @@ def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) 
 
 def rule_function(op: object) -> RuleFunction | None:
     """Return the function that computes rules for an operation's calls, or None."""
+    check_ended()
     function = RULES.get(op)
     # A rule may be registered by name before its library is loaded.
     return RULES.get(op.name()) if function is None and isinstance(op, OpOverload) else function

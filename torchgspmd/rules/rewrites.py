@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 from ..compat.operators import AbsentOperator
 from ..compat.private_apis import OpOverload
+from ..errors import ShardingError
 
 LEVELS = (
     *("product", "value", "vmap", "body", "sparse", "contract"),
@@ -67,7 +68,23 @@ class Rewrite:
 
 
 REWRITES: dict[tuple[str, Any], list[Rewrite]] = {}  # filled at import, and only read afterwards
+_ENDED: list[str] = []  # the module that has added the last rows
 SKIPPED: list[str] = []  # names of registered operators that this torch lacks
+
+
+def end_tables(module: str) -> None:
+    """Declare that REWRITES and RULES have all rows, those of features too."""
+    _ENDED.append(module)
+
+
+def check_ended() -> None:
+    """Raise if a table is read before features have added their rows."""
+    if not _ENDED:
+        raise ShardingError(
+            "the tables of rules and rewrites lack the rows of features",
+            why="a file below the features was imported alone, and the features never",
+            fix="import torchgspmd.compiler.api, whose `plan` captures a program",
+        )
 
 
 def feature_of(function: Callable) -> str:
@@ -107,6 +124,7 @@ def rewrite(level: str, *targets: object) -> Callable:
 
 def rewrite_of(level: str, target: object) -> Callable | None:
     """Return a level's first function, or None. A target may be registered by its name."""
+    check_ended()
     entries = REWRITES.get((level, target))
     if entries is None and isinstance(target, OpOverload):
         # A name stands for an operator whose library may be loaded later.
@@ -116,6 +134,7 @@ def rewrite_of(level: str, target: object) -> Callable | None:
 
 def rewrites_of(level: str, target: object) -> list[Callable]:
     """Return a level's functions, in the order in which they are asked."""
+    check_ended()
     return [entry.apply for entry in REWRITES.get((level, target), ())]
 
 

@@ -98,12 +98,12 @@ def _reflected_matmul(input: Tensor, other: Tensor) -> object:
 def _matrix_product(dims: int) -> Callable:
     """Return the body for mm (2 dimensions) or bmm (3 dimensions)."""
 
-    def product(input: Tensor, mat2: Tensor, **options: object) -> Any:
-        return (
-            DECLINED
-            if options or input.dim() != dims or mat2.dim() != dims
-            else matmul(input, mat2)
-        )
+    def product(
+        input: Tensor, mat2: Tensor, out_dtype: torch.dtype | None = None, **options: object
+    ) -> Any:
+        if out_dtype is not None or options or input.dim() != dims or mat2.dim() != dims:
+            return DECLINED
+        return matmul(input, mat2)
 
     return product
 

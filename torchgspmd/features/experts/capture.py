@@ -19,7 +19,6 @@ from .op import grouped_mm, grouped_outer
 def _groups(
     mat_a: Tensor,
     mat_b: Tensor,
-    *,
     offs: Tensor | None = None,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,

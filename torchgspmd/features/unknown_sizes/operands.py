@@ -58,9 +58,16 @@ def _eye(n: Any, m: Any = None, *, dtype: Any = None, device: Any = None, **rest
 
 @rewrite("value", torch.baddbmm, Tensor.baddbmm)
 def _baddbmm(
-    input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: Any = 1, alpha: Any = 1, **rest: Any
+    input: Tensor,
+    batch1: Tensor,
+    batch2: Tensor,
+    out_dtype: torch.dtype | None = None,
+    *,
+    beta: Any = 1,
+    alpha: Any = 1,
+    **rest: Any,
 ) -> Any:
-    if not is_unknown(input, batch1, batch2) or any(rest.values()):
+    if not is_unknown(input, batch1, batch2) or out_dtype is not None or any(rest.values()):
         return DECLINED
     product = torch.bmm(batch1, batch2) * alpha
     # With beta = 0 PyTorch ignores the input, NaN included.
