@@ -8,7 +8,8 @@ rules/custom_ops/loops.py says; they run once for each row. Nothing from later p
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
@@ -202,18 +203,19 @@ class _LoopRun:
 
     def rows(self) -> Iterator[int]:
         """Yield the rows, in iteration order, while the loop goes on."""
-        loop, row = self.loop, 0
-        while loop.ends == "*" and self._goes_on():
+        for row in self._order():
+            # A value that ends the loop is its first carry.
+            if self.loop.ends and not next(iter(self.carried.values())):
+                break
             yield row
-            row += 1
-        if loop.ends == "?" and self._goes_on():
-            yield 0
-        if not loop.ends:
-            order = range(loop.length)
-            yield from order[::-1] if loop.reverse else order
 
-    def _goes_on(self) -> bool:
-        return bool(next(iter(self.carried.values())))
+    def _order(self) -> Iterable[int]:
+        """Return the rows, in iteration order; the gradient of a while_loop walks backwards."""
+        stacked = [self._outside(n.args[0]) for n in self.entries if n.target is ROW]
+        if self.loop.ends == "*" and not stacked:
+            return count()
+        order = range(len(stacked[0]) if self.loop.ends == "*" else self.loop.length)
+        return order[::-1] if self.loop.reverse else order
 
     def enter(self, row: int) -> _Frame:
         """Return an iteration's frame, with the values that enter it."""
