@@ -14,6 +14,7 @@ WHOLE = {"prover", "imports", "docstrings", "kinds", "mistakes", "features"}
 EXPLORING = {
     "sets": 8,
     "op_db": 1,
+    "eager_kernels::test_a_size_of_zero": 20,
     "dynamic_programs": 1,
     "random_programs": 1,
     "migration::test_the_loop_prints_the_same_on_two_processes": 0,

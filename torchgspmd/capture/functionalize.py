@@ -25,6 +25,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import draws, one_draw
 from .functional_values import unwrap
+from .eager_kernels import are_without_elements, ask_kernel
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.rebound_state import check_alike
@@ -76,9 +77,14 @@ class Functional(FunctionalTensorMode):
                     and (source := self._source_of(value)) is not None
                 ):
                     self._list(source)
+        if (shapes := ask_kernel(func, args, kwargs or {})) is not None:
+            return self._of_nothing(shapes)
         drawn = one_draw() if draws(func) else nullcontext()
         with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace == "aten" and not (func.is_view or func._schema.is_mutable):
+            if are_without_elements(result) and func is not aten.empty.memory_format:
+                return self._of_nothing(result)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             # A view of a state tensor is that tensor: a write to it has to be seen. The view
             # is stored, so that its id is not reused.
@@ -99,6 +105,13 @@ class Functional(FunctionalTensorMode):
             if isinstance(tensor, FunctionalTensor)
             else FunctionalTensor(_to_functional_tensor(tensor), self)
         )
+
+    def _of_nothing(self, results: object) -> Any:
+        """Return tensors without elements that no operation computes."""
+        with self:
+            return pytree.tree_map_only(
+                Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device=t.device), results
+            )
 
     def ask(self, tensor: Tensor, is_shape: bool = False) -> Tensor | None:
         """Return a tensor's values if they are known during the trace, else None.

@@ -53,11 +53,16 @@ def _cov(
     correction: int = 1,
     fweights: Tensor | None = None,
     aweights: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | Declined:
     """Return the covariance between the rows of input [variables, observations].
 
     The weights [observations] count or weigh the columns.
     """
+    columns = input.shape[-1] if input.dim() else 1
+    counts = fweights is None or not (fweights.is_floating_point() or fweights.is_complex())
+    weights = [w for w in (fweights, aweights) if w is not None]
+    if input.dim() > 2 or not counts or any(list(w.shape) != [columns] for w in weights):
+        return DECLINED  # errors of PyTorch's own
     x = input if input.dim() == 2 else input.reshape(1, -1)
     weights = (
         fweights if aweights is None else aweights if fweights is None else fweights * aweights
@@ -77,8 +82,10 @@ def _cov(
 
 
 @rewrite("value", torch.corrcoef, Tensor.corrcoef)
-def _corrcoef(input: Tensor) -> Tensor:
+def _corrcoef(input: Tensor) -> Tensor | Declined:
     c = _cov(input)
+    if c is DECLINED:
+        return DECLINED
     if c.dim() == 0:
         return c / c
     deviation = torch.diagonal(c).sqrt()
@@ -100,6 +107,8 @@ def _gaussian_nll(
     eps: float = 1e-6,
     reduction: str = "mean",
 ) -> Tensor:
+    if reduction not in ("none", "mean", "sum"):
+        raise ValueError(f"{reduction} is not valid")
     if not isinstance(var, Tensor):
         var = torch.full_like(input, var)
     if var.shape != input.shape and input.shape[:-1] == var.shape:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...capture.eager_kernels import has_no_elements
 from ...capture.rewrites.loop_trace import is_unrolling
 from ...capture.rewrites.products import autocast
 from ...capture.transforms import is_transforming, needs_gradient
@@ -50,6 +51,7 @@ def _attention(
         return DECLINED
     fused = query.is_floating_point() and query.shape[:-3] == key.shape[:-3]
     fused &= not (dropout_p and (is_transforming() or is_unrolling()))
+    fused &= not has_no_elements(query, key, value)  # kernels divide by sizes
     if attn_mask is not None:
         fused &= not (needs_gradient(attn_mask) or is_causal or attn_mask.dim() > query.dim())
     if fused:
@@ -57,7 +59,8 @@ def _attention(
     query, key, value = autocast(query, key, value)
     if scale is None and isinstance(query.shape[-1], torch.SymInt):
         query, scale = query / torch.sym_sqrt(query.shape[-1]), 1.0  # nodes have plain numbers
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    # Rows of no numbers have the product 0, whatever the scale.
+    scale = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
     if fused:
         # The operator's mask has at least two dimensions.
         mask = None if attn_mask is None else attn_mask[(None,) * (2 - attn_mask.dim())]

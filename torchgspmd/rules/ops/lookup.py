@@ -198,7 +198,9 @@ def _nll_loss(
     # The ignored index may be out of range, such as -100: it reads class 0 with weight 0.
     dim = 1 if x.dim() == 4 else x.dim() - 1  # [n, c, h, w], [n, c] or [c]
     safe = torch.where(target != ignore_index, target, 0)
-    target_losses = -x.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
+    # Without classes every target is ignored.
+    read = x if x.shape[dim] else x.new_zeros([1 if d == dim else n for d, n in enumerate(x.shape)])
+    target_losses = -read.gather(dim, safe.unsqueeze(dim)).squeeze(dim)
     class_weight = (target != ignore_index).to(x.dtype)
     if weight is not None:
         class_weight = class_weight * weight[safe]
