@@ -7,9 +7,11 @@ import pytest
 import torch
 from helpers import assert_same, message
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError, plan
+from torchgspmd.compiler.options import NAMED, rows_for
 from torchgspmd.errors import did_you_mean, user_line
 
 MESH = Mesh(data=2, model=4)
@@ -70,6 +72,45 @@ ERRORS = {
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs="data _"),
         f"one spec, 'data _', is given for 2 arguments{WHERE}\n"
         "  fix   give a tuple with one spec for each",
+    ),
+    "an option that is in_specs": (
+        lambda: plan(torch.sin, X, mesh=MESH, in_spec="data _"),
+        f"plan has no option 'in_spec', and the function no such argument{WHERE}\n"
+        "  fix   did you mean 'in_specs'?",
+    ),
+    "an option of parallelize that is out_specs": (
+        lambda: gspmd.parallelize(nn.Linear(8, 8), MESH, outspec="data _"),
+        f"parallelize has no option 'outspec'{WHERE}\n  fix   did you mean 'out_specs'?",
+    ),
+    "a spec in tuple form for one argument": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, in_specs=("data", None)),
+        f"args has 1 entries, but 2 specs are given{WHERE}\n"
+        "  fix   a tuple has one spec an argument; write in_specs='data _' for one argument",
+    ),
+    "placements in in_specs": (
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, in_specs=[Shard(1), Shard(0)]),
+        "[Shard(dim=1), Shard(dim=0)] are placements of DTensor, one for each axis of a mesh"
+        f"{WHERE}"
+        "\n  why   a spec has one word for each dimension of the tensor: the axes that shard it\n"
+        "  fix   write 'model data', and '_' for each further dimension, in place of "
+        "[Shard(dim=1), Shard(dim=0)]",
+    ),
+    "placements in a mark": (
+        lambda: linear_on(MESH, [Shard(0), Replicate()]),
+        f"[Shard(dim=0), Replicate()] are placements of DTensor, one for each axis of a mesh{WHERE}"
+        "\n  why   a spec has one word for each dimension of the tensor: the axes that shard it\n"
+        "  fix   write 'data _' in place of [Shard(dim=0), Replicate()]",
+    ),
+    "a NumPy array as an argument": (
+        lambda: plan(lambda x: torch.as_tensor(x) + 1, numpy.zeros((4, 8)), mesh=MESH),
+        f"argument 'x' is a NumPy array of shape [4, 8]{WHERE}\n"
+        "  why   its values would become constants of the program\n"
+        "  fix   pass torch.from_numpy(x)",
+    ),
+    "a plan's file that is missing": (
+        lambda: gspmd.Plan.load("no/such.plan"),
+        f"there is no file no/such.plan{WHERE}\n"
+        "  fix   write it by plan.save(path), or correct the path",
     ),
     "too few specs": (
         lambda: plan(torch.add, X, X, mesh=MESH, in_specs=("data _",)),
@@ -347,3 +388,54 @@ def test_values_of_a_library_of_models_have_its_lines(tmp_path, monkeypatch):
     assert lines_of(double) == {"shop.py:3"}
     (mine,) = lines_of(lambda x: double(x))
     assert mine.startswith("tests/test_errors.py:")
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.loss = nn.Embedding(5, 3), nn.CrossEntropyLoss()
+
+    def forward(self, x, y):
+        return self.loss(self.table(x), y)
+
+
+@pytest.mark.parametrize("index", [3, -1, 70])
+def test_a_target_outside_of_the_classes(index):
+    target = torch.tensor([0, index, 1])
+    model, x = Classifier(), torch.tensor([0, 1, 4])
+    compiled = plan(model, x, torch.tensor([0, 1, 2]), mesh=MESH)
+    text = message(lambda: compiled.simulate(x, target))
+    assert text.splitlines()[:3] == [
+        f"index {index} is outside of 3 rows, in module 'loss'",
+        "  where test_errors.py:N",
+        "  why   a class, a token or a position is 0 to 2 there",
+    ]
+
+
+def test_a_token_outside_of_the_vocabulary():
+    model, y = Classifier(), torch.tensor([0, 1, 2])
+    compiled = plan(model, torch.tensor([0, 1, 4]), y, mesh=MESH)
+    text = message(lambda: compiled.simulate(torch.tensor([0, 1, 5]), y))
+    assert text.startswith("an index is outside of its table, in module 'table'")
+
+
+ALL_OPTIONS = [
+    (reader, name)
+    for reader in ("plan", "parallelize")
+    for name in sorted({*NAMED[reader], *(row.name for row in rows_for(reader))})
+]
+
+
+@pytest.mark.parametrize("reader, name", ALL_OPTIONS)
+def test_a_misspelt_option_names_the_nearest(reader, name):
+    draw = random.Random(reader + name)
+    at = draw.randrange(1, len(name))
+    for wrong in (name[:at] + name[at + 1 :], name[:at] + "x" + name[at:], name + "s"):
+        if wrong in NAMED[reader] or wrong in [row.name for row in rows_for(reader)]:
+            continue
+        use = (
+            (lambda wrong=wrong: plan(lambda x: x.sin(), X, mesh=MESH, **{wrong: 1}))
+            if reader == "plan"
+            else (lambda wrong=wrong: gspmd.parallelize(nn.Linear(8, 8), MESH, **{wrong: 1}))
+        )
+        assert f"did you mean '{name}'?" in message(use), wrong

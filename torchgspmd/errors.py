@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import linecache
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable
@@ -192,6 +193,32 @@ def did_you_mean(word: str, vocabulary: Iterable[str]) -> str:
         else f"use one of {', '.join(map(repr, words[:_MAX_SHOWN]))}{more}"
         if words
         else "there is none"
+    )
+
+
+def is_misspelt(word: str, vocabulary: Iterable[str]) -> bool:
+    """Return whether a word is nearly one of these."""
+    return bool(difflib.get_close_matches(word, list(vocabulary), n=1, cutoff=0.8))
+
+
+_OUTSIDE = re.compile(
+    r"index (-?\d+) is out of bounds for dimension \d+ with size (\d+)|Target (-?\d+) is out of"
+    r"|index out of range in self"
+)
+
+
+def outside_error(error: Exception, where: str | None, module: str) -> ShardingError | None:
+    """Return the error for an index that a kernel found outside of its table; None for others."""
+    if (found := _OUTSIDE.search(str(error))) is None:
+        return None
+    index, size = found[1] or found[3], found[2]
+    what = f"index {index} is outside" if index else "an index is outside of its table"
+    limit = f" of {size} rows" if size else ""
+    return ShardingError(
+        what + limit + (f", in module '{module}'" if module else ""),
+        where=where,
+        why=f"a class, a token or a position is 0 to {int(size) - 1} there" if size else None,
+        fix="correct the data, or make the table (classes, vocabulary, positions) larger",
     )
 
 

@@ -1,6 +1,7 @@
 """Layouts of arguments, weights and results, and the ways between them, on processes."""
 
 import copy
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
+from torchgspmd.comm.process_groups import groups_of
 
 MESHES = ("data=2", "model=3", "data=2,model=2")
 
@@ -216,3 +218,20 @@ def test_types(mesh):
                 assert mine.dtype == dtype and torch.equal(
                     *(t.float() if dtype.itemsize == 1 else t for t in (whole(mine), theirs))
                 ), many
+
+
+@distributed("data=2", "data=2,model=2")
+def test_the_same_batch_on_all_ranks(mesh):
+    """The first shard_batch compares a checksum; rank 0 warns of a global batch."""
+    own = torch.Generator().manual_seed(dist.get_rank())
+    same = torch.Generator().manual_seed(0)
+    batches = {"same": same, "own": own, "ones": None}
+    for name, generator in batches.items():
+        rows = torch.ones(4, 3) if generator is None else torch.randn(4, 3, generator=generator)
+        groups_of(mesh, "cpu").has_compared_batch = False
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                gspmd.shard_batch(rows, mesh, "data _")
+        count = sum("the same [4, 3] rows on all ranks" in str(each.message) for each in said)
+        assert count == (name == "same" and dist.get_rank() == 0), name

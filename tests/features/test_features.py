@@ -158,8 +158,10 @@ import_module("torchgspmd." + sys.argv[1])
 from torchgspmd import Mesh
 from torchgspmd.capture.trace import capture
 try:
-    nodes = capture(lambda x: x.unflatten(0, (2, 2)).repeat_interleave(2, 1), (torch.ones(4),), {}, Mesh(a=2)).graph.nodes
-    print(len(nodes))
+    def run(x):
+        return x.unflatten(0, (2, 2)).repeat_interleave(2, 1)
+
+    print(len(capture(run, (torch.ones(4),), {}, Mesh(a=2)).graph.nodes))
 except Exception as error:
     print(type(error).__name__, error)
 """

@@ -1,4 +1,4 @@
-"""What PyTorch's kernels refuse, and what they return without elements, asked while capturing.
+"""Ask PyTorch's kernels, while capturing, about operands without elements and of several dtypes.
 
     y = x[:0] @ w                 y is an empty tensor, and no operation computes it
     torch.polar(float32, float64) refused, though a decomposition would take it
@@ -32,7 +32,7 @@ def has_no_elements(*tensors: Tensor) -> bool:
 def are_without_elements(results: object) -> bool:
     """Return whether an operation returned tensors, and none of them has elements."""
     found = [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
-    return bool(found) and all(has_no_elements(t) for t in found)
+    return bool(found) and all(t.layout is torch.strided and has_no_elements(t) for t in found)
 
 
 def ask_kernel(func: OpOverload, args: tuple, kwargs: dict) -> Any:

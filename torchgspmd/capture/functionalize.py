@@ -24,8 +24,8 @@ from ..compat.private_apis import (
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import draws, one_draw
-from .functional_values import unwrap
 from .eager_kernels import are_without_elements, ask_kernel
+from .functional_values import unwrap
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.rebound_state import check_alike

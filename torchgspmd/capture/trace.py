@@ -43,7 +43,13 @@ from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
 from .traced_program import TracedProgram
-from .unsupported import check_constants, check_dense, check_module, translate_errors
+from .unsupported import (
+    check_arguments,
+    check_constants,
+    check_dense,
+    check_module,
+    translate_errors,
+)
 from .without_gc import without_gc
 
 MOST_RETRACES = 256  # each makes at least one more tensor or number an input
@@ -189,6 +195,7 @@ def _trace_once(
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensor_slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     names = leaf_names(fn, args, kwargs)
+    check_arguments(names, leaves)
     inputs = [
         _input(PARAMETER if isinstance(t, nn.Parameter) else BUFFER, name, t, mesh)
         for name, t in state.items()

@@ -6,10 +6,12 @@ import ast
 import linecache
 import re
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import Tensor, fx, nn
 from torch.nn.parameter import is_lazy
@@ -67,6 +69,18 @@ def check_dense(what: str, tensor: Tensor) -> None:
             where=user_line(),
             fix="call to_dense() on it",
         )
+
+
+def check_arguments(names: Sequence[str], leaves: Sequence[object]) -> None:
+    """Raise ShardingError for a NumPy array among a call's arguments."""
+    for name, leaf in zip(names, leaves):
+        if isinstance(leaf, numpy.ndarray):
+            raise ShardingError(
+                f"argument '{name}' is a NumPy array of shape {list(leaf.shape)}",
+                where=user_line(),
+                why="its values would become constants of the program",
+                fix=f"pass torch.from_numpy({name})",
+            )
 
 
 def check_module(module: nn.Module) -> None:

@@ -29,13 +29,15 @@ class NodeLine(NamedTuple):
     """A line of generated code.
 
     kind: the collective that its node starts or waits for, or nothing. source: the user's line.
-    last: the last collective begun there, with its line. text: the node for people.
+    last: the last collective begun there, with its line. text: the node for people. module: its
+    module's path.
     """
 
     kind: str
     source: str
     last: str
     text: str
+    module: str = ""
 
 
 class CodeLines:
@@ -97,7 +99,8 @@ def _rows(module: fx.GraphModule) -> dict[int, NodeLine]:
         kind, source = _kind(node), node.meta.get("source") or ""
         if kind is not None:
             last = f"{kind} at {source}" if source else kind
-        rows[number] = NodeLine(kind or "", source, last, _text(node, source))
+        module = str(node.meta.get("module") or "").rpartition("/")[2]
+        rows[number] = NodeLine(kind or "", source, last, _text(node, source), module)
     return rows
 
 

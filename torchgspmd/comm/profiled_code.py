@@ -9,6 +9,7 @@ profiler a run costs one more question.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
@@ -20,7 +21,8 @@ from torch.fx.graph import CodeGen
 
 from ..compat.fx_nodes import copy_node
 from ..compat.private_apis import _profiler_enabled, is_missing
-from .code_names import named_code
+from ..errors import outside_error
+from .code_names import NodeLine, lines_of, named_code
 
 # Asked once: `is_profiling` runs at every call of a program.
 _IS_MISSING = is_missing(_profiler_enabled)
@@ -40,6 +42,15 @@ class ProfiledCode:
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the graph."""
+        try:
+            return self._run(inputs)
+        except (IndexError, RuntimeError) as error:
+            line = _line_of(error)
+            if line and (outside := outside_error(error, line.source, line.module)) is not None:
+                raise outside from error
+            raise
+
+    def _run(self, inputs: tuple) -> Any:
         if not is_profiling():
             return self.plain(*inputs)
         if self._with_ranges is None:
@@ -48,6 +59,15 @@ class ProfiledCode:
             self._with_ranges = fx.GraphModule(self.__self__, graph).forward
             named_code(self._with_ranges)
         return self._with_ranges(*inputs)
+
+
+def _line_of(error: Exception) -> NodeLine | None:
+    """Return the innermost line of a program's code in an error's traceback."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    for frame, number in reversed(frames):
+        if (lines := lines_of(frame.f_code.co_filename)) is not None:
+            return lines.rows.get(number)
+    return None
 
 
 def open_range(text: str) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat.private_apis import OpOverload
-from ..errors import ShardingError
+from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .collective import start
@@ -43,7 +43,14 @@ class Simulator(fx.Interpreter):
         coordinates = [self.mesh.coordinates(rank) for rank in range(self.mesh.size)]
         places = [[c[name] for c in coordinates] for name in self.mesh.names]
         places += [[size] * self.mesh.size for size in sizes]
-        return self.run(*map(_PerDevice, places), *map(_PerDevice, inputs))
+        try:
+            return self.run(*map(_PerDevice, places), *map(_PerDevice, inputs))
+        except (IndexError, RuntimeError) as error:
+            meta = self.node.meta
+            module = str(meta.get("module") or "").rpartition("/")[2]
+            if (outside := outside_error(error, meta.get("source"), module)) is not None:
+                raise outside from error
+            raise
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> list:
         return _PerDevice([super().get_attr(target, args, kwargs)] * self.mesh.size)

@@ -27,7 +27,7 @@ from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import _pytree as pytree
 from ..compat.versions import check_plan
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean, is_misspelt, user_line
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
 from ..fx_passes.partition.cost_constants import CostConstants
@@ -44,7 +44,7 @@ from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .fix_candidates import report_replicated
-from .options import Options, check_choice, documented, rows_for
+from .options import NAMED, Options, check_choice, documented, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
 from .small_sizes import SmallSizes
@@ -168,12 +168,15 @@ def _options_among(
     except (TypeError, ValueError):  # of C: nobody knows its arguments
         takes = None
     for name in keywords:
+        known = [*NAMED["plan"], *names]
+        if takes is None and is_misspelt(name, known):
+            takes = {}
         if takes is None or name in takes or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
             continue
         raise ShardingError(
             f"plan has no option '{name}', and the function no such argument",
             where=user_line(),
-            fix=did_you_mean(name, [*names, *takes]),
+            fix=did_you_mean(name, [*known, *takes]),
         )
     return {name: given[name] for name in names if name in given}, keywords
 

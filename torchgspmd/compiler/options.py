@@ -22,6 +22,12 @@ from ..fx_passes.units import parse_size
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., object])
 Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
+# Keyword arguments besides options, which a misspelt name may mean.
+NAMED: dict[str, tuple[str, ...]] = {
+    "plan": ("mesh", "in_specs", "out_specs"),
+    "parallelize": ("mesh", "in_specs", "out_specs", "plan"),
+    "suggest": ("devices", "hardware", "memory", "seconds", "kwargs"),
+}
 
 Backend = Literal["torch", "inductor", "cudagraphs", "inductor+cudagraphs", "xla"]
 Unmarked = Literal["propagated", "replicated"]
@@ -206,7 +212,7 @@ class Options:
                 raise ShardingError(
                     f"{reader} has no option '{name}'",
                     where=user_line(),
-                    fix=did_you_mean(name, known),
+                    fix=did_you_mean(name, [*known, *NAMED.get(reader, ())]),
                 )
         options = cls(**given)
         options._check()

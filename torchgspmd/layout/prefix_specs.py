@@ -11,7 +11,13 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from ..shard_spec import ShardSpec
 from .mesh import Mesh
-from .spec_notation import AUTO, SAME, UNCONSTRAINED
+from .spec_notation import (
+    AUTO,
+    SAME,
+    UNCONSTRAINED,
+    check_no_placement,
+    text_of_entries,
+)
 
 # Names of axes that divide the batch, in the libraries of the field.
 BATCH_AXES = ("data", "batch", "dp", "fsdp", "replica", "dp_replicate", "dp_shard", "replicate")
@@ -57,10 +63,13 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
         ]
     if isinstance(prefix, Sequence) and isinstance(tree, Sequence):
         if len(prefix) != len(tree):
+            one = len(tree) == 1 and text_of_entries(prefix)
             raise ShardingError(
                 f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
                 where=user_line(),
-                fix="give one spec for each, None where it is open; a spec itself is a string "
+                fix=f"a tuple has one spec an argument; write in_specs='{one}' for one argument"
+                if one
+                else "give one spec for each, None where it is open; a spec itself is a string "
                 "here, a tuple is a container",
             )
         return [
@@ -113,6 +122,8 @@ def spread_inputs(
     needs a single argument. AUTO divides each tensor's leading dimension by the batch axes. fn: the
     called function, for its argument names.
     """
+    for entry in pytree.tree_leaves(prefix):
+        check_no_placement(entry, prefix, mesh.names)
     # Scalars have no dimension to divide, and stay open.
     if isinstance(prefix, str) and prefix == AUTO:
         axes = batch_axes(mesh)

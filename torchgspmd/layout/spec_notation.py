@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 from ..errors import ShardingError, user_line
 from .halo_window import Window
@@ -95,8 +95,41 @@ def _split_window(word: str) -> tuple[str, Window | None]:
         return word, None
 
 
+def text_of_entries(entries: Sequence[object]) -> str | None:
+    """Return the string form of a spec in tuple form; None if these are no entries of one."""
+    words = ["_" if e is None else "?" if e is UNCONSTRAINED else e for e in entries]
+    words = ["+".join(e) if isinstance(e, tuple) and all(map(_is_axis, e)) else e for e in words]
+    plain = [w for w in words if isinstance(w, str)]
+    fits = len(plain) == len(words) and all(
+        w in ("_", "?") or all(map(_is_axis, w.split("+"))) for w in plain
+    )
+    return " ".join(plain) if fits else None
+
+
+def check_no_placement(entry: Any, entries: Any, names: Sequence[str] = ()) -> None:
+    """Raise ShardingError for a DTensor placement in specs. names: the mesh's axes, if known."""
+    # By its methods: importing DTensor takes seconds.
+    if not callable(getattr(entry, "is_replicate", None)):
+        return
+    placements = entries if isinstance(entries, (tuple, list)) else [entries]
+    dims: dict[int, list[str]] = {}
+    for name, placement in zip(names, placements):
+        if (dim := getattr(placement, "dim", -1)) >= 0:
+            dims.setdefault(dim, []).append(name)
+    words = ["+".join(dims.get(d, ())) or "_" for d in range(max(dims, default=-1) + 1)]
+    spec = f"'{' '.join(words)}', and '_' for each further dimension," if words else "'data _'"
+    raise ShardingError(
+        f"{entries!r} are placements of DTensor, one for each axis of a mesh",
+        where=user_line(),
+        why="a spec has one word for each dimension of the tensor: the axes that shard it",
+        fix=f"write {spec} in place of {entries!r}",
+    )
+
+
 def parse_sequence(entries: object) -> SpecFields:
     """Parse a spec in tuple form, such as ("data", None)."""
+    for entry in entries if isinstance(entries, (tuple, list)) else [entries]:
+        check_no_placement(entry, entries)
     if not isinstance(entries, Sequence):
         raise ShardingError(
             "a spec is a string such as 'data _' or a tuple such as ('data', None), "

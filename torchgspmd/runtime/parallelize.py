@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import check_module
-from ..comm.process_groups import groups_of, part_of
+from ..comm.process_groups import ProcessGroups, groups_of, part_of
+from ..comm.value_check import hash_of_bits
 from ..compat.versions import check_parallelize
 from ..compiler.options import Options, documented
 from ..dtensor.module_tensors import named_tensors
@@ -118,7 +122,10 @@ def parallelize(
 
 
 def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tensor:
-    """Return the global batch, a DTensor whose shard on this rank is `local`; nothing is sent.
+    """Return the global batch, a DTensor whose shard on this rank is `local`.
+
+    The first call compares a checksum and warns if all ranks give the same rows. Later calls send
+    nothing.
 
     In a process that runs on XLA, `local` is this host's batch. Its rows go to the host's
     devices, and the result is one XLA tensor.
@@ -155,4 +162,24 @@ def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tenso
             where=user_line(),
             fix="name them in mesh order",
         )
+    _warn_of_whole_batch(local, shape, groups)
     return wrap_local(local, parsed, shape, mesh, groups.device_mesh)
+
+
+def _warn_of_whole_batch(local: Tensor, shape: tuple[int, ...], groups: ProcessGroups) -> None:
+    """Warn, at the first call, if all ranks give the same rows, as of a global batch."""
+    if groups.has_compared_batch or groups.is_fake or shape == tuple(local.shape):
+        return
+    groups.has_compared_batch = True
+    checksum = hash_of_bits(local).to(groups.checked_on)
+    extremes = torch.stack([checksum, ~checksum])  # ~ turns the order round, and does not overflow
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.checks)
+    most, least = extremes.tolist()
+    # Rows of one number, as in a benchmark, say nothing.
+    if most == ~least and bool((local != local.flatten()[:1]).any()) and groups.rank == 0:
+        warnings.warn(
+            f"shard_batch is given the same {list(local.shape)} rows on all ranks, and the batch "
+            f"{list(shape)} has them several times; give each rank its own rows, as a "
+            "DistributedSampler does, or pass the global batch itself to the model",
+            stacklevel=3,
+        )

@@ -158,9 +158,12 @@ class PlanFiles(Later, RunnablePlan):
                 return _plan_of(text, cls, model)
             except Malformed as fault:
                 raise fault.located(text) from None
-        # A missing file is the user's path, not a damaged plan: Python's own error says that.
-        except FileNotFoundError:
-            raise
+        except FileNotFoundError as error:
+            raise ShardingError(
+                f"there is no file {path}",
+                where=user_line(),
+                fix="write it by plan.save(path), or correct the path",
+            ) from error
         except (Stale, OSError, *REFUSALS) as error:
             raise ShardingError(
                 f"{path} is no plan for this program",

@@ -6,6 +6,7 @@ from . import (  # noqa: F401
     contraction,
     cumulative,
     factory,
+    float8_rows,
     fourier,
     index_put,
     linalg,

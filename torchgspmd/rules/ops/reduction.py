@@ -174,6 +174,8 @@ def _var_mean(
     mean = x.sum(dims, True) / count
     # The global count: a mean of local means would weigh uneven shards alike.
     freedom = max(0, count - (1 if correction is None else correction))
+    if isinstance(count, int) and not count:  # of no elements it is NaN, with any correction
+        freedom = 0
     # Centered first: E[x^2] - E[x]^2 would lose digits.
     var = (x - mean).square().sum(dims, keepdim) / freedom
     if not keepdim:
