@@ -371,6 +371,11 @@ def definite(*shape: int) -> Callable[[], Tensor]:
     return lambda: (x := torch.rand(*shape)) @ x.mT + torch.eye(shape[-1])
 
 
+def unsymmetric(*shape: int) -> Callable[[], Tensor]:
+    """Matrices whose transposes have other factors."""
+    return lambda: definite(*shape)() + torch.rand(*shape).triu(1)
+
+
 def _after(op: Any, first: Callable[[], tuple], *args: Any) -> None:
     """A sample whose arguments another operation makes."""
 
@@ -389,12 +394,20 @@ sample(
     ),
     definite(5, 3, 3),
 )
+sample(
+    named(
+        "_linalg_det _linalg_slogdet _linalg_svd linalg_inv_ex linalg_lu linalg_lu_factor_ex "
+        "linalg_qr linalg_matrix_exp geqrf"
+    ),
+    unsymmetric(5, 3, 3),
+)
 sample([aten._linalg_svd.default], definite(5, 3, 3), False, False)
 sample(aten._linalg_eigh.default, definite(5, 3, 3), "L", False)
 sample(aten.linalg_eig.default, definite(5, 3, 3))
 sample(aten.linalg_ldl_factor_ex.default, definite(5, 3, 3))
 sample(aten._linalg_solve_ex.default, definite(5, 3, 3), real(5, 3, 2))
 sample(aten._linalg_solve_ex.default, definite(5, 3, 3), real(5, 3))
+sample(aten._linalg_solve_ex.default, unsymmetric(5, 3, 3), real(5, 3, 2))
 sample(aten.cholesky_solve.default, real(5, 3, 2), definite(5, 3, 3))
 sample(aten.linalg_solve_triangular.default, definite(2, 5, 3, 3), real(5, 3, 2), upper=True)
 sample(aten.triangular_solve.default, real(5, 3, 2), definite(5, 3, 3))
@@ -541,6 +554,16 @@ sample(
 )
 sample(
     [aten._embedding_bag.default], real(7, 4), ints(7, 6), lambda: torch.tensor([0, 2, 2]), False, 2
+)
+sample(
+    [aten._embedding_bag.default, aten._embedding_bag_forward_only.default],
+    real(7, 4),
+    ints(7, 6),
+    lambda: torch.tensor([0, 2, 4]),
+    False,
+    0,
+    False,
+    unit(6),
 )
 sample(
     aten.grid_sampler_2d_backward.default,

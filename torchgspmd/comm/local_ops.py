@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,24 @@ def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Ten
     rows = x.shape[dim]
     inside = torch.arange(rows, device=x.device) + index * rows < size
     return torch.where(inside.view([-1] + [1] * (x.dim() - 1 - dim)), x, as_dtype(fill, x.dtype))
+
+
+def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
+    """Return x with its dimensions in an order in memory, outermost first, and not contiguous.
+
+    A kernel that asks whether x is contiguous is to find the answer that the trace has found.
+    """
+    dims = [d for d in order if x.shape[d] > 1]
+    if any(x.stride(d) < x.stride(e) * x.shape[e] for d, e in zip(dims, dims[1:])):
+        back = [list(order).index(d) for d in range(x.dim())]
+        x = x.permute(*order).contiguous().permute(back)
+    # With fewer dimensions there is one order only.
+    if len(dims) < 2 or not x.is_contiguous():
+        return x
+    # Dimensions of which a device has one row hide the order: a gap behind each row shows it.
+    last = max(dims)
+    shape = [2 * n if d == last else n for d, n in enumerate(x.shape)]
+    return x.new_empty(shape).narrow(last, 0, x.shape[last]).copy_(x)
 
 
 def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:

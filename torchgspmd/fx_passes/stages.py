@@ -17,6 +17,7 @@ from ..comm.kinds import Step
 from ..layout.mesh import Mesh
 from ..rules import FactorRule
 from ..shard_spec import ShardSpec
+from .localize.memory_order import verify_memory_order
 from .lower.verify_in_flight import verify_in_flight
 from .partition.explain_costs import Decisions
 from .partition.verify_partition import verify_partition
@@ -59,6 +60,13 @@ _ROWS = (
         PARTITIONED,
         torch.dtype,
         "dtype in which an operation has the value, if another than that of val",
+    ),
+    Key(
+        "order",
+        EXPANDED,
+        RUNNABLE,
+        dict,
+        "of operands that are not contiguous in the trace, if an operation asks for their order",
     ),
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
     Key("module", CAPTURED, RUNNABLE, str, "path of the module whose forward computes it"),
@@ -114,7 +122,10 @@ def verify(graph: fx.Graph, stage: Stage, mesh: Mesh) -> None:
         raise AssertionError("metadata that stages.py does not list:\n  " + "\n  ".join(faults))
     if stage == PARTITIONED:
         verify_partition(graph, mesh)
+    elif stage == LOCAL:
+        verify_memory_order(graph)
     elif stage == LOWERED:
+        verify_memory_order(graph)
         verify_in_flight(graph)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..compat.private_apis import OpOverload, OpOverloadPacket
 from ..errors import ShardingError, user_line
+from .memory_order import ordered
 from .notation import IDENTITY, Call, FactorRule, Sentence
 from .registry import RULES
 
@@ -66,6 +67,7 @@ def rule(
     if target in RULES and target not in _CUSTOM:
         raise ShardingError(f"{target} has a rule already", where=where)
     _CUSTOM.add(target)
+    ordered(target)  # a kernel may read memory as if it were contiguous
 
     def bind(call: Call) -> FactorRule:
         # The first sentence that fits counts. If none does, the error shows all faults.

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...rules.local_builder import LocalBuilder
+from ...rules.memory_order import ordered
 from ...rules.notation import Call, FactorRule, LocalForm, Split
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
@@ -55,6 +56,7 @@ def _places(x: Tensor, dims: int) -> Tensor:
 
 FORWARD = (aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
 BACKWARD = (aten.adaptive_max_pool2d_backward.default, aten.adaptive_max_pool3d_backward.default)
+ordered(aten.adaptive_max_pool3d_backward.default, "indices")  # read as if they were contiguous
 rewrite("split", *FORWARD)(_global)
 rewrite("split", *BACKWARD)(_global_backward)
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
+from ...rules.memory_order import ordered
 from ...rules.notation import Call, FactorRule, Sentence, Split, factors
 from ...rules.registry import rule, rule_for
 from ...rules.rewrites import rewrite
@@ -150,6 +151,11 @@ rule(
     "... t u v, ... d h w, ... t u v -> ... d h w",
     replicated="d h w t u v",
 )
+for _op in (
+    aten.fractional_max_pool2d_backward.default,
+    aten.fractional_max_pool3d_backward.default,
+):
+    ordered(_op, "indices")  # read as if they were contiguous
 
 rule(aten.grid_sampler_2d.default, "n c h w, n u v r -> n c u v", replicated="h w r", linear=[[0]])
 rule(

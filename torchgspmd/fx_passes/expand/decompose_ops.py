@@ -19,10 +19,12 @@ from ...compat.fx_nodes import copy_node, drop_unused
 from ...compat.private_apis import _pytree as pytree
 from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
 from ...rules.custom_ops.random import DRAW_SEED
+from ...rules.memory_order import traced_orders
 from ..ir import is_number, signature
 from .draw_seeds import DrawSeeds
 from .traced_sizes import with_sizes
 
+_OF_THE_STEP = ("other", "dynamic", "draw", "order")
 # Graphs of decompositions by (signature, splitting); None if there is none.
 Traced = dict[tuple, fx.Graph | None]
 
@@ -110,8 +112,10 @@ class _Expander:
             copy.target = RENAMED.get(node.target, node.target)
             sizes = {key: node.meta[key] for key in ("other", "dynamic") if key in node.meta}
             # Sizes are those of the step, not of the operation that it is a part of.
-            plain = {k: value for k, value in meta.items() if k not in ("other", "dynamic", "draw")}
+            plain = {key: value for key, value in meta.items() if key not in _OF_THE_STEP}
             copy.meta = {**plain, "val": node.meta["val"], **sizes}
+            if (orders := node.meta.get("order", traced_orders(node))) is not None:
+                copy.meta["order"] = orders
             return copy
         operands: list[fx.Node] = []
         fx.map_arg((node.args, dict(node.kwargs)), lambda n: operands.append(n))

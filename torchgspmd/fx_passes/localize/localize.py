@@ -30,6 +30,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, is_operation, operands_of, other_shapes, planned_shape, tensors_of
 from ..partition.verify_partition import check_open_sizes
 from .infer_shapes import infer_shapes
+from .memory_order import restored
 from .op_emitter import emit
 from .sizes_in_a_run import LocalSizes, RunSizes, local_shape, needs_number
 from .step_emitter import StepEmitter
@@ -102,6 +103,8 @@ class _Localizer:
             self.new[node] = local
             if isinstance(local, fx.Node) and "mark" not in node.meta:
                 local.meta = self.local_meta(node)
+                if "order" in node.meta and local.target is node.target:
+                    local.meta["order"] = node.meta["order"]
                 if "spec" in node.meta:
                     spec = node.meta["spec"]
                     (self.shapes[local],) = self._local_shapes(node, [spec])
@@ -226,7 +229,21 @@ class _Localizer:
             if node.meta.get("dynamic"):
                 sizes = LocalSizes(node, self.new, self.sizes, self.mesh)
                 args = sizes.arguments(args, before, self.graph)
+        args, kwargs = self._in_memory_order(node, args, kwargs)
         return self.graph.call_function(node.target, args, kwargs)
+
+    def _in_memory_order(self, node: fx.Node, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Return a call's arguments in the order in memory that they had in the trace."""
+        if (orders := node.meta.get("order")) is None:
+            return args, kwargs
+
+        def add(op: Any, x: fx.Node, *rest: object) -> fx.Node:
+            made = self.graph.call_function(op, (x, *rest))
+            made.meta = {**x.meta, "backward": node.meta.get("backward", False), "step": None}
+            self.shapes[made] = self.shapes[x]
+            return made
+
+        return restored(node.target, args, kwargs, orders, add)
 
     def _shapes(self, node: fx.Node) -> Shapes:
         return Shapes(

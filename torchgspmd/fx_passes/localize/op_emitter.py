@@ -19,8 +19,10 @@ from ...layout.halo_window import Window
 from ...layout.open_sizes import OpenSize
 from ...rules import FactorRule, rule_of
 from ...rules.local_builder import LocalTensor
+from ...rules.memory_order import declares_order
 from ...shard_spec import Axes
 from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
+from .memory_order import restored
 from .sizes_in_a_run import LocalSizes, local_shape, needs_number
 from .step_emitter import StepLocalizer
 
@@ -223,6 +225,9 @@ class Emitter:
         args, kwargs = fx.node.map_aggregate(
             (args, kwargs), lambda a: a.node if isinstance(a, fx.Proxy) else a
         )
+        if declares_order(op):
+            orders = self.node.meta.get("order", {}) if op is self.node.target else {}
+            args, kwargs = restored(op, args, kwargs, orders, self.call)
         result = self.localizer.graph.call_function(op, args, kwargs)
         result.meta = self.localizer.local_meta(self.node)
         shapes = (self.shape_of(a) for a in args if isinstance(a, fx.Node))

@@ -105,6 +105,7 @@ def ctc_losses(
     """
     # Read on the host, so no CUDA graph can have it (the tag above).
     lengths = [n.tolist() for n in (input_lengths, target_lengths)]
+    targets = targets.contiguous()  # the kernel reads other numbers from a slice with steps
     losses, alpha = aten._ctc_loss.default(log_probs, targets, *lengths, blank, zero_infinity)
     grad = aten._ctc_loss_backward.default(
         torch.ones_like(losses), log_probs, targets, *lengths, losses, alpha, blank, zero_infinity

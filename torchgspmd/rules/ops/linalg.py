@@ -12,6 +12,7 @@ from torch import Tensor
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ..notation import Call, FactorRule, LocalForm, factors
+from ..memory_order import ordered
 from ..registry import rule_for
 from ..rewrites import rewrite
 from .pointwise import broadcast_dims
@@ -68,6 +69,11 @@ register_batched(aten.linalg_solve_triangular.default, "2 2", "2")
 register_batched(aten.lu_unpack.default, "2 1", "2 2 2")
 register_batched(aten.ormqr.default, "2 1 2", "2")
 register_batched(aten.triangular_solve.default, "2 2", "2 2")
+
+
+# They factor a contiguous real matrix by its transpose, and so do the formulas of their gradients.
+for _op in (aten._linalg_det.default, aten._linalg_slogdet.default):
+    ordered(_op, "A")
 
 
 @rewrite("decompose", aten.cholesky.default)

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..custom_ops import nd  # noqa: F401
 from ..local_builder import LocalBuilder
+from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
@@ -161,6 +162,11 @@ def _index_select(call: Call) -> FactorRule | Declined:
         linear=[[0]],
         local=LocalForm(emit, when=names[dim], fill={1: 0.0}),
     )
+
+
+# With steps between the indices it reads others. Without steps in the weight it leaves out results.
+for _op in (aten._embedding_bag.default, aten._embedding_bag_forward_only.default):
+    ordered(_op)
 
 
 @rule_for(aten._embedding_bag.default, aten._embedding_bag_forward_only.default)

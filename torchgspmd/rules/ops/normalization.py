@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
+from ..memory_order import ordered, packed
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import rewrite
@@ -85,6 +86,11 @@ def _layer_norm(call: Call) -> FactorRule:
         replicated=tail,
         split=Split(),
     )
+
+
+packed(aten.native_layer_norm.default)
+# The CPU's kernel reads the statistics as if they were contiguous.
+ordered(aten.native_layer_norm_backward.default, "mean rstd")
 
 
 @rewrite("split", aten.native_layer_norm.default)

@@ -12,6 +12,7 @@ from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...layout.mark import mark_sharding_op
 from ..custom_ops.updates import adam
+from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule, rule_for
 from ..rewrites import rewrite
@@ -175,6 +176,7 @@ def _fake_quantize_channels(call: Call) -> FactorRule:
 
 rule(aten.view_as_real.default, "... -> ... c", replicated="c", linear=[[0]])
 rule(aten.view_as_complex.default, "... c -> ...", replicated="c", linear=[[0]])
+ordered(aten.view_as_complex.default)  # refuses two parts that are not neighbors
 
 
 @rewrite("decompose", aten._conj.default)

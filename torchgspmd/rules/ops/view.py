@@ -10,6 +10,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ..local_builder import LocalBuilder
+from ..memory_order import ordered
 from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
 from ..registry import rule_for, shape_argument
 from ..rewrites import DECLINED, Declined, rewrite
@@ -198,6 +199,9 @@ def keep_rule(call: Call, dims: Iterable[int], **keywords: object) -> FactorRule
         replicated=[name for row in names for name in row if name[0] == "w"],
         **keywords,
     )
+
+
+ordered(aten.view.dtype)  # refuses bytes that are not neighbors
 
 
 @rule_for(aten.view.dtype)
