@@ -10,18 +10,12 @@ import warnings
 
 import pytest
 import torch
-from prover import one_operation
 from samples import SAMPLES
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-import torchgspmd as gspmd
-from torchgspmd import Mesh
-from torchgspmd.comm.local_ops import in_order
-from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.localize.memory_order import verify_memory_order
 from torchgspmd.rules.decompositions import RENAMED
-from torchgspmd.rules.memory_order import _ORDERED, declares_order, is_packed, ordered_arguments
+from torchgspmd.rules.memory_order import _ORDERED, is_packed, ordered_arguments
 
 
 def orders(x: Tensor) -> dict[str, Tensor]:
@@ -57,9 +51,7 @@ def arguments_by_operand(op, args, kwargs) -> list[str]:
     """The name of the argument of each tensor operand."""
     names = [a.name for a in op._schema.arguments]
     named = [*zip(names, args), *kwargs.items()]
-    return [
-        name for name, x in named for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)
-    ]
+    return [name for name, x in named for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]
 
 
 @pytest.mark.parametrize("op", [op for op in SAMPLES if op not in RENAMED], ids=str)

@@ -24,6 +24,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line, user_line
 from ..layout.mark import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
+from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
@@ -44,10 +45,14 @@ class CallInterceptor(TorchFunctionMode):
     """A mode that records each call's source line, and replaces products and values."""
 
     def __init__(
-        self, tracker: SourceTracker, constants: CachedConstants, mode: Functional
+        self,
+        tracker: SourceTracker,
+        constants: CachedConstants,
+        mode: Functional,
+        asked: AskedOrders,
     ) -> None:
         super().__init__()
-        self.tracker, self.constants, self.mode = tracker, constants, mode
+        self.tracker, self.constants, self.mode, self.asked = tracker, constants, mode, asked
         self.lists: dict[int, tuple[Tensor, Any]] = {}  # by a tensor's id, its nested list
 
     def __torch_function__(
@@ -56,6 +61,7 @@ class CallInterceptor(TorchFunctionMode):
         kwargs = kwargs or {}
         self.tracker.before()
         self.constants.record_operands(args, kwargs)
+        self.asked.record(func, args, kwargs)
         if func in (torch.tensor, torch.as_tensor):  # these read numbers without asking the object
             args, kwargs = specialize_tree(args), specialize_tree(kwargs)
         if func in _BACKWARDS:

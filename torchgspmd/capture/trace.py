@@ -23,7 +23,9 @@ from ..errors import ShardingError, user_line
 from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
+from ..rules.memory_order import memory_order
 from .argument_sizes import ArgumentSizes
+from .asked_orders import AskedOrders
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
@@ -85,6 +87,8 @@ def capture(
     args, kwargs = opened((args, kwargs))
     # Parameters and buffers are inputs already; only the state's other tensors are added.
     module_tensor_ids = frozenset(map(id, module_state.values()))
+    tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    has_orders = not all(x.is_contiguous() for x in (*module_state.values(), *tensors))
     reasons: list[str] = []
     flags = state.is_looking, state.is_counting
     try:
@@ -100,6 +104,7 @@ def capture(
                         lambda: state.inputs(module_tensor_ids, varying.now),
                         state,
                         value_guards,
+                        has_orders,
                     ),
                     rewriting(sites),
                 ):
@@ -145,11 +150,13 @@ def _conclusive(
     inputs_now: Callable[[], list[TensorInput]],
     state: State,
     value_guards: ValueGuards,
+    has_orders: bool,
 ) -> Iterator[None]:
     """Raise Retrace if a trace had other values than the program has.
 
     Numbers are symbolic, buffers' values unknown, and state tensors constants until they are
-    inputs. Without any of these an error is the program's own, and passes.
+    inputs. Without any of these an error is the program's own, and passes. has_orders: whether the
+    caller's tensors have another order in memory than the trace's.
     """
     error, text = None, ""
     try:
@@ -164,6 +171,8 @@ def _conclusive(
         if numbers:  # some functions in C++ take plain numbers only
             reason = f"{', '.join(numbers)}: symbolic ({text})"
             raise Retrace(reason, state.stop_counting) from error
+        if has_orders and not state.asks_order:  # a view that the caller's order allows
+            raise Retrace(f"the trace has contiguous inputs ({text})", state.ask_order) from error
     # Python's int() and max() take no symbols; the next trace replaces them in that module.
     space = error.namespace if isinstance(error, ShardingError) else None
     if space is not None and all(space is not known for known in state.namespaces):
@@ -229,6 +238,7 @@ def _trace_once(
         state_inputs=state_inputs,
         value_guards=value_guards,
         casts=Casts(param_dtype),
+        asked=AskedOrders(),
     )
     read_recorder = (
         record_reads(tables.modules, tables.objects, tables.called)
@@ -239,7 +249,8 @@ def _trace_once(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     with translate_errors(bool(dynamic.dims)), read_recorder as tables.recorder, mode:
         shapes = dynamic.shapes(tensors, len(state), shape_env)
-        fakes = [_empty_like(t, shape) for t, shape in zip(tensors, shapes)]
+        ordered = bool(stored_state.asks_order)
+        fakes = [_empty_like(t, shape, ordered) for t, shape in zip(tensors, shapes)]
         requires = [t.requires_grad for t in tensors]
         grad_mode = torch.enable_grad() if grad else torch.set_grad_enabled(torch.is_grad_enabled())
         with (
@@ -251,6 +262,7 @@ def _trace_once(
         ):
             traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
     del mode
+    program.asked.check([each.name for each in inputs], tensors, stored_state)
     insert_checks(traced.graph, shape_env)
     constants = program.take_constants(traced.graph)
     used = program.drop_unused(traced.graph)
@@ -282,7 +294,9 @@ def _trace_once(
         looks=tuple(value_guards.looks.values()),
         functions=tuple(tables.called),
         dynamic=dynamic.with_units(units),
-        run_guards=_run_guards(fn, names, leaves, tables, state_inputs),
+        run_guards=_run_guards(
+            fn, names, leaves, tables, state_inputs, bool(stored_state.asks_order)
+        ),
         breakpoints=program.breakpoints,
     )
     return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
@@ -294,11 +308,12 @@ def _run_guards(
     leaves: list[Any],
     tables: Tables,
     state_inputs: list[TensorInput],
+    ordered: bool,
 ) -> RunGuards:
     is_module = isinstance(fn, nn.Module)
     besides = {*tables.changed, *(each.source.entry for each in state_inputs)}
     return RunGuards(
-        ArgumentKeys.of(names, leaves),
+        ArgumentKeys.of(names, leaves, ordered),
         ModuleFacts(fn) if is_module else None,
         FunctionFacts(tables.called, is_module, besides),
     )
@@ -346,14 +361,23 @@ def _input(kind: str, name: str, tensor: Tensor, mesh: Mesh) -> Input:
     return Input(kind, name, tuple(tensor.shape), tensor.dtype, mark, source)
 
 
-def _empty_like(tensor: Tensor, shape: Sequence[Any]) -> Tensor:
+def _empty_like(tensor: Tensor, shape: Sequence[Any], ordered: bool) -> Tensor:
     """Return an empty tensor with a shape; for meta and XLA tensors one on the CPU.
 
-    All a trace's inputs are on one device.
+    All a trace's inputs are on one device. ordered: whether it has the tensor's order in memory.
     """
     # Operators decide by the device, and refuse two of them in one call.
     device = "cpu" if tensor.device.type in ("meta", "xla") else tensor.device
-    return torch.empty(shape, dtype=tensor.dtype, device=device)
+    # Otherwise contiguous, so that ranks whose arguments differ in order have one program.
+    if not ordered or tensor.is_contiguous():
+        return torch.empty(shape, dtype=tensor.dtype, device=device)
+    if all(isinstance(n, int) for n in shape):
+        strides = tensor.stride()
+        return torch.empty_strided(tuple(shape), strides, dtype=tensor.dtype, device=device)
+    order = memory_order(tensor)
+    back = [order.index(d) for d in range(tensor.dim())]
+    sizes = [shape[d] for d in order]
+    return torch.empty(sizes, dtype=tensor.dtype, device=device).permute(back)
 
 
 def leaf_names(fn: Callable, args: tuple, kwargs: dict) -> list[str]:

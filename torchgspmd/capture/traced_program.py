@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from .asked_orders import AskedOrders
 from .autograd_reach import connected_components, reachable_inputs
 from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
@@ -48,6 +49,7 @@ class TracedProgram:
         state_inputs: list[TensorInput],
         value_guards: ValueGuards,
         casts: Casts,
+        asked: AskedOrders,
     ) -> None:
         self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
             fn,
@@ -65,6 +67,7 @@ class TracedProgram:
         self.state_inputs: list[TensorInput] = state_inputs
         self.value_guards: ValueGuards = value_guards
         self.casts: Casts = casts
+        self.asked: AskedOrders = asked
         self.constants = CachedConstants(FunctionalTensor)
         self.outputs: list[Output] = []
         self.tangents: list[tuple[int, Any]] = []
@@ -86,7 +89,7 @@ class TracedProgram:
                 if needed:
                     tensor.requires_grad_()
             tracker = SourceTracker(__file__, self.fn)
-            with CallInterceptor(tracker, self.constants, mode), capturing():
+            with CallInterceptor(tracker, self.constants, mode, self.asked), capturing():
                 outputs, grads = self._with_state(inputs, tracker)
             tracker.clear()
             mutated = [

@@ -91,6 +91,16 @@ def map_ordered(
     return new if names else args, {name: mapped(name, value) for name, value in kwargs.items()}
 
 
+def memory_order(x: Tensor) -> tuple[int, ...]:
+    """Return a tensor's dimensions in memory, outermost first."""
+    return tuple(sorted(range(x.dim()), key=lambda d: (-int(x.stride(d)), d)))
+
+
+def order_text(x: Tensor) -> str:
+    """Return a tensor's order in memory, for keys and messages."""
+    return "contiguous" if x.is_contiguous() else f"a tensor with strides {list(x.stride())}"
+
+
 def traced_orders(node: fx.Node) -> Orders | None:
     """Return the orders in which a trace had a call's operands; None if they do not matter."""
     if not ordered_arguments(node.target):
@@ -100,7 +110,7 @@ def traced_orders(node: fx.Node) -> Orders | None:
     def note(name: str, operand: fx.Node) -> None:
         x = operand.meta["val"]
         if isinstance(x, Tensor) and not x.is_contiguous():
-            orders[name] = tuple(sorted(range(x.dim()), key=lambda d: (-int(x.stride(d)), d)))
+            orders[name] = memory_order(x)
 
     map_ordered(node.target, node.args, node.kwargs, note)
     return orders

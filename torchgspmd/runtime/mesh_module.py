@@ -28,6 +28,7 @@ from ..fx_passes.stages import verifies
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import is_same, spread_inputs
+from ..rules.memory_order import order_text
 from ..shard_spec import ShardSpec
 from .changing_sizes import (
     Shapes,
@@ -175,6 +176,8 @@ class MeshModule(ModuleProxy):
             torch.get_autocast_dtype(self._device_type),
             torch.get_default_dtype(),
         )
+        if self._state.asks_order:
+            rest = (tuple(order_text(x) for x in leaves if isinstance(x, Tensor)), *rest)
         key = (tree, tuple(leaf_keys), *rest)
         call = ModuleCall(
             passed=passed,

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from ...rules.memory_order import order_text
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
 from .source import DEEP, Source, is_table
 from .value_keys import as_text, difference, value_key
@@ -37,10 +38,14 @@ class Change(NamedTuple):
 
 
 class ArgumentKeys(NamedTuple):
-    """Names for the leaves of a plan's arguments, and their keys; a tensor's is None."""
+    """Names for the leaves of a plan's arguments, and their keys.
+
+    A tensor's is None, or its order in memory, if the program asks for that.
+    """
 
     names: tuple[str, ...]
     keys: tuple[Any, ...]
+    ordered: bool = False
 
     @staticmethod
     def of_file(names: Sequence[str], leaves: Iterable[object]) -> ArgumentKeys:
@@ -49,13 +54,17 @@ class ArgumentKeys(NamedTuple):
         return ArgumentKeys(tuple(names), keys)
 
     @staticmethod
-    def of(names: Sequence[str], leaves: Iterable[object]) -> ArgumentKeys:
-        keys = tuple(None if isinstance(leaf, Tensor) else value_key(leaf) for leaf in leaves)
-        return ArgumentKeys(tuple(names), keys)
+    def of(names: Sequence[str], leaves: Iterable[object], ordered: bool = False) -> ArgumentKeys:
+        def key(leaf: object) -> object:
+            if not isinstance(leaf, Tensor):
+                return value_key(leaf)
+            return order_text(leaf) if ordered else None
+
+        return ArgumentKeys(tuple(names), tuple(map(key, leaves)), ordered)
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
         """Yield the leaves that differ from the plan's."""
-        now = ArgumentKeys.of(self.names, leaves)
+        now = ArgumentKeys.of(self.names, leaves, self.ordered)
         for name, one, other in zip(self.names, now.keys, self.keys):
             # A saved plan has None for tensors and for None.
             if one != other and not (other is None and one == _NONE):

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...errors import user_line
 from .source import Source
 
 COUNTED = (int, float)  # types that a SymbolicNumber may stand for (symbolic_numbers.py)
@@ -159,6 +160,8 @@ class State:
         self.is_looking = False  # whether traces read buffers' values (value_guards.py)
         self.shapes: set[Any] = set()  # buffers' values that decided on a shape
         self.is_counting = True  # whether a trace may use symbolic numbers
+        # The first line that asks for an order in memory: inputs then have the caller's.
+        self.asks_order = ""
         self.kept_sites: set[str] = set()  # lines that rewrites leave alone (rewrite_sites.py)
         # modules in which int() and the like take numbers that only a run knows
         # (builtin_numbers.py)
@@ -176,12 +179,17 @@ class State:
         facts = [f"the program changes {source}" for source in (*self.entries, *self.counted)]
         facts += ["it depends on values of buffers"] if self.is_looking or self.shapes else []
         facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
+        facts += [f"it asks for an order in memory at {self.asks_order}"] if self.asks_order else []
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
         return ", ".join(facts)
 
     def look(self) -> None:
         """Allow traces to read buffers' values."""
         self.is_looking = True
+
+    def ask_order(self, line: str = "") -> None:
+        """Give traces inputs in the caller's order in memory. line: the one that asks for it."""
+        self.asks_order = line or user_line() or "a call"
 
     def stop_counting(self) -> None:
         """Give traces plain numbers."""

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, drop_unused
 from ...compat.private_apis import _pytree as pytree
+from ...errors import ShardingError
 from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
 from ...rules.custom_ops.random import DRAW_SEED
 from ...rules.memory_order import traced_orders
@@ -158,6 +159,8 @@ def _traced(node: fx.Node, function: Callable, name: str) -> fx.Graph | None:
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
     try:
         inner = trace(function, args, kwargs)
+    except ShardingError:
+        raise
     except (NotImplementedError, RuntimeError, TypeError, ValueError, IndexError):
         # PyTorch's own have many ways to decline. torch 2.9 raises IndexError for errors without
         # a text.

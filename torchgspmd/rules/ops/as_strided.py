@@ -12,10 +12,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten, prims
+from ...errors import ShardingError, user_line
+from ..memory_order import memory_order
 from ..rewrites import DECLINED, Declined, rewrite
 
 _STEPS = 16  # so many slices read a block of `unfold`, at most
@@ -95,9 +98,13 @@ def _read(base: Tensor, dim: int, window: StridedWindow, size: Sequence[int]) ->
 def _as_strided(
     x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Tensor | Declined:
-    offset, storage = (storage_offset or 0) - int(x.storage_offset()), _storage_order(x)
-    if storage is None or not x.numel() or not math.prod(size) or offset < 0:
+    if not x.numel() or not math.prod(size):
         return DECLINED
+    offset, storage = _offset(x, storage_offset), _storage_order(x)
+    _check_inside(x, size, stride, offset)
+    if storage is None:
+        places = _places(size, stride, offset, x.device).reshape(-1)
+        return x.reshape(-1)[_without_gaps(x, places)].reshape(list(size))
     base = x.permute(storage)
     windows = _windows([n for n in base.shape if n > 1], size, stride, offset)
     if windows is None:
@@ -125,13 +132,49 @@ def _as_strided_scatter(
     stride: Sequence[int],
     storage_offset: int | None = None,
 ) -> Tensor | Declined:
-    if (order := _storage_order(x)) is None:
-        return DECLINED
-    base = x.permute(order)
-    offset = (storage_offset or 0) - int(x.storage_offset())
+    offset = _offset(x, storage_offset)
+    _check_inside(x, size, stride, offset)
     places = _places(size, stride, offset, x.device).reshape(-1)
+    if (order := _storage_order(x)) is None:
+        places, order = _without_gaps(x, places), list(range(x.dim()))
+    base = x.permute(order)
     result = aten.index_put.default(base.reshape(-1), [places], source.reshape(-1))
     return result.reshape(base.shape).permute([order.index(d) for d in range(x.dim())])
+
+
+def _offset(x: Tensor, storage_offset: int | None) -> int:
+    """Return how many elements behind the tensor's first one as_strided begins."""
+    return 0 if storage_offset is None else storage_offset - int(x.storage_offset())
+
+
+def _check_inside(x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> None:
+    """Raise ShardingError if as_strided reads memory that is no element of the tensor."""
+    read, own = (
+        sum(
+            (numpy.arange(n).reshape([-1] + [1] * (len(sizes) - 1 - d)) * t)
+            for d, (n, t) in enumerate(zip(sizes, strides))
+            if n > 1
+        )
+        for sizes, strides in ((size, stride), (x.shape, x.stride()))
+    )
+    if not numpy.isin(read + offset, own).all():
+        raise ShardingError(
+            "as_strided reads memory beside the elements of its tensor",
+            where=user_line(),
+            why=f"a program knows the {x.numel()} elements of the tensor, and nothing around them",
+            fix="call it on the tensor whose memory it reads, or index that tensor",
+        )
+
+
+def _without_gaps(x: Tensor, places: Tensor) -> Tensor:
+    """Return the positions, among a tensor's elements in order, of places in its memory."""
+    position = torch.zeros_like(places)
+    for d in memory_order(x):
+        if x.shape[d] > 1 and x.stride(d):
+            steps = math.prod(x.shape[d + 1 :])
+            position = position + (places // x.stride(d)) * steps
+            places = places % x.stride(d)
+    return position
 
 
 def _places(
