@@ -32,7 +32,9 @@ def test_a_right_program_has_one():
     result = plan(perceptron(mesh), torch.randn(5, 6), mesh=mesh, in_specs=("data _",), grad=True)
     certificate = result.verify()
     assert certificate.complete and certificate.results == 5
-    assert str(certificate) == "certified 24 of 24 values and 5 results, in 2 trials, on 8 ranks"
+    assert str(certificate) == (
+        "certified 24 of 24 values and 5 results, in 2 trials, on 8 ranks, and by eager PyTorch"
+    )
 
 
 @pytest.mark.parametrize("name", GUARDS)

@@ -143,6 +143,11 @@ def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
     return x.new_empty(shape).narrow(last, 0, x.shape[last]).copy_(x)
 
 
+def as_ordered(x: Tensor, order: Sequence[int] | None) -> Tensor:
+    """Return x in an order in memory; None: contiguous."""
+    return x.contiguous() if order is None else in_order(x, order)
+
+
 def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:
     """Return a fill value as a number in the dtype; integers get their extreme for infinity."""
     if dtype == torch.bool:  # torch.where on bools and an int number gives int

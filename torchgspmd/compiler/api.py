@@ -47,6 +47,7 @@ from .fix_candidates import report_replicated
 from .options import NAMED, Options, check_choice, documented, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
+from .planned_call import PlannedCall
 from .small_sizes import SmallSizes
 
 if TYPE_CHECKING:
@@ -141,6 +142,10 @@ def plan(
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
+    changes = "microbatches=" * (options.microbatches > 1) or "param_dtype=" * bool(
+        options.param_dtype
+    )
+    result.planned_call = PlannedCall(fn, args, keywords, changes, PlannedCall.modes_now())
     # Marks by in_specs show that the user thought about the arguments: then no warning.
     if in_specs is None:
         for line in idle_axes_text(mesh, result.idle_axes):

@@ -52,6 +52,7 @@ from .plan_summary import (
     recomputed_text,
     weights_against_marks,
 )
+from .planned_call import PlannedCall
 from .small_sizes import SmallSizes
 
 
@@ -94,6 +95,7 @@ class Plan(PlanFiles):
         192.0
     """
 
+    planned_call: PlannedCall | None = None  # of plan(): what verify runs in eager PyTorch
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
     estimate, explain, trace, diff, html, report = (View() for _ in range(6))
     verify, uncapturable, _page, _repr_html_ = (View() for _ in range(4))

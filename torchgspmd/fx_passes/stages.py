@@ -68,6 +68,7 @@ _ROWS = (
         dict,
         "of operands that are not contiguous in the trace, if an operation asks for their order",
     ),
+    Key("lies", LOCAL, RUNNABLE, tuple | None, "its order in memory, if known; None: contiguous"),
     Key("source", CAPTURED, RUNNABLE, str | None, "file:line of the user's code"),
     Key("module", CAPTURED, RUNNABLE, str, "path of the module whose forward computes it"),
     Key("backward", CAPTURED, RUNNABLE, bool, "belongs to the backward"),

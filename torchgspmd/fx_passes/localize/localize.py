@@ -30,7 +30,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, is_operation, operands_of, other_shapes, planned_shape, tensors_of
 from ..partition.verify_partition import check_open_sizes
 from .infer_shapes import infer_shapes
-from .memory_order import restored
+from .memory_order import is_packed_result, restored
 from .op_emitter import emit
 from .sizes_in_a_run import LocalSizes, RunSizes, local_shape, needs_number
 from .step_emitter import StepEmitter
@@ -103,6 +103,8 @@ class _Localizer:
             self.new[node] = local
             if isinstance(local, fx.Node) and "mark" not in node.meta:
                 local.meta = self.local_meta(node)
+                if is_packed_result(local):
+                    local.meta["lies"] = None
                 if "order" in node.meta and local.target is node.target:
                     local.meta["order"] = node.meta["order"]
                 if "spec" in node.meta:
@@ -121,6 +123,7 @@ class _Localizer:
         dtype = node.meta["val"].dtype
         cast = self.graph.call_function(aten._to_copy.default, (local,), {"dtype": dtype})
         cast.meta = {**local.meta, "dtype": dtype}
+        cast.meta.pop("lies", None)
         local.meta["dtype"], self.shapes[cast] = node.meta["computed"], self.shapes[local]
         return cast
 
@@ -291,6 +294,7 @@ class _Localizer:
                 "backward": node.meta.get("backward", False) or local.meta.get("backward", False),
                 "step": None,
             }
+            masked.meta.pop("lies", None)
             self.shapes[masked] = self.shapes[local]
             self.masked[key] = masked
         return self.masked[key]

@@ -37,9 +37,10 @@ def restored(
         order = orders.get(name)
         if _has_order(operand, order):
             return operand
-        if order is None:
-            return add(aten.contiguous.default, operand)
-        return add(in_order, operand, list(order))
+        rest = () if order is None else (list(order),)
+        made = add(aten.contiguous.default if order is None else in_order, operand, *rest)
+        made.meta["lies"] = order
+        return made
 
     return map_ordered(op, args, kwargs, restore)
 
@@ -48,11 +49,16 @@ def _has_order(operand: fx.Node, order: tuple[int, ...] | None) -> bool:
     """Return whether a value has an order in memory on every device; None: is contiguous."""
     if operand.meta.get("shape") == () or operand.meta.get("dtype", ...) is None:  # a number
         return True
+    if operand.op == "placeholder":  # the backward's, of a value of the forward
+        return "lies" in operand.meta and operand.meta["lies"] == order
     if order is not None:
         return operand.target is in_order and tuple(operand.args[1]) == order
-    if operand.target is operator.getitem:
-        return is_packed(operand.args[0].target)
-    return operand.target is aten.contiguous.default
+    return operand.target is aten.contiguous.default or is_packed_result(operand)
+
+
+def is_packed_result(node: fx.Node) -> bool:
+    """Return whether a node is a result of an operation whose results are all contiguous."""
+    return node.target is operator.getitem and is_packed(node.args[0].target)
 
 
 def verify_memory_order(graph: fx.Graph) -> None:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ...compiler.plan import Plan
 from .dtypes import check_dtypes, programs_of
+from .eager import check_eager
 from .ranks import NotLowered, check_ranks
 from .trial import NoNumbers, Trial, elements, is_blank
 
@@ -57,13 +58,14 @@ class Certificate:
         results: How many outputs, updated inputs and gradients hold.
         ranks: How many ranks have lowered programs that hold.
         not_lowered: Why those of ranks were not compared.
+        not_eager: Why the captured program was not compared with eager PyTorch.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
         >>> specs = ("data model", "model _")
         >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
         >>> print(result.verify())
-        certified 4 of 4 values and 1 result, in 2 trials, on 8 ranks
+        certified 4 of 4 values and 1 result, in 2 trials, on 8 ranks, and by eager PyTorch
     """
 
     certified: frozenset[str]
@@ -72,6 +74,7 @@ class Certificate:
     results: int
     ranks: int = 0
     not_lowered: str = ""
+    not_eager: str = ""
 
     @property
     def complete(self) -> bool:
@@ -83,8 +86,11 @@ class Certificate:
         plural = "" if self.results == 1 else "s"
         lines = [
             f"certified {len(self.certified)} of {total} values and {self.results} result{plural}, "
-            f"in {self.trials} trials" + (f", on {self.ranks} ranks" if self.ranks else "")
+            f"in {self.trials} trials"
+            + (f", on {self.ranks} ranks" if self.ranks else "")
+            + ("" if self.not_eager else ", and by eager PyTorch")
         ]
+        lines += [f"  not by eager PyTorch: {self.not_eager}"] if self.not_eager else []
         lines += [f"  not the programs of ranks: {self.not_lowered}"] if self.not_lowered else []
         for why in dict.fromkeys(each.why for each in self.uncertified):
             names = [f"%{each.name}" for each in self.uncertified if each.why == why]
@@ -136,7 +142,9 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     left = tuple(Uncertified(name, why) for name in names if name not in judged)
     not_lowered = _check_lowered(plan, trial_of) if trials else ""
     ranks = plan.mesh.size if trials and not not_lowered else 0
-    return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered)
+    # Last, since its error is the least precise one.
+    eager = check_eager(plan)
+    return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered, eager)
 
 
 def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], Trial]) -> str:

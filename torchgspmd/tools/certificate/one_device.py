@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...comm.local_ops import as_ordered
 from ...features.pipelines.op import SEND
 from ...features.pipelines.order import Order
 from ...rules import RENAMED
@@ -29,6 +30,7 @@ from ...rules.custom_ops.loops import (
     Nest,
     nest_of,
 )
+from ...rules.memory_order import Orders, map_ordered, traced_orders
 
 Rows = tuple[int, ...]
 """The rows of the loops around a value, outermost first."""
@@ -117,9 +119,16 @@ class OneDeviceRun:
     def _value(self, node: fx.Node, frame: _Frame) -> Any:
         if frame.rows in self.given.get(node.name, ()):
             return self.given[node.name][frame.rows]
-        args, kwargs = fx.map_arg(
-            (node.args, dict(node.kwargs)), lambda n: frame.get(n, self.nest[n])
-        )
+        if (orders := self._orders(node)) is None:
+            given = node.args, dict(node.kwargs)
+        else:  # what an operation asks of memory is answered as in the trace
+            given = map_ordered(
+                node.target,
+                node.args,
+                node.kwargs,
+                lambda name, n: as_ordered(frame.get(n, self.nest[n]), orders.get(name)),
+            )
+        args, kwargs = fx.map_arg(given, lambda n: frame.get(n, self.nest[n]))
         # A step or a mark changes the layout, not the value.
         if "step" in node.meta or "mark" in node.meta:
             return args[0]
@@ -130,6 +139,11 @@ class OneDeviceRun:
             return value
         self.node = node
         return drawn(RENAMED.get(node.target, node.target), node.name, args, kwargs)
+
+    @staticmethod
+    def _orders(node: fx.Node) -> Orders | None:
+        """Return the orders in memory that an operation's operands had in the trace."""
+        return node.meta["order"] if "order" in node.meta else traced_orders(node)
 
     # ---------------------------------------------------------------------------------------- loops
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import numpy
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...errors import ShardingError
 
@@ -17,6 +18,22 @@ def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> Shar
         f"'%{name}' is not the value of one device: {found}",
         where=None if node is None else node.meta.get("source"),
         why=f"the plan says that it {claim}",
+        fix=_REPORT,
+    )
+
+
+def not_eager(name: str, mine: Tensor, eager: Tensor) -> ShardingError:
+    """Return the error for a captured program that is not what eager PyTorch computes."""
+    found = f"the program has the shape {list(mine.shape)}, eager PyTorch {list(eager.shape)}"
+    if mine.shape == eager.shape:
+        error = (mine.to(eager.dtype) - eager).abs() if eager.dtype != torch.bool else mine ^ eager
+        at = numpy.unravel_index(int(error.nan_to_num(torch.inf).argmax()), tuple(eager.shape))
+        place = tuple(map(int, at))
+        one, other = mine[place].item(), eager[place].item()
+        found = f"the program has {one} at {list(place)}, eager PyTorch {other}"
+    return ShardingError(
+        f"{name} is not what eager PyTorch computes: {found}",
+        why="the capture made it so: the plan computes what was captured",
         fix=_REPORT,
     )
 

@@ -68,7 +68,7 @@ class PlanViews(Plan):
             >>> specs = ("data model", "model _")
             >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
             >>> print(result.verify())
-            certified 4 of 4 values and 1 result, in 2 trials, on 8 ranks
+            certified 4 of 4 values and 1 result, in 2 trials, on 8 ranks, and by eager PyTorch
         """
         try:
             return certify(self)
