@@ -15,6 +15,7 @@ EXPLORING = {
     "sets": 8,
     "op_db": 1,
     "eager_kernels::test_a_size_of_zero": 20,
+    "operand_orders": 1,
     "dynamic_programs": 1,
     "random_programs": 1,
     "migration::test_the_loop_prints_the_same_on_two_processes": 0,

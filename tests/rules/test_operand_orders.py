@@ -25,7 +25,15 @@ from test_op_db import NAMES, RAISES, SLOW, UNCOMPARED  # noqa: E402
 MESHES = ({"a": 2},)
 SAMPLES = 2
 CHUNKS = 16
-LEFT_OUT = {*SLOW, *RAISES, *UNCOMPARED}
+# Why operands in another order are not compared.
+OTHERS = {
+    "_segment_reduce.offsets": "an index error for offsets that end before the data",
+    "native_group_norm": "the CPU's kernel reads a weight with steps as if it had none",
+    "nn.functional.feature_alpha_dropout.with_train": "draws, unless all numbers are zeros",
+    "nn.functional.rrelu": "draws, unless no number is negative",
+    "tensor_split": "reads an operand's numbers, which a view does not have in a trace",
+}
+LEFT_OUT = {*SLOW, *RAISES, *UNCOMPARED, *OTHERS}
 View = Callable[[Tensor], Tensor]
 
 

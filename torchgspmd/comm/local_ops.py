@@ -23,6 +23,9 @@ def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Te
     return x.narrow(dim, index * rows, rows).contiguous()
 
 
+vars(take_part)["packs"] = True  # see rules/memory_order.py
+
+
 def to_host(x: Tensor) -> Tensor:
     """Return x in the memory of the host: pinned, without waiting, if x is on a card."""
     if not x.is_cuda:

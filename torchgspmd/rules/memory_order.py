@@ -44,8 +44,11 @@ def packed(op: OpOverload) -> None:
 
 
 def is_packed(op: object) -> bool:
-    """Return whether an operation's results are contiguous, whatever its operands are."""
-    return op in _PACKED
+    """Return whether an operation's results are contiguous, whatever its operands are.
+
+    Python functions say so: `packs`.
+    """
+    return op in _PACKED or getattr(op, "packs", False)
 
 
 def declares_order(op: object) -> bool:

@@ -53,7 +53,11 @@ def _has_order(operand: fx.Node, order: tuple[int, ...] | None) -> bool:
         return "lies" in operand.meta and operand.meta["lies"] == order
     if order is not None:
         return operand.target is in_order and tuple(operand.args[1]) == order
-    return operand.target is aten.contiguous.default or is_packed_result(operand)
+    return (
+        operand.target is aten.contiguous.default
+        or is_packed(operand.target)
+        or is_packed_result(operand)
+    )
 
 
 def is_packed_result(node: fx.Node) -> bool:
