@@ -29,7 +29,7 @@ _PLACE = {Tensor.storage_offset}
 
 
 class AskedOrders:
-    """What one trace asks, each with the line that asks first."""
+    """The questions of one trace, each with the line that asks first."""
 
     def __init__(self) -> None:
         self.order = self.place = ""

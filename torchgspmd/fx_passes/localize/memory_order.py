@@ -1,8 +1,9 @@
 """Bring operands into the order in memory that they had in the trace.
 
-before   %lu = _linalg_slogdet(%a)
-after    %c = contiguous(%a);  %lu = _linalg_slogdet(%c)          the matrix was contiguous
-         %c = in_order(%a, [1, 0]);  %lu = _linalg_slogdet(%c)    its columns were
+    %lu = _linalg_slogdet(%a)
+
+    %c = contiguous(%a);  %lu = _linalg_slogdet(%c)          where the matrix was contiguous
+    %c = in_order(%a, [1, 0]);  %lu = _linalg_slogdet(%c)    where its columns were
 
 Nothing is copied if the operand has that order. rules/memory_order.py says for which operands it
 matters.
