@@ -5,25 +5,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
 
 T = TypeVar("T")
 
 
-class _Caller(nn.Module):
-    """A module whose forward is a function, for torch.func.functional_call."""
-
-    def __init__(self, module: nn.Module, call: Callable[[], Any]) -> None:
-        super().__init__()
-        self.module, self.call = module, call
-        self.training = module.training
-
-    def forward(self) -> Any:
-        return self.call()
-
-
 def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
-    """Call a function while these tensors replace a module's parameters and buffers, by name."""
-    state = {f"module.{name}": tensor for name, tensor in tensors.items()}
-    return torch.func.functional_call(_Caller(module, call), state, ())
+    """Call a function while these tensors replace a module's parameters and buffers, by name.
+
+    A tensor with several names is replaced under all of them.
+    """
+    # Not torch.func.functional_call: it visits the slot of a module with two names twice, and
+    # restores the stand-in there.
+    slots: list[tuple[Any, str, Tensor]] = [
+        (table, name, tensor)
+        for each in module.modules()
+        for table in (each._parameters, each._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    present = {
+        **dict(module.named_parameters(remove_duplicate=False)),
+        **dict(module.named_buffers(remove_duplicate=False)),
+    }
+    stand_ins = {id(present[name]): tensor for name, tensor in tensors.items()}
+    slots = [slot for slot in slots if id(slot[2]) in stand_ins]
+    try:
+        for table, name, tensor in slots:
+            table[name] = stand_ins[id(tensor)]
+        return call()
+    finally:
+        for table, name, tensor in slots:
+            table[name] = tensor
