@@ -315,7 +315,7 @@ def _run_guards(
     return RunGuards(
         ArgumentKeys.of(names, leaves, ordered),
         ModuleFacts(fn) if is_module else None,
-        FunctionFacts(tables.called, is_module, besides),
+        FunctionFacts(tables.reach, is_module, besides),
     )
 
 

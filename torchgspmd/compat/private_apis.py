@@ -103,7 +103,7 @@ TABLE: tuple[PrivateApi, ...] = (
         PLAN,
         "torch.nn.Module",
         "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules "
-        "_non_persistent_buffers_set _parameters",
+        "_is_full_backward_hook _non_persistent_buffers_set _parameters",
     ),
     *_rows(PLAN, "torch.Tensor", "_base _make_wrapper_subclass _use_count _version"),
     *_rows(PLAN, "torch.UntypedStorage", "_cdata"),
@@ -209,6 +209,12 @@ TABLE: tuple[PrivateApi, ...] = (
         "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
     ),
     *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
+    *_rows(
+        PLAN,
+        "torch.nn.modules.module",
+        "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
+        "_global_forward_pre_hooks",
+    ),
     *_rows(
         NOTHING,
         "torch.distributed.distributed_c10d",

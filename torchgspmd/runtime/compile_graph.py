@@ -86,7 +86,8 @@ class CompiledPiece(nn.Module):
         self.is_traceable = _is_traceable(program.graph)
         self.ranges = common_ranges(program.graph)  # of a profile
 
-    def forward(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
+        # Not nn.Module's: hooks of all modules are in the program already.
         return self.run([*inputs])
 
     def run(self, inputs: list) -> Any:

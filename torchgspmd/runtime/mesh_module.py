@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from contextlib import nullcontext
+from types import MethodType
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -15,12 +17,14 @@ from ..capture import (
     Captured,
     Varying,
     capture,
+    is_capturing,
     leaf_names,
     not_compiled,
     opened,
     sizes_of,
     unrolling,
 )
+from ..capture.state.dependencies import torch_modes
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..errors import RankError
@@ -103,6 +107,8 @@ class MeshModule(ModuleProxy):
             _layout=None,  # parallelize's, a MeshLayout
             plan=None,
             planning_seconds=0.0,
+            # `old = model.forward; model.forward = lambda x: old(x) * 2` calls it in the program.
+            _plain_forward=vars(model).get("forward") or MethodType(type(model).forward, model),
             **attributes,
         )
         super().__init__(model)
@@ -113,6 +119,7 @@ class MeshModule(ModuleProxy):
         """Return a copy on the same devices, which has had no calls."""
         module = cast(MeshModule, super().__deepcopy__(memo))
         module.__dict__["_history"] = SizeHistory()
+        module.__dict__["_plain_forward"] = copy.deepcopy(self._plain_forward, memo)
         if (audit := vars(self).get("_audit")) is not None:
             module.__dict__["_audit"] = audit.of_copy(module._model)
         return module
@@ -132,6 +139,8 @@ class MeshModule(ModuleProxy):
 
     @not_compiled
     def forward(self, *args: object, **kwargs: object) -> Any:
+        if is_capturing():
+            return self._plain_forward(*args, **kwargs)
         call = self._call(args, kwargs)
         try:
             program = self._program_for(call.key, lambda: self._timed_build(call))
@@ -171,10 +180,7 @@ class MeshModule(ModuleProxy):
             self._modes(),
             self._trainable(),
             is_same(self._out_specs),
-            torch.is_grad_enabled(),
-            torch.is_autocast_enabled(self._device_type),
-            torch.get_autocast_dtype(self._device_type),
-            torch.get_default_dtype(),
+            *torch_modes(self._device_type),
         )
         if self._state.asks_order:
             rest = (tuple(order_text(x) for x in leaves if isinstance(x, Tensor)), *rest)

@@ -6,13 +6,21 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
+from ..capture.state.dependencies import (
+    GLOBAL_HOOKS,
+    HOOKS,
+    TABLES,
+    WATCHED,
+    facts_of,
+    has_global_hooks,
+)
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
 from ..dtensor.module_tensors import named_tensors
@@ -27,6 +35,7 @@ if TYPE_CHECKING:
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
 _REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_HOOK_TABLES = itemgetter(*HOOKS)  # `module._forward_hooks = OrderedDict()` removes all
 
 
 def mark_on(tensor: Tensor, mesh: Mesh) -> ShardSpec | None:
@@ -133,36 +142,44 @@ class ModuleProxy(nn.Module):
         self._read_structure()
 
     def _read_structure(self) -> None:
-        """Record the model's modules, hooks, parameters and buffers."""
+        """Record the rows of dependencies.py that tables decide, and the tables' entries."""
         everything = list(self._model.modules())
-        tables = [table for m in everything for table in (m._modules, m._parameters, m._buffers)]
-        hooks = [table for m in everything for table in (m._forward_pre_hooks, m._forward_hooks)]
-        kinds = (
-            *((name, self._kind(name, value)) for table in tables for name, value in table.items()),
-            *(tuple(table.values()) for table in hooks),
-        )
+        tables = [getattr(m, name) for m in everything for name in WATCHED]
+        tables += GLOBAL_HOOKS.values()
+        self._check_tensors()
+        facts = tuple(facts_of(self._model, TABLES))
+        filled = [table for table in tables if table]
         self.__dict__.update(
             _everything=everything,
-            _tables=tables + hooks,
-            _seen=[*chain.from_iterable(map(dict.values, tables + hooks))],
+            _classes=[*map(type, everything)],
+            _attributes=[*map(vars, everything)],
+            _hook_tables=[*map(_HOOK_TABLES, map(vars, everything))],
+            _filled=filled,
+            _empty=[table for table in tables if not table],
+            _seen=[*chain.from_iterable(map(dict.values, filled))],
             _slots=[
                 (m._parameters, name)
                 for m in everything
                 for name, p in m._parameters.items()
                 if p is not None
             ],
-            _version=self._version_of.setdefault(kinds, len(self._version_of)),
+            _version=self._version_of.setdefault(facts, len(self._version_of)),
         )
 
-    def _kind(self, name: str, value: object) -> Any:
-        """Return the key on which programs depend, for a parameter, buffer, submodule or None."""
-        return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+    def _check_tensors(self) -> None:
+        """Raise ShardingError if the model has a tensor that the backend cannot take."""
 
     def _structure_version(self) -> int:
-        """Return a number for the model's modules, hooks, and parameter and buffer kinds."""
-        values = [*chain.from_iterable(map(dict.values, self._tables))]
+        """Return a number for the model's modules, classes and hooks, and its tensors' kinds."""
+        values = [*chain.from_iterable(map(dict.values, self._filled))]
         # By identity, in C: this runs at every call.
-        if len(values) != len(self._seen) or not all(map(is_, values, self._seen)):
+        if (
+            any(self._empty)
+            or len(values) != len(self._seen)
+            or not all(map(is_, values, self._seen))
+            or not all(map(is_, map(type, self._everything), self._classes))
+            or [*map(_HOOK_TABLES, self._attributes)] != self._hook_tables
+        ):
             self._read_structure()
         return self._version
 
@@ -222,6 +239,20 @@ class ModuleProxy(nn.Module):
 
     def _all_programs(self) -> list:
         return [*chain.from_iterable(self._programs.values())]
+
+    def _call_impl(self, *args: object, **kwargs: object) -> Any:
+        """Call forward with the proxy's own hooks. Hooks of all modules are in the program."""
+        if not any(GLOBAL_HOOKS.values()) or not has_global_hooks():
+            return super()._call_impl(*args, **kwargs)
+        if any(map(vars(self).__getitem__, HOOKS)):
+            raise ShardingError(
+                "a module on a mesh has hooks of its own, and all modules have hooks",
+                where=user_line(),
+                why="its own run around the program, those of all modules inside, in another order "
+                "than on one device",
+                fix="register its own hooks before parallelize: then they are in the program too",
+            )
+        return self.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         return of_model(self, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
+from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
@@ -45,12 +46,6 @@ from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
 from .write_whole import install_writers
 
-_MODES = (
-    "torch.is_grad_enabled()",
-    "torch.is_autocast_enabled()",
-    "torch.get_autocast_dtype()",
-    "torch.get_default_dtype()",
-)
 _CALLS = "calls a module"
 
 
@@ -106,6 +101,7 @@ class ShardedModule(MeshModule):
             _hosts=devices_of_a_host(groups) if options.hardware is None else 0,
             _marked={},
             _has_warned=False,
+            _cast_to=frozenset(),
             _audit=None if options.audit is None else Audit(model, groups, options.audit),
         )
         if hooks:
@@ -129,8 +125,11 @@ class ShardedModule(MeshModule):
         hold(self, (t for _, t in named_tensors(self._model)))
 
     def _apply(self, fn: Callable, recurse: bool = True) -> ShardedModule:
+        before = _dtypes(self._model.parameters())
         module = super()._apply(fn, recurse)
         self._read_structure()
+        if (after := _dtypes(self._model.parameters())) != before:
+            self.__dict__["_cast_to"] = after
         return module
 
     def _call(self, args: tuple, kwargs: dict) -> ModuleCall:
@@ -183,20 +182,17 @@ class ShardedModule(MeshModule):
             return program(call.leaves, call.passed, rank_check)
         return self._audit.run(program, call, rank_check)
 
-    def _kind(self, name: str, value: object) -> Any:
-        if isinstance(value, DTensor):
-            return tuple(value.shape), value.dtype, value.placements
-        if isinstance(value, nn.Parameter):
-            path = next((n for n, p in self._model.named_parameters() if p is value), name)
-            raise ShardingError(
-                f"parameter '{path}' is a plain tensor",
-                where=user_line(),
-                why="it was put into the model after parallelize",
-                fix="change the model before it is wrapped, or put in a DTensor (torch's "
-                "distribute_tensor); for adapters, use "
-                "torchgspmd.integrations.peft.get_peft_model",
-            )
-        return super()._kind(name, value)
+    def _check_tensors(self) -> None:
+        for path, value in self._model.named_parameters():
+            if not isinstance(value, DTensor):
+                raise ShardingError(
+                    f"parameter '{path}' is a plain tensor",
+                    where=user_line(),
+                    why="it was put into the model after parallelize",
+                    fix="change the model before it is wrapped, or put in a DTensor (torch's "
+                    "distribute_tensor); for adapters, use "
+                    "torchgspmd.integrations.peft.get_peft_model",
+                )
 
     def _raise_difference(
         self,
@@ -217,7 +213,7 @@ class ShardedModule(MeshModule):
             [compiled] if compiled else []
         )
         owners = self._attribute_prefixes()
-        model = self._description() + [*zip(_MODES, map(str, key[-len(_MODES) :]))]
+        model = self._description() + [*zip(TORCH_MODES, map(str, key[-len(TORCH_MODES) :]))]
         model += [
             pair for captured in programs for pair in captured.described(owners, besides=numbers)
         ]
@@ -357,7 +353,20 @@ class ShardedModule(MeshModule):
                     fix=f"call model.to_empty(device='{self._groups.device_type}'), then "
                     "initialize it or load its values",
                 )
-        captured, specs = self._capture(call)
+        try:
+            captured, specs = self._capture(call)
+        except RuntimeError as error:
+            given = _dtypes(leaf for leaf in call.leaves if isinstance(leaf, Tensor))
+            if not self._cast_to or not given or given & self._cast_to:
+                raise
+            to, of = (", ".join(sorted(map(str, each))) for each in (self._cast_to, given))
+            raise ShardingError(
+                f"the model was cast to {to} after parallelize, and its arguments are {of}",
+                where=user_line(),
+                why=f"forward combines them: {error}".splitlines()[0],
+                fix="cast the arguments too; or keep the model as it is, and compute in "
+                "bfloat16: parallelize(..., param_dtype=torch.bfloat16)",
+            ) from error
         tensors = self._tensors(call, captured)
         self._store_marked(captured, tensors, call, before_talk)
         required = [
@@ -380,6 +389,11 @@ class ShardedModule(MeshModule):
 def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
     """Return a parameter's or buffer's stored layout; a plain tensor is replicated."""
     return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
+    """Return the floating dtypes among tensors."""
+    return frozenset(t.dtype for t in tensors if t.is_floating_point())
 
 
 def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:

@@ -99,13 +99,10 @@ class XlaModule(MeshModule):
         self._pin_changed()
         return program(call.leaves, call.passed)
 
-    def _kind(self, name: str, value: object) -> Any:
-        if isinstance(value, nn.Parameter) and value.device not in (
-            self._device,
-            torch.device("meta"),
-        ):
-            raise self._device_error(name, value)
-        return super()._kind(name, value)
+    def _check_tensors(self) -> None:
+        for name, value in self._model.named_parameters():
+            if value.device not in (self._device, torch.device("meta")):
+                raise self._device_error(name, value)
 
     def _unrolls(self) -> bool:
         return True

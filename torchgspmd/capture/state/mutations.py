@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError, user_line
 from ..stand_in_sizes import NUMBERS
-from .bytecode_names import called_functions, cell_sources, reachable_values
+from .bytecode_names import cell_sources
 from .guards import (
     ANY,
     KEPT_BY_TORCH,
@@ -36,7 +36,8 @@ from .guards import (
 from .mutable_tables import MutableTable, find_tables
 from .name_uses import READ, uses_of_names
 from .object_trees import opened
-from .recorder import ReachedObjects, Recorder
+from .reach import Reach
+from .recorder import Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
@@ -62,44 +63,15 @@ class Tables:
         varying: dict[str, float],
     ) -> None:
         self.traced, self.state, self.varying = traced, state, varying
-        self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
-        self.functions, self.objects = [fn], []
-        for m in self.modules:
-            hooks = (
-                m._forward_hooks,
-                m._forward_pre_hooks,
-                m._backward_hooks,
-                m._backward_pre_hooks,
-            )
-            self.functions += [m.forward, *(hook for table in hooks for hook in table.values())]
-        self._reach()
-        self.tables = [*find_tables(self.modules, self.objects, self.functions, self.called)]
+        self.reach = reach = Reach(fn)
+        self.modules, self.called, self.objects = reach.modules, reach.called, reach.objects
+        self.tables = [*find_tables(self.modules, self.objects, reach.functions, self.called)]
         self.table_of = {id(table.container): table for table in self.tables}
         self.changed: dict[Source, None] = {}  # the roots' entries, as an ordered set
         # (stand-in, input index, predicate on its tensor) by the stand-in's id
         self.stand_ins: dict[int, tuple[Tensor, int, TensorPredicate]] = {}
         self.numbers: list[NumberInput] = []
         self.recorder: Recorder | None = None  # while a module is traced
-
-    def _reach(self) -> None:
-        """Find the Python functions that the program may call, and the objects that it may read."""
-        roots, reach, before = self.functions, ReachedObjects(self.modules), -1
-        # Objects lead to further functions, and these to further objects.
-        while len(reach.objects) != before:
-            before = len(reach.objects)
-            self.functions = [*roots, *reach.functions.values()]
-            self.called = called_functions(
-                self.functions, map(type, (*self.modules, *reach.objects.values()))
-            )
-            reach.add(
-                (
-                    value
-                    for function in (*self.functions, *self.called)
-                    for value in reachable_values(function)
-                ),
-                are_named=True,
-            )
-        self.objects = [*reach.objects.values()] if self.modules else []
 
     @contextmanager
     def substitute(

@@ -19,11 +19,13 @@ from torch import Tensor, nn
 
 from ...rules.memory_order import order_text
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
+from .dependencies import CALL, TABLES, facts_of
+from .methods import Methods
+from .reach import Reach
 from .source import DEEP, Source, is_table
 from .value_keys import as_text, difference, value_key
 
 _NONE = value_key(None)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Change(NamedTuple):
@@ -76,26 +78,14 @@ class ArgumentKeys(NamedTuple):
 
 
 class ModuleFacts:
-    """A module's structure, modes and hooks, and the kinds of its parameters and buffers."""
+    """A model's modules, hooks, modes and tensors, by the rows of dependencies.py."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.then = dict(self._facts())
 
-    # A shared module has several names, each with its own entry.
     def _facts(self) -> Iterator[tuple[str, object]]:
-        for name, module in self.module.named_modules(remove_duplicate=False):
-            yield f"module '{name}'" if name else "the model", module
-            yield f"the class of {name or 'the model'}", type(module)
-            forward = type(module).forward
-            defaults = forward.__defaults__, forward.__kwdefaults__
-            yield f"the defaults of {name or 'the model'}", value_key(defaults)
-            for table in _HOOKS:
-                hooks = tuple(getattr(module, table).values())
-                yield f"{table.strip('_')} of {name or 'the model'}", hooks
-        tensors = *dict(self.module.named_parameters()), *dict(self.module.named_buffers())
-        yield "the names of parameters and buffers", tensors
-        yield from module_description(self.module)
+        yield from facts_of(self.module, TABLES, CALL)
 
     def described(self) -> list[list[str]]:
         """Return names and values at planning time, the same texts in every process."""
@@ -118,39 +108,28 @@ class ModuleFacts:
 
 
 def module_description(module: nn.Module) -> Iterator[tuple[str, str]]:
-    """Yield name and value for a module's modes, and for its tensors' kinds.
+    """Yield name and value for a model's facts.
 
     Names and values are the same in every process.
     """
-    named = [(name or "the model", m) for name, m in module.named_modules(remove_duplicate=False)]
-    for name, m in named:
-        yield f"the class of {name}", type(m).__qualname__
-    for name, m in named:
-        yield f"the mode of {name}", "train" if m.training else "eval"
-    for name, m in named:
-        hooks = len(m._forward_hooks) + len(m._forward_pre_hooks)
-        yield f"the number of hooks of {name}", str(hooks)
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    for name, t in tensors:
-        kind = tuple(t.shape), t.dtype, getattr(t, "placements", None)
-        yield f"the kind of {name}", as_text(kind)
-    for name, t in tensors:
-        yield f"requires_grad of {name}", str(t.requires_grad)
+    for name, value in facts_of(module, TABLES, CALL):
+        if not isinstance(value, nn.Module):
+            yield name, _text(value)
 
 
 class FunctionFacts:
-    """The defaults of functions that a program calls, and for a plain function its variables.
+    """The code that a program has run: methods, functions' code and defaults.
 
-    A module's variables have guards already. besides: sources that a run reads or writes itself.
+    For a plain function also its variables: a module's have guards already. besides: sources that a
+    run reads or writes itself.
     """
 
     def __init__(
-        self, functions: Iterable[FunctionType], is_module: bool, besides: Iterable[Source] = ()
+        self, reach: Reach | None, is_module: bool = True, besides: Iterable[Source] = ()
     ) -> None:
-        self.functions = [f for f in functions if not is_installed(f.__module__)]
+        called = reach.called if reach is not None else []
+        self.functions = [f for f in called if not is_installed(f.__module__)]
+        self.methods = Methods(reach.classes() if reach is not None else (), called)
         self.variables = [] if is_module else [*self._variables({*besides})]
         self.then = [*self._facts()]
         of_plain = [f for f in self.functions if _has_plain_defaults(f)]
@@ -164,6 +143,8 @@ class FunctionFacts:
         for f, defaults, code in self.constant:
             if f.__defaults__ is not defaults or f.__kwdefaults__ or f.__code__ is not code:
                 return False
+        if not self.methods.hold():
+            return False
         return self.is_constant or next(self.changes(), None) is None
 
     def _variables(self, besides: set[Source]) -> Iterator[Source]:
@@ -188,6 +169,7 @@ class FunctionFacts:
 
     def changes(self) -> Iterator[Change]:
         """Yield the differences from planning time."""
+        yield from (Change(*change) for change in self.methods.changes())
         for (name, now), (_, then) in zip(self._facts(), self.then):
             if then != now:
                 path, *texts = difference(now, then)

@@ -119,10 +119,12 @@ class ValueGuards:
             for tensor in function.buffers():
                 if (source := self.source_of(tensor)) is not None:
                     self.record(source, where)
-            values = _evaluate(function, [self.tensors[i] for i in indices])
+            # Past __call__, around which hooks of all modules would run.
+            run = function.forward
+            values = _evaluate(run, [self.tensors[i] for i in indices])
             if not inputs:
                 return values
-            look = ValueGuard(function, tuple(self.inputs[i] for i in indices), values, where)
+            look = ValueGuard(run, tuple(self.inputs[i] for i in indices), values, where)
             if is_shape and (shape := (where, look.described())) not in self.state.shapes:
                 if sum(line == where for line, _ in self.state.shapes) == _SHAPES:
                     return None

@@ -32,6 +32,7 @@ from ...capture.state.guards import (
     snapshot,
     snapshot_components,
 )
+from ...capture.state.reach import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from ...capture.state.source import ABSENT, LISTS, Attribute, Source
 from ...capture.state.state_inputs import Conditions
@@ -144,6 +145,7 @@ def encode_run_guards(captured: Captured) -> dict[str, Any] | None:
     return {
         "names": list(guards.arguments.names),
         "module": None if facts is None else facts.described(),
+        "methods": guards.functions.methods.described(),
         "reads": reads,
     }
 
@@ -158,31 +160,35 @@ def place_run_guards(rows: dict[str, Any], captured: Captured, model: nn.Module 
     names = typed(rows, "names", list, "a name for each argument")
     if len(names) != len(captured.leaves) or not all(type(name) is str for name in names):
         raise Malformed(rows, "names", "a name for each argument")
-    facts, functions = None, []
+    facts, functions = None, FunctionFacts(None)
     if model is not None and rows["module"] is not None:
-        facts = ModuleFacts(model)
-        then = typed(rows, "module", list, "pairs of a name and a value")
-        for (name, now), row in zip(facts.described(), then):
-            if [name, now] != row:
-                raise Stale(f"{name} is {now}, and was another when it was planned")
-        # After the loop, which names the first difference where there is one.
-        if len(facts.then) != len(then):
-            raise Stale("the model has other modules than when it was planned")
-        decoder = GuardDecoder(model)
-        captured.reads = decoder.decode(typed(rows, "reads", list, "rows of guards"))
-        functions = decoder.functions
+        facts, functions = ModuleFacts(model), FunctionFacts(Reach(model))
+        check_rows(facts.described(), rows, "module")
+        check_rows(functions.methods.described(), rows, "methods")
+        captured.reads = GuardDecoder(model).decode(typed(rows, "reads", list, "rows of guards"))
     arguments = ArgumentKeys.of_file(names, captured.leaves)
-    captured.run_guards = RunGuards(arguments, facts, FunctionFacts(functions, True))
+    captured.run_guards = RunGuards(arguments, facts, functions)
+
+
+def check_rows(now: list[list[str]], rows: dict[str, Any], part: str) -> None:
+    """Raise Stale unless a part's rows are those of the model.
+
+    Raises:
+        Malformed: They have another type.
+    """
+    then = typed(rows, part, list, "pairs of a name and a value")
+    for (name, value), row in zip(now, then):
+        if [name, value] != row:
+            raise Stale(f"{name} is {value}, and was another when it was planned")
+    # After the loop, which names the first difference where there is one.
+    if len(now) != len(then):
+        raise Stale("the model has other modules or methods than when it was planned")
 
 
 class GuardDecoder:
-    """Puts a text's guards on this process's model.
-
-    functions: those with defaults, which decode() finds.
-    """
+    """Puts a text's guards on this process's model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.functions: list[FunctionType] = []
         self.modules = dict(model.named_modules())
         self.names, self.parameters = module_names(model), parameter_names(model)
 
@@ -199,7 +205,6 @@ class GuardDecoder:
             source = self._source(row)
             value = source.read()
             if form == "defaults":
-                self.functions.append(value)
                 value = _defaults(value)
             # By content, as another process has no such object; the new guard is on this one's.
             names = self.names | (self.parameters if form == "parameters" else {})

@@ -18,20 +18,19 @@ import torch
 from torch import nn
 
 from ...capture.state.bytecode_names import is_installed
+from ...capture.state.dependencies import CALL, START, TABLES, facts_of
 from ...comm.kinds import KINDS
-from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
 from .contents import content
 from .guard_text import module_names
 from .values import Stale, Unshareable
 
-_FORMAT = 2
+_FORMAT = 3
 _OWN = __name__.partition(".")[0]
 # Variables that change no plan, or differ between hosts, as those of an elastic job's copies do.
 _NO_OPTIONS = tuple(
     f"TORCHGSPMD_{name}" for name in ("CACHE", "DUMP", "CHECK", "COPIES", "BUG_REPORT", "HOST")
 )
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True)
@@ -97,26 +96,10 @@ def _settings() -> Iterator[object]:
 
 
 def _description(model: nn.Module, names: dict[int, str]) -> Iterator[Any]:
-    """Yield classes, hooks, parameters and buffers, with their marks."""
-    # Under all its names: which modules are shared decides the program.
-    for name, module in model.named_modules(remove_duplicate=False):
-        hooks = [hook for table in _HOOKS for hook in getattr(module, table).values()]
-        cls = type(module)
-        yield [name, f"{cls.__module__}.{cls.__qualname__}", [content(h, names) for h in hooks]]
-    tensors = [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-    order: dict[int, int] = {}
-    for name, tensor in tensors:
-        kind = tuple(tensor.shape), tensor.dtype, tensor.device.type, tensor.requires_grad
-        mark = recorded_mark(tensor)
-        yield [
-            name,
-            order.setdefault(id(tensor), len(order)),  # tied ones have one number
-            str((*kind, getattr(tensor, "placements", None))),
-            str(mark and mark[:2]),
-        ]
+    """Yield a model's facts, by the rows of dependencies.py."""
+    names = {**names, id(model): "the model"}
+    for name, value in facts_of(model, TABLES, CALL, START):
+        yield [name, value if isinstance(value, str) else content(value, names)]
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from ...capture import BUFFER, PARAMETER, Captured, Input
 from ...capture.state.bytecode_names import dotted_names, imports_own_modules, is_installed
 from ...capture.state.guards import Guards
+from ...capture.state.reach import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, RunGuards
 from ...comm.json_rows import conforms, field_types
 from ...errors import ShardingError
@@ -27,7 +28,7 @@ from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale, Unshareable
 from .graph_decoder import decode_graph, identifier
 from .graphs import encode_graph
-from .guard_text import GuardDecoder, GuardEncoder
+from .guard_text import GuardDecoder, GuardEncoder, check_rows
 from .signature import bytes_of, check_signature
 from .values import Encoder
 
@@ -83,7 +84,9 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
     guards = GuardEncoder(model, captured).encode()
     fields = {name: encoder.encode(getattr(captured, name)) for name in FIELDS}
     constants = dict(constants_of(captured, plan.program_graph, LARGEST))
-    text = {"guards": guards, "constants": constants, **encode_graphs(plan, fields, encoder)}
+    code = captured.run_guards.functions if captured.run_guards else FunctionFacts(Reach(model))
+    known = {"guards": guards, "methods": code.methods.described(), "constants": constants}
+    text = {**known, **encode_graphs(plan, fields, encoder)}
     later = [text.pop(name) for name in _LATER]
     return "\n".join(map(json_text.dump, (text, *later)))
 
@@ -132,7 +135,8 @@ def decode_plan(text: str, model: nn.Module, mesh: Mesh, plan_class: type[P]) ->
         plan = decode_graphs(rows, decoder, plan_class, partial(tensors_of, model), reads)
         names = [f"number {i}" for i in range(len(plan.captured.leaves))]
         arguments = ArgumentKeys.of_file(names, plan.captured.leaves)
-        facts = FunctionFacts(guards.functions, True)
+        facts = FunctionFacts(Reach(model))
+        check_rows(facts.methods.described(), rows, "methods")
         plan.captured.run_guards = RunGuards(arguments, None, facts)
         return plan
     except Malformed as fault:

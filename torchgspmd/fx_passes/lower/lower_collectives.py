@@ -171,7 +171,7 @@ class CollectiveOfAnySize:
             if len(self.programs) == _MANY:
                 self.programs.pop(next(iter(self.programs)))
             self.programs[key] = self._lower(x, args)
-        return self.programs[key](x)[0]
+        return self.programs[key].forward(x)[0]
 
     def _lower(self, x: Tensor, args: tuple) -> fx.GraphModule:
         """Return one rank's program that communicates and waits."""
