@@ -93,6 +93,7 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _COMPILED = "masks of transformers ask whether the code is being compiled"
 _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
+_BLOCKS = "a block of a stack or pipeline would be recomputed with the weights of all blocks"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
 
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
@@ -127,11 +128,20 @@ PATCHES = [  # features add rows
         always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
     ),
+    # The second one calls the first one's name no more.
     Patch(
         checkpointing,
         "_checkpoint_without_reentrant_generator",
         region_or,
-        "a block of a stack or pipeline would be recomputed with the weights of all blocks",
+        _BLOCKS,
+        ("2.9", "2.13"),
+    ),
+    Patch(
+        checkpointing,
+        "_checkpoint_without_reentrant_generator_impl",
+        region_or,
+        _BLOCKS,
+        ("2.15",),
     ),
     Patch(
         checkpointing,

@@ -129,9 +129,22 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         NOTHING,
         "torch.utils.checkpoint",
-        "_CachedTorchDispatchMode _VersionWrapper _checkpoint_without_reentrant_generator "
-        "_is_compiling",
-        "recomputation in selective checkpoints, and in blocks of a stack or pipeline",
+        "_CachedTorchDispatchMode _VersionWrapper _is_compiling",
+        "recomputation in selective checkpoints",
+    ),
+    *_rows(
+        NOTHING,
+        "torch.utils.checkpoint",
+        "_checkpoint_without_reentrant_generator",
+        "recomputation in blocks of a stack or pipeline",
+        ("2.9", "2.13"),
+    ),
+    *_rows(
+        NOTHING,
+        "torch.utils.checkpoint",
+        "_checkpoint_without_reentrant_generator_impl",
+        "recomputation in blocks of a stack or pipeline",
+        ("2.15",),
     ),
     *_rows(
         NOTHING,

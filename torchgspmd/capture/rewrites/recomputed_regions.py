@@ -12,6 +12,7 @@ it follows from a loop in the checkpoint, or is drawn without a seed of ours.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,18 +46,21 @@ def in_block() -> Iterator[None]:
 
 
 def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:
-    """Return a checkpoint's two halves: in a block they note the nodes traced between them."""
+    """Return a checkpoint's two halves: in a block they note the nodes traced between them.
 
-    def generator(
-        function: Any, preserve_rng_state: bool, context_fn: Any, *args: Any, **kwargs: Any
-    ) -> Iterator[None]:
+    before: torch's, whose signature differs between releases.
+    """
+    signature = inspect.signature(before)
+
+    def generator(function: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
         if not _in_block.get() or (mode := get_proxy_mode()) is None:
             region = RecomputedRegion(function)
             with region.first_time():
-                yield from before(region.again, preserve_rng_state, context_fn, *args, **kwargs)
+                yield from before(region.again, *args, **kwargs)
             return
         graph = mode.tracer.graph
-        first, _ = context_fn()
+        options = signature.bind(function, *args, **kwargs).arguments
+        first, _ = options.get("context_fn", checkpointing.noop_context_fn)()
         policy = getattr(first, "policy_fn", None)
         last, number = next(iter(reversed(graph.nodes)), None), next(_numbers)
         with _Saving(graph, policy) if policy else first:

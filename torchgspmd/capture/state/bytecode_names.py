@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import sys
 from collections.abc import Iterable, Iterator
@@ -11,6 +10,18 @@ from typing import Any
 
 from torch import Tensor
 
+from .instructions import (
+    ATTRIBUTE,
+    CELL,
+    COPY,
+    GLOBAL,
+    IMPORT,
+    LOCAL,
+    STORE_ATTRIBUTE,
+    STORE_CELL,
+    STORE_GLOBAL,
+    bodies,
+)
 from .source import ABSENT, Attribute, Source
 
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
@@ -26,7 +37,6 @@ _UNNAMED = (
 )
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
 _MANY = 500  # most functions; those that few calls lead to come first
-_AGAIN = ("COPY", "DUP_TOP")  # opcodes in an augmented assignment
 _FAR = 3  # most calls from a forward into installed packages
 
 
@@ -97,7 +107,7 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
             if isinstance(cls := source.read(), type) and is_own(cls.__module__):
                 yield cls, rest[0] if rest else "__init__"
     around = {source.name: source.read() for source in cell_sources(function)}
-    for name, *rest in dotted_names(function.__code__, "LOAD_DEREF") if around else ():
+    for name, *rest in dotted_names(function.__code__, CELL) if around else ():
         # The cell `__class__` belongs to super().
         if (
             isinstance(cls := around.get(name), type)
@@ -109,9 +119,9 @@ def class_names(function: FunctionType) -> Iterator[tuple[type, str]]:
 
 def assigned_globals(function: FunctionType) -> Iterator[Source]:
     """Yield the sources for the globals and module attributes that a function may assign."""
-    for name in _stored_names(function.__code__, "STORE_GLOBAL"):
+    for name in _stored_names(function.__code__, STORE_GLOBAL):
         yield Source(function.__globals__, (name,))
-    stored = _stored_names(function.__code__, "STORE_ATTR")
+    stored = _stored_names(function.__code__, STORE_ATTRIBUTE)
     for source in global_sources(function) if stored else ():
         if isinstance(value := source.read(), ModuleType) and is_own(value.__name__):
             yield from (Source(value.__dict__, (attribute,)) for attribute in stored)
@@ -122,7 +132,7 @@ def assigned_cells(function: FunctionType) -> Iterator[Source]:
 
     A function assigns one that it declares `nonlocal`.
     """
-    stored = _stored_names(function.__code__, "STORE_DEREF")
+    stored = _stored_names(function.__code__, STORE_CELL)
     for source in cell_sources(function):
         if source.name in stored or isinstance(source.read(), Tensor):
             yield source
@@ -130,7 +140,7 @@ def assigned_cells(function: FunctionType) -> Iterator[Source]:
 
 def assigned_attributes(function: FunctionType) -> tuple[str, ...]:
     """Return the attribute names that a function assigns, on any object."""
-    return _stored_names(function.__code__, "STORE_ATTR")
+    return _stored_names(function.__code__, STORE_ATTRIBUTE)
 
 
 def may_name_its_class(function: FunctionType) -> bool:
@@ -161,33 +171,30 @@ def _resolve_dotted_name(
 
 
 @functools.lru_cache(maxsize=4096)
-def dotted_names(code: CodeType, operation: str = "LOAD_GLOBAL") -> tuple[tuple[str, ...], ...]:
-    """Return the dotted names that the code reads, in one order in all processes."""
+def dotted_names(code: CodeType, action: str = GLOBAL) -> tuple[tuple[str, ...], ...]:
+    """Return the dotted names that the code reads, in one order in all processes.
+
+    action: GLOBAL, or CELL for those that begin with a closure variable.
+    """
     dotted_names: dict[tuple[str, ...], None] = {}
-    for nested in nested_code(code):
+    for body in bodies(code):
         names: tuple[str, ...] = ()
-        for i in dis.get_instructions(nested):
-            if names and i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-                names += (i.argval,)
+        for step in body.steps:
+            if names and step.action == ATTRIBUTE:
+                names += (step.name,)
             # An augmented assignment copies the object before it loads the attribute.
-            elif not names or i.opname not in _AGAIN:
+            elif not names or step.action != COPY:
                 dotted_names[names] = None
-                names = (i.argval,) if i.opname == operation else ()
+                names = (step.name,) if step.action == action else ()
     dotted_names.pop((), None)
     return tuple(dotted_names)
 
 
 @functools.lru_cache(maxsize=4096)
-def _stored_names(code: CodeType, operation: str) -> tuple[str, ...]:
-    """Return the names that the code stores by this bytecode operation."""
-    return tuple(
-        dict.fromkeys(
-            i.argval
-            for nested in nested_code(code)
-            for i in dis.get_instructions(nested)
-            if i.opname == operation
-        )
-    )
+def _stored_names(code: CodeType, action: str) -> tuple[str, ...]:
+    """Return the names that the code stores by this action."""
+    steps = (step for body in bodies(code) for step in body.steps)
+    return tuple(dict.fromkeys(step.name for step in steps if step.action == action))
 
 
 def class_values(cls: type) -> Iterator[tuple[str, object]]:
@@ -248,9 +255,9 @@ def _callees(function: FunctionType, methods: dict[str, list[object]]) -> Iterat
 def imports_own_modules(code: CodeType) -> bool:
     """Return whether the code imports a module that may be the user's."""
     return any(
-        i.opname == "IMPORT_NAME" and is_own(str(i.argval)) and not is_installed(str(i.argval))
-        for nested in nested_code(code)
-        for i in dis.get_instructions(nested)
+        step.action == IMPORT and is_own(step.name) and not is_installed(step.name)
+        for body in bodies(code)
+        for step in body.steps
     )
 
 
@@ -261,34 +268,23 @@ def _method_names(code: CodeType) -> tuple[str, ...]:
     They are the first argument's attributes, and others that tensors do not have.
     """
     own: dict[str, None] = {}
-    for nested in nested_code(code):
+    for body in bodies(code):
         before = None
-        for i in dis.get_instructions(nested):
-            if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and (
-                before == code.co_varnames[:1] or i.argval not in _COMMON
-            ):
-                own[i.argval] = None
-            before = (i.argval,) if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) else None
+        for step in body.steps:
+            if step.action == ATTRIBUTE and (before in body.first or step.name not in _COMMON):
+                own[step.name] = None
+            before = step.name if step.action in (LOCAL, CELL) else None
     return tuple(own)
 
 
 def names_in_code(functions: Iterable[FunctionType]) -> set[str]:
     """Return all names and strings in the functions' code."""
-    codes = (code for function in functions for code in nested_code(function.__code__))
     return {
         name
-        for code in codes
-        for name in (*code.co_names, *code.co_consts)
-        if isinstance(name, str)
+        for function in functions
+        for body in bodies(function.__code__)
+        for name in (*body.names, *body.strings)
     }
-
-
-def nested_code(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code, and the code for comprehensions and functions in it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from nested_code(constant)
 
 
 def reachable_values(function: Any) -> Iterator[object]:

@@ -1,0 +1,148 @@
+"""Steps: what a function's bytecode does with names, alike on Python 3.10 to 3.14.
+
+    kept = self.seen; out.append(kept)
+
+    3.11     LOAD_FAST self, LOAD_ATTR seen, STORE_FAST kept, LOAD_FAST out, LOAD_METHOD append, ...
+    3.13     LOAD_FAST self, LOAD_ATTR seen, STORE_FAST_LOAD_FAST (kept, out), LOAD_ATTR append, ...
+    steps    local self, attribute seen, store local kept, local out, attribute append, ...
+
+Nothing else in the package reads instructions. The tests have those of each Python, recorded.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from types import CodeType
+from typing import NamedTuple
+
+GLOBAL, ATTRIBUTE, LOCAL, CELL, IMPORT = "global", "attribute", "local", "cell", "import"
+STORE_GLOBAL, STORE_ATTRIBUTE, STORE_CELL = "store global", "store attribute", "store cell"
+STORE_LOCAL, STORE_ITEM, POP = "store local", "store item", "pop"
+ITEM, CALL, COPY, MOVE, JUMP, OTHER = "item", "call", "copy", "move", "jump", "other"
+
+# Each instruction that has a name, except those for several local variables.
+ACTIONS = {
+    "LOAD_GLOBAL": GLOBAL,
+    "LOAD_NAME": GLOBAL,  # in a class's body
+    "LOAD_FROM_DICT_OR_GLOBALS": GLOBAL,
+    "LOAD_ATTR": ATTRIBUTE,
+    "LOAD_METHOD": ATTRIBUTE,
+    "LOAD_SUPER_ATTR": ATTRIBUTE,
+    "LOAD_DEREF": CELL,
+    "LOAD_CLASSDEREF": CELL,
+    "LOAD_FROM_DICT_OR_DEREF": CELL,
+    "STORE_GLOBAL": STORE_GLOBAL,
+    "STORE_ATTR": STORE_ATTRIBUTE,
+    "STORE_DEREF": STORE_CELL,
+    "IMPORT_NAME": IMPORT,
+    "BINARY_SUBSCR": ITEM,
+    "STORE_SUBSCR": STORE_ITEM,
+    "POP_TOP": POP,
+    "COPY": COPY,
+    "DUP_TOP": COPY,
+}
+# Families with members in several releases, such as LOAD_FAST_CHECK and LOAD_FAST_BORROW.
+_FAMILIES = {
+    "LOAD_FAST": LOCAL,
+    "STORE_FAST": STORE_LOCAL,
+    "CALL": CALL,
+    "DUP": MOVE,
+    "SWAP": MOVE,
+    "ROT": MOVE,
+    "RETURN": MOVE,
+    "YIELD": MOVE,
+}
+_NOTHING = {"EXTENDED_ARG", "NOP", "CACHE", "NOT_TAKEN"}  # leave the stack as it is
+_LOCALS = re.compile("LOAD_FAST|STORE_FAST")
+
+
+class Step(NamedTuple):
+    """What one instruction does. growth: by how many values the stack grows."""
+
+    action: str
+    name: str = ""
+    growth: int = 0
+
+
+class Body(NamedTuple):
+    """The steps of a function, of a comprehension in it, or of a function in it.
+
+    first: the first argument's name, in the outermost function too.
+    """
+
+    steps: tuple[Step, ...]
+    first: frozenset[str]
+    names: tuple[str, ...]
+    strings: tuple[str, ...]
+
+
+class Instruction(NamedTuple):
+    """The parts of a `dis.Instruction` that steps depend on."""
+
+    opname: str
+    argval: object
+    argrepr: str
+    growth: int
+    is_jump: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def bodies(code: CodeType) -> tuple[Body, ...]:
+    """Return the code's steps, and those of comprehensions and functions in it."""
+    return tuple(
+        Body(
+            tuple(steps(instructions(nested))),
+            frozenset((*code.co_varnames[:1], *nested.co_varnames[:1])),
+            nested.co_names,
+            tuple(x for x in nested.co_consts if isinstance(x, str)),
+        )
+        for nested in nested_code(code)
+    )
+
+
+def nested_code(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code, and the code for comprehensions and functions in it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from nested_code(constant)
+
+
+def instructions(code: CodeType) -> Iterator[Instruction]:
+    """Yield the instructions of this Python."""
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    for i in dis.get_instructions(code):
+        growth = dis.stack_effect(i.opcode, i.arg)
+        yield Instruction(i.opname, i.argval, i.argrepr, growth, i.opcode in jumps)
+
+
+def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
+    """Yield the steps of any Python's instructions."""
+    for i in instructions:
+        parts = _LOCALS.findall(i.opname)
+        if i.opname in _NOTHING:
+            continue
+        if len(parts) > 1 and isinstance(i.argval, (tuple, list)):
+            for part, name in zip(parts, i.argval):
+                yield Step(_FAMILIES[part], name, 1 if part == "LOAD_FAST" else -1)
+        elif i.opname in ("BINARY_SLICE", "STORE_SLICE"):
+            # Before 3.12 the slice was an object of its own.
+            yield Step(OTHER, "", -1)
+            yield Step(ITEM if i.opname == "BINARY_SLICE" else STORE_ITEM, "", i.growth + 1)
+        else:
+            yield Step(_action(i), i.argval if isinstance(i.argval, str) else "", i.growth)
+
+
+def _action(i: Instruction) -> str:
+    """Return the action of an instruction that has one."""
+    if i.is_jump:
+        return JUMP
+    if i.opname == "LOAD_NAME" and str(i.argval).startswith("__"):
+        return OTHER  # each class's body reads __name__
+    if i.opname == "BINARY_OP" and i.argrepr == "[]":
+        return ITEM
+    families = (action for name, action in _FAMILIES.items() if i.opname.startswith(name))
+    return ACTIONS.get(i.opname) or next(families, OTHER)
