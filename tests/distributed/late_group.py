@@ -104,11 +104,16 @@ class LateWork(dist._Work):
 
 
 class LateGroup(dist.ProcessGroup):
-    """See above. gloo: the group that sends."""
+    """See above. It has gloo's backend, too: torch asks that for names, devices and hooks."""
 
-    def __init__(self, gloo: dist.ProcessGroup) -> None:
-        super().__init__(gloo.rank(), gloo.size())
-        self.gloo: Any = gloo
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.gloo: Any = dist.ProcessGroup(store, rank, size)  # what sends
+        backend = dist.ProcessGroupGloo(store, rank, size, timeout)
+        kind = dist.ProcessGroup.BackendType.GLOO
+        for group in (self.gloo, self):
+            group._register_backend(torch.device("cpu"), kind, backend)
+            group._set_default_backend(kind)
 
     def begin(self, name: str, *args: Any, **options: Any) -> LateWork:
         """Begin a collective on copies."""
@@ -151,25 +156,11 @@ class LateGroup(dist.ProcessGroup):
     def rank(self) -> int:
         return self.gloo.rank()
 
-    @property
-    def group_name(self) -> str:
-        return dist.distributed_c10d._world.pg_names[self]
-
-    def getGroupName(self) -> str:
-        return self.group_name
-
     def getBackendName(self) -> str:
         return "late"
 
     def name(self) -> str:
         return "late"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> Any:
-        return self.gloo._get_backend(device)
 
 
 def _method(name: str) -> Callable[..., LateWork]:
@@ -181,13 +172,4 @@ for _name in CALLS:
         setattr(LateGroup, _name, _method(_name))
 
 
-def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> LateGroup:
-    group: Any = dist.ProcessGroup(store, rank, size)
-    kind = dist.ProcessGroup.BackendType.GLOO
-    gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
-    group._register_backend(torch.device("cpu"), kind, gloo)
-    group._set_default_backend(kind)
-    return LateGroup(group)
-
-
-dist.Backend.register_backend("late", _create, devices=["cpu"])
+dist.Backend.register_backend("late", LateGroup, devices=["cpu"])
