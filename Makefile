@@ -11,6 +11,8 @@ INTEGRATIONS_VENV ?= .venv-integrations
 XLA_VENV ?= .venv-xla
 XLA_BIN := $(XLA_VENV)/bin
 NEWEST_VENV ?= .venv-newest
+DEBIAN ?= .venv-trixie
+SUDO := $(shell test "$$(id -u)" = 0 || echo sudo --preserve-env)
 SEED ?= 0
 # What is imported is compiled then; all of torch would take half a minute.
 INSTALL := -m pip install --quiet --no-compile
@@ -19,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -116,10 +118,17 @@ xla-versions:
 test-oldest: venv-xla  ## all core tests on torch 2.9 (.venv-xla, 7 GB)
 	OMP_NUM_THREADS=1 $(XLA_BIN)/python $(PYTEST) tests
 
-# Not in CI: this torch comes with 5 GB of CUDA libraries.
+# What ends an issue, beside `test`. This torch comes with 5 GB of CUDA libraries. GUARD= runs all cases.
 test-newest: venv-newest  ## the core tests and the demo on the newest torch that pip finds (.venv-newest, 6 GB)
-	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(PYTEST) tests
+	OMP_NUM_THREADS=1 $(NEWEST_VENV)/bin/python $(PYTEST) $(GUARD) tests
 	$(MAKE) demo VENV=$(NEWEST_VENV)
+
+# Where Python 3.12 is installed, `make test-core PYTHON=python3.12 VENV=.venv-3.12` has the tests on it. This needs root and debootstrap.
+test-python: $(DEBIAN)/usr/bin/make  ## test-newest on Debian's Python 3.13, in a folder with a Debian of its own (.venv-trixie, 8 GB)
+	$(SUDO) tools/in_debian.sh $(DEBIAN) make test-newest NEWEST_VENV=/opt/env GUARD="$(GUARD)"
+
+$(DEBIAN)/usr/bin/make:
+	$(SUDO) debootstrap --variant=minbase --include=python3-venv,python3-dev,g++,make,git,ca-certificates trixie $(DEBIAN)
 
 test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says which): what fails uses these
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
@@ -175,7 +184,7 @@ DAY ?= $(shell date +%Y%m%d)
 SETS = $(CURDIR)/$(VENV)/bin/python -W ignore -m composition
 # These start groups of their own, or measure gloo.
 OWN_GROUPS := calibrate deaths elastic soak waiting
-nightly: test-all test-oldest test-mixtures  ## all that explores: every case, on torch 2.9 and XLA too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs, all tests on processes with late collectives and with programs for CUDA
+nightly: test-all test-oldest test-mixtures test-python  ## all that explores: every case, on torch 2.9, XLA and Python 3.13 too, all pairs of features, 300 random sets of the day (DAY=20260101), the mixtures, long jobs, all tests on processes with late collectives and with programs for CUDA
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	RANKS_GROUP=late OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --one-mesh tests/distributed $(OWN_GROUPS:%=--ignore tests/distributed/test_%.py)
 	TORCHGSPMD_ASSUME_CUDA=1 OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) --one-mesh tests/distributed $(OWN_GROUPS:%=--ignore tests/distributed/test_%.py)

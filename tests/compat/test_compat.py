@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import inspect
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
 
 import torchgspmd as gspmd
-from torchgspmd.compat import private_apis, versions
+from torchgspmd.capture.state.bytecode_names import dotted_names, function_in
+from torchgspmd.capture.trace_context import PATCHES
+from torchgspmd.compat import patches, private_apis, versions
 from torchgspmd.compat.operators import AbsentOperator, Namespace, aten
 from torchgspmd.rules import registry, rewrites
 
@@ -137,13 +142,41 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
 
 
 def test_every_row_is_there_on_the_versions_it_names():
-    number = ".".join(torch.__version__.split(".")[:2])
+    release = patches._nearest(torch.__version__)
     lacking = [
         api.path
         for api in private_apis.TABLE
-        if not api.is_of_xla and number in api.versions and not private_apis.is_there(api)
+        if not api.is_of_xla
+        and release in map(private_apis.release, api.versions)
+        and not private_apis.is_there(api)
     ]
     assert lacking == []
+
+
+def functions_of(module):
+    """A module's functions, and the methods of its classes."""
+    for value in list(vars(module).values()):
+        is_class = isinstance(value, type) and value.__module__ == module.__name__
+        for each in vars(value).values() if is_class else (value,):
+            function = inspect.unwrap(function_in(each)) if callable(function_in(each)) else None
+            if isinstance(function, FunctionType):
+                yield function
+
+
+@pytest.mark.parametrize(
+    "patch",
+    [p for p in PATCHES if isinstance(p.owner, ModuleType) and p.owner is not builtins],
+    ids=str,
+)
+def test_a_module_reads_what_a_patch_replaces_in_it(patch):
+    """torch 2.14 kept a function of checkpoints, but called another one."""
+    readers = [
+        function
+        for function in functions_of(patch.owner)
+        if function.__name__ != patch.name
+        and any(patch.name in names for names in dotted_names(function.__code__))
+    ]
+    assert bool(readers) == patch.is_needed()
 
 
 def test_a_missing_api_says_so_when_it_is_used(monkeypatch):

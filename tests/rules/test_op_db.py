@@ -40,7 +40,8 @@ UNCOMPARED = frozenset(
     "jiterator_unary log_normal multinomial nn.functional.fractional_max_pool2d "
     "nn.functional.fractional_max_pool3d nn.functional.multi_head_attention_forward normal "
     "normal.in_place normal.number_mean rand_like randint randint_like randn randn_like "
-    "sparse.sampled_addmm to_sparse uniform".split()
+    "sparse.sampled_addmm to_sparse torch.ops.aten._scaled_dot_product_flash_attention_for_cpu "
+    "uniform".split()
 )
 
 

@@ -62,6 +62,21 @@ print(gspmd.launch(lambda: torch.get_num_threads(), 1, threads=2))
     assert "RankError rank 0 of 2 failed" in text and "exit code 3" in text
 
 
+def test_a_backward_after_a_plan():
+    """A CUDA build of torch without a GPU gives fake tensors one that does nothing."""
+    text = run(
+        """
+def step():
+    x = torch.ones(4, requires_grad=True)
+    x.sum().backward()
+    return x.grad.sum().item()
+plan = gspmd.plan(torch.nn.Linear(4, 4), torch.ones(4, 4), mesh=gspmd.Mesh(m=2), grad=True)
+attempt(step)
+"""
+    )
+    assert "[4.0, 4.0]" in text
+
+
 def test_a_group_that_is_there_is_an_error():
     text = run(
         "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, fx
 
-from ..compat.private_apis import FakeTensorMode
+from ..compat.fake_mode import fake_mode
 from ..errors import ShardingError, user_line
 from .captured import TANGENT, UNKNOWN, Captured
 
@@ -56,7 +56,7 @@ def _shapes(
     graph.output(tuple(new[result] for result in results))
     graph.eliminate_dead_code()
     # The graph's constants are no fake tensors.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode(allow_non_fake_inputs=True) as mode:
         fakes = map(mode.from_tensor, tensors)
         unused = len(captured.inputs) - len(tensors)  # cotangents
         values = fx.Interpreter(fx.GraphModule(captured.constants, graph))

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from ..compat.private_apis import FakeTensorMode, make_fx
+from ..compat.fake_mode import fake_mode
 from ..compat.private_apis import _pytree as pytree
+from ..compat.private_apis import make_fx
 from ..errors import ShardingError, user_line
 from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
@@ -246,7 +247,7 @@ def _trace_once(
         else nullcontext()
     )
     shape_env = AssumingShapeEnv(mesh.size)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
+    mode = fake_mode(allow_non_fake_inputs=True, shape_env=shape_env, static_shapes=True)
     with translate_errors(bool(dynamic.dims)), read_recorder as tables.recorder, mode:
         shapes = dynamic.shapes(tensors, len(state), shape_env)
         ordered = bool(stored_state.asks_order)

@@ -29,6 +29,7 @@ from ..compat.private_apis import (
     _pop_saved_tensors_default_hooks,
     _push_saved_tensors_default_hooks,
     _top_saved_tensors_default_hooks,
+    has,
     is_missing,
 )
 from .draws import recomputing_dispatch
@@ -93,8 +94,12 @@ _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _COMPILED = "masks of transformers ask whether the code is being compiled"
 _TRUTH = "a truth would not equal the number that it is compared with"
 _BATCHES = "the batch count would become a number; SyncBatchNorm is the same on whole batches"
-_BLOCKS = "a block of a stack or pipeline would be recomputed with the weights of all blocks"
 _WEIGHTS = "recurrent layers would take the weights of a list that was made before"
+
+# Since 2.14 `checkpoint` calls the second one. The first one is there for others.
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+if has(f"torch.utils.checkpoint.{_GENERATOR}_impl"):
+    _GENERATOR += "_impl"
 
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
@@ -128,20 +133,11 @@ PATCHES = [  # features add rows
         always(_Checkpoint),
         "a checkpoint with use_reentrant=True runs a backward of its own",
     ),
-    # The second one calls the first one's name no more.
     Patch(
         checkpointing,
-        "_checkpoint_without_reentrant_generator",
+        _GENERATOR,
         region_or,
-        _BLOCKS,
-        ("2.9", "2.13"),
-    ),
-    Patch(
-        checkpointing,
-        "_checkpoint_without_reentrant_generator_impl",
-        region_or,
-        _BLOCKS,
-        ("2.15",),
+        "a block of a stack or pipeline would be recomputed with the weights of all blocks",
     ),
     Patch(
         checkpointing,

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.fake_mode import fake_mode
 from ..compat.fx_nodes import drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import (
     DispatchKey,
-    FakeTensorMode,
     OpOverload,
     TorchDispatchMode,
     _DisableAutocast,
@@ -73,7 +73,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     """
     leaves, tree = pytree.tree_flatten((args, kwargs))
     inputs: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    with inputs[0].fake_mode if inputs else FakeTensorMode(), torch.no_grad(), _DisableAutocast():
+    with inputs[0].fake_mode if inputs else fake_mode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
         tensors = iter([recorder.add_input(t) for t in inputs])
         a, k = pytree.tree_unflatten(

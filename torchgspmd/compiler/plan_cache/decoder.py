@@ -16,7 +16,8 @@ from torch import Tensor, fx
 
 from ...comm.json_rows import conforms, field_types
 from ...comm.kinds import KINDS
-from ...compat.private_apis import FakeTensor, FakeTensorMode
+from ...compat.fake_mode import fake_mode
+from ...compat.private_apis import FakeTensor
 from ...compat.private_apis import _pytree as pytree
 from ...layout.mesh import Mesh
 from ...layout.sub_axes import sub_axis
@@ -52,7 +53,7 @@ class Decoder:
     """Decodes an Encoder's text, with its records. mesh: has the axes that layouts name."""
 
     def __init__(self, records: object, mesh: Mesh) -> None:
-        self.mesh, self.fake_mode = mesh, FakeTensorMode()
+        self.mesh, self.fake_mode = mesh, fake_mode()
         self.nodes: list[fx.Node] = []
         self._depth = 0  # of the value that is decoded
         self.records: list[Any] = []
