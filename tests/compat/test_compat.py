@@ -26,7 +26,8 @@ ROOT = Path(gspmd.__file__).parent
 FILES = [
     path
     for path in sorted(ROOT.rglob("*.py"))
-    if path.parent.name not in ("compat", "integrations") or path.name == "fx_nodes.py"
+    if path.parent.name not in ("compat", "integrations")
+    or path.name in ("fx_nodes.py", "fake_mode.py")
 ]  # integrations use other libraries' names
 
 

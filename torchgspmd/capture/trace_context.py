@@ -98,8 +98,8 @@ _WEIGHTS = "recurrent layers would take the weights of a list that was made befo
 
 # Since 2.14 `checkpoint` calls the second one. The first one is there for others.
 _GENERATOR = "_checkpoint_without_reentrant_generator"
-if has(f"torch.utils.checkpoint.{_GENERATOR}_impl"):
-    _GENERATOR += "_impl"
+if has("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl"):
+    _GENERATOR = "_checkpoint_without_reentrant_generator_impl"
 
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
