@@ -7,6 +7,7 @@
 set -eu
 root=$(realpath "$1")
 shift
+rm -rf "$root/checkout"  # files that are gone
 mkdir -p "$root/checkout" "$root/etc/ssl/certs"
 git ls-files -z --cached --others --exclude-standard | tar --null --files-from - --create | tar --extract --directory "$root/checkout"
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"  # also those that only this machine has

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # the same names, for type checkers
     from torch.utils import _pytree  # noqa: F401
     from torch.utils._python_dispatch import TorchDispatchMode  # noqa: F401
 
-CHECKED = ("2.9", "2.13", "2.15")  # releases on which the tests pass
+CHECKED = ("2.9", "2.13", "2.14", "2.15")  # releases on which the tests pass
 PLAN, PARALLELIZE, XLA, NOTHING = "plan", "parallelize", "backend 'xla'", ""
 
 
@@ -129,22 +129,16 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(
         NOTHING,
         "torch.utils.checkpoint",
-        "_CachedTorchDispatchMode _VersionWrapper _is_compiling",
-        "recomputation in selective checkpoints",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.utils.checkpoint",
-        "_checkpoint_without_reentrant_generator",
-        "recomputation in blocks of a stack or pipeline",
-        ("2.9", "2.13"),
+        "_CachedTorchDispatchMode _VersionWrapper _checkpoint_without_reentrant_generator "
+        "_is_compiling",
+        "recomputation in selective checkpoints, and in blocks of a stack or pipeline",
     ),
     *_rows(
         NOTHING,
         "torch.utils.checkpoint",
         "_checkpoint_without_reentrant_generator_impl",
         "recomputation in blocks of a stack or pipeline",
-        ("2.15",),
+        ("2.14", "2.15"),
     ),
     *_rows(
         NOTHING,
@@ -213,7 +207,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "torch.distributed.tensor.DTensor._op_dispatcher",
         "_propagate_op_sharding_dispatch_slow_path",
         "operations on parameters for which DTensor has no layout",
-        ("2.13", "2.15"),
+        ("2.13", "2.14", "2.15"),
     ),
     *_rows(
         NOTHING,

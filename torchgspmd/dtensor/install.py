@@ -230,7 +230,7 @@ PATCHES = (
         "_propagate_op_sharding_dispatch_slow_path",
         with_fallback,
         _FALLBACK,
-        ("2.13", "2.15"),
+        ("2.13", "2.14", "2.15"),
     ),
     Patch(_DISPATCHER, "_try_replicate_spec_for_scalar_tensor", with_replication, _BESIDE),
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),

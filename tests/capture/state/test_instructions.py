@@ -2,6 +2,8 @@
 
 import collections
 import json
+import re
+from pathlib import Path
 
 import pytest
 from record_instructions import FILE, PROGRAMS, function_code, opcodes
@@ -170,3 +172,18 @@ def test_all_actions_occur_in_a_recorded_python():
     assert ACTIONS.keys() <= everywhere
     assert {*OPCODES} == {*PYTHONS}
     assert RECORDED.keys() == {(python, program) for python in PYTHONS for program in PROGRAMS}
+
+
+@pytest.mark.parametrize(
+    "file, pattern",
+    [
+        ("pyproject.toml", r"Python :: (3\.\d+)"),
+        (".github/workflows/tests.yml", r'"(3\.\d+)"(?=[,\]])'),
+        ("docs/limits.md", r"Python (3\.10) to (3\.14)"),
+    ],
+)
+def test_the_pythons_of_the_package_are_recorded(file, pattern):
+    text = (Path(__file__).parents[3] / file).read_text()
+    found = [x for match in re.findall(pattern, text) for x in ([match] if isinstance(match, str) else match)]
+    assert {PYTHONS[0], PYTHONS[-1]} <= {*found} <= {*PYTHONS}
+    assert len(found) in (2, len(PYTHONS))
