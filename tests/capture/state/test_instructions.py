@@ -184,6 +184,6 @@ def test_all_actions_occur_in_a_recorded_python():
 )
 def test_the_pythons_of_the_package_are_recorded(file, pattern):
     text = (Path(__file__).parents[3] / file).read_text()
-    found = [x for match in re.findall(pattern, text) for x in ([match] if isinstance(match, str) else match)]
+    found = [x for match in re.finditer(pattern, text) for x in match.groups()]
     assert {PYTHONS[0], PYTHONS[-1]} <= {*found} <= {*PYTHONS}
     assert len(found) in (2, len(PYTHONS))

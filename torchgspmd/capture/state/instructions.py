@@ -1,4 +1,4 @@
-"""Steps: what a function's bytecode does with names, alike on Python 3.10 to 3.14.
+"""Steps: how a function's bytecode uses names, alike on Python 3.10 to 3.14.
 
     kept = self.seen; out.append(kept)
 
@@ -60,7 +60,7 @@ _LOCALS = re.compile("LOAD_FAST|STORE_FAST")
 
 
 class Step(NamedTuple):
-    """What one instruction does. growth: by how many values the stack grows."""
+    """A part of an instruction, alike on each Python. growth: by how many values the stack grows."""
 
     action: str
     name: str = ""
