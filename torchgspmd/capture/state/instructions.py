@@ -60,7 +60,7 @@ _LOCALS = re.compile("LOAD_FAST|STORE_FAST")
 
 
 class Step(NamedTuple):
-    """A part of an instruction, alike on each Python. growth: by how many values the stack grows."""
+    """A part of an instruction. growth: by how many values the stack grows."""
 
     action: str
     name: str = ""
