@@ -10,6 +10,7 @@ shift
 rm -rf "$root/checkout"  # files that are gone
 mkdir -p "$root/checkout" "$root/etc/ssl/certs"
 git ls-files -z --cached --others --exclude-standard | tar --null --files-from - --create | tar --extract --directory "$root/checkout"
+cp /etc/hosts /etc/resolv.conf "$root/etc/"
 cp /etc/ssl/certs/ca-certificates.crt "$root/etc/ssl/certs/"  # also those that only this machine has
 exec unshare --mount sh -c '
     root=$1
