@@ -9,6 +9,7 @@ gets a program of its own.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -28,6 +29,17 @@ _ORDER = {
 _PLACE = {Tensor.storage_offset}
 
 
+# torch's modes, and ours, read strides and offsets of every value that they wrap.
+_MODES = ("torch._subclasses", "torch._functorch", "torch.fx", "torchgspmd")
+
+
+def _is_asked_by_a_mode() -> bool:
+    """Return whether tracing itself asks, not the program."""
+    # Above this function: record, __torch_function__, and its caller.
+    caller = sys._getframe(3).f_globals.get("__name__", "")
+    return caller.startswith(_MODES)
+
+
 class AskedOrders:
     """The questions of one trace, each with the line that asks first."""
 
@@ -36,7 +48,7 @@ class AskedOrders:
 
     def record(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record a call."""
-        if func not in _ORDER and func not in _PLACE:
+        if func not in _ORDER and func not in _PLACE or _is_asked_by_a_mode():
             return
         line = user_line() or "the program"
         self.order = self.order or line
