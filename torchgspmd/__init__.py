@@ -5,6 +5,7 @@ tensors, run it on a mesh.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .comm import uncaught
 from .compat import moved_modules
 from .errors import ShardingError
 from .layout.layout_rules import Layout
@@ -119,3 +120,4 @@ NAMES = tuple(dict.fromkeys([*__all__, *_LATER]))  # all public names; dir() sho
 
 
 moved_modules.install(__name__)
+uncaught.install()

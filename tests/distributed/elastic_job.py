@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from unittest.mock import patch
@@ -93,5 +94,10 @@ if __name__ == "__main__":
         options |= {"every": 1000, "copies": 2, "hosts": (3, 4), "name": folder.name}
         options["endpoint"] = f"localhost:{sys.argv[2]}"
     processes = 1 if len(sys.argv) > 2 else 4
-    found = gspmd.elastic(train, processes, folder, processes > 1, **options)
+    try:
+        found = gspmd.elastic(train, processes, folder, processes > 1, **options)
+    except KeyboardInterrupt:
+        names = [each.name for each in threading.enumerate()]
+        (folder / "threads").write_text(" ".join(names))
+        raise
     assert found == [TOTAL - 1] * processes, found

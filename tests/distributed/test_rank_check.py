@@ -17,6 +17,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.comm import rank_check
 from torchgspmd.comm.rank_check import RankCheck
+from torchgspmd.comm.roll_call import RollCall
 from torchgspmd.comm.stragglers import SOON
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
@@ -99,7 +100,7 @@ def test_never_sends_no_comparison(mesh):
     model = gspmd.parallelize(nn.Linear(4, 4), mesh, in_specs="data _", check="never")
     x, sent = torch.ones(4, 4), []
     model(x)
-    with patch.object(RankCheck, "_exchange", lambda *args: sent.append("exchange")):
+    with patch.object(RollCall, "begin", lambda *args: sent.append("row")):
         model(x)
     assert not sent
 
@@ -196,12 +197,12 @@ def test_a_rank_that_starts_its_comparison_late_is_no_other_program(mesh):
     """A loaded machine may stop a rank anywhere, here inside the call that sends the words."""
     model, _ = pair(mesh, dropout=0.0)
     model(*batch(0))
-    sends, seconds = dist.distributed_c10d._rank_not_in_group, 2 * SOON * dist.get_rank()
+    sends, seconds = RollCall._send, 2 * SOON * dist.get_rank()
 
-    def slowly(*args: Any) -> bool:
+    def slowly(*args: Any) -> None:
         time.sleep(seconds)
-        return sends(*args)
+        sends(*args)
 
-    with patch.object(dist.distributed_c10d, "_rank_not_in_group", slowly):
+    with patch.object(RollCall, "_send", slowly):
         model(*batch(0))
     model(*batch(0))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .process_groups import ProcessGroups
-from .rank_check import all_gather_rows
+from .rank_mismatch import all_gather_rows
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 

@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from ..errors import RankError
 from .process_groups import ProcessGroups
-from .rank_check import all_gather_rows, ordered
-from .rank_mismatch import check_values
+from .rank_mismatch import all_gather_rows, check_values
 from .value_check import ROUNDING, Reading, checksums_of, moved
 
 EVERY = 8  # Calls from one message to the next.
@@ -143,6 +142,11 @@ def _raise_later(error: RankError) -> NoReturn:
 def _double(word: int) -> float:
     """Return the double whose bits an integer orders as the numbers are."""
     return struct.unpack("d", struct.pack("q", ordered(word)))[0]
+
+
+def ordered(bits: int) -> int:
+    """Return an integer that orders a double's bits as the numbers are; its own inverse."""
+    return bits if bits >= 0 else bits ^ (2**63 - 1)
 
 
 def _is_capturing() -> bool:

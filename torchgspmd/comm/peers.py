@@ -70,15 +70,15 @@ class Peers:
         self._beside = {processes[(index + 1) % n], processes[index - 1]}
         # Anyone may connect to the port; only a rank can read the token in the store.
         self._token = secrets.token_hex(16)
-        self._listener = socket.create_server((_bound_to(store), 0))
+        self._listener = socket.create_server((bound_to(store), 0))
         self._listener.setblocking(False)
         self._waker, self._wakes = socket.socketpair()
         self._poll = select.poll()
         for each in (self._listener, self._wakes):
             self._poll.register(each, select.POLLIN)
-        address = [_reached_at(store), self._listener.getsockname()[1], self._token]
+        address = [reached_at(store), self._listener.getsockname()[1], self._token]
         store.set(f"{key}{rank}", json.dumps(address))
-        _OPEN.add(self)
+        close_in_child(self)
 
     @property
     def is_complete(self) -> bool:
@@ -259,14 +259,14 @@ def _local_address(store: Any) -> str:
     return "127.0.0.1"
 
 
-def _bound_to(store: Any) -> str:
+def bound_to(store: Any) -> str:
     """Return the address on which to listen: this host alone if it has all ranks."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", ""), os.environ.get("WORLD_SIZE", "")
     local = _local_address(store)
     return local if local.startswith("127.") and ranks[0] in ("", ranks[1]) else ""
 
 
-def _reached_at(store: Any) -> list[str]:
+def reached_at(store: Any) -> list[str]:
     """Return the addresses at which others reach this host, the likely ones first."""
     addresses = [_local_address(store)]
     with contextlib.suppress(OSError):
@@ -274,13 +274,12 @@ def _reached_at(store: Any) -> list[str]:
     return [*dict.fromkeys(addresses)]
 
 
-_OPEN: weakref.WeakSet[Peers] = weakref.WeakSet()
+_OPEN: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _close_in_child() -> None:
+def close_in_child(connections: Any) -> None:
     """Close the copies that a forked process has: its parent's death would not be seen."""
-    for peers in list(_OPEN):
-        peers.close()
+    _OPEN.add(connections)
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+os.register_at_fork(after_in_child=lambda: [each.close() for each in [*_OPEN]])

@@ -20,11 +20,11 @@ from .code_names import NodeLine, lines_of, named_code
 from .rank_failure import COMPARISON, Status
 
 _STACK = 12  # Stack entries that a report has.
-_TRIES, _UNKNOWN = 5, -1  # to read one moment; comparisons of a rank that did not hold still
+_TRIES, _UNKNOWN = 5, -1  # to read one moment; meetings of a rank that did not hold still
 # Waits outside programs, by a frame's file and function, innermost first.
 _WAITS = {
-    ("rank_check.py", "begin"): COMPARISON,
-    ("rank_check.py", "check"): COMPARISON,
+    ("roll_call.py", "begin"): COMPARISON,
+    ("roll_call.py", "finish"): COMPARISON,
     ("late_check.py", "differs"): COMPARISON,
     ("shared_plan.py", "broadcast_text"): "the plan of rank 0",
     ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
@@ -74,7 +74,7 @@ def status(read: Callable[[], Status], program: str) -> tuple[Status, object]:
         found, place = _status_at(now, program)
         if read() == now:
             return found, place
-    return replace(found, waits_in="", comparisons=_UNKNOWN), place
+    return replace(found, waits_in="", met=_UNKNOWN), place
 
 
 def _status_at(now: Status, program: str) -> tuple[Status, object]:

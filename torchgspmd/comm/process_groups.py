@@ -67,8 +67,7 @@ class ProcessGroups:
         self.created = [dist.group.WORLD if self.checks is None else self.checks]
         self.created += [self.device_mesh.get_group(name) for name in mesh.names]
         self.limit = _limit_of(dist.group.WORLD, self.device)  # as init_process_group has set it
-        others = [] if self.is_fake else self.processes
-        self.watcher = watcher_of(others, self.limit.total_seconds())
+        self.watcher = watcher_of(self.processes, self.limit.total_seconds(), self.is_fake)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Limit waits in this mesh's groups to that time; every rank has to call it."""

@@ -1,37 +1,30 @@
-"""Check that all ranks are about to run the same program on the same values, by one small message.
+"""Check that all ranks are about to run the same program on the same values, by one roll call.
 
-    up to FEW_RANKS     an all_to_all with all ranks' words, which are compared
-    more                an all_reduce of the largest and the smallest of each word
-    GPUs                only first calls of programs; the others are those of late_check.py
+    the CPU    each call of a program, before it sends anything else
+    a GPU      only first calls of programs; the others are those of late_check.py
 
-An all_to_all connects each rank to each. On two gloo processes it takes 0.2 ms of CPU time up to
-256 bytes, an all_reduce 0.4 to 0.8 ms, a small model's step 25 ms.
-
-A program's first sum may travel in the all_to_all: data parallelism sums only a loss before
-its gradients.
+A program's first sum may travel in the roll call: data parallelism sums only a loss before its
+gradients.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import zlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .process_groups import ProcessGroups
-from .value_check import WORDS, Checksum, as_doubles, as_real, is_close, words, words_differ
+from .value_check import WORDS, Checksum, words, words_differ
+from .watcher import Ranks
 
-SAMPLE = 2**16  # Elements per tensor that are compared before the first run.
-HEAD = 1 + WORDS  # Compared words in a message: the number, and those of checksums.
-FLOATS = 2  # Checksum words that are bits of doubles, the last ones.
-FEW_RANKS = 8
-ROOM = 7  # Elements of a sum that a message has room for, used or not.
+HEAD = 1 + WORDS  # Compared numbers in a row: that of the program, and those of checksums.
+FEW_RANKS = 8  # that sum the terms of all by themselves
+ROOM = 7  # Elements of a sum that a row may carry.
 
 
 class RankCheck:
@@ -44,143 +37,52 @@ class RankCheck:
 
     def __init__(
         self,
-        groups: ProcessGroups,
+        ranks: Ranks,
         number: int,
         on_difference: Callable[[], Any],
         values: Mapping[str, Checksum] = MappingProxyType({}),
         on_other_values: Callable[[], Any] = lambda: None,
         compares: bool = True,
     ) -> None:
-        self.groups, self.number, self.on_difference = groups, number, on_difference
+        self.watcher, self.number, self.on_difference = ranks.watcher, number, on_difference
         self.values, self.on_other_values = values, on_other_values
-        self.compares = compares and not groups.is_fake
-        self.work: Any = None
-        self.finish: Callable[[], None] = lambda: None
+        self.compares, self.is_sent = compares, False
 
     def begin(self, term: Tensor | None = None) -> RankCheck:
         """Send the number and `term`, this rank's part in a sum over all ranks that `fits`."""
-        row = [self.number, *(words(self.values) if self.values else [0] * WORDS)]
-        self.term = term
-        # Between few ranks one exchange is faster than a reduction, and it can carry a small sum.
-        if term is not None or self.compares and self.groups.mesh.size <= FEW_RANKS:
-            self._exchange(row, term)
-        elif self.compares:
-            self._reduce(row)
+        self.term, self.is_sent = term, self.compares or term is not None
+        if self.is_sent:
+            row = [self.number, *(words(self.values) if self.values else [0] * WORDS)]
+            self.watcher.call([*row, *([] if term is None else term.flatten().tolist())])
         return self
-
-    def _exchange(self, row: list[int], term: Tensor | None) -> None:
-        """Send this rank's words to each, and receive all ranks' words."""
-        groups = self.groups
-        message = torch.tensor([*row, *[0] * ROOM], device=groups.checked_on)
-        message = message.repeat(groups.mesh.size, 1)
-        if term is not None:
-            _terms(message, term).copy_(term.flatten())
-        self.received = torch.empty_like(message)
-        self.finish = lambda: self._compare(self.received[:, :HEAD].tolist())
-        self.work = dist.all_to_all_single(
-            self.received, message, group=groups.checks, async_op=True
-        )
-
-    def _reduce(self, row: list[int]) -> None:
-        """Reduce the words to the largest over all ranks, and to the smallest."""
-        # A largest and a smallest that are equal say that all are: one all_reduce at any number of
-        # ranks.
-        own = [*row[:-FLOATS], *map(ordered, row[-FLOATS:])]
-        largest = torch.tensor([*own, *(~word for word in own)], device=self.groups.checked_on)
-
-        def rows() -> list[list[int]]:
-            top, bottom = largest.view(2, HEAD).tolist()
-            both = top, [~word for word in bottom]
-            return [[*each[:-FLOATS], *map(ordered, each[-FLOATS:])] for each in both]
-
-        self.finish = lambda: self._compare(rows())
-        self.work = dist.all_reduce(
-            largest, dist.ReduceOp.MAX, group=self.groups.checks, async_op=True
-        )
 
     def check(self) -> None:
         """Wait for all ranks' numbers and compare them."""
-        if self.work is not None:
-            # A plain wait would hang if another rank has died.
-            self.groups.watcher.run(self.work.wait)
-            self.groups.watcher.end_comparison()
-        self.finish()
-
-    def _compare(self, rows: list[list[int]]) -> None:
-        first, *others = rows
-        if any(row != first for row in others):
-            if any(row[0] != first[0] for row in others):
-                self.on_difference()
-            # Other programs are an error before other values: these may follow from those.
-            elif any(words_differ(row[1:], first[1:]) for row in others):
+        if not self.is_sent:
+            return
+        self.rows, self.is_sent = self.watcher.texts(), False
+        if self.rows.count(self.rows[0]) == len(self.rows):
+            return
+        first, *others = map(json.loads, self.rows)
+        if any(row[0] != first[0] for row in others):
+            self.on_difference()
+        # Other programs are an error before other values: these may follow from those.
+        elif any(row[:HEAD] != first[:HEAD] for row in others):
+            if any(words_differ(row[1:HEAD], first[1:HEAD]) for row in others):
                 self.on_other_values()
 
     def total(self) -> Tensor:
         """Check the numbers and sum the terms, the same on every rank."""
         self.check()
         assert self.term is not None
-        return _terms(self.received, self.term).sum(0).to(self.term.dtype).view(self.term.shape)
+        rows = [json.loads(row)[HEAD:] for row in self.rows]
+        terms = torch.tensor(rows, dtype=torch.float64)
+        return terms.sum(0).to(self.term.dtype).view(self.term.shape)
 
 
-def ordered(bits: int) -> int:
-    """Return an integer that orders a double's bits as the numbers are; its own inverse."""
-    return bits if bits >= 0 else bits ^ (2**63 - 1)
-
-
-def _terms(message: Tensor, term: Tensor) -> Tensor:
-    """Return the terms [ranks, elements] in a message."""
-    return message.view(torch.float64)[:, HEAD : HEAD + term.numel()]
-
-
-def check_ranks(groups: ProcessGroups, number: int, on_difference: Callable[[], object]) -> None:
+def check_ranks(ranks: Ranks, number: int, on_difference: Callable[[], object]) -> None:
     """Call `on_difference` on every rank unless all have the same number."""
-    RankCheck(groups, number, on_difference).begin().check()
-
-
-def all_gather_rows(groups: ProcessGroups, mine: object) -> list[Any]:
-    """Return all ranks' values, as JSON has them: nothing that ranks send is unpickled.
-
-    mine: dicts, lists, numbers and texts. Ranks that differ exchange their Accounts so
-    (rank_mismatch.py).
-    """
-    if groups.is_fake:
-        return [mine] * groups.mesh.size
-    body = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8)
-    count = torch.tensor([len(body)], device=groups.checked_on)
-    # all_gather needs equal sizes, so the lengths go first.
-    counts = [torch.empty_like(count) for _ in range(groups.mesh.size)]
-    groups.watcher.run(dist.all_gather, counts, count, group=groups.checks)
-    sizes = [int(each) for each in counts]
-    padded = torch.zeros(max(sizes), dtype=torch.uint8, device=groups.checked_on)
-    padded[: len(body)] = body
-    rows = [torch.empty_like(padded) for _ in sizes]
-    groups.watcher.run(dist.all_gather, rows, padded, group=groups.checks)
-    return [json.loads(bytes(row[:size].tolist())) for row, size in zip(rows, sizes)]
-
-
-def differing(groups: ProcessGroups, tensors: list[Tensor]) -> list[tuple[int, int]]:
-    """Return (index, first rank) for every tensor whose values on a rank differ from rank 0's."""
-    rows = all_gather_rows(groups, [_fingerprint(t) for t in tensors])
-    differences = [
-        [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
-    ]
-    return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
-
-
-def _fingerprint(tensor: Tensor) -> Checksum:
-    """Return a checksum for integers, or a norm and an irregular mean for floats.
-
-    Only a sample is read if the tensor is large.
-    """
-    values = tensor.detach().flatten()
-    values = values[:: max(1, len(values) // SAMPLE)].cpu()
-    if not (values.is_floating_point() or values.is_complex()):
-        return zlib.crc32(values.numpy().tobytes())
-    values = as_doubles(as_real(values).flatten())
-    # Irregular weights: a norm alone would not see elements that have changed places.
-    weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
-    norm = values.norm().item()
-    return norm, (weights @ values).item() / (norm or 1.0)
+    RankCheck(ranks, number, on_difference).begin().check()
 
 
 def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, ranks: int) -> bool:

@@ -9,7 +9,9 @@ from ..errors import RankError, user_line
 from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
+PROGRAMS = CALL, BACKWARD = "a call of the module", "the backward of the module"
 COMPARISON = "the comparison of the ranks"
+_SHOWN = 8  # ranks that a text names
 _ANEW = "start anew, from the last checkpoint: the connections are closed"
 
 
@@ -17,8 +19,8 @@ _ANEW = "start anew, from the last checkpoint: the connections are closed"
 class Status:
     """A rank's status, as others read it.
 
-    step: wrapped-module calls that have begun. comparisons: those that the rank has ended, where
-    all ranks were. calls: that have begun since the last one.
+    step: wrapped-module calls that have begun. met: how often all ranks have met. calls: those that
+    communicate, begun since then, the last ones. begun: how many these are in all.
     """
 
     step: int = 0
@@ -27,8 +29,9 @@ class Status:
     at: str = ""  # of the model's code if it is in a program, otherwise of the user's
     last: str = ""  # the last collective that it has begun, with its line
     raised: str = ""  # by a call of this step: an exception that did not end the process
-    comparisons: int = 0
-    calls: int = 0
+    met: int = 0
+    calls: tuple[str, ...] = ()
+    begun: int = 0
 
     def __post_init__(self) -> None:
         if self.phase not in PHASES:
@@ -39,14 +42,17 @@ class Status:
         """Orders one rank's statuses."""
         return self.step, PHASES.index(self.phase)
 
-    def is_beyond(self, compared: Status) -> bool:
-        """Return whether a rank has begun a call that another, in a comparison, has not."""
-        if self.comparisons != compared.comparisons or self.waits_in == COMPARISON:
-            return False  # It was seen earlier, or the comparison finds the difference.
-        begun = bool(self.waits_in) or self.phase not in ("", "forward")
-        is_same = self.calls == compared.calls and compared.phase == "forward"
-        # Steps say nothing: a rank may have raised in an earlier call, before it was counted.
-        return self.calls > compared.calls or is_same and begun
+    def other_call(self, other: Status) -> tuple[str, str] | None:
+        """Return the first calls that differ since both ranks have met; None if none does yet.
+
+        All ranks make the same calls in the same order: one rank's are the beginning of another's.
+        """
+        if self.met != other.met or self.met < 0:
+            return None  # One was seen earlier, or it did not hold still.
+        mine, others = (dict(enumerate(s.calls, s.begun - len(s.calls))) for s in (self, other))
+        return next(
+            ((mine[i], others[i]) for i in mine if i in others and mine[i] != others[i]), None
+        )
 
     @property
     def when(self) -> str:
@@ -130,10 +136,7 @@ WORDS = {
         "make the same calls on every rank; if one has more to do, wait longer by "
         "parallelize(..., timeout=). Start anew: the connections are closed",
     ),
-    "apart": Words(
-        "{f.name} runs a program that rank {f.by} does not call: it has begun {f.status.when}",
-        "make the same calls on every rank, with arguments of equal shapes; " + _ANEW,
-    ),
+    "apart": Words("{f.text}", "make the same calls on every rank; " + _ANEW),
     "left": Words(
         "{f.name} has left: its program has ended after {f.status.when}",
         "make the same calls on every rank: as many steps, and the same at the end",
@@ -141,6 +144,35 @@ WORDS = {
     ),
     "ended": Words("{f.name} has given up in {f.status.when}: {f.text}", _ANEW),
 }
+
+
+def apart(calls: Mapping[int, tuple[str, int, str]]) -> tuple[str, str]:
+    """Return the headline and the reason of the error for ranks that make different calls.
+
+    calls: by rank, the name of its call, its step, and its phase and line.
+    """
+    names = [name for name, _, _ in calls.values()]
+
+    def order(rank: int) -> tuple:
+        name, step, _ = calls[rank]
+        # A rank whose step is behind is in the call that the others have left out. In one step,
+        # programs are what all ranks go on with.
+        return step, name in PROGRAMS, -names.count(name), rank
+
+    first = min(calls, key=order)
+    those = [rank for rank in calls if calls[rank][0] == calls[first][0]]
+    others = [rank for rank in calls if rank not in those]
+    places: dict[str, list[int]] = {}
+    for rank, (name, step, at) in sorted(calls.items()):
+        places.setdefault(f"in {name} (step {step}{at})", []).append(rank)
+    has, wait = "has" if len(others) == 1 else "have", "waits" if len(those) == 1 else "wait"
+    return (
+        f"{listed(others)} {has} not come to {calls[first][0]}, where {listed(those)} {wait}",
+        "; ".join(
+            f"{listed(ranks)} {'is' if len(ranks) == 1 else 'are'} {place}"
+            for place, ranks in places.items()
+        ),
+    )
 
 
 def merged(old: Fate | None, new: Fate) -> Fate:
@@ -164,6 +196,11 @@ def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> Ra
     # Ranks that gave up are victims: the error names the ranks that they waited for.
     causes = [f for f in known if is_final(f) and f.kind != "ended"]
     roots = causes or [f for f in known if f.kind == "left"] or known
+    for fate in roots:
+        # Each rank that has found the difference tells of all ranks.
+        if fate.kind == "apart":
+            fix = WORDS["apart"].fix
+            return RankError(fate.text, where=user_line(), why=fate.seen, fix=fix)
     stacks = [f"\n        rank {f.rank}: {row}" for f in roots if f.by == rank for row in f.stack]
     return RankError(
         "; ".join(_headlines(roots))
@@ -190,6 +227,6 @@ def _headlines(fates: list[Fate]) -> list[str]:
 def listed(ranks: Iterable[int]) -> str:
     """Return ranks as words."""
     names = sorted(ranks)
-    return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names[:8]))}" + (
-        f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names[:_SHOWN]))}" + (
+        f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     )

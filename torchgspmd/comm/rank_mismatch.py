@@ -5,19 +5,24 @@ Ranks exchange an Account. The error is raised on every rank, before any rank co
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import NoReturn
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..errors import RankError, user_line
 from .json_rows import from_row
-from .process_groups import ProcessGroups
-from .rank_check import all_gather_rows, differing
-from .value_check import Checksum, is_close
+from .rank_check import check_ranks
+from .rank_failure import apart
+from .value_check import Checksum, as_doubles, as_real, is_close
+from .watcher import Ranks
 
+SAMPLE = 2**16  # Elements per tensor that are compared before the first run.
 _MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
+_ACCOUNT = "the accounts of all ranks"
 
 Description = Sequence[tuple[str, str]]  # (name, value), written alike by every process
 
@@ -26,27 +31,65 @@ Description = Sequence[tuple[str, str]]  # (name, value), written alike by every
 class Account:
     """The program that one rank is about to run, and its inputs."""
 
-    does: str  # "calls a module"
+    call: str  # "gspmd.save"
     arguments: Sequence[str] = ()
     model: Description = ()  # names and values that the programs of the module depend on
     generator: int | None = None  # state of torch's generator, if random numbers are drawn
     is_made: bool = False  # whether the rank has built its program
     failure: str = ""  # the error of building it
+    at: str = ""  # the user's line
+    step: int = 0
 
-    def of_all(self, groups: ProcessGroups) -> list[Account]:
+    def of_all(self, ranks: Ranks) -> list[Account]:
         """Return all ranks' accounts."""
-        return [from_row(Account, row) for row in all_gather_rows(groups, asdict(self))]
+        mine = replace(self, at=user_line() or "", step=ranks.watcher.step)
+        return [from_row(Account, row) for row in all_gather_rows(ranks, asdict(mine), _ACCOUNT)]
 
 
-def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
+def agree(ranks: Ranks, call: str, model: Description = (), generator: int | None = None) -> None:
+    """Meet all ranks before a call that communicates.
+
+    A RankError is raised on every rank unless all make the call, on equal things.
+
+    call: its name, as "gspmd.save". model: what its messages depend on. generator: a state that is
+    compared.
+    """
+    ranks.watcher.note(call)
+    number = zlib.crc32(f"{call} {model} {generator}".encode())
+
+    def differ() -> NoReturn:
+        raise_difference(ranks, Account(call, (), model, generator))
+
+    check_ranks(ranks, number, differ)
+
+
+def all_gather_rows(ranks: Ranks, mine: object, call: str = "a comparison of values") -> list[Any]:
+    """Return all ranks' values, as JSON has them: nothing that ranks send is unpickled.
+
+    mine: dicts, lists, numbers and texts. call: as in `agree`.
+    """
+    watcher, number = ranks.watcher, zlib.crc32(call.encode())
+    while True:
+        watcher.call([number, mine])
+        rows = watcher.answers()
+        if all(row[0] == number for row in rows):
+            return [row[1] for row in rows]
+        # Ranks that have found a difference exchange accounts; the others follow them.
+        if call != _ACCOUNT:
+            raise_difference(ranks, Account(call))
+
+
+def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
     """Raise the ShardingError for the differences between all ranks' accounts."""
-    accounts = mine.of_all(groups)
-    if any(account.does != accounts[0].does for account in accounts):
+    accounts = mine.of_all(ranks)
+    if any(account.call != accounts[0].call for account in accounts):
+        calls = {r: (a.call, a.step, f" at {a.at}") for r, a in enumerate(accounts)}
+        what, why = apart(calls)
         raise RankError(
-            "the ranks do different things",
+            what,
             where=user_line(),
-            why="; ".join(f"rank {r} {account.does}" for r, account in enumerate(accounts)),
-            fix="do it on every rank, also where only one needs what comes of it",
+            why=why,
+            fix="make the same calls on every rank, also where only one needs what comes of it",
         )
     failed = next((r for r, account in enumerate(accounts) if account.failure), None)
     if failed is not None:
@@ -99,7 +142,7 @@ def raise_difference(groups: ProcessGroups, mine: Account) -> NoReturn:
 
 
 def check_alike(
-    groups: ProcessGroups,
+    ranks: Ranks,
     tensors: Sequence[tuple[str, bool, Tensor]],
     raise_unnamed: Callable[[], NoReturn],
 ) -> None:
@@ -108,7 +151,7 @@ def check_alike(
     tensors: (name, whether it is an argument, tensor). raise_unnamed: raises the error for a tensor
     without a name.
     """
-    for index, rank in differing(groups, [tensor for _, _, tensor in tensors]):
+    for index, rank in _differing(ranks, [tensor for _, _, tensor in tensors]):
         name, is_argument, _ = tensors[index]
         if not name:
             raise_unnamed()
@@ -123,13 +166,38 @@ def check_alike(
         )
 
 
-def check_values(groups: ProcessGroups, values: Mapping[str, Checksum]) -> None:
+def check_values(ranks: Ranks, values: Mapping[str, Checksum]) -> None:
     """Raise ShardingError on every rank if an argument's checksum differs between ranks."""
-    rows = all_gather_rows(groups, dict(values))
+    rows = all_gather_rows(ranks, dict(values))
     for rank, row in enumerate(rows):
         for name in (name for name in row if name in rows[0]):
             if not is_close(row[name], rows[0][name]):
                 raise _other_values(name, rank)
+
+
+def _differing(ranks: Ranks, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Return (index, first rank) for every tensor whose values on a rank differ from rank 0's."""
+    rows = all_gather_rows(ranks, [_fingerprint(t) for t in tensors])
+    differences = [
+        [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
+    ]
+    return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
+
+
+def _fingerprint(tensor: Tensor) -> Checksum:
+    """Return a checksum for integers, or a norm and an irregular mean for floats.
+
+    Only a sample is read if the tensor is large.
+    """
+    values = tensor.detach().flatten()
+    values = values[:: max(1, len(values) // SAMPLE)].cpu()
+    if not (values.is_floating_point() or values.is_complex()):
+        return zlib.crc32(values.numpy().tobytes())
+    values = as_doubles(as_real(values).flatten())
+    # Irregular weights: a norm alone would not see elements that have changed places.
+    weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
+    norm = values.norm().item()
+    return norm, (weights @ values).item() / (norm or 1.0)
 
 
 def _other_values(name: str, rank: int) -> RankError:

@@ -13,9 +13,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .json_rows import from_row
-from .rank_failure import COMPARISON, Status, listed
+from .rank_failure import Status, listed
 
-SOON, PLANNING = 3.0, 60.0  # Seconds to wait before the others are asked; while one plans.
+EARLY, SOON = 0.6, 3.0  # Seconds to wait before the others are asked; before a line says so.
+PLANNING = 60.0  # Seconds to wait for a line while a rank plans.
 WINDOW, TICK = 20, 0.25  # How many looks are counted, and the seconds between two.
 MUCH, LITTLE = 0.4, 0.1  # Parts of that time that the others wait, and a straggler does.
 ANSWER = 2.5  # Seconds in which a rank answers.
@@ -66,6 +67,9 @@ class Stragglers:
         self.share = sum(self._waits) / WINDOW
         soon = max(min(limit / 2, PLANNING if plans else SOON), self._least)
         is_long = bool(status.waits_in) and now - self._since >= soon
+        if EARLY <= now - self._since < soon and status.waits_in and not plans:
+            # The others' calls may say at once that nobody comes; no line is written.
+            return not self.fresh()
         is_much = self.share >= MUCH and now - self._shared >= self._pause
         if not (is_long or is_much) or self._named or now - self._asked < ANSWER:
             return False
@@ -94,14 +98,6 @@ class Stragglers:
             silent = set(self.processes) - {self.rank, *fresh}
             late = {r: self._seen(r) for r in sorted(silent)} or late
         return late if status.waits_in else {}
-
-    def apart(self, status: Status) -> dict[int, Answer]:
-        """Return ranks that have begun a call which this one still compares with them."""
-        if status.waits_in != COMPARISON:
-            return {}
-        return {
-            rank: answer for rank, answer in self.fresh().items() if answer.status.is_beyond(status)
-        }
 
     def _seen(self, rank: int) -> Answer:
         """Return the last known status, for a rank that does not answer."""

@@ -13,16 +13,19 @@ from __future__ import annotations
 
 import atexit
 import functools
+import json
 import multiprocessing.util
+import socket
 import sys
 import threading
 import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
@@ -31,7 +34,8 @@ from .gloo_waits import end_waits
 from .json_rows import from_row
 from .peers import Message, Peers
 from .places import stack_of_main
-from .rank_failure import Fate, Status, failure, is_final, merged
+from .rank_failure import Fate, Status, apart, failure, is_final, merged
+from .roll_call import RollCall, RollCallEnded
 from .stragglers import ANSWER, TICK, Answer, Stragglers
 from .termination import TERMINATION
 
@@ -41,6 +45,9 @@ LINGER = 5.0  # Seconds after destroy_process_group in which a rank may say that
 RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say that it raised.
 
 
+CALLS = 16  # calls since all ranks have met that a status tells
+
+
 class Watcher:
     """One rank's activity in a mesh, its thread, and the errors for waits that ended.
 
@@ -48,7 +55,7 @@ class Watcher:
     world.
     """
 
-    def __init__(self, processes: Sequence[int], limit: float) -> None:
+    def __init__(self, processes: Sequence[int], limit: float, is_fake: bool = False) -> None:
         self.step, self.phase, self.program, self.raised = 0, "", "", ""
         self.looks = self.waits = 0  # how often the thread has looked, and found a wait
         self.processes, self.rank, self.limit = list(processes), dist.get_rank(), limit
@@ -59,14 +66,21 @@ class Watcher:
         self._marks: dict[int, Status] = {}  # of the ranks beside this one: exact steps
         self._seen: dict[int, Status] = {}  # of the same, with places
         self._told, self._failed_at, self._over_since = Status(), 0.0, 0.0
+        self._apart_since = 0.0  # when no rank was known to make another call
         self._is_closed = self._has_given_up = False
-        self._compared = self._comparisons = 0  # the last comparison's step, and how many
+        # How often all ranks have met; calls begun since then, and the last of these. One tuple,
+        # since another thread reads it.
+        self._calls: tuple[int, int, tuple[str, ...]] = 0, 0, ()
+        self._row = ""  # this rank's in the last roll call
         self._peers: Peers | None = None
-        if len(self.processes) > 1 and not is_missing(_get_default_store):
+        self._roll_call: RollCall | None = None
+        if len(self.processes) > 1 and not is_fake and not is_missing(_get_default_store):
             # A clone has a connection of its own: the thread may not share that of the main thread.
-            store = _get_default_store().clone()
-            key = f"torchgspmd.peers.{zlib.crc32(str(self.processes).encode())}."
-            self._peers = Peers(key, self.processes, self.rank, store, self._handle)
+            key = f"torchgspmd.{zlib.crc32(str(self.processes).encode())}."
+            stores = [_get_default_store().clone() for _ in range(2)]
+            at = self.processes, self.rank
+            self._roll_call = RollCall(f"{key}roll_call.", *at, stores[0])
+            self._peers = Peers(f"{key}peers.", *at, stores[1], self._handle)
             self._stragglers = Stragglers(self.rank, self.processes)
             TERMINATION.hold(self)
             self._peers.listen_to(TERMINATION.file)
@@ -81,24 +95,51 @@ class Watcher:
         """Return a name for a program, by which its code leads to its nodes while it lives."""
         return places.watch(function)
 
-    def begin(self, program: str, phase: str) -> None:
-        """Note that a program begins, by its name. Raise RankError if another rank has failed."""
+    def begin(self, program: str, phase: str, call: str = "") -> None:
+        """Note that a program begins, by its name. Raise RankError if another rank has failed.
+
+        call: its name, if it communicates.
+        """
         if self.has_failed:
             self._give_up()
         self.program, self.phase, self.raised = program, phase, ""
+        if call:
+            self.note(call)
         if self._peers is not None:
             self._peers.mark(kind="step", step=self.step, phase=phase)
 
+    def note(self, call: str) -> None:
+        """Note that a call begins which all ranks make."""
+        met, begun, calls = self._calls
+        self._calls = met, begun + 1, (*calls[1 - CALLS :], call)
+
     def now(self) -> Status:
-        """Return this rank's step and phase."""
-        calls = self.step - self._compared
-        return Status(
-            self.step, self.phase, raised=self.raised, comparisons=self._comparisons, calls=calls
-        )
+        """Return this rank's step, phase and calls."""
+        met, begun, calls = self._calls
+        return Status(self.step, self.phase, raised=self.raised, met=met, calls=calls, begun=begun)
+
+    def call(self, row: object) -> None:
+        """Begin a roll call: send a row, which JSON has, to all ranks."""
+        self._row = json.dumps(row)
+        if self._roll_call is not None:
+            self._roll_call.limit = self.limit
+            self.run(self._roll_call.begin, self._row)
+
+    def answers(self) -> list[Any]:
+        """Wait for the rows of all ranks, in the order of the mesh."""
+        return [json.loads(row) for row in self.texts()]
+
+    def texts(self) -> list[str]:
+        """Wait for the rows of all ranks, as texts; mostly all are equal."""
+        if self._roll_call is None:
+            return [self._row] * len(self.processes)
+        texts = self.run(self._roll_call.finish)
+        self.end_comparison()
+        return texts
 
     def end_comparison(self) -> None:
-        """Note that all ranks were in a comparison, and this one leaves it."""
-        self._compared, self._comparisons = self.step, self._comparisons + 1
+        """Note that all ranks have met."""
+        self._calls = self._calls[0] + 1, 0, ()
 
     # ------------------------------------------------------------------------------- the thread
 
@@ -136,7 +177,7 @@ class Watcher:
             peers.mark(kind="status", status=asdict(status))
         self._judge_left()
         if self.has_failed:
-            end_waits()
+            self._end_waits()
             return
         if self._has_given_up:
             return
@@ -162,11 +203,21 @@ class Watcher:
                 self._tell(Fate(answer.rank, answer.host, "raised", now, text=now.raised))
 
     def _judge_apart(self, status: Status) -> None:
-        """End the comparison with ranks that have begun the call without it: they run another."""
-        for rank, answer in self._stragglers.apart(status).items():
-            seen = answer.status.text("is")
-            own = Fate(rank, answer.host, "apart", answer.status, seen, by=self.rank)
-            self._tell(own)
+        """End the waits of all if a rank has begun another call than this one."""
+        answers, now = self._stragglers.fresh(), time.monotonic()
+        pairs = {rank: status.other_call(each.status) for rank, each in answers.items()}
+        other = next(filter(None, pairs.values()), None)
+        if other is None:
+            self._apart_since = now
+        # An answer that is on its way tells where one more rank is.
+        elif len(answers) == len(self.processes) - 1 or now > self._apart_since + ANSWER / 2:
+            made = {self.rank: (other[0], status.step, f", {status.phase} at {status.at}")}
+            for rank, pair in pairs.items():
+                there = answers[rank].status
+                name = (pair or other[:1])[-1]
+                made[rank] = name, there.step, f", {there.phase} at {there.at}"
+            what, why = apart(made)
+            self._tell(Fate(self.rank, socket.gethostname(), "apart", status, why, what, self.rank))
 
     # ----------------------------------------------------------------------------- the messages
 
@@ -197,7 +248,8 @@ class Watcher:
             return
         host, seen = peers.hosts.get(rank, "unknown"), self._seen.get(rank)
         status = replace(self._marks.get(rank, Status()), raised="")
-        text = seen.text("was") if seen else ""
+        # A place of an earlier phase would contradict the status.
+        text = seen.text("was") if seen and seen.moment == status.moment else ""
         fate = Fate(rank, host, "died", status, text, by=self.rank)
         if merged(known, fate) is fate:
             self._tell(fate)
@@ -220,6 +272,12 @@ class Watcher:
         if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
             print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
         self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
+        self._end_waits()
+
+    def _end_waits(self) -> None:
+        """End this process's waits, in gloo and in a roll call."""
+        if self._roll_call is not None:
+            self._roll_call.end()
         end_waits()
 
     def _ask(self) -> None:
@@ -264,7 +322,7 @@ class Watcher:
         if not isinstance(error, RuntimeError) or self._peers is None:
             return
         # gloo's errors are plain RuntimeErrors, known by their text alone.
-        if not isinstance(error, dist.DistError) and "gloo/" not in text:
+        if not isinstance(error, (dist.DistError, RollCallEnded)) and "gloo/" not in text:
             return
         status, what = places.status_of_error(self.now(), self.program, error), ""
         self._has_given_up = True
@@ -341,6 +399,15 @@ class Watcher:
                 # Not for ever: the thread may wait for the lock that this one has.
                 self._thread.join(1.0)
             self._peers.close()
+        if self._roll_call is not None:
+            self._roll_call.close()
+
+
+class Ranks(Protocol):
+    """All ranks of a mesh, as a roll call needs them."""
+
+    @property
+    def watcher(self) -> Watcher: ...
 
 
 def watched(method: Callable) -> Callable:
@@ -373,13 +440,34 @@ def _named(error: BaseException) -> str:
 _WATCHERS: dict[tuple[int, ...], Watcher] = {}
 
 
-def watcher_of(processes: Sequence[int], limit: float) -> Watcher:
+def watcher_of(processes: Sequence[int], limit: float, is_fake: bool = False) -> Watcher:
     """Return the watcher for some processes, one for all their meshes."""
     watcher = _WATCHERS.get(tuple(processes))
     if watcher is None or watcher.world is not dist.group.WORLD:
-        watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit)
+        watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit, is_fake)
     watcher.limit = limit
     return watcher
+
+
+class _All(NamedTuple):
+    watcher: Watcher
+
+
+def all_ranks() -> Ranks | None:
+    """Return all processes of the default process group; None without one."""
+    if not dist.is_initialized():
+        return None
+    processes = range(dist.get_world_size())
+    known = _WATCHERS.get(tuple(processes))
+    limit = default_pg_timeout.total_seconds() if known is None else known.limit
+    return _All(watcher_of(processes, limit, dist.get_backend() == "fake"))
+
+
+def watched_ranks() -> Ranks | None:
+    """Return all processes of the default process group, if a mesh has all of them; else None."""
+    if not dist.is_initialized() or tuple(range(dist.get_world_size())) not in _WATCHERS:
+        return None
+    return all_ranks()
 
 
 def say_farewell() -> None:

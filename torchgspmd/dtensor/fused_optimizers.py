@@ -20,6 +20,7 @@ from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .op_handlers import without_pending
 from .ours import as_before, groups_of_ours
+from .waits import meet
 
 STEPS = tuple(
     getattr(packet, overload)
@@ -105,6 +106,7 @@ def _reduced(norms: Tensor, order: float, like: DTensor) -> Tensor:
     # Powers of half-precision norms would overflow or round away before the sum.
     terms = norms.to(torch.promote_types(norms.dtype, torch.float32))
     terms = terms if is_largest else terms.pow(order)
+    meet(groups, "the norms of DTensors (clip_grad_norm_)", len(terms), like.placements, order)
     begun = c10d.all_reduce.default(terms, "max" if is_largest else "sum", name)
     total = c10d.wait_tensor.default(begun)
     return (total if is_largest else total.pow(1 / order)).to(norms.dtype)

@@ -7,6 +7,7 @@ of their parameters, buffers and state_dict tensors. All act for our DTensors on
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ from .waits import (
     with_explained_wait,
     with_explained_waits,
     with_farewell,
+    with_meeting,
+    with_own_group,
 )
 
 _LOSSES = (
@@ -94,6 +97,8 @@ _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no shard
 _SHARDED = "fully_shard would shard what is sharded already"
 _FAREWELL = "a process that ends at once after it is taken for one that has died"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
+_CHECKPOINT = "torch.distributed.checkpoint.save on one rank waits for the others"
+_OTHER_THREAD = "torch.distributed.checkpoint.async_save hangs beside a step of the training"
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
@@ -242,6 +247,16 @@ PATCHES = (
         if not is_missing(owner)
     ),
     Patch(dist, "destroy_process_group", with_farewell, _FAREWELL),
+    *(
+        Patch(dist, name, with_meeting, _CHECKPOINT)
+        for name in (
+            "all_gather_object",
+            "barrier",
+            "broadcast_object_list",
+            "gather_object",
+            "scatter_object_list",
+        )
+    ),
     # wrappers
     *(
         Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)
@@ -268,4 +283,8 @@ def hold(module: Any, tensors: Iterable[Any]) -> None:
 
     A DTensor is held by its local tensor: torch.utils.swap_tensors takes no tensor with a weakref.
     """
-    INSTALLATION.hold(PATCHES, module, *(t._local_tensor for t in tensors if is_ours(t)))
+    # Its import takes half a second, and most programs do without.
+    checkpoint = sys.modules.get("torch.distributed.checkpoint")
+    own_group = Patch(checkpoint, "async_save", with_own_group, _OTHER_THREAD)
+    patches = PATCHES if checkpoint is None else (*PATCHES, own_group)
+    INSTALLATION.hold(patches, module, *(t._local_tensor for t in tensors if is_ours(t)))

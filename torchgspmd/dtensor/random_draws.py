@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..comm.rank_check import check_ranks
-from ..comm.rank_mismatch import Account, raise_difference
+from ..comm.rank_mismatch import agree
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import user_line
@@ -67,16 +66,10 @@ def draw(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     if one.device.type == "meta":
         return as_before(op, args, kwargs)
     groups = groups_of_ours(one)
-    state, does = (
-        _state_hash(kwargs.get("generator"), one.device),
-        f"draws random numbers for a DTensor at {user_line()}",
-    )
-    check_ranks(
-        groups,
-        # The line too: ranks may be about to draw different tensors in equal states.
-        state ^ zlib.crc32(does.encode()),
-        lambda: raise_difference(groups, Account(does, generator=state)),
-    )
+    # The line too: ranks may be about to draw different tensors in equal states.
+    line = [("the line that draws", user_line() or "")]
+    state = _state_hash(kwargs.get("generator"), one.device)
+    agree(groups, "the random numbers of a DTensor", line, state)
     # Their numbers depend on the values of their operands.
     if op in _OTHERS:
         return run_replicated(op, args, kwargs, one)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -22,11 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from ..comm.process_groups import find_groups
-from ..comm.rank_check import check_ranks
-from ..comm.rank_mismatch import Account, raise_difference
+from ..comm.rank_mismatch import agree
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
-from ..errors import user_line
 from .ours import acts_on_ours, explain_wait, groups_of_ours, our_dtensors
 
 _FAILED = "Sharding propagation failed", "found no DeviceMesh from dtensor args"
@@ -49,11 +46,9 @@ def full_tensor(tensor: DTensor) -> Tensor:
 
 def check_read_by_all(tensor: DTensor) -> None:
     """Raise ShardingError on every rank, before any rank waits, unless all ranks read it."""
-    groups = groups_of_ours(tensor)
-    does = f"reads a DTensor, of which each device has a part, at {user_line()}"
     same = f"reads {list(tensor.shape)}, {tensor.dtype}, {tensor.placements}"
-    account = Account(does, model=[("the DTensor that is read", same)])
-    check_ranks(groups, zlib.crc32(same.encode()), lambda: raise_difference(groups, account))
+    call = "the read of a DTensor (full_tensor)"
+    agree(groups_of_ours(tensor), call, [("the DTensor that is read", same)])
 
 
 def gather_method(before: Callable) -> Callable:

@@ -7,13 +7,19 @@ y.softmax(0)                                of rows that are sharded: y is gathe
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..comm.process_groups import find_groups
-from ..comm.watcher import explain, say_farewell
+from ..comm.process_groups import ProcessGroups, find_groups
+from ..comm.rank_mismatch import agree
+from ..comm.watcher import explain, say_farewell, watched_ranks
+from ..errors import ShardingError, user_line
 
 
 def redistribute_method(before: Callable) -> Callable:
@@ -21,7 +27,8 @@ def redistribute_method(before: Callable) -> Callable:
 
     @functools.wraps(before)
     def method(self: DTensor, *args: object, **options: object) -> DTensor:
-        return _explained(self.device_mesh, before, self, *args, **options)
+        same = [self.shape, self.placements] if _communicates(self._spec) else []
+        return _explained("redistribute", self.device_mesh, same, before, self, *args, **options)
 
     return method
 
@@ -30,11 +37,14 @@ def with_explained_waits(before: Callable) -> Callable:
     """Wrap the function that redistributes an operation's operands, as `redistribute`."""
 
     @functools.wraps(before)
-    def redistribute(op_info: Any, *args: object, **options: object) -> None:
-        meshes = (getattr(spec, "mesh", None) for spec in op_info.flat_args_schema)
+    def redistribute(op_info: Any, wanted: Any, *args: object, **options: object) -> None:
         # Operands that are no DTensors have no spec.
-        mesh = next((mesh for mesh in meshes if mesh is not None), None)
-        return _explained(mesh, before, op_info, *args, **options)
+        specs = [spec for spec in op_info.flat_args_schema if hasattr(spec, "placements")]
+        mesh = next((spec.mesh for spec in specs), None)
+        same = [spec.placements for spec in specs if _communicates(spec)]
+        return _explained(
+            f"{wanted.op} of DTensors", mesh, same, before, op_info, wanted, *args, **options
+        )
 
     return redistribute
 
@@ -53,6 +63,60 @@ def with_explained_wait(before: Callable) -> Callable:
     return trigger_wait
 
 
+def with_meeting(before: Callable) -> Callable:
+    """Wrap a function of torch.distributed that torch's checkpoints call: all ranks meet first."""
+    signature = inspect.signature(before)
+
+    @functools.wraps(before)
+    def collective(*args: object, **options: object) -> Any:
+        group, everyone = signature.bind(*args, **options).arguments.get("group"), watched_ranks()
+        if everyone is None or group not in (None, dist.group.WORLD):
+            return before(*args, **options)
+        if threading.current_thread() is not threading.main_thread():
+            if _is_in_a_checkpoint():
+                raise _asynchronous()
+            return before(*args, **options)
+        agree(everyone, f"torch.distributed.{before.__name__}")
+        return everyone.watcher.run(before, *args, **options)
+
+    return collective
+
+
+def with_own_group(before: Callable) -> Callable:
+    """Wrap torch.distributed.checkpoint.async_save: it may not use the training's group."""
+
+    @functools.wraps(before)
+    def async_save(*args: Any, **options: Any) -> Any:
+        group, everyone = options.get("process_group"), watched_ranks()
+        is_alone = everyone is None or options.get("no_dist", False)
+        if not is_alone and group in (None, dist.group.WORLD):
+            raise _asynchronous()
+        return before(*args, **options)
+
+    return async_save
+
+
+def _asynchronous() -> ShardingError:
+    return ShardingError(
+        "torch.distributed.checkpoint.async_save uses the process group of the training",
+        where=user_line(),
+        why="its thread and the training would send messages in one group, and take those of each "
+        "other",
+        fix="call gspmd.save(folder, model, optimizer, asynchronous=True), or pass a "
+        'process_group=torch.distributed.new_group(backend="gloo") of its own',
+    )
+
+
+def _is_in_a_checkpoint() -> bool:
+    """Return whether torch.distributed.checkpoint calls."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if "torch.distributed.checkpoint" in frame.f_globals.get("__name__", ""):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def with_farewell(before: Callable) -> Callable:
     """Wrap destroy_process_group: the others hear that this process ends as it should.
 
@@ -69,9 +133,37 @@ def with_farewell(before: Callable) -> Callable:
     return destroy
 
 
-def _explained(mesh: Any, function: Callable, *args: object, **options: object) -> Any:
-    """Call a function; on one of parallelize's meshes, a wait that ends says for whom."""
+def meet(groups: ProcessGroups, call: str, *same: object) -> None:
+    """Meet all ranks before an operation on DTensors communicates, as `agree`.
+
+    same: what its messages depend on. GPUs run behind their hosts, which would wait here.
+    """
+    if groups.device_type == "cuda":
+        groups.watcher.note(call)
+    else:
+        agree(groups, call, [("the DTensors", str(same))])
+
+
+def _communicates(spec: Any) -> bool:
+    """Return whether a tensor has to be gathered or reduced for another layout."""
+    return not all(placement.is_replicate() for placement in spec.placements)
+
+
+def _explained(
+    call: str,
+    mesh: Any,
+    same: Sequence[object],
+    function: Callable,
+    *args: object,
+    **options: object,
+) -> Any:
+    """Call a function; on one of parallelize's meshes, a wait that ends says for whom.
+
+    same: what its messages depend on, if it sends any.
+    """
     groups = find_groups(mesh) if mesh is not None else None
     if groups is None:
         return function(*args, **options)
+    if same:
+        meet(groups, call, *same)
     return groups.watcher.run(function, *args, **options)

@@ -9,8 +9,8 @@
 A rank's words are sums of hashes, one per set of sharding axes: as many words as the mesh has such
 sets. Which tensor and which rank differs is asked only when words do.
 
-On the CPU the message is sent before the forward and read behind it. A GPU's words are sent behind
-the forward and read at the next call, so that no rank waits for its kernels.
+On the CPU values are read before the forward, and the ranks meet behind it. A GPU's values are read
+behind the forward, and the ranks meet at the next call, so that no rank waits for its kernels.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Audit:
                 self.groups, self._items(), *self._nans(), self.calls, self.every
             )
             if self.groups.device_type == "cpu":
-                self._reading.send()
+                self._reading.read()
         elif (self.calls + 1) % self.every == 0:
             program.on_gradients = weakref.WeakMethod(self._take_gradients)
         self._loss, self._norms = [], ([], None)
@@ -99,7 +99,7 @@ class Audit:
             if self.groups.device_type == "cpu":
                 self._finish()
             else:
-                self._reading.send()
+                self._reading.read()
         # A loss is small and whole; comparing larger results would cost time.
         small = (r for r in results if isinstance(r, Tensor) and not isinstance(r, DTensor))
         self._loss = [

@@ -10,12 +10,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ..comm.process_groups import ProcessGroups
-from ..comm.rank_check import all_gather_rows
 from ..comm.rank_failure import listed
+from ..comm.rank_mismatch import all_gather_rows
 from ..comm.value_check import hash_of_bits
 from ..errors import RankError, user_line
 from ..layout.mesh import Mesh
@@ -59,7 +58,7 @@ class Reading:
         """Begin to read. nans: for each parameter name, whether its shard has a NaN."""
         self.groups, self.items, self.names, self.call = groups, items, names, call
         self.every, self.axes = every, axes_of(groups.mesh)
-        self.where, self.work = user_line(), None
+        self.where = user_line()
         read = [*(_as_words(item.value) for item in items), *nans]
         by_device: dict[torch.device, list[int]] = {}
         for i, value in enumerate(read):
@@ -74,21 +73,14 @@ class Reading:
                 event.record(torch.cuda.current_stream(device))
             self.arrived.append((indices, values, event))
 
-    def send(self) -> None:
-        """Send this rank's words to all."""
+    def read(self) -> None:
+        """Wait for this rank's values."""
         self.values = [0] * (len(self.items) + len(self.names))
         for indices, values, event in self.arrived:
             if event is not None:
                 event.synchronize()
             for i, value in zip(indices, values.tolist()):
                 self.values[i] = value
-        groups = self.groups
-        words = torch.tensor(self._words(), device=groups.checked_on)
-        self.rows = [torch.empty_like(words) for _ in range(groups.mesh.size)]
-        if groups.is_fake:
-            self.rows = [words] * groups.mesh.size
-        else:
-            self.work = dist.all_gather(self.rows, words, group=groups.checks, async_op=True)
 
     def _words(self) -> list[int]:
         """Return a sum for each axis set and kind, behind the number of all items."""
@@ -110,9 +102,7 @@ class Reading:
     def finish(self) -> None:
         """Wait for all ranks' words and compare them."""
         groups = self.groups
-        if self.work is not None:
-            groups.watcher.run(self.work.wait)
-        rows = [row.tolist() for row in self.rows]
+        rows = all_gather_rows(groups, self._words(), "the audit of the module")
         if len({row[0] for row in rows}) > 1:
             self._raise_other_items([row[0] for row in rows])
         for place in range(_HEAD, len(rows[0])):

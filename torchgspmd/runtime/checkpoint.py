@@ -26,12 +26,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..comm.rank_mismatch import agree, all_gather_rows
+from ..comm.watcher import all_ranks
 from ..errors import ShardingError, user_line
 from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
 from .checkpoint_states import allocate_state, as_plain, as_state, is_plain_state
 from .optimizer_state import Optimizers, set_state, state_of
 
 FILE = "gspmd.json"
+_MEETS = "the files of a checkpoint"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
 
 
@@ -80,6 +83,7 @@ def save(
         7
         >>> dist.destroy_process_group()
     """
+    meet_all("gspmd.save")
     _LATEST.wait()
     path = Path(folder)
     content, said = content_of(model, optimizer, step, states or {})
@@ -88,7 +92,7 @@ def save(
     complete = partial(_complete, path, said, keep)
     if asynchronous:
         return _LATEST.start(content, path, writing, complete)
-    failure = failure_of(lambda: dcp.save(content, storage_writer=CheckedWriter(writing)))
+    failure = failure_of(lambda: run(dcp.save, content, storage_writer=CheckedWriter(writing)))
     meet(_not_written(path, failure) if failure else failure_of(complete))
 
 
@@ -240,6 +244,7 @@ def load(
         2
         >>> dist.destroy_process_group()
     """
+    meet_all("gspmd.load")
     _LATEST.wait()
     path = Path(folder)
     if not (path / FILE).exists():
@@ -277,7 +282,7 @@ def load(
         saved = {n: each for n, each in state["state"].items() if n not in fresh}
         content["optimizer"] = {**state, "state": saved}
     # A path alone makes torch import fsspec, and the plan cache tells imported packages apart.
-    dcp.load(content, storage_reader=dcp.FileSystemReader(path))
+    run(dcp.load, content, storage_reader=dcp.FileSystemReader(path))
     if optimizer is not None:
         read = content["optimizer"]
         state = {**read, "state": {**state["state"], **read.get("state", {})}}
@@ -391,10 +396,21 @@ def meet(failure: BaseException | None) -> None:
             )
 
 
-def gathered(value: Any, group: Any = None) -> list[Any]:
-    """Return all ranks' values."""
-    values = [value]
-    if dist.is_initialized():
-        values *= dist.get_world_size()
-        dist.all_gather_object(values, value, group=group)
-    return values
+def gathered(value: Any) -> list[Any]:
+    """Return all ranks' values, as JSON has them."""
+    everyone = all_ranks()
+    return [value] if everyone is None else all_gather_rows(everyone, value, _MEETS)
+
+
+def meet_all(call: str) -> None:
+    """Meet all ranks before a call that communicates; see `agree`."""
+    if (everyone := all_ranks()) is not None:
+        agree(everyone, call)
+
+
+def run(function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function that communicates: a wait in it that ends says for whom."""
+    everyone = all_ranks()
+    if everyone is None:
+        return function(*args, **options)
+    return everyone.watcher.run(function, *args, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from ..comm.process_groups import ProcessGroups, find_groups
-from ..comm.rank_check import check_ranks
-from ..comm.rank_mismatch import Account, raise_difference
+from ..comm.rank_mismatch import agree
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.ours import is_ours
 from ..dtensor.pickling import is_sharded
@@ -134,10 +132,8 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
     for _, t in tensors:
         if isinstance(t, DTensor):
             spec_of(t, groups.mesh)  # raises for one that no gather is known for
-    account = Account(f"calls {caller} at {user_line()}", model=described)
     # Compared first: ranks that gather other tensors would wait for ever.
-    number = zlib.crc32(str(described).encode())
-    groups.watcher.run(check_ranks, groups, number, lambda: raise_difference(groups, account))
+    agree(groups, caller, model=described)
     return groups
 
 

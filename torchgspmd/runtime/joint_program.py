@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from ..capture import ARGUMENT, PARAMETER
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
+from ..comm.rank_failure import BACKWARD, CALL
 from ..comm.value_check import ArgumentValues
 from ..compiler.options import Options
 from ..compiler.plan import Plan
 from ..dtensor.storage import wrap_local
+from ..fx_passes.lower.insert_rank_check import sending_nodes
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
 from .compile_graph import compile_graph
@@ -83,6 +85,7 @@ class JointProgram(CompiledProgram):
         self.name = self.watcher.watch(self.forward)
         assert program.backward is not None, "the last pass splits the graph"
         self.backward_graph, self.pieces = program.backward.graph, None
+        self.backward_sends = any(sending_nodes(self.backward_graph))
         self.compile = lambda graph: self._watched(compile_graph(owner, graph, backend, boxed=True))
         self.backward = self.compile(self.backward_graph)
         self.is_captured = graphs is not None
@@ -110,18 +113,19 @@ class JointProgram(CompiledProgram):
         # The phase first: a call that has begun is never in the phase of the one before.
         self.watcher.phase = "forward"
         self.watcher.step += 1
-        self.watcher.begin(self.name, "forward")
+        meets = self.checks_in_forward or rank_check.compares
+        self.watcher.begin(self.name, "forward", CALL if meets else "")
         results = super().__call__(leaves, call)
         self.watcher.phase = "forward ended"
         return results
 
     def _watched(self, function: Callable[[list], object]) -> Callable[[list], Any]:
         """Return a backward whose waits that end say for whom."""
-        watcher = self.watcher
+        watcher, call = self.watcher, BACKWARD if self.backward_sends else ""
         name = watcher.watch(function)
 
         def backward(boxed: list) -> Any:
-            watcher.begin(name, "backward")
+            watcher.begin(name, "backward", call)
             results = watcher.run(function, boxed)
             watcher.phase = "backward ended"
             return results

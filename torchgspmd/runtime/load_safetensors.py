@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.process_groups import ProcessGroups
-from ..comm.rank_check import all_gather_rows
+from ..comm.rank_mismatch import all_gather_rows
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError, user_line
 from .full_state import groups_of_state, part_of_shard

@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import check_module
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
+from ..comm.rank_mismatch import all_gather_rows
 from ..comm.value_check import hash_of_bits
 from ..compat.versions import check_parallelize
 from ..compiler.options import Options, documented
@@ -171,12 +170,9 @@ def _warn_of_whole_batch(local: Tensor, shape: tuple[int, ...], groups: ProcessG
     if groups.has_compared_batch or groups.is_fake or shape == tuple(local.shape):
         return
     groups.has_compared_batch = True
-    checksum = hash_of_bits(local).to(groups.checked_on)
-    extremes = torch.stack([checksum, ~checksum])  # ~ turns the order round, and does not overflow
-    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=groups.checks)
-    most, least = extremes.tolist()
+    checksums = all_gather_rows(groups, int(hash_of_bits(local)), "shard_batch")
     # Rows of one number, as in a benchmark, say nothing.
-    if most == ~least and bool((local != local.flatten()[:1]).any()) and groups.rank == 0:
+    if len({*checksums}) == 1 and bool((local != local.flatten()[:1]).any()) and groups.rank == 0:
         warnings.warn(
             f"shard_batch is given the same {list(local.shape)} rows on all ranks, and the batch "
             f"{list(shape)} has them several times; give each rank its own rows, as a "

@@ -30,7 +30,9 @@ from .checkpoint import (
     gathered,
     load,
     meet,
+    meet_all,
     parsed,
+    run,
     write_said,
 )
 from .checkpoint_files import METADATA, CheckedWriter, collect_sums, fault_of
@@ -48,19 +50,21 @@ class PeerCopies:
         self.root, self.rank, self.ranks = root, dist.get_rank(), dist.get_world_size()
         self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.ranks))
         self.leads = self.rank % self.local_ranks == 0  # among this host's ranks
+        meet_all("the copies of the run in memory")
         # Files are bytes on the host, also where the model is on GPUs.
         self.group: Any = dist.new_group(backend="gloo")
         root.mkdir(parents=True, exist_ok=True)
 
     def save(self, model: nn.Module, optimizer: Optimizers, step: int, states: Any) -> None:
         """Copy the run to memory, and this rank's files to the next host."""
+        meet_all("a copy of the run to memory")
         content, said = content_of(model, optimizer, step, states or {})
         path = self.root / f"step-{step}"
         writing = path.with_name(path.name + WRITING)
         meet(failure_of(lambda: self._clear(writing)))
         writer = CheckedWriter(writing)
         failure = failure_of(
-            lambda: dcp.save(content, storage_writer=writer, process_group=self.group)
+            lambda: run(dcp.save, content, storage_writer=writer, process_group=self.group)
         )
         meet(failure)
         meet(failure_of(lambda: self._exchange(writing)))
@@ -90,7 +94,7 @@ class PeerCopies:
         """Return the files from the rank that is one host before this one."""
         to = (self.rank + self.local_ranks) % self.ranks
         source = (self.rank - self.local_ranks) % self.ranks
-        sizes: list[Any] = gathered({name: len(data) for name, data in own.items()}, self.group)
+        sizes: list[Any] = gathered({name: len(data) for name, data in own.items()})
         files = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes[source].items()}
         # All at once: sends that wait for each other round a ring would never end.
         works = [
@@ -111,7 +115,7 @@ class PeerCopies:
     def _complete(self, writing: Path, path: Path, said: dict[str, Any]) -> None:
         """Turn the folder into a copy; each host's first rank does it."""
         mine = collect_sums(writing) if self.leads else {}
-        sums = {name: each for part in gathered(mine, self.group) for name, each in part.items()}
+        sums = {name: each for part in gathered(mine) for name, each in part.items()}
         if not self.leads:
             return
         write_said(writing, {**said, "files": sums})
@@ -129,10 +133,8 @@ class PeerCopies:
             if said is not None:
                 whole = [n for n in said["files"] if not fault_of(path, said["files"], [n])]
                 mine[said["step"]], wanted[said["step"]] = whole, [*said["files"]]
-        self.held: list[dict[int, list[str]]] = gathered(mine, self.group)
-        files = {
-            step: names for each in gathered(wanted, self.group) for step, names in each.items()
-        }
+        self.held: list[dict[int, list[str]]] = [*map(_by_step, gathered(mine))]
+        files = {step: names for each in gathered(wanted) for step, names in _by_step(each).items()}
         complete = [
             step
             for step, names in files.items()
@@ -152,7 +154,7 @@ class PeerCopies:
             ]
             lacks = self.leads and self.rank not in holders
             # Mostly no host lacks a file: then nothing is sent.
-            if not any(gathered(lacks, self.group)):
+            if not any(gathered(lacks)):
                 continue
             data: list[Any] = [None]
             if self.rank == holders[0]:
@@ -162,5 +164,10 @@ class PeerCopies:
                 path.mkdir(parents=True, exist_ok=True)
                 (path / name).write_bytes(data[0])
         # No rank reads before its host has all files.
-        dist.barrier(group=self.group)
+        meet_all("the load of copies in memory")
         load(path, model, optimizer, states=states)
+
+
+def _by_step(found: dict[str, list[str]]) -> dict[int, list[str]]:
+    """Return files by step: JSON has texts as keys."""
+    return {int(step): names for step, names in found.items()}

@@ -18,7 +18,8 @@ from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of
 from ..comm.rank_check import check_ranks
-from ..comm.rank_mismatch import Account, check_alike, raise_difference
+from ..comm.rank_failure import CALL
+from ..comm.rank_mismatch import Account, agree, check_alike, raise_difference
 from ..comm.watcher import watched
 from ..compiler.api import compile_plan
 from ..compiler.options import Options
@@ -45,8 +46,6 @@ from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
 from .write_whole import install_writers
-
-_CALLS = "calls a module"
 
 
 class ShardedModule(MeshModule):
@@ -76,6 +75,8 @@ class ShardedModule(MeshModule):
         )
         graphs = graphs_for(device, options.backend) if options.captures else None
         groups = groups_of(mesh, device, part, options.time_limit)
+        if hooks:
+            agree(groups, "parallelize")
         groups.watcher.run(
             shard_module,
             model,
@@ -220,7 +221,7 @@ class ShardedModule(MeshModule):
         raise_difference(
             self._groups,
             Account(
-                _CALLS,
+                CALL,
                 arguments,
                 model,
                 state,
@@ -255,7 +256,7 @@ class ShardedModule(MeshModule):
         """Compile a call's program and check that all ranks compile the same."""
         # Leave out _structure_version, which counts changes of this rank.
         text = as_text((call.key[:2], call.key[3:], call.numbers))
-        self._groups.watcher.begin("", "planning")
+        self._groups.watcher.begin("", "planning", f"the planning of {CALL}")
         check_ranks(
             self._groups, hash_of(f"a program for {text}"), lambda: self._raise_difference(call)
         )
@@ -267,7 +268,7 @@ class ShardedModule(MeshModule):
         try:
             plan, checksum, tensors = self._plan_call(call, text)
         except Exception as error:
-            failure = Account(_CALLS, failure=f"{type(error).__name__}: {error}".splitlines()[0])
+            failure = Account(CALL, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             number = hash_of("no program")
             compare(
                 self._groups,

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
 from ..capture.output_sizes import cotangents_of
-from ..comm.rank_check import all_gather_rows
+from ..comm.rank_mismatch import agree, all_gather_rows
 from ..comm.simulator import Simulator, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.api import Plan, compile_plan
@@ -77,6 +77,8 @@ def compare(
             where=user_line(),
             fix="pass the module that parallelize returned, or a Plan",
         )
+    if isinstance(model, ShardedModule):
+        agree(model._groups, "gspmd.compare")
     # Both programs draw the same numbers, and the caller's next ones are not changed.
     random = torch.get_rng_state()
     on_mesh = _Simulated(model) if isinstance(model, Plan) else _OnRanks(model, args, kwargs)

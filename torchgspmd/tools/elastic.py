@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import getpass
 import logging
 import os
@@ -247,6 +248,7 @@ def elastic(
     changed = {COPIES: str(root), _NO_SHARED_STORE: "1"}
     before = {key: os.environ.get(key) for key in changed}
     os.environ.update(changed)
+    found: dict[int, object] | None = None
     try:
         with apply([_QUICK_NAMES]):
             found = elastic_launch(config, worker.run)()
@@ -258,9 +260,8 @@ def elastic(
             fix="read the error of that rank; restarts= is the number of starts",
         ) from None
     except SignalException as error:
-        if error.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
-        raise
+        if error.sigval != signal.SIGINT:
+            raise
     finally:
         # Nobody reads the copies once this agent has ended.
         shutil.rmtree(root, ignore_errors=True)
@@ -268,6 +269,11 @@ def elastic(
             root.parent.rmdir()  # unless the job's other host is on this machine
         for key, value in before.items():
             os.environ.pop(key) if value is None else os.environ.update({key: value})
+    if found is None:
+        # torch's thread with the signs of life ends with its agent, which the error above held. In
+        # C++ at Python's end, it would abort the process.
+        gc.collect()
+        raise KeyboardInterrupt
     return [found[rank] for rank in sorted(found)]
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.hardware import Hardware
+from ..comm.rank_mismatch import all_gather_rows
 from ..errors import ShardingError, user_line
 from ..fx_passes.units import count_text, size_text, time_text
 
@@ -155,13 +156,10 @@ class StepLog:
             return {}
         looks, waits = watcher.looks - self._seen[0], watcher.waits - self._seen[1]
         self._seen = watcher.looks, watcher.waits
-        device = getattr(self._model, "_device_type", "cpu")
-        own = torch.tensor([waits / max(looks, 1)], device=device)
+        own = waits / max(looks, 1)
         if dist.get_world_size() != len(watcher.processes):  # a mesh over some processes only
-            return {"waits": float(own), "slowest": None}
-        shares = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(shares, own)
-        by_rank = [float(share) for share in shares]
+            return {"waits": own, "slowest": None}
+        by_rank = all_gather_rows(vars(self._model)["_groups"], own, "StepLog.step")
         # The slowest rank waits least: all others wait for it.
         mean, least = sum(by_rank) / len(by_rank), min(by_rank)
         others = (sum(by_rank) - least) / max(len(by_rank) - 1, 1)

@@ -11,6 +11,7 @@ The comparison's message carries a small sum that ends before the next collectiv
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -28,9 +29,7 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
     # The forward has compared the ranks already; a backward follows it.
     if program.backward is None:
         return None
-    rings = (run for kind in KINDS.values() if isinstance(kind, FusedKind) for run in kind.runs)
-    sending = {*STARTS, WAIT, *rings}
-    first, done = [*(n for n in graph.nodes if _sends(n, sending)), None, None][:2]
+    first, done = [*sending_nodes(graph), None, None][:2]
     if first is None:
         return None
     carries = (
@@ -52,6 +51,13 @@ def insert_rank_check(program: Program) -> fx.Graph | None:
     graph.erase_node(done)
     graph.erase_node(first)
     return graph
+
+
+def sending_nodes(graph: fx.Graph) -> Iterator[fx.Node]:
+    """Yield the nodes at which ranks communicate."""
+    rings = (run for kind in KINDS.values() if isinstance(kind, FusedKind) for run in kind.runs)
+    sending = {*STARTS, WAIT, *rings}
+    return (n for n in graph.nodes if _sends(n, sending))
 
 
 def _sends(node: fx.Node, sending: set) -> bool:

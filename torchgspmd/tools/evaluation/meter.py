@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...comm.process_groups import find_groups
+from ...comm.rank_mismatch import agree
 from ...dtensor.storage import whole_of
 from ...errors import ShardingError, user_line
 from .metrics import Metric
@@ -160,6 +161,7 @@ class Meter:
         failed = torch.tensor([float(self._failure is not None)])
         # Failures travel with the sums: a rank that raised alone would leave the others waiting.
         message = torch.cat([sums, failed]).to(groups.checked_on)
+        agree(groups, "the sums of metrics (Meter.compute)", [("their numbers", str(len(message)))])
         groups.watcher.run(dist.all_reduce, message, group=groups.checks)
         total, failed = message.cpu().split([len(sums), 1])
         if self._failure is not None:
