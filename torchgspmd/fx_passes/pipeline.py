@@ -62,6 +62,7 @@ from .program_passes import (
     fits_device,
     has_hosts,
     hierarchical_sums,
+    keep_dims,
     localize,
     merge_axes,
     overlap,
@@ -112,6 +113,7 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
+_PROPAGATE = ("propagate", "keep_dims")  # again, behind a pass that has changed operations
 _TRIED = ("split_products", "split_groups", "split_vectors")
 
 PIPELINE: tuple[Step, ...] = (
@@ -125,17 +127,32 @@ PIPELINE: tuple[Step, ...] = (
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
             Pass(
+                "keep_dims",
+                keep_dims,
+                ANNOTATED,
+                ANNOTATED,
+                again=_PROPAGATE,
+                before=("split_groups", "split_fused"),
+                because="layouts of flattened dimensions decide what is split",
+            ),
+            Pass(
                 "split_groups",
                 split_groups,
                 ANNOTATED,
                 ANNOTATED,
-                again=("propagate",),
+                again=_PROPAGATE,
                 feature="experts",
                 before=("split_fused",),
                 because="split_fused would decompose the blocked products of these groups",
             ),
-            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
-            Pass("split_vectors", split_vectors, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=_PROPAGATE),
+            Pass(
+                "split_vectors",
+                split_vectors,
+                ANNOTATED,
+                ANNOTATED,
+                again=_PROPAGATE,
+            ),
             Pass(
                 "balance_attention",
                 balance_attention,

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..capture import GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
+from .expand import keep_dims as dims
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
@@ -26,6 +27,11 @@ from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
 from .schedule.memory_budget import budget_of
 from .schedule.overlap import overlap as overlap_graph
+
+
+def keep_dims(program: Program) -> fx.Graph | None:
+    """Keep the parts of flattened dimensions that layouts need."""
+    return dims.keep_dims(program.graph, program.layouts, program.rules)
 
 
 def split_fused(program: Program) -> fx.Graph | None:

@@ -53,7 +53,13 @@ class Key(NamedTuple):
 _ROWS = (
     Key("val", CAPTURED, PARTITIONED, object, "fake tensor (several: a tuple), or a number"),
     Key("other", CAPTURED, PARTITIONED, object, "val with other numbers in these places, if any"),
-    Key("captured", CAPTURED, RUNNABLE, str, "node of the captured graph with the same value"),
+    Key(
+        "captured",
+        CAPTURED,
+        RUNNABLE,
+        str,
+        "node of the captured graph with this value, maybe flattened",
+    ),
     Key(
         "computed",
         EXPANDED,

@@ -8,11 +8,12 @@ from . import (
 )
 from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace
+from .flat_call import FlatCall, flat_rule
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
 from .ops.pointwise import quotient
 from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
-from .rewrites import DECLINED, Declined, SplitRequest, rewrite
+from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
 from .rule_in_a_run import rule_in_a_run
 from .xla_decompositions import unpartitioned_of
 
@@ -25,6 +26,8 @@ def rule_of(call: Call) -> FactorRule:
 
 def _lookup(call: Call) -> FactorRule | Declined:
     """Return a call's registered rule."""
+    if isinstance(call.target, FlatCall):
+        return flat_rule(call, rule_of)
     function = rule_function(call.target)
     return function(call) if function else DECLINED
 
@@ -35,6 +38,7 @@ __all__ = [
     "RENAMED",
     "Call",
     "FactorRule",
+    "FlatCall",
     "LocalForm",
     "Shapes",
     "SplitRequest",
@@ -46,6 +50,7 @@ __all__ = [
     "natively",
     "quotient",
     "rewrite",
+    "rewrite_of",
     "rule",
     "rule_for",
     "rule_of",

@@ -27,6 +27,7 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
+from .flat_call import FlatCall
 from .registry import rule_function
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite_of
 
@@ -46,6 +47,9 @@ def decomposition_of(op: object, *, splitting: SplitRequest | None = None) -> Ca
 
     splitting: how the rule's replicated factors are sharded, None if they are not.
     """
+    if isinstance(op, FlatCall):
+        inner = decomposition_of(op.target, splitting=op.cuts(splitting))
+        return inner and partial(op.applied, inner)
     if function := rewrite_of("decompose", op):
         return function
     if not isinstance(op, OpOverload) or rule_function(op) and not splitting:

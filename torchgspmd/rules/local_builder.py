@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ..layout.halo_window import Window
 from .notation import FactorRule
@@ -26,7 +26,8 @@ class LocalTensor:
 class LocalBuilder(Protocol):
     """Builds one operation's local nodes: fx_passes.localize.Emitter."""
 
-    node: fx.Node
+    target: Any  # the operation
+    operands: Sequence[Tensor]  # global, without numbers
     rule: FactorRule
     assignment: Mapping[str, tuple[str, ...]]  # factor -> mesh axes that shard it
     results: Sequence[LocalTensor]
@@ -79,3 +80,6 @@ class LocalBuilder(Protocol):
     def call(self, op: object, *args: object, **kwargs: object) -> fx.Node:
         """Return a new node that calls an operation."""
         ...
+
+    def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
+        """Note a node's local shape, where it is not that of its first operand."""

@@ -50,6 +50,8 @@ class LocalForm:
     # Whether `emit` has no number of the rows of a window: of a size that only a run knows, halos
     # are exchanged.
     any_size: bool = False
+    # Whether `emit` is called though no factor is sharded.
+    always: bool = False
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,25 @@ class FactorRule:
         if isinstance(positional, bool):
             return frozenset(self.local.when if positional else ())
         return frozenset(self.local.when) & frozenset(_names(positional))
+
+    def is_like(self, other: FactorRule) -> bool:
+        """Return whether another rule says the same, by other names."""
+        return self._renamed() == other._renamed()
+
+    def _renamed(self) -> tuple[Any, ...]:
+        """Return all that says what is computed, with numbers for names."""
+        tensors = (*self.operands, *self.results)
+        names: dict[str, int] = {}
+        dims = [[[names.setdefault(f, len(names)) for f in dim] for dim in t] for t in tensors]
+        sets = (self.replicated, self.special, self.windowed)
+        return (
+            (dims, self.linear, len(self.operands)),
+            *(
+                {names[f]: each[f] for f in names if f in each}
+                for each in (self.sizes, self.reduce)
+            ),
+            *({names[f] for f in names if f in each} for each in sets),
+        )
 
     def splits(self, factor: str) -> bool:
         """Return whether the operation may be split along a factor that it needs whole."""

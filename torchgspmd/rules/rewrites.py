@@ -14,6 +14,8 @@
     xla         an operator                 the same for XLA's partitioner, before the two above
     wide        an operator                 the same in 64 bits, where it takes none itself
     simplify    an operator                 node -> another node with the same value
+    keep        an operator                 a FlatCall and the arguments -> those of a call that
+                                            takes the parts of flattened dimensions as dimensions
 
 A function that does not apply to a call returns DECLINED. Then the next one at its level is asked,
 and in the end the call stays as it is.
@@ -33,7 +35,7 @@ from ..errors import ShardingError
 
 LEVELS = (
     *("product", "value", "vmap", "body", "sparse", "contract"),
-    *("decompose", "split", "xla", "wide", "simplify"),
+    *("decompose", "split", "xla", "wide", "simplify", "keep"),
 )
 
 

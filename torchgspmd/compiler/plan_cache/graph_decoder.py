@@ -22,6 +22,7 @@ from ...comm.loop_call import BODY_CALLS, BodyCall, BodyReader, LoopCall
 from ...compat.fx_nodes import add_node
 from ...compat.private_apis import OpOverload
 from ...fx_passes.stages import META
+from ...rules import FlatCall
 from ...rules.custom_ops.loops import Loop
 from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale
@@ -75,7 +76,8 @@ def _add_node(
         raise Malformed(row, 3, "the results of a graph in one tuple")
     if op in ("placeholder", "get_attr") and (args or kwargs):
         raise Malformed(row, 3, f"no arguments of a {op}")
-    if isinstance(target, OpOverload) and (fault := _arity_fault(target, args, kwargs)):
+    called = target.target if isinstance(target, FlatCall) else target
+    if isinstance(called, OpOverload) and (fault := _arity_fault(called, args, kwargs)):
         raise Malformed(row, 3, fault)
     node = add_node(graph, op, target, args, kwargs, name)
     # fx renames what it takes for a keyword or a builtin; texts refer to the name as it was.
@@ -145,9 +147,14 @@ def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> A
         raise
     except REFUSALS as error:
         raise Malformed(row, 2, f"the parts of {tag}") from error
-    if tag not in ("operator", "function", "kind"):
+    if tag not in ("operator", "function", "kind", "record"):
         raise Malformed(row, 2, "an operator, a function or a kind that programs call")
-    return decoder.decode(target)
+    decoded = decoder.decode(target)
+    if tag == "record" and not (
+        isinstance(decoded, FlatCall) and isinstance(decoded.target, OpOverload)
+    ):
+        raise Malformed(row, 2, "a call of an operator on flattened dimensions")
+    return decoded
 
 
 def _decode_loop(target: list[Any], decoder: Decoder) -> LoopCall:

@@ -34,6 +34,7 @@ from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.replication_report import ReplicatedOp
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh
+from ...rules import FlatCall
 from ...rules.custom_ops.numbers import at_least
 from ...shard_spec import ShardSpec
 from .faults import Stale as Stale
@@ -52,7 +53,7 @@ RECORDS = {
     cls.__name__: cls
     for cls in (
         *(ShardSpec, Window, Step, Input, Output, ReplicatedOp, ArgumentSizes),
-        *(CostConstants, Hardware, Link),
+        *(CostConstants, Hardware, Link, FlatCall),
     )
 }
 # The functions besides operators that are targets of nodes.

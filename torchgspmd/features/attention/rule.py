@@ -180,7 +180,7 @@ def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node
     """Compute the device's queries and keys, in zigzag order."""
     *inputs, region = args
     region = [local.start("s"), local.start("t"), *region[2:]]
-    return results_of(local, local.node.target, *inputs, region)
+    return results_of(local, local.target, *inputs, region)
 
 
 @rule_for(ours.attention_parts.default)
@@ -204,7 +204,7 @@ def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Nod
     region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
     region += place_of(local, 0) if call.modifiers else []
     options = call._replace(region=region).options
-    return results_of(local, local.node.target, *args[:3], *options)
+    return results_of(local, local.target, *args[:3], *options)
 
 
 def place_of(local: LocalBuilder, q: int) -> list[object]:
@@ -234,7 +234,7 @@ def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.No
         *(place_of(local, 1) if call.modifiers else []),
     ]
     options = call._replace(region=region).options
-    return results_of(local, local.node.target, *args[:6], *options)
+    return results_of(local, local.target, *args[:6], *options)
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
@@ -245,7 +245,7 @@ def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]
     region = [query + local.start("s"), key + local.start("p") * rows, *sizes]
     region += place_of(local, 0) if call.modifiers else []
     args = (*args[:5], call.mask, region, local.size("p"), *call.modifiers)
-    return results_of(local, local.node.target, *args)
+    return results_of(local, local.target, *args)
 
 
 @rewrite("split", ours.attention.default)
@@ -315,12 +315,12 @@ def _flex_attention_backward(call: Call) -> FactorRule:
 
 def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries, with all keys."""
-    return results_of(local, local.node.target, *args[:8], _region(local, 0))
+    return results_of(local, local.target, *args[:8], _region(local, 0))
 
 
 def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys; gradients are terms to add up."""
-    return results_of(local, local.node.target, *args[:11], _region(local, 1))
+    return results_of(local, local.target, *args[:11], _region(local, 1))
 
 
 def _region(local: LocalBuilder, q: int) -> list[object]:

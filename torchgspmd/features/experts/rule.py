@@ -48,15 +48,15 @@ def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
     x, other, ends = args
     shifted = local.call(aten.sub.Tensor, ends, local.start("t"))
     ends = local.call(aten.clamp.default, shifted, 0, local.size("t"))
-    return local.call(local.node.target, x, other, ends)
+    return local.call(local.target, x, other, ends)
 
 
 def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
     """Compute the device's blocks."""
     # The block range goes behind `groups`, which a call may leave out.
-    count = [local.size("d")] if local.node.target is take_blocks._opoverload else []
+    count = [local.size("d")] if local.target is take_blocks._opoverload else []
     groups = [0] if len(args) == len(local.rule.operands) + 1 else []
-    return local.call(local.node.target, *args, *groups, local.start("d"), *count)
+    return local.call(local.target, *args, *groups, local.start("d"), *count)
 
 
 _GROUPS = {

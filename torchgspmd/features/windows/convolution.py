@@ -177,7 +177,7 @@ def _same_kernel(
     On the CPU, PyTorch takes another kernel for small shapes. Its rounding differs, which may flip
     a ReLU or a maximum.
     """
-    whole = [n.meta["val"] for n in local.node.all_input_nodes[:2]]
+    whole = local.operands[:2]
     kernels = {
         _kernel(whole, [t.shape for t in whole], global_options),
         _kernel(whole, [local.shape(x), local.shape(w)], options),

@@ -205,7 +205,7 @@ class Spread:
         # Only the input's shape counts: that of all touched rows.
         x = local.call(aten.new_zeros.default, args[1], [])
         value = local.call(
-            local.node.target,
+            local.target,
             args[0],
             local.call(aten.expand.default, x, self.shape),
             args[2],

@@ -223,7 +223,9 @@ class _Localizer:
         # Rows that were moved before lie in windows, so the call itself has other arguments.
         moved = rule.moves and any(spec.windows for spec in node.meta["result_specs"])
         if rule.local.emit is not None and (
-            moved or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
+            rule.local.always
+            or moved
+            or any(node.meta["assignment"].get(f) for f in {*rule.local.when, *rule.windowed})
         ):
             return emit(self, node, args, kwargs)
         if rule.local.arguments is not None:

@@ -100,6 +100,8 @@ class Emitter:
 
     def __init__(self, localizer: Localizer, node: fx.Node) -> None:
         self.localizer, self.node = localizer, node
+        self.target = node.target
+        self.operands = tuple(n.meta["val"] for n in operands_of(node))
         self.rule: FactorRule = node.meta["rule"]
         self.sizes = self.rule.sizes
         self.assignment: Mapping[str, Axes] = node.meta["assignment"]

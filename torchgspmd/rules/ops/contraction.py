@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from string import ascii_letters
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from ...compat.operators import aten
 from ..custom_ops.nd import einsum, split_equation, summed_alone
 from ..custom_ops.scaled_mm import BLOCK, block_scaled_mm, plain_scales, scaled_mm, spread
+from ..flat_call import FlatCall
 from ..notation import Call, FactorRule, LocalForm
 from ..registry import rule, rule_for
 from ..rewrites import DECLINED, rewrite
@@ -31,6 +33,20 @@ def _einsum(call: Call) -> FactorRule:
         contraction=True,
         text=f"{' '.join(a)}, {' '.join(b)} -> {' '.join(out)}",
     )
+
+
+@rewrite("keep", ours.einsum.default)
+def _kept_einsum(flat: FlatCall, equation: str, *operands: Any) -> tuple[Any, ...]:
+    """Give each part of a flattened dimension a letter."""
+    tensors = split_equation(equation)
+    free = iter(c for c in ascii_letters if c not in equation)
+    parts: dict[str, str] = {}
+    for letters, groups in zip(tensors, (*flat.operands, *flat.groups)):
+        for letter, count in zip(letters, groups):
+            if len(parts.setdefault(letter, letter)) < count:
+                parts[letter] += "".join(next(free) for _ in range(count - 1))
+    a, b, out = ("".join(map(parts.__getitem__, letters)) for letters in tensors)
+    return f"{a},{b}->{out}", *operands
 
 
 for _op, _equation in (

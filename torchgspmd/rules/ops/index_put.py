@@ -64,7 +64,7 @@ def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
             index = index_or_spare_row(local, index, f"v{d}")
             x = with_spare_row(local, x, d)
         local_indices.append(index)
-    result = local.call(local.node.target, x, local_indices, values, *accumulate, **kwargs)
+    result = local.call(local.target, x, local_indices, values, *accumulate, **kwargs)
     for d, index in enumerate(indices):
         if index is not None:
             result = local.call(aten.slice.Tensor, result, d, 0, local.size(f"v{d}"))
@@ -134,7 +134,7 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     # PyTorch puts the indices' dimensions first if indexed dimensions are not adjacent.
     adjacent = places[-1] - places[0] == len(places) - 1
     trailing = rank - 1 - places[-1] if adjacent else rank - len(places)
-    rows = local.call(local.node.target, x, local_indices)
+    rows = local.call(local.target, x, local_indices)
     return zero_outside(local, all_inside, rows, trailing)
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ...compat.operators import aten
 from ..custom_ops.random import DRAW_SEED, draw_seed, keep_mask, uniform
+from ..flat_call import FlatCall
 from ..host_reads import host_reads
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
@@ -37,6 +38,15 @@ def _draw_seed(call: Call) -> FactorRule:
 def _drawn_by_place(call: Call) -> FactorRule:
     names = factors("d", call.results[0].dim())
     return call.rule([[]], [names], local=LocalForm(partial(_emit_draw, call.target), when=names))
+
+
+@rewrite("keep", *DRAWS)
+def _kept_draw(
+    flat: FlatCall, seed: Any, number: int, _: object, first: object, __: object, *rest: Any
+) -> tuple[Any, ...]:
+    """Draw with the parts of a flattened dimension: an element keeps its number in the whole."""
+    shape = [n for parts in flat.results[0] for n in parts]
+    return seed, number, shape, [0] * len(shape), shape, *rest
 
 
 @host_reads(*DRAWS)

@@ -67,9 +67,9 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     masked = local.masked(index, place, written, -1)
     x = only_on_first_shard(local, x, [written], local.rule.reduce.get(written, "sum"))
     if not local.sharded(row) and masked is index:  # all rows are here
-        return local.call(local.node.target, x, dim, index, *rest, **kwargs)
+        return local.call(local.target, x, dim, index, *rest, **kwargs)
     x, index = with_spare_row(local, x, dim), index_or_spare_row(local, masked, row)
-    result = local.call(local.node.target, x, dim, index, *rest, **kwargs)
+    result = local.call(local.target, x, dim, index, *rest, **kwargs)
     return local.call(aten.slice.Tensor, result, dim, 0, local.size(row))
 
 

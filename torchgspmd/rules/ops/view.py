@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.operators import aten
+from ..flat_call import FlatCall
 from ..local_builder import LocalBuilder
 from ..memory_order import ordered
 from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
@@ -122,6 +124,11 @@ def _view(call: Call) -> FactorRule | Declined:
         local=shape_argument(1),
         split=None if private else Split(),
     )
+
+
+@rewrite("keep", *VIEWS)
+def _kept_view(flat: FlatCall, x: Any, _: object) -> tuple[Any, ...]:
+    return x, [n for parts in flat.results[0] for n in parts]
 
 
 @rule_for(aten.sym_size.int)

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from ...capture import PARAMETER, Captured
 from ...comm.loop_call import BodyCall, LoopCall, copy_of
 from ...features.pipelines.call import StageCall
+from ...rules import FlatCall
 from ...rules.looked_up_rows import rows_read
 from ...rules.rewrites import rewrite_of
 
@@ -113,10 +114,18 @@ def device_of(captured: Captured) -> torch.device:
 def _default_dtype(node: fx.Node) -> dict[str, torch.dtype]:
     """Return the wide dtype of a tensor that a node makes in torch's default dtype."""
     made = node.meta.get("dtype", getattr(node.meta.get("val"), "dtype", None))
-    arguments = getattr(getattr(node.target, "_schema", None), "arguments", ())
+    target = node.target.target if isinstance(node.target, FlatCall) else node.target
+    arguments = getattr(getattr(target, "_schema", None), "arguments", ())
     takes_tensors = any("Tensor" in str(each.type) for each in arguments)
     takes_dtype = any(each.name == "dtype" for each in arguments)
     return {"dtype": WIDE[made]} if takes_dtype and not takes_tensors and made in WIDE else {}
+
+
+def _wide(target: Any) -> Any:
+    """Return the function that computes an operation in 64 bits."""
+    if isinstance(target, FlatCall):
+        return replace(target, target=_wide(target.target))
+    return rewrite_of("wide", target) or target
 
 
 class Rewritten:
@@ -131,7 +140,7 @@ class Rewritten:
         for node in copy.nodes:
             node.args, node.kwargs = self.value(node.args), self.value(dict(node.kwargs))
             if self.wide:
-                node.target = rewrite_of("wide", node.target) or node.target
+                node.target = _wide(node.target)
                 node.kwargs = _default_dtype(node) | node.kwargs
             if isinstance(node.target, BodyCall):
                 node.target = self._call(node.target)
