@@ -1,12 +1,17 @@
 """Time of a training step against the same parallelism written by hand, on gloo processes of this
 machine.
 
-    torchrun --nproc-per-node 2 benchmarks/step_time.py [--sizes 64 256 512] [--steps 30]
+    torchrun --nproc-per-node 2 benchmarks/step_time.py [--sizes 64 256 512] [--steps 30] [--loop]
 
 All variants live in one run and take turns step by step, in an order drawn anew for each step:
 after one that does much in Python the caches are cold (5 % of a small model's step). Printed:
-median CPU time of a step summed over the processes (forward, backward, AdamW), and its ratio to the
-hand-written variant of the same parallelism:
+median CPU time of a step summed over the processes, and its ratio to that of another library or of
+code by hand.
+
+The first table, and the only one with --loop, is the ordinary loop: forward and backward,
+clip_grad_norm_, an optimizer as it comes (AdamW, AdamW with foreach=True, SGD with momentum),
+zero_grad. dp and fsdp beside DDP, tp beside Megatron-LM's functions by hand. The second one has
+fused AdamW, and beside each kind of parallelism the same by hand:
 
     data     hand: bucketed all_reduce of gradients; DDP; torchgspmd dp
     tensor   hand: Megatron-LM's autograd functions (arXiv 1909.08053, section 3);
@@ -248,14 +253,36 @@ VARIANTS = {
 }
 
 
+OPTIMIZERS = {
+    "AdamW": lambda ps: torch.optim.AdamW(ps, 1e-3),
+    "AdamW foreach": lambda ps: torch.optim.AdamW(ps, 1e-3, foreach=True),
+    "SGD momentum": lambda ps: torch.optim.SGD(ps, 1e-2, momentum=0.9),
+}
+# name -> what it is compared with
+LOOP = {
+    "data: DDP": "data: DDP",
+    "sharded: FSDP2": "data: DDP",
+    "data: torchgspmd dp": "data: DDP",
+    "sharded: torchgspmd fsdp": "data: DDP",
+    "tensor: hand": "tensor: hand",
+    "tensor: torchgspmd tp": "tensor: hand",
+}
+
+
+def fused(ps: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(ps, 1e-3, fused=True)
+
+
 class Trainer:
-    def __init__(self, model: GPT, make, local: bool, after):
+    def __init__(self, model: GPT, make, local: bool, after, optimizer=fused, clips: bool = False):
         self.model, self.local, self.after = make(copy.deepcopy(model)), local, after
         grouped: dict[bool, list] = {}
         for p in self.model.parameters():
             grouped.setdefault(hasattr(p, "placements"), []).append(p)  # AdamW takes no mixture
-        self.optimizers = [torch.optim.AdamW(ps, 1e-3, fused=True) for ps in grouped.values()]
+        self.clipped = [*grouped.values()] if clips else []
+        self.optimizers = [optimizer(ps) for ps in grouped.values()]
         self.seconds: list[float] = []
+        self.parts: list[tuple[float, ...]] = []  # forward and backward, clip, optimizer
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
         if self.local:
@@ -268,34 +295,67 @@ class Trainer:
         loss.backward()
         if self.after:
             self.after(self.model)
+        backward = time.process_time()
+        for group in self.clipped:
+            nn.utils.clip_grad_norm_(group, 1.0)
+        clipped = time.process_time()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        self.seconds.append(time.process_time() - start)
+        end = time.process_time()
+        self.seconds.append(end - start)
+        self.parts.append((backward - start, clipped - backward, end - clipped))
         return loss.item()
 
 
-def run(width: int, steps: int) -> None:
-    torch.manual_seed(0)
-    model = GPT(width)
-    trainers = {name: Trainer(model, *options) for name, options in VARIANTS.items()}
+def take_turns(trainers: dict[str, Trainer], steps: int) -> tuple[dict[str, list], dict]:
+    """Return the median seconds of a step and its parts, summed over the processes, and losses."""
     losses: dict[str, float] = {}
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         batch = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE), generator=generator)
         for name in random.Random(step).sample(list(trainers), len(trainers)):
             losses[name] = trainers[name].step(*batch)
-    rows = torch.tensor([statistics.median(t.seconds[3:]) for t in trainers.values()])
+    rows = torch.tensor(
+        [
+            [statistics.median(column) for column in (t.seconds[3:], *zip(*t.parts[3:]))]
+            for t in trainers.values()
+        ]
+    )
     dist.all_reduce(rows)
+    return dict(zip(trainers, rows.tolist())), losses
+
+
+def run_loop(width: int, steps: int) -> None:
+    """Print the ordinary loop's table."""
+    torch.manual_seed(0)
+    model = GPT(width)
+    for optimizer, make in OPTIMIZERS.items():
+        trainers = {name: Trainer(model, *VARIANTS[name], make, True) for name in LOOP}
+        seconds, _ = take_turns(trainers, steps)
+        for name, other in LOOP.items() if dist.get_rank() == 0 else ():
+            total, backward, clip, update = (1e3 * s for s in seconds[name])
+            print(
+                f"  {width} {optimizer:14} {name:24} forward, backward {backward:6.1f} clip "
+                f"{clip:5.1f} optimizer {update:6.1f} ms   {total / seconds[other][0] / 1e3:5.2f} "
+                f"of {other}",
+                flush=True,
+            )
+
+
+def run(width: int, steps: int) -> None:
+    torch.manual_seed(0)
+    model = GPT(width)
+    seconds, losses = take_turns({n: Trainer(model, *v) for n, v in VARIANTS.items()}, steps)
     if dist.get_rank() == 0:
         print(
             f"width {width}: {sum(p.numel() for p in model.parameters()):,} parameters, "
             f"{BATCH * SEQUENCE} tokens"
         )
-        for name, seconds in zip(trainers, rows.tolist()):
-            hand = rows[list(trainers).index(name.split(":")[0] + ": hand")].item()
+        for name, (total, *_) in seconds.items():
+            hand = seconds[name.split(":")[0] + ": hand"][0]
             print(
-                f"  {name:24} {seconds * 1e3:8.1f} ms   {seconds / hand:5.2f} of hand   loss "
+                f"  {name:24} {total * 1e3:8.1f} ms   {total / hand:5.2f} of hand   loss "
                 f"{losses[name]:.4f}",
                 flush=True,
             )
@@ -309,10 +369,13 @@ def main() -> None:
         "--sizes", type=int, nargs="+", default=[64, 256, 512], help="widths of the model"
     )
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--loop", action="store_true", help="the ordinary loop alone")
     options = parser.parse_args()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for width in options.sizes:
+        run_loop(width, options.steps)
+    for width in options.sizes if not options.loop else ():
         run(width, options.steps)
     dist.barrier()
     os._exit(0)
