@@ -1,7 +1,6 @@
 """Training on processes, against one process on every rank."""
 
 import copy
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -9,11 +8,9 @@ from language_model import whole
 from ranks import distributed
 from tied_model import Model, batch, close, marked, pair, specs
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 import torchgspmd as gspmd
 from torchgspmd.comm.process_groups import assumes_cuda
-from torchgspmd.dtensor import fused_optimizers
 from torchgspmd.dtensor.storage import spec_of
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
@@ -90,29 +87,6 @@ def test_sharded_updates(mesh):
     }
     assert called & STARTS
     assert bool(called & unsafe) == assumes_cuda()  # over gloo: see lower/gloo_all_to_all.py
-
-
-@distributed(*MESHES)
-def test_fused_steps(mesh):
-    """Lists of DTensors are stepped on as lists of their parts, where all that meet are laid out
-    alike; else as DTensor does it.
-    """
-    model, reference = pair(mesh, dropout=0.0)
-    seen = []
-    with patch.object(fused_optimizers, "as_before", lambda *call: seen.append(call)):
-        for m in (model, reference):
-            m(*batch(0)).backward()
-            torch.optim.SGD(m.parameters(), 1e-2, fused=True).step()
-        assert not seen
-        for name, parameter in reference.named_parameters():
-            close(model.get_parameter(name), parameter)
-        for parameter in (p for p in model.parameters() if spec_of(p, mesh).sharding_axes):
-            whole = [Replicate()] * len(mesh.axes)
-            parameter.grad = DTensor.from_local(
-                parameter.grad.full_tensor(), parameter.device_mesh, whole, run_check=False
-            )
-            torch.optim.SGD([parameter], 1e-2, fused=True).step()
-            assert seen.pop()
 
 
 @distributed(*MESHES)

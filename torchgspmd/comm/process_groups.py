@@ -275,6 +275,8 @@ def part_of(mesh: object) -> DeviceMesh | None:
 
 def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     """Return the process groups whose mesh has this DeviceMesh; None for other ones."""
+    if len(_GROUPS) < 2:  # the common case, at every operation on a DTensor
+        return next((each for each in _GROUPS.values() if each.device_mesh == device_mesh), None)
     meshes = [each for each in _GROUPS.values() if each.device_mesh == device_mesh]
     # Tests have programs for CUDA beside those for the CPU, on equal meshes.
     same = [each for each in meshes if each.is_assumed == assumes_cuda()]

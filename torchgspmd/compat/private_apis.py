@@ -244,6 +244,12 @@ TABLE: tuple[PrivateApi, ...] = (
         "_patch_step_function",
         "70 ms of parallelize, where there is no optimizer",
     ),
+    *_rows(
+        NOTHING,
+        "torch.nn.utils.clip_grad",
+        "_clip_grads_with_norm_ _get_total_norm",
+        "time of clip_grad_norm_",
+    ),
     # torch_xla
     *_rows(
         XLA,

@@ -13,7 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad
+from torch.optim.swa_utils import AveragedModel
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
@@ -21,14 +24,14 @@ from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is
 from ..compat.private_apis import _pytree as pytree
 from . import op_handlers, pickling, view_writeback
 from .fully_shard import with_refusal
-from .fused_optimizers import (
-    STEPS,
-    foreach_in_place,
-    foreach_norm,
-    foreach_root,
-    foreach_step,
-    fused_step,
-    stack,
+from .optimizers import (
+    total_norm,
+    unscale,
+    update_functions,
+    with_local_averages,
+    with_local_gradients,
+    with_local_tensors,
+    with_sharded_states,
 )
 from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random_draws import DRAWING, draw
@@ -102,13 +105,29 @@ _OTHER_THREAD = "torch.distributed.checkpoint.async_save hangs beside a step of 
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
+_SLOW = "optimizer.step() takes ten times as long as with local tensors"
+_WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
+_SLOW_NORMS = "clip_grad_norm_ takes four times as long as with local tensors"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
+
+_CLIPPING = (
+    (nn.utils, "get_total_norm", total_norm),
+    (nn.utils, "clip_grads_with_norm_", with_local_gradients),
+    (nn.utils, "clip_grad_value_", with_local_gradients),
+    # clip_grad_norm_ calls these.
+    (clip_grad, "_get_total_norm", total_norm),
+    (clip_grad, "_clip_grads_with_norm_", with_local_gradients),
+    (clip_grad, "clip_grad_value_", with_local_gradients),
+)
 
 PATCHES = (
     # views and data
     *_methods(
         ("data",),
-        lambda data: property(data.__get__, method_for_ours(op_handlers.set_data)(data.__set__)),
+        lambda data: property(
+            op_handlers.data_method(data.__get__),
+            method_for_ours(op_handlers.set_data)(data.__set__),
+        ),
         "p.data = other sets the metadata of the DTensor, not its local shard",
     ),
     *_methods(
@@ -177,24 +196,9 @@ PATCHES = (
         "g.norm(dim=0).sqrt_() is an error, or the root of a term of a pending sum",
     ),
     *_handled(
-        foreach_in_place(),
-        foreach_step,
-        "torch._foreach_sqrt_(norms) is an error, and the first step of an optimizer takes long",
-    ),
-    *_handled(
-        _operators({"default": "_foreach_sqrt"}),
-        foreach_root,
-        "the first step of an optimizer takes long",
-    ),
-    *_handled(
-        _operators({"Scalar": "_foreach_norm"}),
-        foreach_norm,
-        "the first clip_grad_norm_ takes long",
-    ),
-    *_handled(
-        _operators({"default": "stack"}),
-        stack,
-        "the first clip_grad_norm_ takes long",
+        op_handlers.foreach_in_place(),
+        op_handlers.foreach_step,
+        "torch._foreach_sqrt_(norms) is an error, and torch._foreach_lerp_(ps, qs, 0.1) is slow",
     ),
     *_handled(
         _operators(_OUT),
@@ -227,7 +231,22 @@ PATCHES = (
     *_handled(
         DRAWING, draw, "p.normal_() and torch.randn_like(p) draw the same in every shard on CPUs"
     ),
-    *_handled(STEPS, fused_step, "optimizers with fused=True propagate layouts at every step"),
+    # between backward and forward
+    Patch(torch.optim.Optimizer, "load_state_dict", with_sharded_states, _WHOLE),
+    *(Patch(module, name, with_local_tensors, _SLOW) for module, name in update_functions()),
+    *(
+        Patch(owner, name, replace, _SLOW_NORMS)
+        for owner, name, replace in _CLIPPING
+        if hasattr(owner, name)
+    ),
+    Patch(AveragedModel, "update_parameters", with_local_averages, _SLOW),
+    Patch(
+        handlers(),
+        aten._amp_foreach_non_finite_check_and_unscale_.default,
+        unscale,
+        "scaler.unscale_(optimizer): an infinity in a shard is one rank's, unless the first "
+        "gradient is sharded alike",
+    ),
     # all operations
     Patch(_DISPATCHER, "dispatch", with_fallback, _FALLBACK, ("2.9",)),
     Patch(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -209,15 +210,15 @@ def gradient_like(local: Tensor, parameter: DTensor) -> DTensor:
 
 
 def takes_gradient(parameter: DTensor, accumulator: object) -> bool:
-    """Whether the running backward would only assign the gradient to `parameter.grad`.
+    """Whether the running backward would only assign or add the gradient to `parameter.grad`.
 
-    accumulator: autograd's node for that assignment. It detaches the gradient first, 14 us for a
-    DTensor; so we assign it ourselves, as FSDP2 does. False under torch.autograd.grad, for a
-    parameter that has a gradient already, and with hooks.
+    accumulator: autograd's node for that. It detaches the gradient first, 14 us for a DTensor; so
+    we assign it ourselves, as FSDP2 does. False under torch.autograd.grad and with hooks.
     """
+    before = parameter.grad
     if (
         not parameter.is_leaf
-        or parameter.grad is not None
+        or not (before is None or _has_layout(before, parameter._spec))
         or not parameter.requires_grad
         or parameter._backward_hooks
         or parameter._post_accumulate_grad_hooks
@@ -227,6 +228,23 @@ def takes_gradient(parameter: DTensor, accumulator: object) -> bool:
         return _will_engine_execute_node(accumulator)
     except RuntimeError:  # torch.autograd.grad computes this gradient.
         return False
+
+
+def _has_layout(gradient: Tensor, spec: Any) -> bool:
+    """Whether a former gradient's shards can be added to, and autograd does not record that."""
+    return (
+        type(gradient) is DTensor
+        and not gradient.requires_grad
+        and (gradient._spec is spec or gradient._spec.placements == spec.placements)
+    )
+
+
+def store_gradient(parameter: DTensor, gradient: DTensor) -> None:
+    """Assign a gradient to `parameter.grad`, or add it in place, as autograd does."""
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad.add_(gradient)
 
 
 def wrap_local(

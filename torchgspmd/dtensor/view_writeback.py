@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
+from .local_lists import change_local, is_elementwise_method
 from .ours import as_before, is_ours
 from .replicated_fallback import (
     check_read_by_all,
@@ -176,9 +177,12 @@ def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None
 
 def mutation_method(method: Callable) -> Callable:
     """Return an in-place method that also changes a view's base."""
+    is_elementwise = is_elementwise_method(method.__name__)
 
     @functools.wraps(method)
     def mutate(self: DTensor, *args: object, **kwargs: object) -> object:
+        if is_elementwise and change_local(method, self, args, kwargs):
+            return self
         result = method(self, *args, **kwargs)
         _write_back(self)
         return result

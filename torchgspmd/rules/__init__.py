@@ -10,7 +10,7 @@ from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace
 from .flat_call import FlatCall, flat_rule
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
-from .ops.pointwise import quotient
+from .ops.pointwise import is_elementwise, quotient
 from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
@@ -46,6 +46,7 @@ __all__ = [
     "describe",
     "factors",
     "has_own_seed",
+    "is_elementwise",
     "make_rule",
     "natively",
     "quotient",

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
 from ..dtensor.module_tensors import slot_of
-from ..dtensor.storage import gradient_like, local_of, takes_gradient, whole_of
+from ..dtensor.storage import gradient_like, local_of, store_gradient, takes_gradient, whole_of
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (
     check_versions,
@@ -241,7 +241,7 @@ class _Run(torch.autograd.Function):
             if like is not None and value is not None:
                 value = gradient_like(value, like)
                 if first_order and takes_gradient(like, nodes[index][0]):
-                    like.grad = value
+                    store_gradient(like, value)
                     continue
             flat[index] = value
         if program.captured.observed:

@@ -59,6 +59,15 @@ def named(text: str) -> list[Any]:
 def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = ()) -> None:
     """Register elementwise operations. linear: see FactorRule."""
     rule_for(*ops)(lambda call: pointwise_rule(call, linear))
+    _ELEMENTWISE.update(op.name().partition("::")[2].partition(".")[0] for op in ops)
+
+
+def is_elementwise(name: str) -> bool:
+    """Whether the operators with a name, such as `add`, are elementwise."""
+    return name in _ELEMENTWISE
+
+
+_ELEMENTWISE: set[str] = set()
 
 
 pointwise(

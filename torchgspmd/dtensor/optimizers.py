@@ -1,0 +1,314 @@
+"""A training loop's calls between backward and forward, on local tensors.
+
+    optimizer.step()                        of torch.optim
+    clip_grad_norm_(model.parameters(), 1)
+    scaler.unscale_(optimizer)
+    average.update_parameters(model)        of AveragedModel
+
+torch.optim's classes collect parameters, gradients and states in lists, and one function per class
+changes them, element by element: `torch.optim.adam.adam`. It gets the local tensors here. States
+stay DTensors for hooks, state_dict and checkpoints, and an error leaves them so.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.swa_utils import AveragedModel
+
+from ..compat.operators import aten, c10d
+from ..compat.private_apis import OpOverload
+from .local_lists import have_same_layouts, is_replicated_number, local_tensors
+from .ours import acts_on_ours, groups_of_ours, is_ours
+from .replicated_fallback import distribute_like
+from .waits import meet
+
+# Adafactor, LBFGS and Muon compute norms and products of whole tensors, and SparseAdam takes no
+# DTensors.
+_ELEMENTWISE = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd"
+
+
+def update_functions() -> Iterator[tuple[ModuleType, str]]:
+    """Yield (module, name) for torch.optim's functions that update element by element."""
+    for name in _ELEMENTWISE.split():
+        yield importlib.import_module(f"torch.optim.{name}"), name
+
+
+def with_local_tensors(before: Callable) -> Callable:
+    """Wrap an update function: lists of DTensors that match become lists of local tensors."""
+
+    @functools.wraps(before)
+    def update(*args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        lists: list[list] = [a for a in values if isinstance(a, list) and a]
+        numbers = [a for a in values if isinstance(a, DTensor)]  # a rate, for example
+        if (
+            not any(type(p) is DTensor for p in (lists or [[]])[0])
+            or torch.compiler.is_compiling()
+            or torch.is_grad_enabled()  # differentiable=True
+            or not all(map(is_replicated_number, numbers))
+            or not have_same_layouts(*lists)
+        ):
+            return before(*args, **kwargs)
+        parameters: list[Tensor] = lists[0]
+        local = [local_tensors(a) for a in args]
+        named = {name: local_tensors(a) for name, a in kwargs.items()}
+        try:
+            result = before(*local, **named)
+        finally:
+            # What autograd saved of a DTensor is compared by the DTensor's own version.
+            increment_version(parameters)
+        for value, now in zip(values, (*local, *named.values())):
+            if isinstance(value, list):
+                _fill(value, now, parameters)
+        return result
+
+    return update
+
+
+def _fill(states: list, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Fill in states that were missing: SGD's first step puts buffers into a list."""
+    for i, state in enumerate(states):
+        if state is None and local[i] is not None:
+            states[i] = _state_like(local[i], parameters[i])
+
+
+def _state_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return a new state with its parameter's layout."""
+    if type(parameter) is not DTensor:
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def with_sharded_states(before: Callable) -> Callable:
+    """Wrap Optimizer.load_state_dict: one device's states are laid out like their parameters."""
+
+    @functools.wraps(before)
+    def load(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        for parameter, states in self.state.items():
+            if not (isinstance(parameter, DTensor) and is_ours(parameter)):
+                continue
+            for name, value in states.items():
+                # A step count, or a factor that has another shape, is the same for all shards.
+                if type(value) is Tensor and value.dim() and value.shape == parameter.shape:
+                    states[name] = distribute_like(parameter, value)
+
+    return load
+
+
+# ---------------------------------------------------------------------------- gradients' norms
+
+
+def total_norm(before: Callable) -> Callable:
+    """Wrap get_total_norm: norms of shards are reduced in one message for each set of axes."""
+
+    @functools.wraps(before)
+    def norm(
+        tensors: Any,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        order, first = float(norm_type), next((t for t in tensors if type(t) is DTensor), None)
+        if first is None or not _are_on_one_mesh(tensors, first):
+            return before(tensors, norm_type, error_if_nonfinite, *rest, **options)
+        local, axes = local_tensors(tensors), _axes(tensors, first)
+        with torch.no_grad():
+            if any(axes):
+                norms = _norms(local, axes, order, first)
+                local = [*norms] if order == 0 else [norms]  # the norm of a count is 1
+            total = before(local, order, error_if_nonfinite, *rest, **options)
+        return _replicated(total, first)
+
+    return norm
+
+
+def _are_on_one_mesh(tensors: Sequence[Tensor], first: DTensor) -> bool:
+    """Whether all tensors have elements, and are plain or on one mesh of ours."""
+    mesh = first._spec.mesh
+    return (
+        have_same_layouts(tensors)
+        and all(t._spec.mesh is mesh for t in tensors if type(t) is DTensor)
+        and all(t.numel() for t in tensors)  # no numbers have no maximum
+    )
+
+
+def _axes(tensors: Sequence[Tensor], first: DTensor) -> list[tuple[str, ...]]:
+    """Return the axes that shard each tensor. first: one on the mesh."""
+    names = groups_of_ours(first).mesh.names
+    known: dict[tuple, tuple[str, ...]] = {(): ()}
+    layouts = [t._spec.placements if type(t) is DTensor else () for t in tensors]
+    for layout in {*layouts}:
+        known[layout] = tuple(a for a, p in zip(names, layout) if p.is_shard())
+    return [known[layout] for layout in layouts]
+
+
+def _norms(
+    local: Sequence[Tensor], axes: Sequence[tuple[str, ...]], order: float, first: DTensor
+) -> Tensor:
+    """Return the norm of each whole tensor, in one tensor."""
+    # A shard may have no numbers, and adds nothing to a sum of powers then.
+    nothing = math.inf if order < 0 else 0.0
+    norms = aten._foreach_norm.Scalar(
+        [t if t.numel() else t.new_full((1,), nothing) for t in local], order
+    )
+    alike: dict[tuple, list[Tensor]] = {}
+    for each, norm in zip(axes, norms):
+        alike.setdefault((each, norm.dtype), []).append(norm)
+    vectors = [_reduced(torch.stack(n), order, each, first) for (each, _), n in alike.items()]
+    return torch.cat(vectors) if len(vectors) > 1 else vectors[0]
+
+
+def _reduced(norms: Tensor, order: float, axes: tuple[str, ...], first: DTensor) -> Tensor:
+    """Return whole tensors' norms, from the norms of shards over some axes."""
+    if not axes:
+        return norms
+    # Powers of half-precision norms would overflow or round away before the sum.
+    terms = norms.to(torch.promote_types(norms.dtype, torch.float32))
+    if order in (-math.inf, 0, math.inf):
+        kind = {0: "sum", math.inf: "max"}.get(order, "min")
+        return _all_reduce(terms, kind, axes, first).to(norms.dtype)
+    return _all_reduce(terms.pow(order), "sum", axes, first).pow(1 / order).to(norms.dtype)
+
+
+def _all_reduce(
+    values: Tensor, kind: str, axes: tuple[str, ...], like: DTensor, norms: bool = True
+) -> Tensor:
+    """Return values reduced over some axes of the mesh that a DTensor is on."""
+    groups = groups_of_ours(like)
+    name = groups.group(axes)[0]
+    call = "the norms of DTensors (clip_grad_norm_)" if norms else "GradScaler.unscale_"
+    meet(groups, call, values.shape, kind, axes)
+    return groups.watcher.run(
+        lambda: c10d.wait_tensor.default(c10d.all_reduce.default(values, kind, name))
+    )
+
+
+def _replicated(number: Tensor, like: DTensor) -> DTensor:
+    """Return a number that every rank has as a DTensor on another one's mesh."""
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    return DTensor.from_local(number, like.device_mesh, everywhere, run_check=False)
+
+
+def with_local_gradients(before: Callable) -> Callable:
+    """Wrap a function that changes parameters' gradients in place, element by element."""
+
+    @functools.wraps(before)
+    def change(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
+        if (
+            not any(type(g) is DTensor for g in gradients)
+            or not all(map(is_replicated_number, numbers))
+            or not have_same_layouts(gradients)
+        ):
+            return before(parameters, *args, **kwargs)
+        result = before(
+            # The function reads nothing else of a parameter.
+            [SimpleNamespace(grad=local) for local in local_tensors(gradients)],
+            *map(local_tensors, args),
+            **{name: local_tensors(value) for name, value in kwargs.items()},
+        )
+        increment_version(gradients)
+        return result
+
+    return change
+
+
+def unscale(before: Callable | None) -> Callable:
+    """Wrap DTensor's handler of GradScaler's operation: any rank's infinity is all ranks'.
+
+    torch's handler reduces over the axes that shard the first gradient alone.
+    """
+
+    def handler(op: OpOverload, args: tuple, kwargs: dict) -> None:
+        gradients, found, scale = args
+        if not acts_on_ours(args, kwargs) or not _can_unscale(*args):
+            assert before is not None
+            return before(op, args, kwargs)
+        op(local_tensors(gradients), found, scale)
+        found.copy_(_found_on_any([g for g in gradients if type(g) is DTensor], found))
+
+    return handler
+
+
+def _can_unscale(gradients: Sequence[Tensor], *numbers: Tensor) -> bool:
+    return have_same_layouts(gradients) and not any(isinstance(n, DTensor) for n in numbers)
+
+
+def _found_on_any(gradients: Sequence[DTensor], found: Tensor) -> Tensor:
+    """Return the largest flag of the ranks that have other shards of gradients."""
+    meshes: dict[Any, list[DTensor]] = {}
+    for gradient in gradients:
+        meshes.setdefault(gradient._spec.mesh, []).append(gradient)
+    for each in meshes.values():
+        shards = {axis for axes in _axes(each, each[0]) for axis in axes}
+        if shards:
+            axes = tuple(a for a in groups_of_ours(each[0]).mesh.names if a in shards)
+            found = _all_reduce(found, "max", axes, each[0], norms=False)
+    return found
+
+
+# ------------------------------------------------------------------------------------ averages
+
+
+def with_local_averages(before: Callable) -> Callable:
+    """Wrap AveragedModel.update_parameters: torch's own averages are elementwise."""
+
+    @functools.wraps(before)
+    def update(self: AveragedModel, model: nn.Module) -> None:
+        functions = [f for f in (self.avg_fn, self.multi_avg_fn) if f is not None]
+        averages, values = _Tensors(self.module), _Tensors(model)
+        if not (
+            all(f.__module__ == AveragedModel.__module__ for f in functions)
+            and any(type(t) is DTensor for t in averages)
+            and have_same_layouts([*averages], [*values])
+        ):
+            return before(self, model)
+        # update_parameters reads these attributes, and adds to n_averaged in place.
+        names = "n_averaged", "use_buffers", "avg_fn", "multi_avg_fn"
+        local = SimpleNamespace(
+            module=averages.local(),
+            parameters=averages.local().parameters,
+            **{name: getattr(self, name) for name in names},
+        )
+        before(local, values.local())
+        increment_version([*averages])
+        return None
+
+    return update
+
+
+class _Tensors:
+    """A module's parameters and buffers, and the same as local tensors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parameters, self._buffers = [*module.parameters()], [*module.buffers()]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter((*self._parameters, *self._buffers))
+
+    def local(self) -> Any:
+        """Return a stand-in for the module, with local tensors."""
+        parameters, buffers = local_tensors(self._parameters), local_tensors(self._buffers)
+        return SimpleNamespace(parameters=lambda: iter(parameters), buffers=lambda: iter(buffers))
