@@ -138,8 +138,12 @@ def checked(run, expected, *names):
     return True
 
 
+# A NumPy array is no argument: test_errors.py has its message.
+ARGUMENTS = [name for name, (value, _) in VALUES.items() if "array" not in name]
+
+
 @pytest.mark.parametrize("how", ("positional", "keyword"))
-@pytest.mark.parametrize("name", VALUES)
+@pytest.mark.parametrize("name", ARGUMENTS)
 def test_arguments(name, how):
     first, second = VALUES[name]
     calls = [((X, s), {}) if how == "positional" else ((X,), {"s": s}) for s in (first, second)]
@@ -156,15 +160,14 @@ def test_arguments(name, how):
     torch.testing.assert_close(plan.simulate(*args, **kwargs), kept(X, first))
 
 
-@pytest.mark.parametrize("change", ("array", "list", "dict", "object", "slots", "nested"))
+@pytest.mark.parametrize("change", ("list", "dict", "object", "slots", "nested"))
 def test_arguments_that_are_changed_in_place(change):
     value, step = {
-        "array": (np.ones(2000), lambda v: v.__setitem__(1000, 5.0)),
         "list": ([1.0, 2.0], lambda v: v.__setitem__(1, 5.0)),
         "dict": ({"a": [1.0]}, lambda v: v["a"].__setitem__(0, 5.0)),
         "object": (Options(), lambda v: v.parts[1].__setitem__("a", 5.0)),
         "slots": (Slots(2.0), lambda v: setattr(v, "scale", 5.0)),
-        "nested": (nested(np.ones(3)), lambda v: v["a"][1][0].__setitem__(0, 5.0)),
+        "nested": (nested([1.0] * 3), lambda v: v["a"][1][0].__setitem__(0, 5.0)),
     }[change]
     plan = gspmd.plan(kept, X, value, mesh=MESH, in_specs=("data _", None))
     torch.testing.assert_close(plan.simulate(X, value), kept(X, value))
@@ -462,7 +465,7 @@ def test_wrapped_model(model):
                 assert name == "dtype" or not torch.equal(model(X), before), name
                 torch.testing.assert_close(wrapped(X), model(X), msg=name)
         takes = gspmd.parallelize(Takes(), gspmd.Mesh(data=1))
-        for name in ("flag", "large array", "nearly equal", "slots", "deep object", "function"):
+        for name in ("flag", "nearly equal", "slots", "deep object", "function"):
             for value in VALUES[name]:
                 torch.testing.assert_close(takes(X, value), kept(X, value), rtol=0, atol=0)
     finally:
