@@ -4,6 +4,7 @@ from . import (
     algebra_index,  # noqa: F401 (registers simplifications)
     algebra_rows,  # noqa: F401 (registers simplifications)
     algebra_scales,  # noqa: F401 (registers simplifications)
+    algebra_sums,  # noqa: F401 (registers simplifications)
     ops,  # noqa: F401 (registers the rules)
 )
 from .algebra import simplified

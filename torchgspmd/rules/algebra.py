@@ -25,36 +25,6 @@ def simplified(node: fx.Node) -> fx.Node | Declined:
     return apply_first("simplify", node.target, node)
 
 
-@rewrite("simplify", aten.sum.dim_IntList)
-def _sum_of_one_entry(node: fx.Node) -> fx.Node | Declined:
-    """Simplify a sum over zeros with one entry scattered into each row: it is the entries.
-
-    A cross entropy's backward has such sums.
-    """
-    x, dims = node.args[0], node.args[1]
-    if (
-        x.target is not aten.scatter.src
-        or not dims
-        or len(dims) != 1
-        or len(node.args) < 3
-        or not node.args[2]
-        or node.kwargs
-    ):
-        return DECLINED
-    zeros, dim, index, entries = x.args
-    shape = list(x.meta["val"].shape)
-    dim %= len(shape)
-    # One entry a row: of two at one position, the last would count.
-    one = [*shape[:dim], 1, *shape[dim + 1 :]]
-    fits = (
-        dims[0] % len(shape) == dim
-        and list(index.meta["val"].shape) == list(entries.meta["val"].shape) == one
-    )
-    return (
-        entries if fits and zeros.target is aten.full.default and zeros.args[1] == 0 else DECLINED
-    )
-
-
 def constant_of(node: fx.Node) -> Any:
     """Return the number that all elements have, or None."""
     # A mark changes no value.

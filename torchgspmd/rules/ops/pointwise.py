@@ -83,7 +83,7 @@ pointwise(
         hardswish_backward hardtanh hardtanh_backward hypot isfinite isinf isnan le.Scalar le.Tensor
         leaky_relu leaky_relu_backward lerp.Scalar lerp.Tensor lgamma log log10 log1p log2
         log_sigmoid_backward log_sigmoid_forward logaddexp logical_and logical_not logical_or
-        logical_xor logit lt.Scalar lt.Tensor masked_fill.Scalar masked_fill.Tensor maximum minimum
+        logical_xor logit lt.Scalar lt.Tensor masked_fill.Tensor maximum minimum
         mish nan_to_num ne.Scalar ne.Tensor nextafter polygamma pow.Tensor_Scalar reciprocal relu
         remainder.Scalar round rsqrt rsub.Scalar sgn sigmoid sigmoid_backward sign signbit silu
         silu_backward sin sinc sinh softplus softplus_backward sqrt square sub.Scalar tan tanh
@@ -118,6 +118,9 @@ pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
+rule_for(aten.masked_fill.Scalar)(
+    lambda call: pointwise_rule(call, linear=[[0]] if call.args[2] == 0 else ())
+)
 # adam's operands have the parameter's shape, or are single numbers.
 pointwise(mark_sharding_op._opoverload, adam._opoverload)
 
