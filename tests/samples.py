@@ -709,6 +709,8 @@ sample(aten.flip.default, real(4, 5, 7), [0, 2])
 sample(aten.roll.default, real(4, 5, 7), [2], [1])
 sample(aten.roll.default, real(4, 5), [3])
 sample(aten.roll.default, real(7, 5), [-2, 1], [0, -1])
+sample(ours.ring_rows.default, real(4, 7), 1, -2, 10)
+sample(ours.ring_rows.default, real(6, 5), 0, 4, 6)
 for _scan in ("cumsum", "cumprod", "logcumsumexp"):
     sample(torch.ops.torchgspmd.suffix_scan.default, real(4, 5, 7), 1, _scan)
 sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)

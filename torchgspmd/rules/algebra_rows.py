@@ -89,7 +89,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
     if not is_constant or node.meta.get("dynamic"):
         return DECLINED
     index %= shape[dim]
-    if x.target in CONCATENATIONS and (concat := _concat_of(x)) and concat[0] == dim:
+    if x.target in CONCATENATIONS and (concat := concat_of(x)) and concat[0] == dim:
         operands, borders = concat[1:]
         i = next(i for i, (first, end) in enumerate(pairwise(borders)) if first <= index < end)
         return (
@@ -97,7 +97,7 @@ def _read_row(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node | Decl
             if x.target is aten.stack.default
             else _read_or_select(node, operands[i], dim, index - borders[i])
         )
-    pads = _pads_of(x)
+    pads = pads_of(x)
     # Rows added or removed along another dimension would change the row itself.
     if pads is None or any(d != dim and any(rows) for d, rows in pads[1].items()):
         return DECLINED
@@ -117,8 +117,8 @@ def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
 def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     """Concatenate only the operands that the slice covers, if all users of x take slices."""
     # Another reader needs all rows, so the concatenation would stay.
-    x, concat = node.args[0], _concat_of(node.args[0])
-    cut = _pads_of(node)
+    x, concat = node.args[0], concat_of(node.args[0])
+    cut = pads_of(node)
     if (
         concat is None
         or cut is None
@@ -140,7 +140,7 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     )
 
 
-def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
+def concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
     """Return a concatenation's (dimension, operands, borders); None for any other call.
 
     Operand i has the rows borders[i]:borders[i + 1].
@@ -161,7 +161,7 @@ def _concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
 @rewrite("simplify", aten.slice.Tensor, aten.slice_backward.default)
 def _full_slice(node: fx.Node) -> fx.Node | Declined:
     """Simplify a slice that takes all rows."""
-    cut = _pads_of(node)
+    cut = pads_of(node)
     return (
         cut[0] if cut and not any(rows for ends in cut[1].values() for rows in ends) else DECLINED
     )
@@ -181,8 +181,8 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
 
     The result is one pad with a negative end.
     """
-    second = _pads_of(node)
-    first = _pads_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
+    second = pads_of(node)
+    first = pads_of(node.args[0]) if isinstance(node.args[0], fx.Node) else None
     if not first or not second or first[2] is not None and second[2] is not None:  # both add rows
         return DECLINED
     x, pads, val = (
@@ -207,7 +207,7 @@ def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
     )
 
 
-def _pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
+def pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
     """Return a pad's or slice's (operand, pads, fill); None for any other call.
 
     fill: None if the call only removes rows.

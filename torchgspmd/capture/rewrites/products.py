@@ -185,8 +185,9 @@ def _pad(input: Tensor, pad: Any, mode: str = "constant", value: float | None = 
             input,
             input.narrow(d, 0, behind),
         ]
-        input = torch.cat([piece for piece in pieces if piece.shape[d]], d)
-    return input
+        if before or behind:
+            input = torch.cat([piece for piece in pieces if piece.shape[d]], d)
+    return input if any(pad) else input.clone()
 
 
 @rewrite("body", F.dropout)

@@ -3,6 +3,7 @@
     x[1:61]     h[p+1:p+2] -> h         flip        h[-p+63:-p+64] -> h
     x[::2]      h[2p:2p+1] -> h         cat         h[p:p+1], h[p-8:p-7] -> h
     pad         h[p-2:p-1] -> h
+    ring_rows   h[p-1:p] -> h, with rows counted around the end
 
 Along a sharded dimension, a device needs the rows that its positions come from (halo_window.py).
 Most are its own, a few are its neighbours'.
@@ -14,7 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ...compat.operators import aten
+import torch
+from torch import Tensor
+
+from ...compat.operators import aten, custom_op
 from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, Shapes, factors
@@ -140,6 +144,34 @@ def _roll(call: Call) -> FactorRule:
 
     reach = {d: Reach(row, row, wrap=True) for d, row in rows.items()}
     return movement_rule(call, [reach], emit, linear=[[0]])
+
+
+@custom_op("ring_rows")
+def ring_rows(x: Tensor, dim: int, start: int, count: int) -> Tensor:
+    """Return `count` rows from row `start` on, counted around the end: a circular pad or a roll."""
+    size, pieces = x.shape[dim], []
+    while count:
+        piece = min(count, size - start % size)
+        pieces.append(x.narrow(dim, start % size, piece))
+        start, count = start + piece, count - piece
+    return torch.cat(pieces, dim)
+
+
+@ring_rows.register_fake
+def _(x: Tensor, dim: int, start: int, count: int) -> Tensor:
+    return x.new_empty([*x.shape[:dim], count, *x.shape[dim + 1 :]])
+
+
+@rule_for(ring_rows._opoverload)
+def _ring_rows(call: Call) -> FactorRule:
+    _, dim, start, _ = call.args
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
+        """Along a sharded dimension, the window is the result already."""
+        whole = not local.sharded(f"d{dim}")
+        return local.call(*(local.node.target, *args) if whole else (aten.alias.default, args[0]))
+
+    return movement_rule(call, [{dim: Reach(start, start, wrap=True)}], emit, linear=[[0]])
 
 
 def _bounds(call: Call, at: int, size: int) -> tuple[int, int, int]:
