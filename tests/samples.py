@@ -566,6 +566,10 @@ sample(
     False,
     unit(6),
 )
+for _bag in (None, lambda: torch.tensor([0, 2, 2, 1, 0, 2, 0])):
+    _index = [ints(7, 7), bools(7)] if _bag else [ints(7, 5, 3), bools(5, 3)]
+    sample(ours.bag_max.default, real(7, 4), *_index, _bag, 5)
+    sample(ours.bag_first.default, real(7, 4), *_index, _bag, real(5, 4), torch.int32)
 sample(
     aten.grid_sampler_2d_backward.default,
     real(3, 2, 5, 4),

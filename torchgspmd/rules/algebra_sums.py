@@ -55,7 +55,7 @@ def _known_sum(node: fx.Node) -> fx.Node | Declined:
 
 
 class _Search:
-    """A search for what a sum along one dimension, counted from behind, is made of."""
+    """A search for the parts of a sum along one dimension, counted from behind."""
 
     def __init__(self, node: fx.Node, dim: int, visits: int = 0) -> None:
         self.node, self.dim, self.visits = node, dim, visits

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...rules.ops.bags import bag_max
 from ...rules.rewrites import DECLINED, Declined, rewrite
 
 
@@ -36,48 +37,40 @@ def embedding_bag(
         and mode != "sum"
     ):
         return DECLINED
-    rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
     if padding_idx is None:
         counts = torch.ones_like(input, dtype=torch.bool)
     else:
         counts = input != padding_idx % weight.shape[0]
-    if per_sample_weights is not None:
-        rows = rows * per_sample_weights.unsqueeze(-1)
-    if mode == "max" and input.dim() == 2:
-        best = rows.masked_fill(~counts.unsqueeze(-1), float("-inf")).max(1).values
-        # PyTorch gives zeros for an empty bag.
-        return best.masked_fill(~counts.any(1, keepdim=True), 0)
     if input.dim() == 1:
         assert offsets is not None
         bags = offsets.shape[0] - include_last_offset
         places = torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype)
         bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # by place
+    else:
+        bag, bags = None, input.shape[0]
     if mode == "max":
-        return _largest(rows, counts, places, bag, bags)
+        best = bag_max(weight, input, counts, bag, bags)
+        # PyTorch gives zeros for an empty bag.
+        return best.masked_fill((_number(counts, bag, bags) == 0).unsqueeze(-1), 0)
+    rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
     if padding_idx is not None:
         rows = rows * counts.unsqueeze(-1)
-    if input.dim() == 2:
-        total, count = rows.sum(1), counts.sum(1)
+    if bag is None:
+        total = rows.sum(1)
     else:
         total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag, rows)
-        count = counts.new_zeros(bags, dtype=torch.long).index_add(0, bag, counts.long())
-    return total / count.clamp(min=1).unsqueeze(-1) if mode == "mean" else total
+    if mode == "sum":
+        return total
+    return total / _number(counts, bag, bags).clamp(min=1).unsqueeze(-1)
 
 
-def _largest(rows: Tensor, counts: Tensor, places: Tensor, bag: Tensor, bags: int) -> Tensor:
-    """Return the largest row in each bag from rows [n, d], zeros for an empty bag.
-
-    If several are largest, the gradient goes to the first one, as in PyTorch.
-    """
-    index, counts = bag.long().unsqueeze(-1).expand_as(rows), counts.unsqueeze(-1)
-    # No gradient flows through the search: the gather at the end has it.
-    values = rows.detach().masked_fill(~counts, float("-inf"))
-    best = values.new_full((bags, rows.shape[1]), float("-inf"))
-    best = best.scatter_reduce(0, index, values, "amax")
-    end = rows.shape[0]
-    place = torch.where((values == best.gather(0, index)) & counts, places.unsqueeze(-1), end)
-    first = place.new_full(best.shape, end).scatter_reduce(0, index, place, "amin")
-    return rows.gather(0, first.clamp(max=end - 1)).masked_fill(first == end, 0)
+def _number(counts: Tensor, bag: Tensor | None, bags: int) -> Tensor:
+    """Return how many rows a bag has."""
+    if bag is None:
+        return counts.sum(1)
+    return counts.new_zeros(bags, dtype=torch.long).index_add(0, bag, counts.long())
 
 
 @rewrite("body", torch.segment_reduce)

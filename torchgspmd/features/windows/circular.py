@@ -68,7 +68,7 @@ def _ring(node: fx.Node, x: fx.Node, dim: int, start: int, count: int) -> fx.Nod
 
 @rewrite("simplify", aten.add.Tensor)
 def _gradient_around_the_end(node: fx.Node) -> fx.Node | Declined:
-    """Let a convolution that is a pad's gradient add the rows at the ends."""
+    """Replace a pad's gradient by a convolution that adds the rows at the ends itself."""
     if node.kwargs or _is_summand(node):
         return DECLINED
     terms = list(_terms(node))
@@ -110,7 +110,7 @@ def _is_summand(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield what a sum adds."""
+    """Yield the terms of a sum."""
     for x in node.args:
         if isinstance(x, fx.Node) and x.target is aten.add.Tensor and not x.kwargs:
             if _is_summand(x):

@@ -2,6 +2,7 @@
 
 from . import (  # noqa: F401
     as_strided,
+    bags,
     block_scales,
     contraction,
     cumulative,
