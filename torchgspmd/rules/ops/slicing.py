@@ -167,9 +167,8 @@ def _ring_rows(call: Call) -> FactorRule:
     _, dim, start, _ = call.args
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Along a sharded dimension, the window is the result already."""
-        whole = not local.sharded(f"d{dim}")
-        return local.call(*(local.node.target, *args) if whole else (aten.alias.default, args[0]))
+        """Return the window: along a sharded dimension, it is the result already."""
+        return local.call(aten.alias.default, args[0])
 
     return movement_rule(call, [{dim: Reach(start, start, wrap=True)}], emit, linear=[[0]])
 
