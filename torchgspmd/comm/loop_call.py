@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import count
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, fx
@@ -355,9 +355,14 @@ def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
         if node not in needless:
             needless.add(node)
             stack += node.all_input_nodes
+    # A result of an inner loop that nobody reads still is a user of the loop.
+    below = set(needless)
+    for node in copy.nodes:
+        if not below.isdisjoint(node.all_input_nodes) and not cast(Any, node).is_impure():
+            below.add(node)
     # Backwards: users go before their operands.
     for node in reversed(copy.nodes):
-        if node in needless and not node.users and node.op == "call_function":
+        if node in below and not node.users and node.op == "call_function":
             copy.erase_node(node)
     return copy
 
