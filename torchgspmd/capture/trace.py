@@ -89,7 +89,8 @@ def capture(
     # Parameters and buffers are inputs already; only the state's other tensors are added.
     module_tensor_ids = frozenset(map(id, module_state.values()))
     tensors = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-    has_orders = not all(x.is_contiguous() for x in (*module_state.values(), *tensors))
+    dense = [x for x in (*module_state.values(), *tensors) if x.layout is torch.strided]
+    has_orders = not all(x.is_contiguous() for x in dense)
     reasons: list[str] = []
     flags = state.is_looking, state.is_counting
     try:

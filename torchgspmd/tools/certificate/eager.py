@@ -147,7 +147,11 @@ def _eager(plan: Plan, call: PlannedCall, own: list[Tensor]) -> dict[int, Tensor
         leaves[slot] = x
     args, kwargs = pytree.tree_unflatten(leaves, tree)
     names = [each.name for each in captured.inputs[:state]]
-    grads = torch.enable_grad() if captured.has_backward else torch.set_grad_enabled(call.modes[0])
+    grads = (
+        torch.enable_grad()
+        if captured.has_backward
+        else torch.set_grad_enabled(bool(call.modes[0]))
+    )
     with grads:
         if isinstance(call.fn, nn.Module):
             result = torch.func.functional_call(call.fn, dict(zip(names, own)), args, kwargs)
