@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
+from torchgspmd.fx_passes.internal_error import InternalError
 
 MESH = Mesh(a=2)
 DTYPES = (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)
@@ -159,3 +161,102 @@ def test_rewrites_refuse_as_their_functions(function: Any, shapes: Any) -> None:
         function(*tensors)
     with pytest.raises(eager.type, match=str(eager.value)[:20].partition("(")[0]):
         gspmd.plan(function, *tensors, mesh=MESH)
+
+
+# The kernel looks at values, or at the generator: a trace has none.
+BY_VALUES = {"uniform", "cov", "multinomial"}
+WRONG = {name: op for name, op in OPS.items() if op.error_inputs_func and op.name not in BY_VALUES}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_calls_that_eager_refuses_are_refused(name: str) -> None:
+    """op_db's wrong calls: shapes, dtypes and memory of operands, and of out=."""
+    op = WRONG[name]
+    for error in [*op.error_inputs("cpu")][:12]:
+        sample = error.sample_input
+        args = sample.input, *sample.args
+        try:
+            op.op(*args, **sample.kwargs)
+        except Exception:
+            with pytest.raises(Exception) as raised:
+                plan = gspmd.plan(op.op, *args, mesh=MESH, **sample.kwargs)
+                plan.simulate(*args, **sample.kwargs)
+            assert not isinstance(raised.value, InternalError), raised.value
+
+
+def written(kind: str, draw: random.Random) -> Any:
+    """A function that writes into memory of its own: in place or by out=."""
+    op = draw.choice([torch.add, torch.mul, torch.maximum, torch.sub])
+    rows = draw.randrange(1, 3)
+    dtype = draw.choice([torch.int64, torch.bool])
+
+    def f(x: Tensor) -> Tensor:
+        y = x * 1
+        if kind == "overlap":
+            return op(y[:-rows], x[rows:], out=y[rows:])
+        if kind == "in place":
+            y[rows:].add_(y[:-rows])
+            return y
+        if kind == "repeated":
+            return op(x, x, out=x[:, :1].clone().expand(*x.shape))
+        if kind == "dtype":
+            return op(x, x, out=torch.empty(*x.shape, dtype=dtype))
+        if kind == "reduced dtype":
+            return torch.amax(x, 1, out=torch.empty(x.shape[0], dtype=torch.float32))
+        if kind == "apart":
+            return op(y[:rows], x[:rows], out=y[-rows:])
+        if kind == "itself":
+            return op(y, x, out=y)
+        if kind == "wider dtype":
+            return op(x.float(), x.float(), out=torch.empty(*x.shape, dtype=torch.float64))
+        assert kind == "empty"
+        return op(x, x, out=torch.empty(0, dtype=x.dtype))
+
+    return f
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "kind",
+    ["overlap", "in place", "repeated", "dtype", "reduced dtype"]
+    + ["apart", "itself", "wider dtype", "empty"],
+)
+def test_what_a_call_writes(kind: str, seed: int) -> None:
+    """Memory in common and other dtypes are refused as in eager, or the numbers are eager's."""
+    f = written(kind, random.Random(f"{kind} {seed}"))
+    x = torch.randn(6, 4, dtype=torch.float64)
+    try:
+        expected = f(x)
+    except RuntimeError as error:
+        with pytest.raises(RuntimeError, match=re.escape(str(error)[:30])):
+            gspmd.plan(f, x, mesh=MESH, in_specs="a _").simulate(x)
+    else:
+        assert kind in ("apart", "itself", "wider dtype", "empty")
+        plan = gspmd.plan(f, x, mesh=MESH, in_specs="a _")
+        torch.testing.assert_close(plan.simulate(x), expected)
+
+
+@pytest.mark.parametrize("change", ["t_", "unsqueeze_", "squeeze_", "resize_", "out"])
+def test_an_argument_that_gets_another_shape(change: str) -> None:
+    def f(x: Tensor) -> Tensor:
+        if change == "out":
+            return torch.add(torch.ones(3, 2), 1.0, out=x)
+        return getattr(x, change)(*{"unsqueeze_": (0,), "resize_": (2, 2)}.get(change, ())).sum()
+
+    with pytest.raises(ShardingError, match="the program changes the shape of tensor 0"):
+        gspmd.plan(f, torch.ones(1, 4), mesh=MESH)
+
+
+def test_arguments_that_share_memory() -> None:
+    """Views of one tensor with common elements are refused, columns beside each other are not."""
+
+    def f(x: Tensor, y: Tensor) -> Tensor:
+        return x.add_(y).sum()
+
+    base = torch.arange(12.0)
+    plan = gspmd.plan(f, torch.ones(3), torch.ones(3), mesh=MESH)
+    with pytest.raises(ShardingError, match="one tensor is passed as 'x' and 'y'"):
+        plan.simulate(base[:3], base[2:5])
+    columns = base.clone().view(3, 4)
+    assert plan.simulate(columns[:, 0], columns[:, 1]) == 12 + 15
+    assert columns[:, 0].tolist() == [1, 9, 17]

@@ -19,7 +19,9 @@ from .captured import (
     Output,
 )
 from .compute_dtype import check_dtypes
+from .eager_kernels import refused_operation
 from .output_sizes import cotangents_of
+from .pinned_sizes import capture_sized
 from .rewrites.loop_trace import unrolling
 from .state.object_trees import opened
 from .state.source import Source
@@ -49,6 +51,7 @@ __all__ = [
     "State",
     "Varying",
     "capture",
+    "capture_sized",
     "check_dtypes",
     "check_module",
     "cotangents_of",
@@ -57,6 +60,7 @@ __all__ = [
     "leaf_names",
     "not_compiled",
     "opened",
+    "refused_operation",
     "sizes_of",
     "tensor_sources",
     "unrolling",

@@ -199,18 +199,27 @@ class Captured:
         ]
 
     def check_aliases(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ShardingError if one tensor is passed as two inputs and one of them is mutated."""
+        """Raise ShardingError if inputs share memory, and one of them is mutated."""
         places: dict[int, list[int]] = {}
         for i, tensor in enumerate(tensors):
             places.setdefault(id(tensor), []).append(i)
         for out in self.outputs:
-            both = places[id(tensors[out.input])] if out.kind == MUTATION else []
+            if out.kind != MUTATION:
+                continue
+            both = places[id(tensors[out.input])]
+            # Views of one tensor are found among arguments alone: a model has many buffers.
+            if len(both) == 1 and self.inputs[out.input].kind == ARGUMENT:
+                both = [
+                    i
+                    for i, (each, tensor) in enumerate(zip(self.inputs, tensors))
+                    if each.kind == ARGUMENT and _share_elements(tensor, tensors[out.input])
+                ]
             if len(both) > 1:
                 names = " and ".join(repr(self.inputs[i].name) for i in both)
                 raise ShardingError(
                     f"one tensor is passed as {names}, and changed in place",
                     where=user_line(),
-                    why="a program takes them for two tensors",
+                    why="a program takes them for tensors without common memory",
                     fix="pass a clone() of it",
                 )
 
@@ -264,3 +273,27 @@ class Captured:
         ]
         visible_outputs = {places[leaf] for leaf in seen if leaf in places}
         return visible_outputs or set(places.values())
+
+
+def _share_elements(x: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have an element of memory in common."""
+    if x is other:
+        return True
+    pair = x, other
+    if any(type(t) is not Tensor or t.layout is not torch.strided or t.is_meta for t in pair):
+        return False
+    if x.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
+        return False
+    if x.dtype != other.dtype or not all(t.numel() for t in pair):
+        return False
+    ends = [
+        t.storage_offset() + sum((n - 1) * s for n, s in zip(t.shape, t.stride())) for t in pair
+    ]
+    first = min(t.storage_offset() for t in pair)
+    if max(t.storage_offset() for t in pair) > min(ends):
+        return False
+    # Columns of a matrix lie between each other without common elements.
+    marked = torch.zeros(max(ends) - first + 1, dtype=torch.bool)
+    views = [marked.as_strided(t.shape, t.stride(), t.storage_offset() - first) for t in pair]
+    views[0].fill_(True)
+    return bool(views[1].any())

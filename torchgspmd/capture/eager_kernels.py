@@ -1,23 +1,27 @@
-"""Ask PyTorch's kernels, while capturing, about operands without elements and of several dtypes.
+"""Ask PyTorch's kernels, while capturing, about operands that fake tensors do not check.
 
-    y = x[:0] @ w                 y is an empty tensor, and no operation computes it
-    torch.polar(float32, float64) refused, though a decomposition would take it
+    y = x[:0] @ w                   y is an empty tensor, and no operation computes it
+    torch.polar(float32, float64)   refused, though a decomposition would take it
+    torch.add(x[:3], 1, out=x[1:])  refused, though a program without shared memory would take it
 
 Fake tensors skip some of the kernels' checks, and some formulas divide by a size of 0. So the
-kernel itself runs, on zeros for operands without elements, on ones for operands of several dtypes.
+kernel itself runs, on zeros for operands without elements, on ones for operands of several dtypes
+and for what it writes into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
-from ..compat.private_apis import OpOverload
+from ..compat.private_apis import FunctionalTensor, OpOverload
 from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError
 from .draws import draws
 from .trace_context import at_once
 
@@ -40,14 +44,23 @@ def ask_kernel(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
     Raises the kernel's error if it refuses operands without elements, or of these dtypes.
     """
-    if func.namespace != "aten" or func.is_view or func._schema.is_mutable or draws(func):
+    if func.namespace != "aten" or func.is_view:
+        return None
+    if func._schema.is_mutable:
+        _check_written(func, args, kwargs)
+        return None
+    if draws(func):
         return None
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     if has_no_elements(*tensors):
         return _of_zeros(func, leaves, tree)
-    if len({t.dtype for t in tensors if _is_float(t)}) > 1 and not any(
-        type(leaf) in (int, torch.SymInt) for leaf in leaves
+    dtypes = {t.dtype for t in tensors if _is_float(t)}
+    # Numbers of one byte have scales, whose sizes depend on those of other operands.
+    if (
+        len(dtypes) > 1
+        and min(d.itemsize for d in dtypes) > 1
+        and not any(type(leaf) in (int, torch.SymInt) for leaf in leaves)
     ):
         # One element each: of operations without sizes among their arguments.
         kinds = [(leaf.dtype, leaf.dim()) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -97,3 +110,120 @@ def _check_dtypes(func: OpOverload, kinds: tuple, tree: Any, device: torch.devic
         ]
         args, kwargs = pytree.tree_unflatten(ones, tree)
         func(*args, **kwargs)
+
+
+# ---------------------------------------------------------------------------- what a kernel writes
+
+
+def _check_written(func: OpOverload, args: tuple, kwargs: dict) -> None:
+    """Raise the kernel's error about the tensors that it writes: dtype, size, shared memory."""
+    if torch.Tag.inplace_view in func.tags:
+        return
+    parameters = func._schema.arguments
+    given = {p.name: p for p in parameters if p.alias_info is not None and p.alias_info.is_write}
+    named = {**dict(zip((p.name for p in parameters), args)), **kwargs}
+    written = [t for name in given for t in _tensors(named.get(name))]
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    tensors = [*_tensors(leaves)]
+    if any(t.layout is not torch.strided for t in tensors):
+        return
+    if not any(p.is_out for p in given.values()) and not _share_memory(written, tensors):
+        return
+    if not all(isinstance(n, int) for t in tensors for n in _place(t)):  # sizes of a run
+        return
+    if all(isinstance(leaf, _PLAIN) for leaf in leaves) and sum(map(_span, tensors)) <= _MOST:
+        _run_on_ones(func, leaves, tree)
+
+
+_PLAIN = (Tensor, int, float, bool, complex, str, type(None), torch.dtype)
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def _place(x: Tensor) -> tuple[Any, ...]:
+    return (*x.shape, *x.stride(), x.storage_offset())
+
+
+def _span(x: Tensor) -> int:
+    """Return the elements of the memory from its beginning to the tensor's last element."""
+    if not x.numel():
+        return x.storage_offset()
+    return x.storage_offset() + 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride()))
+
+
+def _memory(x: Tensor) -> int:
+    return (x.elem if isinstance(x, FunctionalTensor) else x).untyped_storage()._cdata
+
+
+def _share_memory(written: Sequence[Tensor], tensors: Sequence[Tensor]) -> bool:
+    """Return whether a written tensor has elements, or memory with others, in another way."""
+    return any(
+        any(s == 0 and n != 1 for n, s in zip(out.shape, out.stride()))
+        or any(_memory(x) == _memory(out) and _place(x) != _place(out) for x in tensors)
+        for out in written
+    )
+
+
+def _run_on_ones(func: OpOverload, leaves: Sequence[Any], tree: Any) -> None:
+    """Run a kernel on ones, and zeros for integers, which share memory as the operands do."""
+    memories: dict[tuple[int, torch.dtype], Tensor] = {}
+    keys = {i: (_memory(x), x.dtype) for i, x in enumerate(leaves) if isinstance(x, Tensor)}
+    with at_once(), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        for i, key in keys.items():
+            size = max(_span(leaves[k]) for k, other in keys.items() if other == key)
+            if key not in memories:
+                make = torch.ones if _is_float(leaves[i]) else torch.zeros
+                memories[key] = make(size, dtype=key[1], device=leaves[i].device)
+        real = [
+            memories[keys[i]].as_strided(x.shape, x.stride(), x.storage_offset())
+            if i in keys
+            else x
+            for i, x in enumerate(leaves)
+        ]
+        args, kwargs = pytree.tree_unflatten(real, tree)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a resized result
+            try:
+                func(*args, **kwargs)
+            except (torch.linalg.LinAlgError, NotImplementedError):  # of these values
+                pass
+            except RuntimeError as error:
+                if "ZeroDivisionError" not in str(error):
+                    raise
+
+
+# ------------------------------------------------------------------------- what a pass cannot take
+
+
+def refused_operation(graph: fx.Graph) -> ShardingError | None:
+    """Return the error for a captured operation that PyTorch's kernel refuses, if there is one.
+
+    For a graph that a pass cannot take: the kernel may refuse shapes that fake tensors let through.
+    """
+    for node in graph.nodes:
+        func = node.target
+        if node.op != "call_function" or not isinstance(func, OpOverload):
+            continue
+        if func.namespace != "aten" or func._schema.is_mutable or draws(func):
+            continue
+        leaves, tree = pytree.tree_flatten((node.args, node.kwargs))
+        leaves = [x.meta.get("val") if isinstance(x, fx.Node) else x for x in leaves]
+        tensors = [*_tensors(leaves)]
+        if any(t.layout is not torch.strided for t in tensors):
+            continue
+        if not all(isinstance(n, int) for t in tensors for n in _place(t)):
+            continue
+        if not all(isinstance(x, _PLAIN) for x in leaves) or sum(map(_span, tensors)) > _MOST:
+            continue
+        try:
+            _run_on_ones(func, leaves, tree)
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            text = str(error).partition("\n")[0]
+            return ShardingError(
+                f"PyTorch refuses {func.name().removeprefix('aten::')}: {text}",
+                where=node.meta.get("source"),
+                fix="correct the call; eager PyTorch raises the same error",
+            )
+    return None

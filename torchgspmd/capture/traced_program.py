@@ -97,6 +97,9 @@ class TracedProgram:
                 for i, (t, old) in enumerate(zip(inputs, before))
                 if i in self.rebound or was_mutated(t, old)
             ]
+            for i in mutated:
+                if i not in self.rebound:
+                    self._check_shape(i, unwrap(inputs[i]).shape)
             components = connected_components(outputs)
             self.outputs = [
                 *(
@@ -125,6 +128,20 @@ class TracedProgram:
                     *constants,
                 )
             ]
+
+    def _check_shape(self, index: int, now: torch.Size) -> None:
+        """Raise ShardingError if the program has changed an input's shape in place."""
+        if now == self.shapes[index]:
+            return
+        place = index - len(self.names)
+        what = f"'{self.names[index]}'" if place < 0 else f"tensor {place} of its arguments"
+        before, after = (list(shape) for shape in (self.shapes[index], now))
+        raise ShardingError(
+            f"the program changes the shape of {what} in place, from {before} to {after}",
+            where=user_line(),
+            why="its layout and those of later calls are for its shape",
+            fix=f"return a new tensor; as out=, pass one of shape {after}",
+        )
 
     def _input_in_place(self, output: int, tensor: Tensor) -> int:
         """Return the input whose source receives an output with as many dimensions, or -1.

@@ -18,7 +18,7 @@ from ..capture import (
     PARAMETER,
     ArgumentSizes,
     Captured,
-    capture,
+    capture_sized,
     leaf_names,
     opened,
     sizes_of,
@@ -118,7 +118,7 @@ def plan(
         named = sizes if isinstance(sizes, Mapping) else None
         sizes = sizes_of(named, leaf_names(fn, args, keywords), leaves)
     with bound(layout):
-        captured = capture(
+        captured = capture_sized(
             fn,
             args,
             keywords,

@@ -15,7 +15,7 @@ from dataclasses import fields
 
 import torch
 
-from ..capture import ARGUMENT
+from ..capture import ARGUMENT, refused_operation
 from ..errors import ShardingError
 from .printer import graph_text
 from .program import Program, Request
@@ -58,6 +58,8 @@ def reported(error: Exception, name: str, program: Program) -> Exception:
     # Errors of the user's program, and the machine's memory, are no faults of ours.
     if isinstance(error, (ShardingError, InternalError, MemoryError)):
         return error
+    if (refused := refused_operation(program.request.captured.graph)) is not None:
+        return refused
     return InternalError(error, name, program)
 
 

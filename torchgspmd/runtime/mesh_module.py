@@ -17,6 +17,7 @@ from ..capture import (
     Captured,
     Varying,
     capture,
+    capture_sized,
     is_capturing,
     leaf_names,
     not_compiled,
@@ -240,8 +241,10 @@ class MeshModule(ModuleProxy):
 
     def _capture(self, call: ModuleCall) -> tuple[Captured, list[ShardSpec | None]]:
         """Return a call's captured program, and the layouts that its arguments need."""
+        # With dynamic=True the next trace has numbers, whatever the error is.
+        traced = capture if self._options.dynamic is True else capture_sized
         with unrolling() if self._unrolls() else nullcontext():
-            captured = capture(
+            captured = traced(
                 self._model,
                 call.args,
                 call.kwargs,

@@ -53,6 +53,7 @@ def _attention(
     fused &= not (dropout_p and (is_transforming() or is_unrolling()))
     fused &= not has_no_elements(query, key, value)  # kernels divide by sizes
     if attn_mask is not None:
+        _check_mask(attn_mask, query.shape[-2], key.shape[-2])
         fused &= not (needs_gradient(attn_mask) or is_causal or attn_mask.dim() > query.dim())
     if fused:
         key, value = unrepeated(key, value)
@@ -90,6 +91,21 @@ def _attention(
     weights = F.dropout(weights, dropout_p) if left is DECLINED else left
     weights = weights.to(value.dtype)
     return einsum(f"{lead}st,{lead}tx->{lead}sx", weights, value)
+
+
+def _check_mask(mask: Tensor, queries: object, keys: object) -> None:
+    """Raise PyTorch's error for a mask that has other numbers of queries or keys.
+
+    A size that only a run knows is no number: a mask of a fixed size would not fit all runs.
+    """
+    for size, rows in zip(reversed(mask.shape), (keys, queries)):
+        is_number = isinstance(size, int), isinstance(rows, int)
+        if is_number[0] and size == 1:
+            continue
+        if is_number[0] != is_number[1] or all(is_number) and size != rows:
+            raise RuntimeError(
+                f"The expanded size of the tensor ({rows}) must match the existing size ({size})"
+            )
 
 
 # ------------------------------------------------------------------------ nn.MultiheadAttention
