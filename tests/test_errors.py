@@ -416,7 +416,7 @@ def test_a_token_outside_of_the_vocabulary():
     model, y = Classifier(), torch.tensor([0, 1, 2])
     compiled = plan(model, torch.tensor([0, 1, 4]), y, mesh=MESH)
     text = message(lambda: compiled.simulate(torch.tensor([0, 1, 5]), y))
-    assert text.startswith("an index is outside of its table, in module 'table'")
+    assert text.startswith("index 5 is outside of 5 rows, in module 'table'")
 
 
 ALL_OPTIONS = [

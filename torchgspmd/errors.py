@@ -8,7 +8,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import TracebackType
 from typing import Any
@@ -207,19 +207,45 @@ _OUTSIDE = re.compile(
 )
 
 
-def outside_error(error: Exception, where: str | None, module: str) -> ShardingError | None:
-    """Return the error for an index that a kernel found outside of its table; None for others."""
+def outside_error(
+    error: Exception,
+    where: str | None,
+    module: str,
+    limit: int = 0,
+    operands: Sequence[object] = (),
+) -> ShardingError | None:
+    """Return the error for an index that a kernel found outside of its table; None for others.
+
+    limit: the rows of the whole table, if the kernel had a shard of it. operands: the kernel's
+    tensors. A lookup's own error does not name the index.
+    """
     if (found := _OUTSIDE.search(str(error))) is None:
         return None
-    index, size = found[1] or found[3], found[2]
-    what = f"index {index} is outside" if index else "an index is outside of its table"
-    limit = f" of {size} rows" if size else ""
+    index, size = found[1] or found[3], int(found[2] or 0)
+    if index is None:
+        index, size = _outside(operands, limit)
+    elif limit and not 0 <= int(index) < limit:
+        size = limit
+    what = f"index {index} is outside" if index is not None else "an index is outside of its table"
+    rows = f" of {size} rows" if size else ""
     return ShardingError(
-        what + limit + (f", in module '{module}'" if module else ""),
+        what + rows + (f", in module '{module}'" if module else ""),
         where=where,
-        why=f"a class, a token or a position is 0 to {int(size) - 1} there" if size else None,
+        why=f"a class, a token or a position is 0 to {size - 1} there" if size else None,
         fix="correct the data, or make the table (classes, vocabulary, positions) larger",
     )
+
+
+def _outside(operands: Sequence[object], rows: int) -> tuple[int | None, int]:
+    """Return a lookup's first index outside of its table, if there is one, and the table's rows."""
+    tensors = [x for x in operands if hasattr(x, "is_floating_point")]
+    tables = [x for x in tensors if x.is_floating_point() and x.dim()]
+    rows = rows or (tables[0].shape[0] if tables else 0)
+    for x in tensors if rows else ():
+        if not (x.is_floating_point() or x.is_complex()):
+            for index in x[(x < 0) | (x >= rows)].tolist()[:1]:
+                return index, rows
+    return None, rows
 
 
 def _shorten(path: str) -> str:

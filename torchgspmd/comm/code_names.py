@@ -30,7 +30,8 @@ class NodeLine(NamedTuple):
 
     kind: the collective that its node starts or waits for, or nothing. source: the user's line.
     last: the last collective begun there, with its line. text: the node for people. module: its
-    module's path.
+    module's path. operands: its operands' names in the code. limit: the rows of the table that its
+    indices are for, or 0.
     """
 
     kind: str
@@ -38,6 +39,8 @@ class NodeLine(NamedTuple):
     last: str
     text: str
     module: str = ""
+    operands: tuple[str, ...] = ()
+    limit: int = 0
 
 
 class CodeLines:
@@ -99,9 +102,15 @@ def _rows(module: fx.GraphModule) -> dict[int, NodeLine]:
         kind, source = _kind(node), node.meta.get("source") or ""
         if kind is not None:
             last = f"{kind} at {source}" if source else kind
-        module = str(node.meta.get("module") or "").rpartition("/")[2]
-        rows[number] = NodeLine(kind or "", source, last, _text(node, source), module)
+        path = str(node.meta.get("module") or "").rpartition("/")[2]
+        text, operands = _text(node, source), tuple(n.name for n in node.all_input_nodes)
+        rows[number] = NodeLine(kind or "", source, last, text, path, operands, limit_of(node))
     return rows
+
+
+def limit_of(node: fx.Node) -> int:
+    """Return the rows of the whole table that an operation's indices are for; 0 if it has none."""
+    return next((n.meta["limit"] for n in node.all_input_nodes if "limit" in n.meta), 0)
 
 
 def _text(node: fx.Node, source: str) -> str:

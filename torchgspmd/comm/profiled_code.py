@@ -21,8 +21,8 @@ from torch.fx.graph import CodeGen
 
 from ..compat.fx_nodes import copy_node
 from ..compat.private_apis import _profiler_enabled, is_missing
-from ..errors import outside_error
-from .code_names import NodeLine, lines_of, named_code
+from ..errors import ShardingError, outside_error
+from .code_names import lines_of, named_code
 
 # Asked once: `is_profiling` runs at every call of a program.
 _IS_MISSING = is_missing(_profiler_enabled)
@@ -45,8 +45,7 @@ class ProfiledCode:
         try:
             return self._run(inputs)
         except (IndexError, RuntimeError) as error:
-            line = _line_of(error)
-            if line and (outside := outside_error(error, line.source, line.module)) is not None:
+            if (outside := _outside_of(error)) is not None:
                 raise outside from error
             raise
 
@@ -61,12 +60,16 @@ class ProfiledCode:
         return self._with_ranges(*inputs)
 
 
-def _line_of(error: Exception) -> NodeLine | None:
-    """Return the innermost line of a program's code in an error's traceback."""
+def _outside_of(error: Exception) -> ShardingError | None:
+    """Return the error for an index outside of its table, from a program's line in a traceback."""
     frames = [*traceback.walk_tb(error.__traceback__)]
     for frame, number in reversed(frames):
-        if (lines := lines_of(frame.f_code.co_filename)) is not None:
-            return lines.rows.get(number)
+        if (lines := lines_of(frame.f_code.co_filename)) is None:
+            continue
+        if (line := lines.rows.get(number)) is None:
+            return None
+        operands = [frame.f_locals.get(name) for name in line.operands]
+        return outside_error(error, line.source, line.module, line.limit, operands)
     return None
 
 

@@ -17,6 +17,7 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
+from .code_names import limit_of
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
 from .local_ops import pad_rows, take_part
@@ -46,11 +47,16 @@ class Simulator(fx.Interpreter):
         try:
             return self.run(*map(_PerDevice, places), *map(_PerDevice, inputs))
         except (IndexError, RuntimeError) as error:
-            meta = self.node.meta
-            module = str(meta.get("module") or "").rpartition("/")[2]
-            if (outside := outside_error(error, meta.get("source"), module)) is not None:
+            if (outside := self.outside_error(error)) is not None:
                 raise outside from error
             raise
+
+    def outside_error(self, error: Exception) -> ShardingError | None:
+        """Return the error for an index that the last node found outside of its table."""
+        meta, devices = self.node.meta, [self.env.get(n) for n in self.node.all_input_nodes]
+        operands = [x for values in devices if isinstance(values, list) for x in values]
+        module = str(meta.get("module") or "").rpartition("/")[2]
+        return outside_error(error, meta.get("source"), module, limit_of(self.node), operands)
 
     def get_attr(self, target: str, args: tuple, kwargs: dict) -> list:
         return _PerDevice([super().get_attr(target, args, kwargs)] * self.mesh.size)

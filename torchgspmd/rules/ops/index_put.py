@@ -16,7 +16,7 @@ from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined, rewrite
-from .lookup import shard_index, zero_outside
+from .lookup import outside_kept, shard_index, zero_outside
 from .pointwise import broadcast_dims
 from .scatter import index_or_spare_row, only_on_first_shard, with_spare_row
 
@@ -57,11 +57,13 @@ def _emit_index_put(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     for d, index in enumerate(indices):
         if index is not None:
             operand += 1
-            index = nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
+            asked, index = index, nonnegative(local, index, local.rule.sizes.get(f"v{d}", 1))
+            given = index
             for i, names in enumerate(local.rule.operands[operand]):
                 # Padding goes to the spare row: -1 is outside every shard.
                 index = local.masked(index, i, names[0], -1) if names else index
-            index = index_or_spare_row(local, index, f"v{d}")
+            place, least = index_or_spare_row(local, index, f"v{d}"), 0 if index is given else -1
+            index = outside_kept(local, f"v{d}", index, place, asked, least)
             x = with_spare_row(local, x, d)
         local_indices.append(index)
     result = local.call(local.target, x, local_indices, values, *accumulate, **kwargs)
@@ -123,8 +125,8 @@ def _emit_index(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     local_indices, all_inside = [], None
     for d, index in enumerate(indices):
         if index is not None and local.sharded(f"v{d}"):
-            index = nonnegative(local, index, local.rule.sizes[f"v{d}"])
-            index, inside = shard_index(local, f"v{d}", index)
+            positive = nonnegative(local, index, local.rule.sizes[f"v{d}"])
+            index, inside = shard_index(local, f"v{d}", positive, index)
             if all_inside is not None:
                 inside = local.call(aten.logical_and.default, all_inside, inside)
             all_inside = inside

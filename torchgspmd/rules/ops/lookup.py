@@ -2,7 +2,8 @@
 
 A table may be sharded along the indexed dimension. Then each device reads the rows that it has, and
 puts 0 elsewhere. The sum over devices is the result (GSPMD's partitioned gather; Megatron's
-vocabulary-parallel embedding).
+vocabulary-parallel embedding). An index outside of the whole table is left as it is, so that the
+kernel refuses it on every device, as it does on one.
 """
 
 from __future__ import annotations
@@ -30,11 +31,44 @@ def in_shard(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node,
     return shifted, inside
 
 
-def shard_index(local: LocalBuilder, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Return (index into the device's shard, clamped; whether it falls into the shard)."""
+def shard_index(
+    local: LocalBuilder,
+    factor: str,
+    index: fx.Node,
+    asked: fx.Node | None = None,
+    checked: bool = True,
+) -> tuple[fx.Node, fx.Node]:
+    """Return (index into the device's shard, clamped; whether it falls into the shard).
+
+    checked: whether an index outside of the whole table stays outside of the shard, as `asked`.
+    """
     shifted, inside = in_shard(local, factor, index)
     # Clamped: devices without the row read another one, which zero_outside drops.
-    return local.call(aten.clamp.default, shifted, 0, local.size(factor) - 1), inside
+    place = local.call(aten.clamp.default, shifted, 0, local.size(factor) - 1)
+    return outside_kept(local, factor, index, place, asked) if checked else place, inside
+
+
+def outside_kept(
+    local: LocalBuilder,
+    factor: str,
+    index: fx.Node,
+    place: fx.Node,
+    asked: fx.Node | None = None,
+    least: int = 0,
+) -> fx.Node:
+    """Return `place`, but the index that was asked for where it is outside of the whole table.
+
+    It is a few operations on indices, beside rows of values and a message. asked: the index before
+    negative ones became positive. least: the lowest index that is no mistake.
+    """
+    rows = local.rule.sizes[factor]
+    if type(rows) is not int:  # of a size that only a run knows
+        return place
+    known = local.call(aten.clamp.default, index, least, rows - 1)
+    is_known = local.call(aten.eq.Tensor, known, index)
+    result = local.call(aten.where.self, is_known, place, index if asked is None else asked)
+    result.meta["limit"] = rows
+    return result
 
 
 def zero_outside(
@@ -73,7 +107,8 @@ def _embedding_backward(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
         """Add only the gradients whose row the shard has."""
-        place, inside = shard_index(local, "v", args[1])
+        # The forward has checked the indices.
+        place, inside = shard_index(local, "v", args[1], checked=False)
         if padding_index >= 0:
             is_row = local.call(aten.ne.Scalar, args[1], padding_index)
             inside = local.call(aten.logical_and.default, inside, is_row)

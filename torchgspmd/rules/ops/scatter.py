@@ -18,7 +18,7 @@ from ..local_builder import LocalBuilder
 from ..notation import IDENTITY, Call, FactorRule, LocalForm
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined
-from .lookup import aligned_factors, in_shard
+from .lookup import aligned_factors, in_shard, outside_kept
 
 # PyTorch's words for reductions -> those in FactorRule.reduce.
 KINDS = {
@@ -68,7 +68,9 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
     x = only_on_first_shard(local, x, [written], local.rule.reduce.get(written, "sum"))
     if not local.sharded(row) and masked is index:  # all rows are here
         return local.call(local.target, x, dim, index, *rest, **kwargs)
-    x, index = with_spare_row(local, x, dim), index_or_spare_row(local, masked, row)
+    x, spared = with_spare_row(local, x, dim), index_or_spare_row(local, masked, row)
+    # -1 is in the padding of the indices, if there is any.
+    index = outside_kept(local, row, masked, spared, least=0 if masked is index else -1)
     result = local.call(local.target, x, dim, index, *rest, **kwargs)
     return local.call(aten.slice.Tensor, result, dim, 0, local.size(row))
 
