@@ -212,7 +212,7 @@ def outside_error(
     where: str | None,
     module: str,
     limit: int = 0,
-    operands: Sequence[object] = (),
+    operands: Sequence[Any] = (),
 ) -> ShardingError | None:
     """Return the error for an index that a kernel found outside of its table; None for others.
 
@@ -236,7 +236,7 @@ def outside_error(
     )
 
 
-def _outside(operands: Sequence[object], rows: int) -> tuple[int | None, int]:
+def _outside(operands: Sequence[Any], rows: int) -> tuple[int | None, int]:
     """Return a lookup's first index outside of its table, if there is one, and the table's rows."""
     tensors = [x for x in operands if hasattr(x, "is_floating_point")]
     tables = [x for x in tensors if x.is_floating_point() and x.dim()]

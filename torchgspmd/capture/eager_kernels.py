@@ -146,7 +146,7 @@ def _place(x: Tensor) -> tuple[Any, ...]:
     return (*x.shape, *x.stride(), x.storage_offset())
 
 
-def _span(x: Tensor) -> int:
+def _span(x: Tensor) -> Any:
     """Return the elements of the memory from its beginning to the tensor's last element."""
     if not x.numel():
         return x.storage_offset()

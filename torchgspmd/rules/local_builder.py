@@ -36,6 +36,9 @@ class LocalBuilder(Protocol):
         """Return the length of a factor's shard."""
         ...
 
+    def known_size(self, factor: str) -> int | None:
+        """Return a factor's global size; None if only a run knows it."""
+
     def index(self, factor: str) -> Any:
         """Return the number of the device's shard: 0, or a value in the program."""
 

@@ -123,6 +123,11 @@ class Emitter:
             return self.rows(size, axes)
         return -(-size // self.localizer.mesh.count(axes))
 
+    def known_size(self, factor: str) -> int | None:
+        """Return a factor's global size; None if only a run knows it."""
+        size = self.sizes.get(factor, 1)  # the same for both emissions
+        return None if isinstance(size, OpenSize) else size
+
     def rows(self, size: OpenSize, axes: Axes) -> Any:
         """Return a shard's rows, for a size known in a run; its stand-in if values decide it."""
         if axes:

@@ -61,8 +61,8 @@ def outside_kept(
     It is a few operations on indices, beside rows of values and a message. asked: the index before
     negative ones became positive. least: the lowest index that is no mistake.
     """
-    rows = local.rule.sizes[factor]
-    if type(rows) is not int:  # of a size that only a run knows
+    rows = local.known_size(factor)
+    if rows is None:
         return place
     known = local.call(aten.clamp.default, index, least, rows - 1)
     is_known = local.call(aten.eq.Tensor, known, index)
