@@ -174,7 +174,8 @@ class Decoder:
         """Return the record for a row: its class name, and its fields."""
         cls = RECORDS.get(row[0]) if type(row) is list and row and type(row[0]) is str else None
         if cls is None:
-            raise Malformed(row, None, f"a record: one of {', '.join(map(str, RECORDS))}, and its fields")
+            known = ", ".join(map(str, RECORDS))
+            raise Malformed(row, None, f"a record: one of {known}, and its fields")
         hints = field_types(cls)
         if len(row) != len(hints) + 1:
             raise Malformed(row, None, f"a {row[0]} of {len(hints)} fields")
