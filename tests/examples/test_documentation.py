@@ -60,6 +60,7 @@ def test_code_of_the_documentation_prints_what_is_shown(
 ) -> None:
     """A python block followed by a text block must print it."""
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["train.py"])  # errors show torchrun's command line
     text, shift = page.read_text(), 0
     script = tmp_path / "readme.py"  # a real file, so that marks have a line
     shown = list(outputs(text, script))

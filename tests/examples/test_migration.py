@@ -79,17 +79,18 @@ def version(diff: str, sign: str) -> str:
     return "".join(line[1:] or "\n" for line in diff.splitlines(True) if line[0] in f"{sign} \n")
 
 
+@pytest.mark.parametrize("processes", (2, 4))
 @pytest.mark.parametrize("name", [*MODELS])
-def test_the_loop_prints_the_same_on_two_processes(name, tmp_path):
+def test_the_loop_prints_the_same_on_processes(name, processes, tmp_path):
     diff, (model, count) = DIFFS[name], MODELS[name]
     assert sum(line.startswith("+") for line in diff.splitlines()) <= 12
     (tmp_path / "model.py").write_text(model)
     (tmp_path / "run.py").write_text(RUN)
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{tmp_path}", "OMP_NUM_THREADS": "1"}
     found = []
-    for sign, processes in (("-", "1"), ("+", "2")):
+    for sign, number in (("-", 1), ("+", processes)):
         (tmp_path / "train.py").write_text(version(diff, sign))
-        command = [sys.executable, "run.py", "train.py", processes]
+        command = [sys.executable, "run.py", "train.py", str(number)]
         done = subprocess.run(
             command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
         )

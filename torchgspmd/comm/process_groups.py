@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 
@@ -283,15 +286,47 @@ def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     return next(iter([*same, *meshes]), None)
 
 
-def check_world(mesh: Mesh) -> None:
-    """Raise ShardingError unless every device in the mesh has one process."""
-    if not dist.is_initialized():
+def start_process_group(mesh: Mesh) -> None:
+    """Start the default process group by torchrun's variables, unless there is one.
+
+    As init_device_mesh does: gloo for tensors on the CPU and NCCL for those on a GPU, which is
+    LOCAL_RANK's unless the program has chosen another. Raise a ShardingError without torchrun.
+    """
+    if dist.is_initialized():
+        return
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= {*os.environ}:
         raise ShardingError(
             "there is no process group",
             where=user_line(),
-            fix="start the program with torchrun and call "
-            "torch.distributed.init_process_group() first",
+            why=f"mesh {mesh} needs {mesh.size} processes, which torchrun starts",
+            fix=f"run {_torchrun(mesh.size)}, or call gspmd.launch(function, {mesh.size}) in a "
+            "notebook",
         )
+    card = int(os.environ.get("LOCAL_RANK", 0))
+    is_chosen = torch.cuda.is_initialized() and torch.cuda.current_device()
+    if not is_chosen and card < torch.cuda.device_count():
+        torch.cuda.set_device(card)
+    dist.init_process_group()
+
+
+def on_own_card(model: nn.Module) -> nn.Module:
+    """Move a model that `model.cuda()` put on GPU 0 to the GPU of this process of torchrun."""
+    cards = {t.device.index for t in model.parameters() if t.is_cuda}
+    if cards and (card := torch.cuda.current_device()) not in cards:
+        if str(card) == os.environ.get("LOCAL_RANK"):
+            return model.cuda()
+    return model
+
+
+def _torchrun(processes: int) -> str:
+    """Return the command line that starts this program on some processes."""
+    script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["train.py"]
+    return f"torchrun --nproc-per-node {processes} {shlex.join(script)}"
+
+
+def check_world(mesh: Mesh) -> None:
+    """Raise ShardingError unless every device in the mesh has one process."""
+    start_process_group(mesh)
     if dist.get_world_size() != mesh.size:
         raise ShardingError(
             f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes",

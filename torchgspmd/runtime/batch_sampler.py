@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
-from ..comm.process_groups import part_of
+from ..comm.process_groups import part_of, start_process_group
 from ..errors import ShardingError, user_line
 from ..layout.device_mesh import mesh_of
 from ..layout.mesh import Mesh
@@ -164,12 +164,6 @@ class BatchSampler(Sampler[list[int]]):
 
 def _rank(mesh: Mesh) -> int:
     """Return this process's place in the mesh; 0 where there is one device and no group."""
-    if dist.is_initialized():
-        return dist.get_rank()
-    if mesh.size == 1:
-        return 0
-    raise ShardingError(
-        f"{mesh} has {mesh.size} devices, and this process is in no process group",
-        where=user_line(),
-        fix="call torch.distributed.init_process_group() before",
-    )
+    if mesh.size > 1:
+        start_process_group(mesh)
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -49,7 +49,8 @@ def parallelize(
 ) -> nn.Module:
     """Return a module with the same forward that computes on a mesh.
 
-    Call it identically on every rank. Parameters and buffers become DTensors with rank 0's values,
+    Call it identically on every rank. Under torchrun it starts the process group if there is none,
+    as torch's init_device_mesh does. Parameters and buffers become DTensors with rank 0's values,
     laid out as marked or replicated. The returned module answers as the model does: its class,
     attributes, methods and state_dict. Optimizers made before get the returned module's parameters,
     with their states.
@@ -75,8 +76,8 @@ def parallelize(
         A ShardedModule, or an XlaModule for backend "xla".
 
     Raises:
-        ShardingError: There is no process group with one process per device, or programs or
-            argument shapes differ between ranks.
+        ShardingError: There are not as many processes as devices, or programs or argument shapes
+            differ between ranks.
 
     Example:
         >>> import torch.distributed as dist  # here one process; under torchrun one a device

@@ -16,7 +16,7 @@ from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
-from ..comm.process_groups import groups_of
+from ..comm.process_groups import groups_of, on_own_card
 from ..comm.rank_check import check_ranks
 from ..comm.rank_failure import CALL
 from ..comm.rank_mismatch import Account, agree, check_alike, raise_difference
@@ -77,6 +77,7 @@ class ShardedModule(MeshModule):
         groups = groups_of(mesh, device, part, options.time_limit)
         if hooks:
             agree(groups, "parallelize")
+        model = on_own_card(model)
         groups.watcher.run(
             shard_module,
             model,
