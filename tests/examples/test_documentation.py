@@ -88,6 +88,23 @@ def test_the_readme_is_short_and_every_link_leads_to_a_file() -> None:
             assert (page.parent / link).exists(), f"{page.name}: {link}"
 
 
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as the site and GitHub name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)", text, re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+def test_every_anchor_is_a_heading() -> None:
+    """`mkdocs build --strict` finds the same, in minutes."""
+    for page in (*PAGES, ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"):
+        for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)\s]+)\)", page.read_text()):
+            target = page.parent / link if link else page
+            assert target.suffix != ".md" or anchor in anchors(target), (
+                f"{page.name}: {link}#{anchor}"
+            )
+
+
 def test_every_page_is_in_the_list_and_links_the_glossary() -> None:
     folder = ROOT / "docs"
     listed = re.findall(r"^\| \[.*?\]\((.*?)\)", (folder / "pages.md").read_text(), re.M)

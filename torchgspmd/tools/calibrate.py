@@ -50,7 +50,7 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
 
     Args:
         mesh: The devices; collectives are measured over each axis, and over all. By default one
-        axis over all processes.
+            axis over all processes.
 
     Returns:
         A Hardware for plan.estimate, plan.report and suggest.

@@ -56,7 +56,7 @@ def compare(
         reference: The model for one device, with the same weights.
         batch: The arguments; or one tuple with them, or one mapping by name.
         tolerance: How much a value may differ, relative to the largest on one device. None:
-        sqrt(epsilon) in its dtype.
+            sqrt(epsilon) in its dtype.
 
     Returns:
         The Comparison, the same on all ranks. It prints the difference, and is true without one.

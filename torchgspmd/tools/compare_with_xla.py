@@ -41,7 +41,7 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
 
     Raises:
         ShardingError: The pin is unknown, torch_xla is missing, or the mesh does not have all XLA
-        devices.
+            devices.
 
     Example:
         >>> import torch

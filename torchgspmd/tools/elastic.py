@@ -180,7 +180,7 @@ def elastic(
         folder: The folder for checkpoints, on a file system that all hosts see.
         every: Steps from one checkpoint to the next.
         copies: Steps from one copy in the hosts' memory to the next. Each shard is on its own host
-        and on the next one, so that losing one host costs no read from disk.
+            and on the next one, so that losing one host costs no read from disk.
         keep: Checkpoints that stay.
         hosts: The number of hosts, or the least and the most: then a job goes on with fewer hosts,
             and takes in those that come.

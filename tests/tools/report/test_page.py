@@ -85,6 +85,8 @@ def test_the_page_has_the_plan(planned, tmp_path):
     assert {row[-1] for row in data["collectives"]} <= names
     assert sum(row[4] for row in data["collectives"]) == pytest.approx(planned.sent_bytes)
     assert {name for _, name in data["tree"]} <= names
+    modules = {event["module"] for event in data["events"] if event["stream"] == "compute"}
+    assert {"blocks.0", "blocks.1"} <= {".".join(path.split(".")[:2]) for path in modules}
     for value in data["values"]:
         assert set(value["operands"]) <= names | {n.name for n in planned.sharded.nodes}
         assert all(0 <= line < len(data["lines"]) for line in value["why"])

@@ -34,7 +34,7 @@ def evaluate(
     Args:
         model: A module from `parallelize`, or any other.
         batches: Each batch's inputs and target, such as a DataLoader returns: tensors whose
-        dimension 0 is the batch's rows, the same on every process.
+            dimension 0 is the batch's rows, the same on every process.
         metrics: By name: `accuracy()` and the like, a `Metric`, or torchmetrics' metrics.
         call: A function that takes the model and a batch and returns outputs and targets. By
             default `(model(*batch[:-1]), batch[-1])`.

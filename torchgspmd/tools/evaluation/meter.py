@@ -28,7 +28,7 @@ class Meter:
 
     Args:
         metrics: By name: a Metric, or an object with methods update, compute and reset, as
-        torchmetrics has. Such an object gets this device's rows and sums up by itself.
+            torchmetrics has. Such an object gets this device's rows and sums up by itself.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class Meter:
 
         Raises:
             ShardingError: A target does not have the outputs' rows, or these are a DTensor where
-            former ones were not.
+                former ones were not.
 
         Example:
             >>> import torch

@@ -19,12 +19,12 @@ class Metric:
 
     Args:
         sums: A function that takes outputs and targets, and returns a tensor [count]. It is called
-        with parts of a batch; its results add up to the whole batch's.
+            with parts of a batch; its results add up to the whole batch's.
         count: How many sums there are.
         value: A function that takes the sums over all data, a float64 tensor [count] on the CPU. By
-        default the first one divided by the second.
+            default the first one divided by the second.
         whole: Output dimensions that targets lack, such as the classes. A part has all of these.
-        The others correspond, in order, to the targets' first dimensions.
+            The others correspond, in order, to the targets' first dimensions.
 
     Example:
         >>> import torch
@@ -162,7 +162,7 @@ def error_rate(
 
     Args:
         pairs: A function that takes outputs and targets and returns, for each row, the prediction
-        and the target: two sequences of words, letters or numbers.
+            and the target: two sequences of words, letters or numbers.
         whole: Output dimensions that a sequence runs over, and the class dimensions.
 
     Returns:

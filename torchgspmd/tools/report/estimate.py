@@ -35,7 +35,7 @@ class Event:
 
     name: the node's. stream: COMPUTE, COMMUNICATION, or EXPOSED. begin, seconds: within the step.
     alive: bytes on the device meanwhile. steps: a collective's messages. runs: how often it happens
-    in this time, in a loop.
+    in this time, in a loop. module: the path of the module whose forward computes it.
     """
 
     name: str
@@ -47,6 +47,7 @@ class Event:
     backward: bool
     steps: tuple[Step, ...] = ()
     runs: int = 1
+    module: str = ""
 
     @property
     def sent(self) -> float:
@@ -194,6 +195,7 @@ class _Streams:
             source=source,
             backward=backward,
             steps=steps,
+            module=str(node.meta.get("module") or "").rpartition("/")[2],
         )
 
     def seconds(self, node: fx.Node) -> float:

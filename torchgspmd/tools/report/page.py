@@ -78,6 +78,7 @@ def page_data(
                 "name": e.name,
                 "value": e.name.removesuffix("_start"),
                 "source": short_source(e.source),
+                "module": e.module,
                 "backward": e.backward,
                 "sent": sum(step.sent for step in e.steps),
                 "alive": e.alive,
