@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .comm.hardware import Hardware
     from .compiler.api import Plan, plan
     from .layout.annotate import annotate
+    from .layout.family_marks import marks as marks
     from .layout.mark import mark_sharding
     from .nn import collectives, manual, moe, pipeline, stack, train_step
     from .nn import pipeline_model as pipeline_model
@@ -78,6 +79,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     "Hardware": "comm.hardware",
     **dict.fromkeys(["Plan", "plan"], "compiler.api"),
     "annotate": "layout.annotate",
+    "marks": "layout.family_marks",
     "mark_sharding": "layout.mark",
     "rule": "rules.custom",
     "full_state_dict": "runtime.full_state",

@@ -18,6 +18,7 @@ x = torch.randn(8, 64)
 
 assert_type(mesh.size, int)
 assert_type(gspmd.annotate(model, mesh, {"0.weight": "model _"}), nn.Sequential)
+gspmd.annotate(model, mesh, gspmd.marks("llama"))
 assert_type(gspmd.mark_sharding(x, mesh, "data _"), Tensor)
 assert_type(gspmd.shard_batch(x, mesh, "data _"), Tensor)
 gspmd.mark_sharding(x, mesh, [gspmd.UNCONSTRAINED, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -24,7 +24,7 @@ _Module = TypeVar("_Module", bound=nn.Module)
 def annotate(
     module: _Module,
     mesh: Mesh | DeviceMesh | MeshLayout | Mapping[str, str],
-    layouts: Mapping[str, SpecLike] | None = None,
+    layouts: Mapping[str, SpecLike] | MarksByNames | None = None,
 ) -> _Module:
     """Mark parameters, buffers and module outputs in a model whose source you do not own.
 
@@ -36,7 +36,7 @@ def annotate(
         layouts: Specs by glob. `"blocks.*.mlp.up.weight"` matches parameters and buffers.
             `"blocks.*"` matches modules: every floating tensor that they return. `*` matches within
             one part of a name, `**` across parts, `?` one letter, `[qkv]` one of these. A later key
-            wins over an earlier one.
+            wins over an earlier one. Or a known family's marks, such as `marks("llama")`.
 
     Returns:
         The module.
@@ -52,6 +52,10 @@ def annotate(
         >>> annotate(model, Mesh(data=2, model=4), layouts) is model
         True
     """
+    if isinstance(layouts, MarksByNames):
+        layouts = layouts.of_names(
+            name for name, _ in module.named_parameters(remove_duplicate=False)
+        )
     if isinstance(mesh, Mapping):
         devices, layouts = None, mesh
     else:
@@ -73,8 +77,8 @@ def annotate(
     }
     of_rows: dict[str, Any] = {}
     given: dict[str, _Given] = {}
-    for pattern, spec in layouts.items():  # pyright: ignore[reportOptionalMemberAccess]
-        matches = _glob(pattern).fullmatch
+    for pattern, spec in layouts.items():  # pyright: ignore
+        matches = glob_pattern(pattern).fullmatch
         found = [name for name in rows if matches(name)]
         # Overwriting keeps the rule that a later key wins over an earlier one.
         of_rows |= dict.fromkeys(found, spec)
@@ -99,6 +103,15 @@ def annotate(
     _mark_tensors(tensors, given, devices)
     _mark_stacked(rows, of_rows, devices)
     return module
+
+
+@runtime_checkable
+class MarksByNames(Protocol):
+    """Marks that depend on the model's names, as `marks` returns."""
+
+    def of_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return specs by glob for a model with these parameters."""
+        ...
 
 
 class _Given(NamedTuple):
@@ -182,7 +195,7 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
     """Suggest a pattern in place of one without a match."""
     syntax = "* matches within one part of a name, ** across parts"
     wider = re.sub(r"\*+", "**", pattern)
-    if any(map(_glob(wider).fullmatch, names)):
+    if any(map(glob_pattern(wider).fullmatch, names)):
         return f"write '{wider}': {syntax}"
     # A frequent mistake: a regular expression, as other libraries' tables of names take.
     with suppress(re.error):
@@ -199,8 +212,8 @@ def _other_pattern(pattern: str, names: list[str]) -> str:
     return did_you_mean(pattern, [f"**.{each}" for each in ends])
 
 
-def _glob(pattern: str) -> re.Pattern[str]:
-    """Translate a glob into a regular expression."""
+def glob_pattern(pattern: str) -> re.Pattern[str]:
+    """Translate a glob over names into a regular expression."""
     tokens = re.split(r"(\*\*|\*|\?|\[!?[^]]+\])", pattern)
     wild = {"**": ".*", "*": "[^.]*", "?": "[^.]"}
     classes = {t: t.replace("[!", "[^") for t in tokens if t.startswith("[") and len(t) > 2}

@@ -28,7 +28,8 @@ def rule(
         op: An operation from torch.library.custom_op, torch.ops.library.name, or "library::name".
         sentence: The factors for each tensor operand and, behind the arrow, for each result. `...`
             stands for leading dimensions, 1 for a dimension without a factor. There may be several
-            sentences, for calls with other ranks or without some operand; the first that fits counts.
+            sentences, for calls with other ranks or without some operand; the first that fits
+            counts.
         reduce: Factors whose shards compute terms: "k", or {"k": "max"}.
         whole: Factors that every device needs whole.
         linear: Groups of operands in which the operation is linear.

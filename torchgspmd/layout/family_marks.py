@@ -1,0 +1,234 @@
+"""marks: which dimensions tensor parallelism divides, for families of models that people bring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ..errors import ShardingError, did_you_mean, user_line
+from .annotate import glob_pattern
+
+Rows = Mapping[str, str]  # spec by glob; a glob that ends in "?" may match nothing
+
+# M stands for the axis of heads and hidden units, E for that of experts.
+_WORDS = {"**embed_tokens.weight?": "M _", "**lm_head.weight?": "M _"}
+_HEADS = {
+    "**self_attn.[qkv]_proj.weight": "M _",
+    "**self_attn.[qkv]_proj.bias?": "M",
+    "**self_attn.o_proj.weight": "_ M",
+}
+_GATED = {
+    "**mlp.gate_proj.weight": "M _",
+    "**mlp.up_proj.weight": "M _",
+    "**mlp.down_proj.weight": "_ M",
+}
+_LLAMA = {**_WORDS, **_HEADS, **_GATED}
+# [experts, hidden, width] and [experts, width, hidden]
+_EXPERTS = {"**experts.gate_up_proj": "E _ _", "**experts.down_proj": "E _ _"}
+_LATENT = {  # multi-head latent attention: the small down projections stay whole
+    "**self_attn.q_b_proj.weight?": "M _",
+    "**self_attn.q_proj.weight?": "M _",
+    "**self_attn.kv_b_proj.weight": "M _",
+    "**self_attn.o_proj.weight": "_ M",
+}
+_DENSE_LAYERS = {f"{glob}?": spec for glob, spec in _GATED.items()}
+_SHARED = {f"{glob.replace('mlp.', 'mlp.shared_experts.')}?": spec for glob, spec in _GATED.items()}
+_TIMM = {  # timm's ViT, and DiT
+    "**attn.qkv.weight": "M _",
+    "**attn.qkv.bias?": "M",
+    "**attn.proj.weight": "_ M",
+    "**mlp.fc1.weight": "M _",
+    "**mlp.fc1.bias?": "M",
+    "**mlp.fc2.weight": "_ M",
+}
+_GPT2 = {  # transformers' Conv1D: [in, out]
+    "**wte.weight": "M _",
+    "**lm_head.weight?": "M _",
+    "**attn.c_attn.weight": "_ M",
+    "**attn.c_attn.bias?": "M",
+    "**attn.c_proj.weight": "M _",
+    "**mlp.c_fc.weight": "_ M",
+    "**mlp.c_fc.bias?": "M",
+    "**mlp.c_proj.weight": "M _",
+}
+
+# Variants of one family have the same model with other names; the first that fits counts.
+FAMILIES: dict[str, tuple[Rows, ...]] = {
+    "deepseek-v3": (
+        {**_WORDS, **_LATENT, **_DENSE_LAYERS, **_SHARED, **_EXPERTS},
+        {
+            **_WORDS,
+            **_LATENT,
+            **_DENSE_LAYERS,
+            **_SHARED,
+            "**mlp.experts.*.gate_proj.weight": "M _",
+            "**mlp.experts.*.up_proj.weight": "M _",
+            "**mlp.experts.*.down_proj.weight": "_ M",
+        },
+    ),
+    "dit": ({**_TIMM, "**adaLN_modulation.1.weight": "_ M"},),
+    "gpt-oss": (
+        {
+            **_WORDS,
+            **_HEADS,
+            "**self_attn.sinks": "M",
+            **_EXPERTS,
+            "**experts.gate_up_proj_bias": "E _",
+            "**experts.down_proj_bias": "E _",
+        },
+    ),
+    "gpt2": (_GPT2,),
+    "llama": (_LLAMA,),
+    "mixtral": (
+        {**_WORDS, **_HEADS, **_EXPERTS},
+        {
+            **_WORDS,
+            **_HEADS,
+            "**experts.*.w[13].weight": "M _",
+            "**experts.*.w2.weight": "_ M",
+        },
+    ),
+    "nanogpt": ({g: " ".join(reversed(s.split())) if "c_" in g else s for g, s in _GPT2.items()},),
+    "qwen3": (_LLAMA, {**_WORDS, **_HEADS, **_EXPERTS}),
+    "t5": (
+        {
+            "**shared.weight": "M _",
+            "**embed_tokens.weight?": "M _",
+            "**lm_head.weight?": "M _",
+            "**Attention.[qkv].weight": "M _",
+            "**Attention.o.weight": "_ M",
+            "**relative_attention_bias.weight": "_ M",
+            "**DenseReluDense.wi*.weight": "M _",
+            "**DenseReluDense.wo.weight": "_ M",
+        },
+    ),
+    "vit": (
+        {
+            "**attention.[qkv]_proj.weight": "M _",
+            "**attention.[qkv]_proj.bias?": "M",
+            "**attention.o_proj.weight": "_ M",
+            "**mlp.fc1.weight": "M _",
+            "**mlp.fc1.bias": "M",
+            "**mlp.fc2.weight": "_ M",
+        },
+        {
+            "**attention.attention.query.weight": "M _",
+            "**attention.attention.key.weight": "M _",
+            "**attention.attention.value.weight": "M _",
+            "**attention.attention.query.bias?": "M",
+            "**attention.attention.key.bias?": "M",
+            "**attention.attention.value.bias?": "M",
+            "**attention.output.dense.weight": "_ M",
+            "**intermediate.dense.weight": "M _",
+            "**intermediate.dense.bias": "M",
+            "**layer.*.output.dense.weight": "_ M",
+        },
+        _TIMM,
+    ),
+    "whisper": (
+        {
+            "**embed_tokens.weight?": "M _",
+            "**proj_out.weight?": "M _",
+            "**_attn.[qkv]_proj.weight": "M _",
+            "**_attn.[qv]_proj.bias": "M",
+            "**_attn.out_proj.weight": "_ M",
+            "**layers.*.fc1.weight": "M _",
+            "**layers.*.fc1.bias": "M",
+            "**layers.*.fc2.weight": "_ M",
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class FamilyMarks:
+    """A family's marks, for annotate, which takes the variant that fits the model's names."""
+
+    family: str
+    model: str
+    experts: str
+
+    def __str__(self) -> str:
+        return "\n".join(f"{glob}: {spec}" for glob, spec in self._specs(FAMILIES[self.family][0]))
+
+    def of_names(self, names: Iterable[str]) -> dict[str, str]:
+        """Return specs by glob for a model with these parameters.
+
+        Raises:
+            ShardingError: No variant of the family fits.
+        """
+        names = [*names]
+        for rows in FAMILIES[self.family]:
+            if not _missing(rows, names):
+                found = self._specs(rows)
+                return {glob: spec for glob, spec in found if _matches(glob, names)}
+        rows = min(FAMILIES[self.family], key=lambda rows: len(_missing(rows, names)))
+        missing, globs = _missing(rows, names)[0], [glob for glob, _ in self._specs(rows)]
+        # A weight that no glob matches may have the missing one's place under another name.
+        others = [name for name in names if not any(_matches(glob, [name]) for glob in globs)]
+        fitting = [name for name in FAMILIES if not all(_missing(r, names) for r in FAMILIES[name])]
+        raise ShardingError(
+            f"the marks of '{self.family}' do not fit this model: '{missing}' matches no parameter",
+            where=user_line(),
+            fix=" or ".join(f"use gspmd.marks({name!r})" for name in fitting)
+            or f"mark it by globs; its parameters are {', '.join(names[:3])}, ...; "
+            + did_you_mean(
+                missing.lstrip("*"), dict.fromkeys(_end(missing, name) for name in others)
+            ),
+        )
+
+    def _specs(self, rows: Rows) -> list[tuple[str, str]]:
+        axes = {"M": self.model, "E": self.experts}
+        return [
+            (glob.removesuffix("?"), " ".join(axes.get(word, word) for word in spec.split()))
+            for glob, spec in rows.items()
+        ]
+
+
+def marks(family: str, *, model: str = "model", experts: str | None = None) -> FamilyMarks:
+    """Return a family's marks for tensor parallelism, by the names of its parameters.
+
+    Names are those of transformers 5, for "dit" those of its authors' code, for "nanogpt" those of
+    nanoGPT. Older names of transformers, and timm's, are known for some.
+
+    Args:
+        family: "deepseek-v3", "dit", "gpt-oss", "gpt2", "llama", "mixtral", "nanogpt", "qwen3",
+            "t5", "vit" or "whisper".
+        model: The mesh axis for heads, hidden units and the vocabulary.
+        experts: The mesh axis for experts. None: `model`.
+
+    Returns:
+        The marks, for annotate.
+
+    Raises:
+        ShardingError: The family is unknown.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, annotate, marks
+        >>> layer = {"qkv": torch.nn.Linear(8, 24), "proj": torch.nn.Linear(8, 8)}
+        >>> mlp = {"fc1": torch.nn.Linear(8, 32), "fc2": torch.nn.Linear(32, 8)}
+        >>> model = {"attn": torch.nn.ModuleDict(layer), "mlp": torch.nn.ModuleDict(mlp)}
+        >>> model = annotate(torch.nn.ModuleDict(model), Mesh(model=2), marks("vit"))
+    """
+    if family not in FAMILIES:
+        raise ShardingError(
+            f"there are no marks for '{family}'; {did_you_mean(family, list(FAMILIES))}",
+            where=user_line(),
+            fix=f"the families are {', '.join(FAMILIES)}; gspmd.suggest finds marks for any model",
+        )
+    return FamilyMarks(family, model, experts or model)
+
+
+def _missing(rows: Rows, names: list[str]) -> list[str]:
+    """Return the globs that have to match, and match nothing."""
+    return [glob for glob in rows if not glob.endswith("?") and not _matches(glob, names)]
+
+
+def _matches(glob: str, names: list[str]) -> bool:
+    return any(map(glob_pattern(glob).fullmatch, names))
+
+
+def _end(glob: str, name: str) -> str:
+    """Return the end of a name with as many parts as a glob has."""
+    return ".".join(name.split(".")[-glob.count(".") - 1 :])
