@@ -5,9 +5,11 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import torchgspmd as gspmd
@@ -96,7 +98,7 @@ def test_scripts_run_and_train_as_one_device_does(tmp_path):
     done = subprocess.run(run, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "from net import Config\nfrom net import Net\n" in done.stdout
-    model = "Net(config=Config(words=16, width=12), depth=2).to(device)"
+    model = "Net(config=Config(width=12), depth=2).to(device)"
     assert f"model = {model}\n" in done.stdout
     assert "loss = model(*batch, **options)\n" in done.stdout
 
@@ -123,6 +125,7 @@ def test_code_of_models():
     )
     names = CodeNames()
     assert names.code([Sizes(5), {"a": (None,)}]) == "[Sizes(width=5), {'a': (None,)}]"
+    assert names.code(Sizes()) == "Sizes()"  # the defaults
     assert [line.split()[-1] for line in names.lines] == ["Sizes"]
     with pytest.raises(ValueError, match="no code makes a object"):
         CodeNames().code(object())
@@ -151,6 +154,100 @@ def test_the_bound_is_defined_at_the_precision_used():
     assert "of 67 TFLOP/s, divided evenly over 2 devices" in texts[torch.float32]
     assert "\nbound " in texts[torch.bfloat16] and " of the bound" in texts[torch.bfloat16]
     assert "in bf16 at 70% of 989 TFLOP/s" in texts[torch.bfloat16]
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    loss: torch.Tensor
+
+
+torch.utils._pytree.register_dataclass(Output)
+
+
+class Named(NamedTuple):
+    states: list
+    total: torch.Tensor
+
+
+class Plain:
+    """An object that holds tensors, which no pytree knows."""
+
+    def __init__(self, logits, loss):
+        self.logits, self.loss = logits, loss
+
+
+RESULTS = {  # what forward returns of logits and a loss -> the loss in code
+    "model(*batch)": lambda logits, loss: loss,
+    "model(*batch)[1]": lambda logits, loss: (logits, loss),
+    "model(*batch)[0]": lambda logits, loss: [loss, logits, loss * 2],
+    "model(*batch).loss": lambda logits, loss: Output(logits, loss),
+    'model(*batch)["loss"]': lambda logits, loss: {"norm": loss * 2, "loss": loss},
+    'model(*batch)["loss"].mean()': lambda logits, loss: {"loss": logits},
+    'model(*batch)["parts"][0]': lambda logits, loss: {"logits": logits, "parts": (loss,)},
+    "model(*batch).total": lambda logits, loss: Named([logits], loss),
+    "model(*batch).loss ": lambda logits, loss: Plain(logits, loss),
+    "model(*batch)[1] ": lambda logits, loss: (logits.argmax(), loss),
+    "model(*batch).float().square().mean()  # your loss": lambda logits, loss: logits,
+}
+
+
+class Returning(nn.Module):
+    def __init__(self, result):
+        super().__init__()
+        self.up, self.result = nn.Linear(4, 3), result
+
+    def forward(self, x, labels):
+        logits = self.up(x)
+        return self.result(logits, F.cross_entropy(logits, labels))
+
+
+@pytest.mark.parametrize("code", RESULTS)
+def test_the_loss_that_a_model_returns_is_trained(code):
+    model = Returning(RESULTS[code])
+    batch = torch.zeros(2, 4), torch.zeros(2, dtype=torch.long)
+    source = ScriptSource.of(model, batch, {}, capture(model, batch, {}, ONE_DEVICE))
+    script = source.script("", 2, 1)
+    assert f"    loss = {code.strip()}\n    loss.backward()\n" in script
+    # The code is right: it gives the loss.
+    found = eval(code.partition("  #")[0], {"model": model, "batch": batch})
+    assert found.dim() == 0
+    if "mean" not in code:
+        torch.testing.assert_close(found, F.cross_entropy(model.up(batch[0]), batch[1]))
+
+
+def build():
+    return Returning(RESULTS["model(*batch).loss"])
+
+
+def test_a_function_that_makes_the_model_is_imported():
+    with torch.device("meta"):
+        batch = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
+    found = gspmd.suggest(build, batch, devices=2, seconds=1)[0]
+    assert f"from {build.__module__} import build\n" in found.script
+    assert "model = build().to(device)\n" in found.script
+    # Logits stay where they are, as the numbers assume.
+    assert 'out_specs="same"' in found.script and "out_specs" not in suggested_loss().script
+    nameless = gspmd.suggest(lambda: build(), batch, devices=2, seconds=1)[0]
+    assert "<lambda> cannot be imported" in nameless.script
+
+
+def suggested_loss():
+    model = Returning(RESULTS["model(*batch)"])
+    batch = torch.zeros(8, 4), torch.zeros(8, dtype=torch.long)
+    return gspmd.suggest(model, batch, devices=2, seconds=1)[0]
+
+
+def test_the_numbers_are_those_of_the_script():
+    """The plan with the script's options sends the bytes in the header."""
+    with torch.device("meta"):
+        batch = torch.zeros(512, 4), torch.zeros(512, dtype=torch.long)
+    found = gspmd.suggest(build, batch, devices=4, seconds=5)[0]
+    model, options = build(), {}
+    names = {"gspmd": gspmd, "model": model, "keep": lambda *a, **given: options.update(given)}
+    exec(found.code.replace("gspmd.parallelize(", "keep("), names)
+    plan = gspmd.plan(model, *batch, mesh=found.mesh, grad=True, unmarked="replicated", **options)
+    assert plan.sent_bytes == pytest.approx(found.sent_bytes)
 
 
 def test_a_class_without_a_file():

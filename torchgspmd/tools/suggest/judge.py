@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -67,6 +67,7 @@ class Judge:
     stacks: dict[str, int] = field(init=False)  # the lengths of expert stacks, by group
     dtype: torch.dtype = field(init=False)  # the products' smallest
     has_loss: bool = field(init=False)  # whether the model returns one
+    returns_more: bool = field(init=False)  # whether it returns other results than scalars
     stages: StagedPrograms = field(init=False)
     first: int = 1
     shared: Shared = field(default_factory=Shared)
@@ -93,6 +94,7 @@ class Judge:
         self.dtype = _smallest_dtype(programs[-1].graph)
         results = returned(programs[-1])
         self.has_loss = any(not x.dim() and x.is_floating_point() for x in results)
+        self.returns_more = any(x.dim() for x in results)
         # The two programs differ by one layer.
         self.layer_flops, more = counts[-1] - counts[0], max(self.layers.length - len(programs), 0)
         self.flops = counts[-1] + more * self.layer_flops
@@ -105,10 +107,10 @@ class Judge:
         keywords = any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(self.kwargs))
         return rows.pop() if len(rows) == 1 and not keywords else 0
 
-    def source(self) -> ScriptSource:
+    def source(self, builder: Callable[[], nn.Module] | None = None) -> ScriptSource:
         """Return code that makes the model and a batch."""
         program = self.programs((), self.rows)[-1]
-        return ScriptSource.of(self.model, self.args, self.kwargs, program)
+        return ScriptSource.of(self.model, self.args, self.kwargs, program, builder)
 
     def arguments(self, rows: int) -> list[Tensor]:
         """Return a call's tensors, with so many rows."""

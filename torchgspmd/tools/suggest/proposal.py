@@ -30,7 +30,7 @@ for layer in LAYERS:
 """
 ACCUMULATE = """
 for rows in zip(*(each.chunk(COUNT) for each in batch)):
-    (model(*rows) / COUNT).backward()"""
+    (LOSS / COUNT).backward()"""
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class Proposal:
         sent_bytes: Bytes that a device sends in a step.
         mfu: Model FLOPs utilization.
         bound: Seconds that no layout can be below: the products at their dtype's rate, divided
-        evenly, and nothing else.
+            evenly, and nothing else.
         layers: (planned, in the model), if the numbers are extrapolated from fewer layers.
         savings: The ways to save memory: weights that are gathered again for the backward, layers
             that it computes again, microbatches.
@@ -232,6 +232,8 @@ class Proposal:
         this mesh with these marks in this memory, if HiGHS is there.
         limit: Bytes that may be used on a device. A proposal that needs more says so.
         dtype: The products' dtype, whose rate `bound` and `mfu` take.
+        keeps_results: Whether results stay as they are computed: the model returns more than its
+            loss, and gathering that is not in the numbers.
         source: Code that makes the model and a batch, for `script`.
         counts: Work in the whole search: plans judged, and the sums of their counts.
 
@@ -261,6 +263,7 @@ class Proposal:
     recompute_bound: float | None = None
     limit: float = math.inf
     dtype: torch.dtype = torch.float32
+    keeps_results: bool = False
     source: ScriptSource | None = field(default=None, compare=False, repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
 
@@ -268,7 +271,9 @@ class Proposal:
     def code(self) -> str:
         """Return the code that applies the proposal to `model`, and steps, if they need some."""
         count = self.savings.calls
-        return self._wrapping() + (ACCUMULATE.replace("COUNT", str(count)) if count > 1 else "")
+        loss = self.source.step.partition("  #")[0] if self.source else "model(*ROWS)"
+        step = ACCUMULATE.replace("COUNT", str(count)).replace("LOSS", loss.replace("ROWS", "rows"))
+        return self._wrapping() + (step if count > 1 else "")
 
     @property
     def script(self) -> str:
@@ -303,6 +308,8 @@ class Proposal:
 
     def _options(self) -> Iterator[tuple[str, str]]:
         """Yield parallelize's options that are not the default, as code."""
+        if self.keeps_results:
+            yield "out_specs", '"same"'
         if self.savings.regather != "auto":
             yield "regather", f'"{self.savings.regather}"'
         if self.savings.microbatches > self.savings.calls and not self.staged:

@@ -2,16 +2,18 @@
 
     torchrun --nproc-per-node=8 train.py
 
-The script makes the model as it was made here: by its class, with arguments that its attributes
-have. The batch is random, with the shapes that were given; a loader takes its place.
+The script makes the model as it was made here: by the function that was passed, or by its class,
+with arguments that its attributes have. The batch is random, with the shapes that were given; a
+loader takes its place.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -21,6 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from ...capture import OUTPUT, Captured
+from ...capture.state.object_trees import closed
+from ...compat.private_apis import _pytree as pytree
 
 SCRIPT = '''\
 """Run it: torchrun --nproc-per-node={devices} train.py"""
@@ -50,8 +54,9 @@ for step in range(10):
 {step}
     optimizer.step()
     optimizer.zero_grad()
+    number = loss.item()  # on all ranks: their shards may have parts of it
     if dist.get_rank() == 0:
-        print(f"step {{step}}: loss {{loss.item():.4f}}", flush=True)
+        print(f"step {{step}}: loss {{number:.4f}}", flush=True)
 dist.destroy_process_group()
 '''
 WHOLE = """\
@@ -69,11 +74,17 @@ class CodeNames:
 
     lines: dict[str, None] = field(default_factory=dict)
 
-    def of(self, kind: type) -> str:
-        """Name a class in code, and import it."""
+    def of(self, kind: type | Callable) -> str:
+        """Name a class or a function in code, and import it.
+
+        Raises:
+            ValueError: It has no name in its module.
+        """
         module, name = kind.__module__, kind.__qualname__
         if module == "builtins":
             return name
+        if "<" in name:  # a lambda, or a function in another
+            raise ValueError(f"{name} cannot be imported")
         if getattr(nn, name, None) is kind:
             self.lines["from torch import nn"] = None
             return f"nn.{name}"
@@ -104,6 +115,11 @@ class CodeNames:
             return "{" + ", ".join(f"{k!r}: {self.code(v)}" for k, v in value.items()) + "}"
         if not isinstance(value, type) and is_dataclass(value):
             given = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+            plain = {f.name: f.default for f in fields(value)}
+            plain |= {
+                f.name: f.default_factory() for f in fields(value) if callable(f.default_factory)
+            }
+            given = {k: v for k, v in given.items() if not _are_equal(v, plain[k])}
             return self._call(type(value), [], given)
         if isinstance(value, nn.Module):
             return self._module(value)
@@ -166,24 +182,31 @@ class ScriptSource:
 
     @classmethod
     def of(
-        cls, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], captured: Captured
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        captured: Captured,
+        builder: Callable[[], nn.Module] | None = None,
     ) -> ScriptSource:
-        """Write code for a model, for its arguments and for a loss."""
+        """Write code for a model, for its arguments and for a loss. builder: makes the model."""
         names, missing = CodeNames(), ""
         try:
-            made = names.code(model)
-            missing = "" if _is_like(made, model) else "its class makes another model"
+            made = f"{names.of(builder)}()" if builder else names.code(model)
+            missing = "" if builder or _is_like(made, model) else "its class makes another model"
         except Exception as error:  # whatever a constructor raises
             made, missing = "", f"{type(error).__name__}: {error}".partition("\n")[0]
         if missing:
-            name = names.of(type(model))
+            name = type(model).__name__
+            with suppress(ValueError):  # a class in a function
+                name = names.of(type(model))
             # The user completes this call; the script says why.
             made = f"{name}(...)"
         batch, call = CodeNames().code(tuple(args)), "model(*ROWS"
         if kwargs:
             call += ", **options"
             batch = f"{batch}, {CodeNames().code(dict(kwargs))}"
-        loss = _loss(f"{call})", captured)
+        loss = loss_code(f"{call})", captured)
         if "tree_leaves" in loss:
             names.lines["from torch.utils._pytree import tree_leaves"] = None
         return cls(tuple(names.lines), made, batch, loss, missing)
@@ -236,11 +259,42 @@ def returned(captured: Captured) -> list[Tensor]:
     ]
 
 
-def _loss(call: str, captured: Captured) -> str:
-    """Return a call's loss: the result if it is a scalar, else a mean of squares."""
-    values = returned(captured)
+def loss_code(call: str, captured: Captured) -> str:
+    """Return a call's loss as code: the result named loss, else the first scalar.
+
+    Without both it is a mean of squares, for the user to replace.
+    """
+    leaves, values = list(captured.result_leaves), returned(captured)
+    for slot, value in zip(captured.result_slots, values):
+        leaves[slot] = value
+    result = pytree.tree_unflatten(leaves, captured.results)
+    parts = [*_parts(closed(result, ((), {})) if captured.opened else result)]
+    named = [(path, value) for path, value in parts if re.search(r"\bloss\b\W*$", path)]
+    scalars = [(path, value) for path, value in parts if not value.dim()]
+    for path, value in [*named, *scalars]:
+        if value.is_floating_point():
+            return f"{call}{path}" + ".mean()" * bool(value.dim())
     if captured.results.num_leaves == 1 and len(values) >= 1:
-        if not values[0].dim():
-            return call
         return f"{call}.float().square().mean()  # your loss"
     return f"sum(x.float().square().mean() for x in tree_leaves({call}))  # your loss"
+
+
+def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield a result's tensors, each with the code that leads to it."""
+    if isinstance(value, Tensor):
+        yield path, value
+        return
+    if isinstance(value, Mapping) and not is_dataclass(value):
+        parts = [(f"[{name!r}]".replace("'", '"'), part) for name, part in value.items()]
+    elif isinstance(value, (list, tuple)):
+        names = getattr(value, "_fields", None)  # of a named tuple
+        parts = [(f".{names[i]}" if names else f"[{i}]", part) for i, part in enumerate(value)]
+    else:
+        parts = [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
+    for step, part in parts:
+        yield from _parts(part, path + step)
+
+
+def _are_equal(value: object, default: object) -> bool:
+    """Return whether a value is a default; tensors and the like are not."""
+    return type(value) is type(default) and bool(value == default)

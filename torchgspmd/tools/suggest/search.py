@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from ...comm.hardware import Hardware
@@ -49,7 +50,7 @@ SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, a
 
 @documented("suggest")
 def suggest(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     args: object = (),
     *,
     devices: int,
@@ -63,11 +64,13 @@ def suggest(
 
     Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
     dimension of every argument is taken for the batch. Where memory asks for it, layers are
-    recomputed, and the batch is divided into microbatches. Adam's states are counted. If the model
-    returns its loss, its layers are tried in stages.
+    recomputed, and the batch is divided into microbatches. Adam's states are counted. The script
+    trains the loss that the model returns: a result named loss, or the first scalar. With a loss,
+    layers are tried in stages.
 
     Args:
-        model: Its own marks do not count.
+        model: Its own marks do not count. Or a function that makes it, which the script imports; it
+            is called on the meta device.
         args: A call's positional arguments, for the global batch; a tuple, or the only one.
         devices: How many.
         hardware: A preset, or a Hardware.
@@ -88,11 +91,16 @@ def suggest(
         >>> x = torch.empty(65536, 64, device="meta")
         >>> print(suggest(model, (x,), devices=2, seconds=5)[0].code)
         mesh = gspmd.Mesh(data=2, model=1)
-        model = gspmd.parallelize(model, mesh, in_specs=("data _",))
+        model = gspmd.parallelize(model, mesh, in_specs=("data _",), out_specs="same")
     """
     begin = time.monotonic()
     chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
+    builder = None
+    if not isinstance(model, nn.Module):
+        builder = model
+        with torch.device("meta"):
+            model = builder()
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
     limit = judge.hardware.memory if memory is None else parse_size(memory)
     if limit is None:
@@ -102,8 +110,8 @@ def suggest(
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
     search = Search(judge, limit, deadline, recheck, end)
     search.run(list(candidates.meshes(devices, judge.stacks.values())))
-    counts = dict(judge.counts)
-    return [replace(each, counts=counts, source=judge.source()) for each in search.best()]
+    counts, source = dict(judge.counts), judge.source(builder)
+    return [replace(each, counts=counts, source=source) for each in search.best()]
 
 
 @dataclass
@@ -385,6 +393,7 @@ class Search:
             recomputed=judge.recomputable.code(savings.recomputed) if is_listed else "",
             staged=judge.stages.path if is_staged else "",
             limit=self.limit,
+            keeps_results=judge.returns_more,
         )
 
     def _best_keys(self) -> list[tuple[Mesh, Marks, int]]:
