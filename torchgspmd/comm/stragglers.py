@@ -2,6 +2,9 @@
 
 A rank that has waited for some seconds, or for much of the last seconds, asks all others where they
 are. The first rank among those that wait writes. The next line needs twice the wait.
+
+A rank that plans is no straggler: the first rank says once that it plans. Before the first step has
+begun, no rank is late again and again: they read data and load programs.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from .rank_failure import Status, listed
 
 EARLY, SOON = 0.6, 3.0  # Seconds to wait before the others are asked; before a line says so.
 PLANNING = 60.0  # Seconds to wait for a line while a rank plans.
+LONG_PLAN = 10.0  # Seconds of planning after which the first rank says that it plans.
 WINDOW, TICK = 20, 0.25  # How many looks are counted, and the seconds between two.
 MUCH, LITTLE = 0.4, 0.1  # Parts of that time that the others wait, and a straggler does.
 ANSWER = 2.5  # Seconds in which a rank answers.
@@ -57,6 +61,7 @@ class Stragglers:
         self._asked = self._shared = 0.0
         self._least, self._pause = 0.0, 2 * WINDOW * TICK
         self._named: list[int] = []  # ranks of which a line has told, in this wait
+        self._plans_since, self._has_told_plan = 0.0, False  # 0: it does not plan
 
     def has_to_ask(self, status: Status, place: object, limit: float) -> bool:
         """Note where this rank is; return whether to ask the others."""
@@ -109,6 +114,8 @@ class Stragglers:
     def report(self, status: Status, limit: float) -> str:
         """Return lines for stderr, if there is something to say; empty otherwise."""
         now = time.monotonic()
+        if text := self._plans(status, now):
+            return text
         if self._named and now - self._since < TICK:
             named, self._named = self._named, []
             seconds = self._since - self._waited_since
@@ -120,10 +127,22 @@ class Stragglers:
         self._asked, waited = 0.0, now - self._since
         if self._is_long and status.waits_in:
             late = self.late(status, with_silent=True)
+            late = {r: a for r, a in late.items() if a.status.phase != "planning"}
             self._least, text = 2 * waited, self._waits_for(status, late, waited, limit)
             self._named, self._has_told = [*late], bool(text)
             return text
         return self._is_slow()
+
+    def _plans(self, status: Status, now: float) -> str:
+        """Return a line once in a long planning, on the first rank."""
+        if status.phase != "planning" or status.waits_in or self.rank != self.processes[0]:
+            self._plans_since, self._has_told_plan = 0.0, False
+            return ""
+        self._plans_since = self._plans_since or now
+        if self._has_told_plan or now - self._plans_since < LONG_PLAN:
+            return ""
+        self._has_told_plan = True
+        return f"torchgspmd: rank {self.rank} plans ({now - self._plans_since:.0f} s so far)"
 
     def _waits_for(
         self, status: Status, late: Mapping[int, Answer], seconds: float, limit: float
@@ -149,6 +168,8 @@ class Stragglers:
         slow = min(fresh.values(), key=lambda a: a.share, default=None)
         waiting = [self.rank, *(r for r, a in fresh.items() if a.share >= MUCH)]
         if slow is None or slow.share > LITTLE or 2 * len(waiting) < len(fresh):
+            return ""
+        if slow.status.phase == "planning" or not slow.status.step:
             return ""
         self._pause *= 2
         if min(waiting) != self.rank:
