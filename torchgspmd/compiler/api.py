@@ -78,7 +78,8 @@ def plan(
         in_specs: Layouts for the arguments, as a pytree prefix for args. A mapping gives all
             arguments by name. Leaves are specs in string form, or None where propagation decides.
             "auto": the batch axes ("data", "dp", ...) divide all leading dimensions.
-        out_specs: Layouts for the result, as a pytree prefix; "same": as it is computed.
+        out_specs: Layouts for the result, as a pytree prefix. None and "same": as it is computed;
+            for None `parallelize` gathers it.
         {options}
         kwargs: Keyword arguments for fn.
 

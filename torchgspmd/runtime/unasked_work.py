@@ -29,8 +29,8 @@ def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
     for name, sent in large:
         warnings.warn(
             f"the result %{name} is gathered for the caller: each device sends {size_text(sent)} "
-            f'at every call, at {user_line()}; out_specs="same" leaves it where it is computed, '
-            "and a loss that forward computes needs none of it",
+            f'at every call, at {user_line()}; write parallelize(..., out_specs="same") to leave '
+            "it where it is computed, or return only the loss from forward",
             stacklevel=6,
         )
     return bool(large)
