@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import torchgspmd.fx_passes.pipeline  # noqa: F401 (registers all operations)
+import torchgspmd.features.tables  # noqa: F401 (registers all operations)
 from torchgspmd.compat.operators import AbsentOperator, aten
 
 ours = torch.ops.torchgspmd

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .comm import uncaught
 from .compat import moved_modules
+from .compiler.plan_methods import add_tool
 from .errors import ShardingError
 from .layout.layout_rules import Layout
 from .layout.mesh import Mesh
@@ -123,3 +124,4 @@ NAMES = tuple(dict.fromkeys([*__all__, *_LATER]))  # all public names; dir() sho
 
 moved_modules.install(__name__)
 uncaught.install()
+add_tool(lambda: import_module(".tools.report.plan_views", __name__).PlanViews)

@@ -18,7 +18,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.capture.trace_context import PATCHES
 from torchgspmd.comm.kinds import KINDS
-from torchgspmd.features.tables import FEATURES
+from torchgspmd.features.tables import FEATURES, without_feature
 from torchgspmd.fx_passes import pipeline
 from torchgspmd.rules.registry import RULES
 from torchgspmd.rules.rewrites import REWRITES, feature_of
@@ -139,7 +139,7 @@ def test_without_a_feature_all_else_is_planned_as_with_it(
     feature: str, texts: dict[str, str]
 ) -> None:
     sizes = [len(table) for table in (RULES, REWRITES, KINDS, PATCHES)]
-    with pipeline.without_feature(feature):
+    with without_feature(feature):
         assert feature not in {each.feature for each in pipeline.passes()}
         assert feature not in {kind.feature for kind in KINDS.values()}
         assert feature not in set(map(feature_of, RULES.values()))

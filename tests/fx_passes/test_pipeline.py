@@ -17,6 +17,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
 from torchgspmd.capture import PARAMETER
+from torchgspmd.features.tables import without_feature
 from torchgspmd.fx_passes import pass_runner, pipeline
 from torchgspmd.fx_passes.pass_types import order_faults
 from torchgspmd.fx_passes.pipeline import PIPELINE, Alternatives, Pass, lower_plan, with_pass
@@ -133,7 +134,7 @@ FEATURES = sorted({each.feature for each in pipeline.passes()} - {"core"})
 @pytest.mark.parametrize("feature", FEATURES)
 def test_without_the_rows_of_a_feature_other_programs_are_planned(feature: str) -> None:
     text = str(planned())
-    with pipeline.without_feature(feature):
+    with without_feature(feature):
         assert feature not in {each.feature for each in pipeline.passes()}
         plan = planned()
         assert plan.text(full=True) == text

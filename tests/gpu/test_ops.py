@@ -13,7 +13,7 @@ from samples import SAMPLES
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-import torchgspmd.fx_passes.pipeline  # noqa: F401 (registers the operations)
+import torchgspmd.features.tables  # noqa: F401 (registers the operations)
 from torchgspmd.features.attention import op as attention_op
 from torchgspmd.features.attention.zigzag import zigzag_attention, zigzag_attention_backward
 from torchgspmd.features.experts import op as experts

@@ -21,7 +21,7 @@ from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-import torchgspmd.fx_passes.pipeline  # noqa: F401 (registers the operations)
+import torchgspmd.features.tables  # noqa: F401 (registers the operations)
 from torchgspmd.rules.custom_ops import random, updates
 
 ours = torch.ops.torchgspmd

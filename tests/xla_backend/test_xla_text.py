@@ -9,7 +9,7 @@ from expecttest import assert_expected_inline
 from helpers import message
 
 import torchgspmd as gspmd
-import torchgspmd.fx_passes.pipeline  # noqa: F401 (registers all operations)
+import torchgspmd.features.tables  # noqa: F401 (registers all operations)
 from torchgspmd import Collective, Mesh, ShardSpec
 from torchgspmd.rules import unpartitioned_of
 from torchgspmd.xla_backend.hlo import collectives

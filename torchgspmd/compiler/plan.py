@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib import import_module
-from types import MethodType
 from typing import Any
 
 import torch
@@ -28,6 +26,7 @@ from ..comm.collective import Collective
 from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
+from ..features import tables  # noqa: F401 (rows of the core's tables)
 from ..fx_passes import Layouts
 from ..fx_passes.digest import fits_page, page_text
 from ..fx_passes.ir import runs
@@ -40,6 +39,7 @@ from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
 from .plan_cache.plan_files import PlanFiles
+from .plan_methods import ToolMethod
 from .plan_summary import (
     Memory,
     collective_of,
@@ -54,19 +54,6 @@ from .plan_summary import (
 )
 from .planned_call import PlannedCall
 from .small_sizes import SmallSizes
-
-
-class View:
-    """A Plan method that tools/report/plan_views.py defines; it is loaded when it is called."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, plan: Plan | None, owner: type | None = None) -> Callable[..., Any]:
-        # Planning needs no report: the import waits until a user calls one.
-        views = import_module("..tools.report.plan_views", __package__).PlanViews
-        method = getattr(views, self._name)
-        return method if plan is None else MethodType(method, plan)
 
 
 class Plan(PlanFiles):
@@ -97,8 +84,8 @@ class Plan(PlanFiles):
 
     planned_call: PlannedCall | None = None  # of plan(): what verify runs in eager PyTorch
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
-    estimate, explain, trace, diff, html, report = (View() for _ in range(6))
-    verify, uncapturable, _page, _repr_html_ = (View() for _ in range(4))
+    estimate, explain, trace, diff, html, report = (ToolMethod() for _ in range(6))
+    verify, uncapturable, _page, _repr_html_ = (ToolMethod() for _ in range(4))
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
     def __init__(

@@ -11,6 +11,14 @@ from torch import fx
 from .program import Program
 from .stages import Stage
 
+Run = Callable[[Program], fx.Graph | None]
+FEATURE_PASSES: dict[str, Run] = {}  # by a row's name; each feature adds its own at import
+
+
+def feature_pass(name: str) -> Run:
+    """Return the `run` of a feature's row: the pass that the feature has added."""
+    return lambda program: FEATURE_PASSES[name](program)
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -30,7 +38,7 @@ class Pass:
     """
 
     name: str
-    run: Callable[[Program], fx.Graph | None]
+    run: Run
     needs: Stage
     ensures: Stage
     optional: tuple[str, ...] = ()

@@ -4,39 +4,22 @@ A pass takes a program from the stage that it needs to the stage that it ensures
 invariants, and pass_runner.py runs the rows. If a pass with `again` changes a program, those passes
 run once more. Alternatives run with all their passes and without one, and the cheaper is taken.
 
-A row names the feature that it belongs to. `after` and `before` say which rows it has to follow and
-to precede, and `because` says why; pass_types.py's `order_faults` checks them.
+A row names the feature that it belongs to, which adds the pass itself (FEATURE_PASSES). `after` and
+`before` say which rows it has to follow and to precede, and `because` says why; pass_types.py's
+`order_faults` checks them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 
 from torch import fx
 
-from ..capture.trace_context import without_patches
-from ..comm.kinds import without_kinds
 from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean, user_line
-from ..features.attention.passes import (
-    attention_kernels,
-    attention_rings,
-    balance_attention,
-    ring_keys,
-)
-from ..features.experts.passes import split_groups
-from ..features.loops.list_rows import list_rows
-from ..features.loops.outline_loops import outline_loops
-from ..features.loops.passes import prefetch_rows
-from ..features.loops.sink_exits import sink_exits
-from ..features.pipelines.outline_stages import outline_stages
-from ..features.pipelines.stage_sends import stage_sends
-from ..features.tables import FEATURES
 from ..rules import natively
-from ..rules.registry import without_rules
-from ..rules.rewrites import without_rewrites
 from .boundary import partition_program, propagate_program
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
@@ -55,7 +38,7 @@ from .lower.torch_bindings import torch_bindings
 from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
 from .pass_runner import run_steps
-from .pass_types import Alternatives, Pass, Step, rows_of, with_row, without_rows
+from .pass_types import Alternatives, Pass, Step, feature_pass, rows_of, with_row, without_rows
 from .program import Program, Rank, Request
 from .program_passes import (
     bucket,
@@ -137,7 +120,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "split_groups",
-                split_groups,
+                feature_pass("split_groups"),
                 ANNOTATED,
                 ANNOTATED,
                 again=_PROPAGATE,
@@ -155,7 +138,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "balance_attention",
-                balance_attention,
+                feature_pass("balance_attention"),
                 ANNOTATED,
                 ANNOTATED,
                 optional=("balance_attention",),
@@ -205,7 +188,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "stage_sends",
-                lambda p: stage_sends(p.graph, p.mesh),
+                feature_pass("stage_sends"),
                 PARTITIONED,
                 PARTITIONED,
                 feature="pipelines",
@@ -225,7 +208,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("regather_weights", regather_weights, PARTITIONED, PARTITIONED),
             Pass(
                 "ring_keys",
-                ring_keys,
+                feature_pass("ring_keys"),
                 PARTITIONED,
                 PARTITIONED,
                 optional=("attention_rings",),
@@ -236,7 +219,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("localize", localize, PARTITIONED, LOCAL),
             Pass(
                 "attention_rings",
-                attention_rings,
+                feature_pass("attention_rings"),
                 LOCAL,
                 LOCAL,
                 feature="attention",
@@ -246,7 +229,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "sink_exits",
-                _of(sink_exits),
+                feature_pass("sink_exits"),
                 LOCAL,
                 LOCAL,
                 feature="loops",
@@ -257,7 +240,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("recompute", recompute, LOCAL, LOCAL, when=lambda p: p.request.has_budget),
             Pass(
                 "outline_loops",
-                lambda p: outline_loops(p.graph, p.mesh),
+                feature_pass("outline_loops"),
                 LOCAL,
                 LOCAL,
                 feature="loops",
@@ -266,7 +249,7 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "outline_stages",
-                lambda p: outline_stages(p.graph, p.mesh),
+                feature_pass("outline_stages"),
                 LOCAL,
                 LOCAL,
                 in_loops=True,
@@ -298,7 +281,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
             Pass(
                 "prefetch_rows",
-                prefetch_rows,
+                feature_pass("prefetch_rows"),
                 SCHEDULED,
                 SCHEDULED,
                 optional=("prefetch",),
@@ -328,7 +311,7 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Pass(
         "attention_kernels",
-        attention_kernels,
+        feature_pass("attention_kernels"),
         LOWERED,
         LOWERED,
         in_loops=True,
@@ -348,7 +331,7 @@ PIPELINE: tuple[Step, ...] = (
     Pass("fold_views", _of(fold_views), LOWERED, LOWERED, in_loops=True),
     Pass(
         "list_rows",
-        _of(list_rows),
+        feature_pass("list_rows"),
         LOWERED,
         LOWERED,
         feature="loops",
@@ -498,14 +481,10 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
 
 
 @contextmanager
-def without_feature(name: str) -> Generator[None, None, None]:
-    """Remove a feature's rows from all tables while in this context."""
-    if name not in FEATURES:
-        fix = did_you_mean(name, FEATURES)
-        raise ShardingError(f"there is no feature '{name}'", where=user_line(), fix=fix)
-    with ExitStack() as tables:
-        for without in (without_rules, without_rewrites, without_kinds, without_patches):
-            tables.enter_context(without(name))
-        token = _current.set(tuple(without_rows(_current.get(), name)))
-        tables.callback(_current.reset, token)
+def without_passes(feature: str) -> Generator[None, None, None]:
+    """Remove a feature's rows from the pipeline while in this context."""
+    token = _current.set(tuple(without_rows(_current.get(), feature)))
+    try:
         yield
+    finally:
+        _current.reset(token)

@@ -12,11 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
-from ..shard_spec import ShardSpec, SpecLike
 from .device_mesh import mesh_of
 from .layout_rules import MeshLayout
 from .mark import LAYOUT, mark_sharding
 from .mesh import Mesh
+from .spec import ShardSpec, SpecLike
 
 _Module = TypeVar("_Module", bound=nn.Module)
 

@@ -13,10 +13,10 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compat.operators import custom_op
 from ..errors import ShardingError, user_line
-from ..shard_spec import ShardSpec, SpecLike
 from .device_mesh import mesh_of
 from .layout_rules import MeshLayout, Unmarked, bound_layout
 from .mesh import Mesh
+from .spec import ShardSpec, SpecLike
 
 # Attributes: of a parameter or buffer (mesh, spec, file:line), where names alone are (None, names,
 # file:line); of a module the layout that translates names.

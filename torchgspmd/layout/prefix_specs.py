@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from ..shard_spec import ShardSpec
 from .mesh import Mesh
+from .spec import ShardSpec
 from .spec_notation import (
     AUTO,
     SAME,

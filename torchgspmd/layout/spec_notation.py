@@ -1,4 +1,4 @@
-"""Parse the layout notation into the fields of a ShardSpec; shard_spec.py describes it."""
+"""Parse the layout notation into the fields of a ShardSpec; spec.py describes it."""
 
 from __future__ import annotations
 

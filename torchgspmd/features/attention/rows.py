@@ -1,4 +1,4 @@
-"""The rows that attention adds to the tables of the core; PIPELINE has its passes."""
+"""The rows that attention adds to the tables of the core; PIPELINE places its passes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch.utils.flop_counter import register_flop_formula
 from ...capture.trace_context import PATCHES, always
 from ...comm.kinds import add_kinds
 from ...compat.patches import Patch
+from ...fx_passes.pass_types import FEATURE_PASSES
 from ...rules.rewrites import rewrite
-from . import capture, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
+from . import capture, passes, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .call import AttentionCall, Gradients, Results, of_backward
 from .flex_capture import flexible_attention, with_returns
 from .products import attention_by_products, gradients_by_products
@@ -24,6 +25,12 @@ _FLEX = "flex_attention is compiled; it is traced as one operation, or as a soft
 _RETURNS = "its statistics are differentiable; an operation does not know whether they are returned"
 
 add_kinds(ring_attention, ring_attention_backward)
+FEATURE_PASSES |= {
+    "balance_attention": passes.balance_attention,
+    "ring_keys": passes.ring_keys,
+    "attention_rings": passes.attention_rings,
+    "attention_kernels": passes.attention_kernels,
+}
 PATCHES += [
     Patch(flex_attention, name, replace, why, feature="attention")
     for name, replace, why in (

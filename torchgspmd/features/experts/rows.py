@@ -1,4 +1,4 @@
-"""The rows that experts add to the core's tables; PIPELINE has their pass."""
+"""The rows that experts add to the core's tables; PIPELINE places their pass."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
+from ...fx_passes.expand.split_fused import block_ops_to_split
+from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import SHARED_ROWS
 from . import capture, rule  # noqa: F401 (rows of REWRITES and RULES)
+from .group_choices import group_choices
+from .split_groups import keep_blocks
 
 ours = torch.ops.torchgspmd
 
@@ -51,3 +56,16 @@ def _rows_of(value: fx.Node) -> tuple[object, ...]:
 SHARED_ROWS |= dict.fromkeys(
     (ours.block_mm.default, ours.block_outer.default), _blocks_of_same_rows
 )
+
+
+def split_groups(program: Program) -> fx.Graph | None:
+    """Compute row groups, such as those for experts, where their matrices are."""
+    splitting = block_ops_to_split(program.graph, program.layouts, program.rules)
+    shards = {node: request.shards for node, request in splitting.items()}
+    chosen = group_choices(program.graph, program.layouts, program.rules, shards)
+    if not chosen and not splitting:
+        return None
+    return keep_blocks(program.request.expand(program.graph, splitting), program.rules)
+
+
+FEATURE_PASSES["split_groups"] = split_groups

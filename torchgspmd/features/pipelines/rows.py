@@ -1,11 +1,18 @@
-"""The rows that pipelines add to the core's tables; PIPELINE has their passes."""
+"""The rows that pipelines add to the core's tables; PIPELINE places their passes."""
 
 from ...comm.loop_call import BODY_CALLS
+from ...fx_passes.pass_types import FEATURE_PASSES
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from . import rule  # noqa: F401 (rows of RULES)
 from .call import TAG, StageCall
 from .op import HEAD, SEND
+from .outline_stages import outline_stages
+from .stage_sends import stage_sends
 
+FEATURE_PASSES |= {
+    "stage_sends": lambda p: stage_sends(p.graph, p.mesh),
+    "outline_stages": lambda p: outline_stages(p.graph, p.mesh),
+}
 BODY_CALLS[TAG] = StageCall
 LOOP_MARKS |= {HEAD, SEND}
 SIZED_MARKS.add(HEAD)  # stages without the loss have zeros in its values' shapes

@@ -1,4 +1,4 @@
-"""A plan's views: methods that estimate, compare and show it. Plan loads them when called."""
+"""Methods of Plan that estimate, verify, compare and show it; they load when one is called."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ROWS = {COMPUTE: (1, "compute"), "exposed": (1, "compute"), "communication": (2
 
 
 class PlanViews(Plan):
-    """The methods that Plan takes from here, by name."""
+    """The definitions for Plan's ToolMethods, by name (compiler/plan_methods.py)."""
 
     def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
         """Estimate a run's time on some hardware.

@@ -1,0 +1,26 @@
+"""Methods of Plan that a tool defines. Plan declares their names, and knows no tool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+TOOLS: list[Callable[[], type]] = []  # one that returns the class with the methods
+
+
+def add_tool(define: Callable[[], type]) -> None:
+    """Let `define` return the class with the methods, when the first of them is called."""
+    TOOLS.append(define)
+
+
+class ToolMethod:
+    """A method of Plan, loaded when it is called: planning needs no report."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, plan: object, owner: type | None = None) -> Callable[..., Any]:
+        (define,) = TOOLS
+        method = getattr(define(), self._name)
+        return method if plan is None else MethodType(method, plan)
