@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.simulator import Simulator, join_global, split_global
-from torchgspmd.fx_passes import localize
+from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.ir import call_of, results_of
 from torchgspmd.fx_passes.partition.reshard import Resharder
 from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, result_pending
@@ -107,7 +107,7 @@ def resharded(
 def run(
     graph: fx.Graph, mesh: Mesh, tensors: list[Tensor], ins: list[ShardSpec], outs: list[ShardSpec]
 ) -> list[Tensor]:
-    program = fx.GraphModule(nn.Module(), localize(graph, mesh))
+    program = fx.GraphModule(nn.Module(), localize_graph(graph, mesh))
     parts = Simulator(program, mesh).run_devices(
         [split_global(t, spec, mesh, poison=True) for t, spec in zip(tensors, ins)]
     )

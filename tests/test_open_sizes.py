@@ -9,7 +9,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.fx_passes.localize.localize import localize
+from torchgspmd.fx_passes.localize.localize_graph import localize_graph
 from torchgspmd.fx_passes.partition.reshard import Resharder
 from torchgspmd.layout.open_sizes import OpenSize, nests
 
@@ -101,7 +101,7 @@ def test_a_program_with_shards_of_an_open_size_is_refused():
     (node,) = (n for n in plan.sharded.nodes if n.name == "sin")
     node.meta["spec"] = ShardSpec.parse("m _")
     with pytest.raises(gspmd.ShardingError, match=r"(?s)%sin is .m _., .* values.* fix  "):
-        localize(plan.sharded, plan.mesh)
+        localize_graph(plan.sharded, plan.mesh)
 
 
 @pytest.mark.parametrize("rows", (0, 1))

@@ -20,6 +20,7 @@ from torchgspmd.capture.trace_context import PATCHES
 from torchgspmd.comm.kinds import KINDS
 from torchgspmd.features.tables import FEATURES, without_feature
 from torchgspmd.fx_passes import pipeline
+from torchgspmd.rules import rewrites
 from torchgspmd.rules.registry import RULES
 from torchgspmd.rules.rewrites import REWRITES, feature_of
 
@@ -69,6 +70,26 @@ NAMED = {
         for name in names.split()
     },
 }
+
+
+def test_rewrites_are_asked_in_one_order_whatever_was_imported_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def modules() -> dict[object, list[str]]:
+        rows = REWRITES.items()
+        return {key: [getattr(e.apply, "__module__", "") for e in row] for key, row in rows}
+
+    monkeypatch.setattr(rewrites, "_ENDED", [])
+    before = modules()
+    assert any(len({*names}) > 1 for names in before.values())
+    try:
+        for entries in REWRITES.values():
+            # The rows of a module stay in the order of its file.
+            entries.sort(key=lambda row: getattr(row.apply, "__module__", ""), reverse=True)
+        assert modules() != before
+    finally:
+        rewrites.end_tables("a test")
+    assert modules() == before
 
 
 @pytest.mark.parametrize("feature", FEATURES)

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.compat.operators import AbsentOperator, aten, prims
-from torchgspmd.fx_passes import partition, propagate
+from torchgspmd.fx_passes import partition_graph, propagate_layouts
 from torchgspmd.fx_passes.ir import Rules, call_of, results_of
 from torchgspmd.fx_passes.propagate.factors import assemble
 from torchgspmd.rules import rule_of
@@ -113,8 +113,8 @@ def test_partition_shards_the_factor_that_inputs_and_outputs_are_laid_out_by(op,
             *((n, s, "") for n, s in given.items()),
             *((v, s, "") for v, s in zip(results_of(node), wanted.values())),
         ]
-        propagate(graph, mesh, seeds)
-        sharded = partition(graph, mesh, given, wanted, Rules())
+        propagate_layouts(graph, mesh, seeds)
+        sharded = partition_graph(graph, mesh, given, wanted, Rules())
         found = next(n for n in sharded.nodes if "rule" in n.meta)
         assert found.meta["assignment"] == assignment, f"{op}: {rule}"
 

@@ -10,7 +10,7 @@ TOOLS: list[Callable[[], type]] = []  # one that returns the class with the meth
 
 
 def add_tool(define: Callable[[], type]) -> None:
-    """Let `define` return the class with the methods, when the first of them is called."""
+    """Register a function that returns the class with the methods; it runs when one is called."""
     TOOLS.append(define)
 
 

@@ -2,18 +2,18 @@
 
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules
-from .localize.localize import localize
-from .partition.partition import partition
+from .localize.localize_graph import localize_graph
+from .partition.partition_graph import partition_graph
 from .partition.regather_weights import regather_weights
 from .propagate.layouts import Layouts
-from .propagate.propagate import propagate
+from .propagate.propagate_layouts import propagate_layouts
 
 __all__ = [
     "Layouts",
     "Rules",
     "decompose_ops",
-    "localize",
-    "partition",
-    "propagate",
+    "localize_graph",
+    "partition_graph",
+    "propagate_layouts",
     "regather_weights",
 ]

@@ -27,9 +27,9 @@ from ..layout.prefix_specs import spread
 from ..layout.spec_notation import UNCONSTRAINED
 from ..shard_spec import ShardSpec
 from .ir import count_runs, planned_shape
-from .partition.partition import partition
+from .partition.partition_graph import partition_graph
 from .program import Program, Request
-from .propagate.propagate import propagate
+from .propagate.propagate_layouts import propagate_layouts
 
 _MARK = mark_sharding_op._opoverload
 
@@ -78,7 +78,7 @@ def propagate_program(program: Program) -> fx.Graph:
     # Before propagation spreads an impossible seed, far from the line that the user wrote.
     for value, spec, where in seeds:
         _check_sizes(value, spec, where.removeprefix("marked at "))
-    program.layouts = propagate(graph, mesh, seeds, ties, program.rules, program.counts)
+    program.layouts = propagate_layouts(graph, mesh, seeds, ties, program.rules, program.counts)
     # Marks become required layouts only now: propagation may have filled their open dimensions.
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
@@ -100,7 +100,7 @@ def partition_program(program: Program) -> fx.Graph:
             fixed[node] = spec.with_priorities()
         elif spec is not None and on_processes:  # a cotangent has the layout of its output
             cotangents[node], outputs[inp.output] = (values[inp.output], spec), node
-    return partition(
+    return partition_graph(
         program.graph,
         mesh,
         fixed,

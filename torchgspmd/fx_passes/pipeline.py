@@ -46,7 +46,7 @@ from .program_passes import (
     has_hosts,
     hierarchical_sums,
     keep_dims,
-    localize,
+    localize_program,
     merge_axes,
     overlap,
     reduce_dtype,
@@ -216,7 +216,7 @@ PIPELINE: tuple[Step, ...] = (
                 after=("regather_weights",),
                 because="a gather of keys that is repeated already is not repeated again",
             ),
-            Pass("localize", localize, PARTITIONED, LOCAL),
+            Pass("localize", localize_program, PARTITIONED, LOCAL),
             Pass(
                 "attention_rings",
                 feature_pass("attention_rings"),

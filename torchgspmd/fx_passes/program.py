@@ -21,7 +21,7 @@ from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules, other_shapes
 from .partition.cost_constants import CostConstants
-from .partition.partition import Memories, Solutions
+from .partition.partition_graph import Memories, Solutions
 from .partition.search_counts import SearchCounts, no_counts
 from .printer import graph_text, program_text
 from .propagate.layouts import Layouts

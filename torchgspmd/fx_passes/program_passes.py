@@ -17,7 +17,7 @@ from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
 from .ir import runs
-from .localize.localize import localize as localize_graph
+from .localize.localize_graph import localize_graph
 from .lower.split_joint import split_joint as split_graph
 from .partition import regather_weights as weights
 from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
@@ -95,7 +95,7 @@ def regather_weights(program: Program) -> fx.Graph:
     return weights.regather_weights(program.graph, activations=program.request.regather == "all")
 
 
-def localize(program: Program) -> fx.Graph:
+def localize_program(program: Program) -> fx.Graph:
     """Return one device's graph; the partitioned one stays with the program."""
     program.sharded = program.graph
     return localize_graph(program.graph, program.mesh, program.stand_ins)

@@ -75,7 +75,13 @@ SKIPPED: list[str] = []  # names of registered operators that this torch lacks
 
 
 def end_tables(module: str) -> None:
-    """Declare that REWRITES and RULES have all rows, those of features too."""
+    """Declare that REWRITES and RULES have all rows, those of features too.
+
+    Functions for one target are asked in the order of their modules' names, then of their files:
+    which module was imported first does not count.
+    """
+    for entries in REWRITES.values():
+        entries.sort(key=lambda row: getattr(row.apply, "__module__", ""))
     _ENDED.append(module)
 
 

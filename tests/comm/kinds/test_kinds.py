@@ -29,7 +29,7 @@ from torchgspmd.comm.local_ops import take_window
 from torchgspmd.comm.process_groups import ProcessGroups
 from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.compat.operators import c10d
-from torchgspmd.fx_passes import localize
+from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
 from torchgspmd.fx_passes.lower.lower_collectives import lower_collectives
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
@@ -228,7 +228,7 @@ EXAMPLES = examples()
 def test_the_example_is_true_on_simulated_devices(example: Example, mesh: Mesh) -> None:
     torch.manual_seed(0)
     x = torch.randint(-9, 9, example.shape).float()
-    program = fx.GraphModule(nn.Module(), localize(example.graph(), mesh))
+    program = fx.GraphModule(nn.Module(), localize_graph(example.graph(), mesh))
     results = Simulator(program, mesh).run_devices([shards(x, example.before, mesh)])
     check(results[0], x, example, mesh)
 
@@ -314,7 +314,7 @@ SENDING = [p for p in EXAMPLES if isinstance(p.values[0].kind, CollectiveKind)]
 
 def graph_of_ranks(example: Example, mesh: Mesh, merged: bool) -> fx.Graph:
     """Return the program of one device with two steps, sent as one if `merged`."""
-    graph = localize(example.graph(inputs=2), mesh)
+    graph = localize_graph(example.graph(inputs=2), mesh)
     if merged:
         join(graph, [n for n in graph.nodes if n.target is example.kind])
     return start_wait(graph)

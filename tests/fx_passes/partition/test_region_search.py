@@ -421,7 +421,7 @@ def test_a_layout_that_lost_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatc
 def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of each partitioning the number of layouts that were tried for bodies."""
     counts: list[int] = []
-    force, partition = LocalSearch.force, boundary.partition
+    force, partition = LocalSearch.force, boundary.partition_graph
 
     def count(self: LocalSearch, *args: object) -> None:
         counts[-1] += 1
@@ -432,7 +432,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return partition(*args, **options)
 
     monkeypatch.setattr(LocalSearch, "force", count)
-    monkeypatch.setattr(boundary, "partition", begin)
+    monkeypatch.setattr(boundary, "partition_graph", begin)
     return counts
 
 

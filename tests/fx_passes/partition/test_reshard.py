@@ -21,7 +21,7 @@ from torch import Tensor, fx, nn
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.kinds import Step, collective_kinds
 from torchgspmd.comm.simulator import Simulator, split_global
-from torchgspmd.fx_passes import localize
+from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.partition.reshard import Resharder
 
 ITEMSIZE = 4  # bytes of a float32
@@ -295,7 +295,7 @@ def run(steps: tuple[Step, ...], x: Tensor, before: ShardSpec, mesh: Mesh) -> li
         node = graph.call_function(step.target, (node, *step.args))
         node.meta = {"val": x, "spec": step.spec, "step": step}
     graph.output((node,))
-    return Simulator(fx.GraphModule(nn.Module(), localize(graph, mesh)), mesh).run_devices(
+    return Simulator(fx.GraphModule(nn.Module(), localize_graph(graph, mesh)), mesh).run_devices(
         [hold(x, before, mesh)]
     )[0]
 

@@ -34,7 +34,7 @@ from .rounds import PINNED, Rounds, Seed
 ELEMENTWISE, PASSING, ALL = range(3)  # stages
 
 
-def propagate(
+def propagate_layouts(
     graph: fx.Graph,
     mesh: Mesh,
     seeds: Sequence[Seed],

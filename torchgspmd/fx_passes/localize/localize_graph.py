@@ -38,7 +38,9 @@ from .step_emitter import StepEmitter
 _NO_SIZES: Mapping[str, int] = {}
 
 
-def localize(graph: fx.Graph, mesh: Mesh, stand_ins: Mapping[str, int] = _NO_SIZES) -> fx.Graph:
+def localize_graph(
+    graph: fx.Graph, mesh: Mesh, stand_ins: Mapping[str, int] = _NO_SIZES
+) -> fx.Graph:
     """Return one device's graph.
 
     Its inputs are a coordinate (int) for every mesh axis, argument sizes (int) that its shards

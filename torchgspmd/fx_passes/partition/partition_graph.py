@@ -31,7 +31,7 @@ from .search_memory import Memories, SearchMemory, Solution, Solutions, situatio
 from .solver import Solver
 
 
-def partition(
+def partition_graph(
     graph: fx.Graph,
     mesh: Mesh,
     input_specs: dict[fx.Node, ShardSpec],
