@@ -18,8 +18,7 @@ from torch import Tensor, fx
 
 from ..compat.operators import aten
 from ..compat.private_apis import GuardOnDataDependentSymNode, ShapeEnv
-from ..errors import user_line
-from ..rules.custom_ops.numbers import at_least
+from ..errors import ShardingError, user_line
 
 # Sizes, in parts, to try: a condition with one outcome for these has it for all sizes.
 _SIZES = (2, 3, 1009, 1013)
@@ -130,3 +129,16 @@ def _check_rows(graph: fx.Graph, node: fx.Node, dim: int, low: int, where: str |
     size.meta, checked.meta = ({**node.meta, "val": val.shape[dim]} for _ in range(2))
     rows.meta = dict(node.meta)
     node.replace_all_uses_with(rows, lambda user: user not in (size, rows))
+
+
+def at_least(number: int, low: int, where: str | None) -> int:
+    """Return a number, or raise ShardingError if the program was not made for one so small."""
+    if number < low:
+        raise ShardingError(
+            f"a size that depends on values is {number}, and the program was made for {low} and "
+            "more",
+            where=where,
+            why="forward branches on whether it is, and one program is made for all values",
+            fix="leave such a batch out, or pad it to more",
+        )
+    return number

@@ -2,6 +2,8 @@
 
 rule(op, "m k, k n -> m n", reduce="k")     one sentence for all calls of an operation
 @rule_for(op)                               a function from a Call to its FactorRule
+@host_reads(op)                             a function from a node to the reason why the host reads
+                                            a value for this call, or None if it does not
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import fx
+
 from ..compat.operators import AbsentOperator, find
 from ..compat.private_apis import OpOverload
 from .notation import Call, FactorRule, LocalForm, Sentence, Shapes, factors
@@ -18,6 +22,8 @@ from .rewrites import Declined, check_ended, feature_of, is_present
 
 RuleFunction = Callable[[Call], FactorRule | Declined]
 RULES: dict[Any, RuleFunction] = {}
+Reason = Callable[[fx.Node], str | None]
+HOST_READS: dict[Any, Reason] = {}  # filled at import, and only read afterwards
 
 
 def rule(op: OpOverload | AbsentOperator | str, sentence: str, **keywords: Any) -> None:
@@ -97,3 +103,13 @@ def shape_argument(index: int, emit: Callable | None = None, **keywords: Any) ->
         return (*args[:index], list(shapes.results[0]), *args[index + 1 :]), kwargs
 
     return LocalForm(emit, arguments=arguments, **keywords)
+
+
+def host_reads(*ops: object) -> Callable[[Reason], Reason]:
+    """Register the reason, which operands decide. A CUDA graph cannot capture such a call."""
+
+    def register(reason: Reason) -> Reason:
+        HOST_READS.update(dict.fromkeys(ops, reason))
+        return reason
+
+    return register

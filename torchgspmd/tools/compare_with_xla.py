@@ -17,9 +17,8 @@ from ..compiler.plan import Plan
 from ..fx_passes.printer import type_text
 from ..fx_passes.program import Request
 from ..shard_spec import ShardSpec
-from ..xla_backend.annotated_program import annotate_for_xla
 from ..xla_backend.hlo import collectives
-from ..xla_backend.lower import lower, on_device
+from ..xla_backend.lower import annotate_for_xla, lower, on_device
 from ..xla_backend.runtime import start
 from ..xla_backend.sharding import device_order, layout_text, spec_of_text
 from ..xla_backend.state import place_tensor, program_text, sync

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -22,8 +23,11 @@ from ..compat.fx_nodes import copy_node
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload, _dispatch_has_kernel_for_dispatch_key
 from ..errors import ShardingError
+from ..fx_passes.boundary import start_program
 from ..fx_passes.expand.decompose_ops import decompose_ops
 from ..fx_passes.ir import is_operation
+from ..fx_passes.pipeline import passes, run
+from ..fx_passes.program import Program, Request
 from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..rules import SplitRequest, unpartitioned_of
@@ -206,3 +210,12 @@ def _check_supported(graph: fx.Graph) -> None:
                 where=node.meta.get("source"),
                 fix="use torchgspmd.mark_sharding",
             )
+
+
+def annotate_for_xla(request: Request, pin: str) -> Program:
+    """Return the program that XLA partitions. pin="all": our partitioner chooses all layouts."""
+    names = {"decompose_ops", "propagate", "split_fused"}
+    if pin == "all":
+        names |= {"split_axes", "partition", "merge_axes"}
+    request = replace(request, expand=unpartitioned, keep_marks=True)
+    return run(start_program(request), steps=[each for each in passes() if each.name in names])

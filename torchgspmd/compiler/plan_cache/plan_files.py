@@ -25,8 +25,7 @@ from ...shard_spec import ShardSpec
 from . import json_text
 from .decoder import REFUSALS, Decoder, typed
 from .faults import Malformed, Stale, Unshareable
-from .graph_decoder import identifier
-from .graphs import encode_graph
+from .graph_codec import encode_graph, identifier
 from .guard_text import encode_run_guards, place_run_guards
 from .json_text import read_regular_file
 from .plans import FIELDS, NEEDED, Later, constants_of, decode_graphs, encode_graphs, tensors_of

@@ -26,8 +26,7 @@ from ...layout.mesh import Mesh
 from . import json_text
 from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale, Unshareable
-from .graph_decoder import decode_graph, identifier
-from .graphs import encode_graph
+from .graph_codec import decode_graph, encode_graph, identifier
 from .guard_text import GuardDecoder, GuardEncoder, check_rows
 from .signature import bytes_of, check_signature
 from .values import Encoder

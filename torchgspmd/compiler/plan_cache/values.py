@@ -23,6 +23,7 @@ from torch import Tensor, fx
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from ...capture import ArgumentSizes, Input, Output
+from ...capture.assumed_sizes import at_least
 from ...comm import local_ops
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware, Link
@@ -35,7 +36,6 @@ from ...fx_passes.replication_report import ReplicatedOp
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh
 from ...rules import FlatCall
-from ...rules.custom_ops.numbers import at_least
 from ...shard_spec import ShardSpec
 from .faults import Stale as Stale
 from .faults import Unshareable

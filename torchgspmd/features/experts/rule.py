@@ -10,10 +10,9 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ...errors import ShardingError
 from ...rules.custom_ops.nd import einsum
-from ...rules.host_reads import host_reads
 from ...rules.local_builder import LocalBuilder
 from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Split, factors
-from ...rules.registry import rule, rule_for
+from ...rules.registry import host_reads, rule, rule_for
 from ...rules.rewrites import rewrite
 from .op import (
     KERNEL_BYTES,

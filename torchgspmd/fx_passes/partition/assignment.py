@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from torch import fx
 
@@ -20,7 +22,9 @@ from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
 from .cost_constants import CostConstants
 from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
-from .trial import Trial, restore_entries
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 SNAPSHOT_FIELDS = (
     "strategy_of",
@@ -33,6 +37,26 @@ SNAPSHOT_FIELDS = (
     "version",
     "stamps",
 )
+
+
+@dataclass
+class Trial:
+    """An assignment's entries before their first change; None for those that were not there.
+
+    waits: whether operations were on the worklist. window_costs: None until a layout changes.
+    """
+
+    version: int
+    strategies: dict[fx.Node, Strategy | None] = field(default_factory=dict)
+    layouts: dict[fx.Node, ShardSpec | None] = field(default_factory=dict)
+    required: dict[fx.Node, dict[tuple[fx.Node, int], ShardSpec] | None] = field(
+        default_factory=dict
+    )
+    views: dict[fx.Node, dict | None] = field(default_factory=dict)
+    stamps: dict[fx.Node, int | None] = field(default_factory=dict)
+    neighborhoods: dict[fx.Node, Neighborhood | None] = field(default_factory=dict)
+    waits: dict[fx.Node, bool] = field(default_factory=dict)
+    window_costs: dict[tuple[fx.Node, ShardSpec], float] | None = None
 
 
 class Assignment:
@@ -337,3 +361,12 @@ class Assignment:
             all(self._is_deferrable(op.operands[i], axis, depth - 1) for i in group)
             for group in op.rule.linear
         )
+
+
+def restore_entries(table: dict[K, V], before: dict[K, V | None]) -> None:
+    """Give entries their former values; remove those that were not there."""
+    for key, value in before.items():
+        if value is None:
+            table.pop(key, None)
+        else:
+            table[key] = value

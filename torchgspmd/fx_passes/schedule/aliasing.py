@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.private_apis import OpOverload
-from ...rules.custom_ops.workspace import WORKSPACE
+from ...rules.custom_ops.costs import WORKSPACE
 
 
 class Strided(NamedTuple):

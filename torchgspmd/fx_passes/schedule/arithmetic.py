@@ -18,7 +18,7 @@ from ...comm.kinds import FusedKind, Step
 from ...comm.loop_call import loop_calls
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
-from ...rules.custom_ops import flops as _formulas  # noqa: F401
+from ...rules.custom_ops import costs as _formulas  # noqa: F401
 from ...rules.custom_ops.loops import nests, runs_of
 from .liveness import bytes_of
 

@@ -7,7 +7,6 @@ from . import (  # noqa: F401
     contraction,
     cumulative,
     factory,
-    float8_rows,
     fourier,
     index_put,
     linalg,

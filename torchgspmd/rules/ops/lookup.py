@@ -8,6 +8,10 @@ kernel refuses it on every device, as it does on one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -272,3 +276,60 @@ def _nll_loss_backward(
     if weight is not None:
         scale = scale * weight[safe.squeeze(dim)]
     return torch.full_like(x, 0.0).scatter(dim, safe, grad * scale.unsqueeze(dim))
+
+
+_CHOOSING = (
+    aten.index.Tensor,
+    aten.embedding.default,
+    aten.index_select.default,
+    aten.select.int,
+)
+
+
+def _as_bytes(op: Callable[..., Tensor], table: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Choose rows of float8 as integers of one byte.
+
+    A device that lacks a row adds zeros in its place, and float8 has no addition.
+    """
+    if not (table.is_floating_point() and table.itemsize == 1):
+        return DECLINED
+    return op(table.view(torch.uint8), *args, **kwargs).view(table.dtype)
+
+
+for _op in _CHOOSING:
+    rewrite("decompose", _op)(partial(_as_bytes, _op))
+
+
+_Rows = Callable[[tuple[Any, ...]], Iterator[tuple[Any, int]]]
+
+
+def _along_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
+    shape = args[0].meta["val"].shape
+    # A tensor without dimensions is read as one row.
+    yield args[2], (shape[args[1]] if shape else 1)
+
+
+def _of_each_dim(args: tuple[Any, ...]) -> Iterator[tuple[Any, int]]:
+    yield from zip(args[1], args[0].meta["val"].shape)
+
+
+# By name without overload: all overloads have their index in one place.
+_READERS: dict[str, _Rows] = {
+    "embedding": lambda args: iter([(args[1], args[0].meta["val"].shape[0])]),
+    "embedding_dense_backward": lambda args: iter([(args[1], args[2])]),
+    "nll_loss_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[-1])]),
+    "nll_loss2d_forward": lambda args: iter([(args[1], args[0].meta["val"].shape[1])]),
+    "index": _of_each_dim,
+    "index_put": _of_each_dim,
+    **dict.fromkeys(
+        ("gather", "index_select", "scatter", "scatter_add", "scatter_reduce", "index_add"),
+        _along_dim,
+    ),
+}
+
+
+def rows_read(node: fx.Node) -> Iterator[tuple[Any, int]]:
+    """Yield (indices, rows) for a node's operands that look rows up."""
+    name = getattr(node.target, "__name__", "").split(".")[0]
+    if name in _READERS:
+        yield from _READERS[name](node.args)

@@ -18,10 +18,9 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..custom_ops.random import DRAW_SEED, draw_seed, keep_mask, uniform
 from ..flat_call import FlatCall
-from ..host_reads import host_reads
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule_for
+from ..registry import host_reads, rule_for
 from ..rewrites import rewrite, rewrite_of
 
 ours = torch.ops.torchgspmd

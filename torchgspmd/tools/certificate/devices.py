@@ -5,7 +5,7 @@ A value that says which value in the partitioned graph it is (meta "value") is a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -210,3 +210,32 @@ class Devices(Simulator):
         """Call an operation for one device."""
         # Seeded by the value's name, as on one device: both draw the same numbers.
         return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)
+
+
+class Microbatches:
+    """Keeps shards until all devices that a comparison needs have come to their microbatch.
+
+    Stages of a pipeline compute one microbatch at different times.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        # How often a device has computed a claim for a microbatch: a stage may have loops.
+        self.turns: dict[tuple[str, int, int], int] = {}
+        self.held: dict[tuple[str, int, int], dict[int, Tensor]] = {}
+
+    def complete(
+        self, path: str, shards: Sequence[Tensor], spec: ShardSpec, at: At
+    ) -> Iterator[tuple[int, int, list[Tensor], list[int]]]:
+        """Take shards; yield (microbatch, turn, shards, devices) of sums that have all terms."""
+        groups = {rank: group for group in self.mesh.groups(spec.pending) for rank in group}
+        for rank, microbatch in at.microbatches.items():
+            turn = self.turns.get((path, rank, microbatch), 0)
+            self.turns[path, rank, microbatch] = turn + 1
+            held = self.held.setdefault((path, microbatch, turn), {})
+            held[rank] = shards[rank]
+            if all(other in held for other in groups[rank]):
+                terms = {other: held.pop(other) for other in groups[rank]}
+                # Nobody compares devices outside of the group.
+                filled = [terms.get(r, shards[rank]) for r in range(self.mesh.size)]
+                yield microbatch, turn, filled, [*terms]

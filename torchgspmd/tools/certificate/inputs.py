@@ -18,7 +18,7 @@ from ...capture import PARAMETER, Captured
 from ...comm.loop_call import BodyCall, LoopCall, copy_of
 from ...features.pipelines.call import StageCall
 from ...rules import FlatCall
-from ...rules.looked_up_rows import rows_read
+from ...rules.ops.lookup import rows_read
 from ...rules.rewrites import rewrite_of
 
 WIDE = {

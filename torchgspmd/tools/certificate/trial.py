@@ -17,9 +17,8 @@ from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import runs
 from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut
-from .devices import At, DeviceError, Devices
+from .devices import At, DeviceError, Devices, Microbatches
 from .inputs import RandomInputs, Rewritten, device_of, widened
-from .microbatches import Microbatches
 from .one_device import OneDeviceRun, Rows, Values, draws
 from .wrong_values import fails, other_value, value_of
 

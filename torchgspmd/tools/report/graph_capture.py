@@ -15,7 +15,7 @@ from torch import fx
 from ...comm.local_ops import to_host
 from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
-from ...rules.host_reads import HOST_READS
+from ...rules.registry import HOST_READS
 
 _TAGS = {
     torch.Tag.data_dependent_output: "the host reads its value",

@@ -1,18 +1,40 @@
-"""Bytes that operations allocate while they run, besides their results.
+"""The costs of our operations: FLOPs, and bytes that they allocate besides their results.
 
-WORKSPACE has a function for each operation that needs any. It takes the operation's arguments, with
-meta tensors that have the operands' strides.
+PyTorch's flop counter has the FLOPs. WORKSPACE has a function for each operation that needs bytes.
+It takes the operation's arguments, with meta tensors that have the operands' strides.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from ...compat.private_apis import OpOverload
 from .matrix_form import Matrix, matrix_form
-from .nd import einsum
+from .nd import einsum, split_equation
+
+_OURS = torch.ops.torchgspmd
+
+
+def einsum_flops(equation: str, a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs in an einsum with two operands, from their shapes."""
+    first, second, _out = split_equation(equation)
+    # Each pair of entries that meet is multiplied and added: 2 m k n for a matrix product.
+    return 2 * math.prod({**dict(zip(first, a)), **dict(zip(second, b))}.values())
+
+
+register_flop_formula(_OURS.einsum)(einsum_flops)
+
+
+@register_flop_formula(_OURS.scaled_mm)
+def scaled_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    """Return the FLOPs in a product of scaled matrices, from their shapes."""
+    return 2 * a[0] * a[1] * b[1]
 
 
 def einsum_bytes(equation: str, x: Tensor, y: Tensor) -> int:

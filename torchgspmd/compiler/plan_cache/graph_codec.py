@@ -1,4 +1,4 @@
-"""A graph from JSON: its names become Python code, so each is checked.
+"""A graph as JSON, and back: names become Python code, so each is checked.
 
 before   a row for every node: op, name, target, arguments, keyword arguments, metadata
 ensures  names are identifiers, each used once; operands stand before their users; operators have
@@ -26,13 +26,46 @@ from ...rules import FlatCall
 from ...rules.custom_ops.loops import Loop
 from .decoder import REFUSALS, Decoder, natural, typed
 from .faults import Malformed, Stale
-from .graphs import COUNTS
+from .values import Encoder
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
 # Names of inputs that mean something else in the code of a graph.
 _TAKEN = {*keyword.kwlist, "self", "torch", "device", "inf", "nan"}
 _MOST_ITERATIONS = 1 << 32
+COUNTS = "carries", "rows", "others", "stacks", "ahead", "held"  # of a LoopCall
+# Only `Plan.explain` reads these, or passes that have run.
+_LEFT_OUT = {"rule", "assignment", "operand_specs", "decisions"}
 _VALUES = (Tensor, bool, int, float, tuple, list, type(None))
+
+
+def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[object]:
+    """Return a row for every node: op, name, target, arguments, keyword arguments, metadata."""
+    # Node numbers count within one graph: a loop's body has its own.
+    outer, encoder.nodes = encoder.nodes, {}
+    rows = []
+    for i, node in enumerate(graph.nodes):
+        meta = {key: encoder.encode(v) for key, v in node.meta.items() if key not in _LEFT_OUT}
+        args, kwargs = encoder.encode(node.args), encoder.encode(dict(node.kwargs))
+        rows.append([node.op, node.name, _encode_target(node, encoder), args, kwargs, meta])
+        encoder.nodes[node] = i
+    encoder.nodes = outer
+    return rows
+
+
+def _encode_target(node: fx.Node, encoder: Encoder) -> object:
+    """Encode a node's target, with its body for a loop."""
+    call = node.target
+    if isinstance(call, BodyCall) and not isinstance(call, LoopCall):
+        return call.encode(lambda graph: encode_graph(graph, encoder), encoder.encode)
+    if not isinstance(call, LoopCall):
+        return encoder.encode(call)
+    return [
+        "loop",
+        str(call.loop),
+        *map(call.__dict__.get, COUNTS),
+        encoder.encode(call.empty),
+        encode_graph(call.graph, encoder),
+    ]
 
 
 def decode_graph(rows: Any, decoder: Decoder, constants: Collection[str] = ()) -> fx.Graph:
