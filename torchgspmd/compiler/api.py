@@ -47,8 +47,7 @@ from .fix_candidates import report_replicated
 from .options import NAMED, Options, check_choice, documented, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
-from .planned_call import PlannedCall
-from .small_sizes import SmallSizes
+from .planned_call import PlannedCall, SmallSizes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

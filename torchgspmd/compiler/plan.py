@@ -52,8 +52,7 @@ from .plan_summary import (
     recomputed_text,
     weights_against_marks,
 )
-from .planned_call import PlannedCall
-from .small_sizes import SmallSizes
+from .planned_call import PlannedCall, SmallSizes
 
 
 class Plan(PlanFiles):

@@ -1,11 +1,24 @@
-"""The call that `plan` was given, which `Plan.verify` runs again in eager PyTorch."""
+"""A plan's memory of its function: the call that `plan` was given, and plans for small sizes.
+
+`Plan.verify` runs the call again in eager PyTorch. Sizes 0 and 1 broadcast, and programs branch on
+them:
+
+p = plan(fn, x, mesh=mesh, dynamic={"x": {0}})      a program for 2 rows and more
+p.simulate(x[:1])                                   another one, planned by the first such call
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+
+from ..capture import ARGUMENT, Captured, opened
+from ..compat.private_apis import _pytree as pytree
+
+Again = Callable[[Any, tuple, dict], Any]  # ArgumentSizes, args, kwargs -> the plan
 
 
 class PlannedCall(NamedTuple):
@@ -22,3 +35,32 @@ class PlannedCall(NamedTuple):
         """Return the modes of torch that decide what a function computes."""
         cast = (torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda"))
         return (torch.is_grad_enabled(), *cast, torch.get_default_dtype())
+
+
+class SmallSizes:
+    """One function's plans for sizes below its plan's least, keyed by these sizes."""
+
+    def __init__(self, captured: Captured, again: Again) -> None:
+        self.captured, self.again = captured, again
+        self.plans: dict[tuple, Any] = {}
+
+    def plan_for(self, args: tuple, kwargs: dict) -> Any:
+        """Return the plan for a call with small sizes; None for others, and for bad arguments."""
+        sizes = self.captured.dynamic
+        leaves = pytree.tree_leaves(opened((args, kwargs)))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        planned = [i for i in self.captured.inputs if i.kind == ARGUMENT]
+        count = len(planned) - len(self.captured.state_inputs)
+        # Bad arguments are not ours to report: the plan itself raises the error that fits.
+        if len(tensors) != count or not all(
+            sizes.fits(i, t.shape, inp.shape) and t.dtype == inp.dtype
+            for i, (t, inp) in enumerate(zip(tensors, planned))
+        ):
+            return None
+        shapes = [t.shape for t in tensors]
+        if (symbols := sizes.without_small(shapes)) is None:
+            return None
+        key = tuple((at, shapes[at[0]][at[1]]) for at in sizes.dims if at not in symbols.dims)
+        if key not in self.plans:
+            self.plans[key] = self.again(symbols, args, kwargs)
+        return self.plans[key]

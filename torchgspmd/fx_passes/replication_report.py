@@ -21,7 +21,7 @@ from torch import fx
 from ..capture import ARGUMENT, PARAMETER, Captured, Input
 from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
-from ..layout.sub_axes import sub_axis
+from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
 from .ir import operands_of, other_shapes, tensors_of
 from .propagate.layouts import Layouts
@@ -144,7 +144,7 @@ class _Weights:
         An axis does not count if a mark on another value asks the node to divide by it.
         """
         name, marked = self.marked.get(_origin(value), ("", frozenset()))
-        return name, [a for a in axes if _whole_axis(a) in marked and not self._asked(node, a)]
+        return name, [a for a in axes if whole_axis(a) in marked and not self._asked(node, a)]
 
     def _asked(self, node: fx.Node, axis: str) -> bool:
         """Return whether a mark asks a node to be divided over an axis, as it is."""
@@ -207,11 +207,6 @@ def _origin(value: fx.Node) -> fx.Node:
             break
         origin = operand
     return origin
-
-
-def _whole_axis(axis: str) -> str:
-    """Return the axis that a sub-axis belongs to."""
-    return (sub_axis(axis) or (axis,))[0]
 
 
 def _sharding_axes(node: fx.Node) -> set[str]:

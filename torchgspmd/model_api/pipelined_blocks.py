@@ -33,12 +33,11 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, user_line
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
-from ..features.pipelines.schedule import Schedule, Times, in_ticks
+from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
 from ..layout.device_mesh import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .pipeline_schedules import check_schedule
 from .row_arguments import RowArguments, SharedArguments
 from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks, check_alike

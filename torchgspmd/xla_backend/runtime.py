@@ -1,17 +1,22 @@
-"""Find torch_xla and start it in SPMD mode, once in a process."""
+"""Find torch_xla, start it in SPMD mode once in a process, and watch what it leaves to the host."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+import warnings
+from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import fx
 
+from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, user_line
 from ..layout.mesh import Mesh
 
+_READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
 _INSTALL = (
     "run pip install torch==2.9.0 torch_xla==2.9.0; on a TPU VM torch==2.9.0 "
     "'torch_xla[tpu]==2.9.0'"
@@ -91,3 +96,38 @@ def _check_backward() -> None:
             why="a backward ran on another device before XLA was started",
             fix="call parallelize(..., backend='xla') before the first backward",
         ) from error
+
+
+def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> object:
+    """Return `run`'s result; warn about each operation in the graph that ran on the host.
+
+    Its result is right, but its operands are gathered and the step is cut in two.
+    """
+    # torch_xla counts for the whole process, other models included.
+    before = _host_counts()
+    result = run()
+    for name, count in _host_counts().items():
+        if count > before.get(name, 0) and name not in _READS:
+            lines = dict.fromkeys(
+                n.meta.get("source") for n in graph.nodes if _name(n.target).startswith(name)
+            )
+            where = f" ({', '.join(line for line in lines if line)})" if any(lines) else ""
+            warnings.warn(
+                f"{name}{where} has no kernel on XLA: the host computes it, on gathered tensors, "
+                "and the step is cut in two",
+                stacklevel=3,
+            )
+    return result
+
+
+def _host_counts() -> dict[str, int]:
+    """Return how often the host has run each operation."""
+    import torch_xla.debug.metrics as met
+
+    return {
+        name: met.counter_value(name) for name in met.counter_names() if name.startswith("aten::")
+    }
+
+
+def _name(target: object) -> str:
+    return target._schema.name if isinstance(target, OpOverload) else ""

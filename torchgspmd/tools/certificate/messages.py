@@ -7,7 +7,7 @@ group has its collectives in the order in which its ranks begin them.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...comm.process_groups import ProcessGroups
 from ...compat.operators import c10d
+from ...layout.mesh import Mesh
 from .claimed_layouts import COMBINE, poison
 
 _COMBINE = {**COMBINE, "product": COMBINE["prod"]}
@@ -209,3 +211,26 @@ def check_access(
                     f"{verb} memory of '%{each.node}', which is in flight",
                     "memory of a collective is the network's until its wait",
                 )
+
+
+class RankGroups(ProcessGroups):
+    """The process groups of a rank without a process: the part that lowering asks.
+
+    A group has the name of its axes on all ranks.
+
+    device_type: where tensors of the program are; between CPUs the program is that for gloo.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, device_type: str) -> None:
+        self.mesh, self.rank, self.coordinates = mesh, rank, mesh.coordinates(rank)
+        self.device_type, self.is_gloo = device_type, device_type == "cpu"
+        self.processes, self.checked_on = [*range(mesh.size)], torch.device(device_type)
+        self.is_fake = True  # no sum travels with a comparison of the ranks
+        self.by_axes: dict[tuple[str, ...], tuple[str, list[int]]] = {}
+
+    def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
+        """Return no groups: the walk has messages of its own."""
+        return dict.fromkeys(keys)
+
+    def _create(self, axes: tuple[str, ...]) -> str:
+        return "+".join(axes)

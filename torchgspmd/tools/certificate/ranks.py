@@ -29,9 +29,8 @@ from ...features.pipelines.parts import Message
 from ...fx_passes.pipeline import lower_plan
 from ...fx_passes.program import Program, Rank
 from .claimed_layouts import cut
-from .messages import Call, InFlight, Network, RankFault, accesses, check_access
+from .messages import Call, InFlight, Network, RankFault, RankGroups, accesses, check_access
 from .one_device import drawn, draws
-from .rank_groups import RankGroups
 from .trial import NoNumbers, Trial
 from .wrong_values import other_rank
 
