@@ -105,7 +105,7 @@ def _named(text: object, package: list[str]) -> str | None:
         parts = package[: len(package) - (len(text) - len(name)) + 1] + name.split(".")
     else:
         return None
-    return ".".join(parts) if is_module(parts) else None
+    return ".".join(parts) if all(parts) and is_module(parts) else None
 
 
 def climbing() -> Iterator[str]:
