@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
-from torch import fx
-
-from ...comm.kinds import permute
 from ...comm.loop_call import BODY_CALLS
-from ...errors import ShardingError
 from ...fx_passes.pass_types import FEATURE_PASSES
-from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
 from .call import TAG, StageCall
 from .op import HEAD, SEND
 from .outline_stages import outline_stages
+from .stage_sends import stage_sends
 
 
 @rule_for(SEND, HEAD)
@@ -25,28 +19,6 @@ def _alike(call: Call) -> FactorRule:
     names = factors("d", call.results[0].dim())
     linear = [] if call.target is SEND else [[0]]
     return call.rule([names] * len(call.tensors), [names], linear=linear)
-
-
-def stage_sends(graph: fx.Graph, mesh: Mesh) -> fx.Graph | None:
-    """Mark sends as steps that a plan counts; return None if there is no pipeline.
-
-    before   %s : f32[4@stage, 2, 16] = stage_send(%y, 1, [0, 0], stage, 1f1b 4x8)
-    after    the same, with meta["step"]: a permute
-    needs    the graph on the requested mesh
-    ensures  a sent value's first dimension is the stages, sharded along their axis
-    """
-    nodes = graph.find_nodes(op="call_function", target=SEND)
-    for node in nodes:
-        axis, spec, val = node.args[3], node.meta["spec"], node.meta["val"]
-        if spec.dims[0] != (axis,) or spec.pending:
-            raise ShardingError(
-                f"what a stage of a pipeline along '{axis}' sends is laid out as '{spec}'",
-                where=node.meta.get("source"),
-                fix=f"mark no weight or value of the blocks along '{axis}'",
-            )
-        payload = float(math.prod(spec.local_shape(val.shape, mesh)) * val.dtype.itemsize)
-        node.meta["step"] = permute.step(mesh, node.args[1:], spec, (axis,), payload)
-    return graph if nodes else None
 
 
 FEATURE_PASSES |= {
