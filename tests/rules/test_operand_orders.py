@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path[:0] = [str(Path(__file__).parents[2] / "benchmarks"), str(Path(__file__).parent)]
 from op_coverage import OPS, Case, attempt, is_random  # noqa: E402
 from test_op_db import NAMES, RAISES, SLOW, UNCOMPARED  # noqa: E402
 
