@@ -54,7 +54,11 @@ def test_kinds_and_models_are_many():
 def test_an_error_names_value_device_line_and_both_numbers():
     judge = Judge("tensor")
     seeds = range(100)
-    verdict = next(v for s in seeds if (v := judge.judge(s)) and v.fault.kind == "leave_out")
+    verdicts = (judge.judge(seed) for seed in seeds)
+    # A lookup with an index that nobody put right fails by itself.
+    verdict = next(
+        v for v in verdicts if v and v.fault.kind == "leave_out" and "fails on" not in v.text
+    )
     pattern = (
         r"'%\S+' is not the value of one device: device \S+=\d.* has \S+ at \[.*\] of its shard"
     )

@@ -47,6 +47,8 @@ def pad_rows(x: Tensor, dim: int, rows: int, fill: float = 0.0) -> Tensor:
     """Return x with rows added at a dimension's end, `rows` in all."""
     if x.shape[dim] == rows:
         return x
+    if not x.numel():  # torch 2.9 pads no empty tensor
+        return x.new_full([*x.shape[:dim], rows, *x.shape[dim + 1 :]], fill)
     pads = [0, 0] * (x.dim() - 1 - dim) + [0, rows - x.shape[dim]]
     if x.dtype == torch.float8_e8m0fnu:  # has no zero
         return F.pad(x.view(torch.uint8), pads).view(x.dtype)

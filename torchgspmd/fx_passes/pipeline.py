@@ -96,7 +96,7 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
-_PROPAGATE = ("propagate", "keep_dims")  # again, behind a pass that has changed operations
+_PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
 _TRIED = ("split_products", "split_groups", "split_vectors")
 
 PIPELINE: tuple[Step, ...] = (
@@ -110,25 +110,18 @@ PIPELINE: tuple[Step, ...] = (
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
             Pass(
-                "keep_dims",
-                keep_dims,
-                ANNOTATED,
-                ANNOTATED,
-                again=_PROPAGATE,
-                before=("split_groups", "split_fused"),
-                because="layouts of flattened dimensions decide what is split",
-            ),
-            Pass(
                 "split_groups",
                 feature_pass("split_groups"),
                 ANNOTATED,
                 ANNOTATED,
-                again=_PROPAGATE,
+                again=("propagate",),
                 feature="experts",
                 before=("split_fused",),
                 because="split_fused would decompose the blocked products of these groups",
             ),
-            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=_PROPAGATE),
+            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
+            # Behind it: sums of a loss are simplified on the operations that the program has.
+            Pass("keep_dims", keep_dims, ANNOTATED, ANNOTATED, again=_PROPAGATE),
             Pass(
                 "split_vectors",
                 split_vectors,

@@ -175,7 +175,7 @@ class _Search:
 
     def size(self, x: Any) -> int:
         """Return x's size along the dimension; 1 if it lacks the dimension."""
-        shape = x.meta["val"].shape if isinstance(x, fx.Node) else ()
+        shape = getattr(x.meta["val"], "shape", ()) if isinstance(x, fx.Node) else ()
         return shape[self.dim] if len(shape) >= -self.dim else 1
 
     def cast(self, x: fx.Node) -> fx.Node:

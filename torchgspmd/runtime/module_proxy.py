@@ -146,6 +146,7 @@ class ModuleProxy(nn.Module):
         everything = list(self._model.modules())
         tables = [getattr(m, name) for m in everything for name in WATCHED]
         tables += GLOBAL_HOOKS.values()
+        _refuse_transforms()  # before its plain tensors are found in the place of ours
         self._check_tensors()
         facts = tuple(facts_of(self._model, TABLES))
         filled = [table for table in tables if table]
@@ -196,13 +197,7 @@ class ModuleProxy(nn.Module):
 
     def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
         """Return the program for a call key; compile one if no cached one's guards hold."""
-        if is_transforming():
-            raise ShardingError(
-                "torch.func transforms a module on a mesh",
-                where=user_line(),
-                why="its program is neither vectorized nor differentiated by that",
-                fix="call torch.func.vmap or grad in its forward, or use backward()",
-            )
+        _refuse_transforms()
         programs = self._programs.setdefault(key, [])
         for program in programs:
             if program.captured.holds():
@@ -329,3 +324,14 @@ class ModuleProxy(nn.Module):
     def _modes(self) -> tuple[bool, ...]:
         """Return each module's training mode."""
         return tuple(map(_TRAINING, self._everything))
+
+
+def _refuse_transforms() -> None:
+    """Raise ShardingError within torch.func.vmap, grad and the like."""
+    if is_transforming():
+        raise ShardingError(
+            "torch.func transforms a module on a mesh",
+            where=user_line(),
+            why="its program is neither vectorized nor differentiated by that",
+            fix="call torch.func.vmap or grad in its forward, or use backward()",
+        )

@@ -168,6 +168,9 @@ def _ring_rows(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         """Return the window: along a sharded dimension, it is the result already."""
+        # A window along another dimension leaves these rows to the operation.
+        if not local.sharded(f"d{dim % len(call.results[0].shape)}"):
+            return local.call(ring_rows._opoverload, *args)
         return local.call(aten.alias.default, args[0])
 
     return movement_rule(call, [{dim: Reach(start, start, wrap=True)}], emit, linear=[[0]])
