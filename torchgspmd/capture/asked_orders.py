@@ -30,14 +30,12 @@ _PLACE = {Tensor.storage_offset}
 
 
 # torch's modes, and ours, read strides and offsets of every value that they wrap.
-_MODES = ("torch._subclasses", "torch._functorch", "torch.fx", "torchgspmd")
+_MODES = ("torch._subclasses", "torch._functorch", "torch._higher_order_ops", "torch.fx")
 
 
-def _is_asked_by_a_mode() -> bool:
-    """Return whether tracing itself asks, not the program."""
-    # Above this function: record, __torch_function__, and its caller.
-    caller = sys._getframe(3).f_globals.get("__name__", "")
-    return caller.startswith(_MODES)
+def _caller() -> str:
+    """Return the module that asks, above record and __torch_function__."""
+    return sys._getframe(3).f_globals.get("__name__", "")
 
 
 class AskedOrders:
@@ -48,7 +46,11 @@ class AskedOrders:
 
     def record(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Record a call."""
-        if func not in _ORDER and func not in _PLACE or _is_asked_by_a_mode():
+        if func not in _ORDER and func not in _PLACE:
+            return
+        # Tracing itself asks, too. No function of torch computes with a place.
+        caller = _caller()
+        if caller.startswith((*_MODES, "torchgspmd")) or func in _PLACE and caller[:6] == "torch.":
             return
         line = user_line() or "the program"
         self.order = self.order or line
