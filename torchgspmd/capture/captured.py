@@ -282,6 +282,8 @@ def _share_elements(x: Tensor, other: Tensor) -> bool:
     pair = x, other
     if any(type(t) is not Tensor or t.layout is not torch.strided or t.is_meta for t in pair):
         return False
+    if "xla" in (x.device.type, other.device.type):
+        return False  # these have no storage
     if x.untyped_storage().data_ptr() != other.untyped_storage().data_ptr():
         return False
     if x.dtype != other.dtype or not all(t.numel() for t in pair):
