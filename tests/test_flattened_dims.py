@@ -325,6 +325,19 @@ def test_a_saved_plan_has_calls_on_flattened_dimensions(tmp_path):
     assert loaded.text(full=True) == plan.text(full=True)
 
 
+def test_a_saved_plan_has_several_results_of_a_flat_call(tmp_path):
+    def best(x):
+        values, places = x.view(-1, D).topk(2, 1)
+        return values.sum() + (values * places).sum()
+
+    (x,) = arguments("mlp", (4, 6))
+    plan = gspmd.plan(best, x, mesh=Mesh(data=2, seq=2), in_specs="data seq _")
+    assert "flat_topk" in plan.text(full=True)
+    assert_same(plan.simulate(x, _poison=True), best(x))
+    plan.save(tmp_path / "plan.json")
+    assert_same(gspmd.Plan.load(tmp_path / "plan.json").simulate(x), best(x))
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_random_chains_of_reshapes(seed):
     """Merges and cuts at random borders, with operations in between."""

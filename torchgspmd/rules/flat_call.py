@@ -11,6 +11,7 @@ along each factor that it computes row by row. `keep_dims` says which these are.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -220,7 +221,7 @@ class _Emission:
 
     def _elements(self, local: LocalBuilder, result: fx.Node) -> Iterator[Any]:
         for i in range(len(local.results)):
-            yield local.call(_getitem, result, i)
+            yield local.call(operator.getitem, result, i)
 
     def _kept(self, local: LocalBuilder, x: Any, index: int) -> Any:
         shape = local.results[index].shape
@@ -228,10 +229,6 @@ class _Emission:
             local.note(x.node if isinstance(x, fx.Proxy) else x, shape)
             return x
         return reshaped(local, x, shape)
-
-
-def _getitem(x: Any, index: int) -> Any:
-    return x[index]
 
 
 def reshaped(local: LocalBuilder, x: Any, shape: tuple[int, ...]) -> fx.Node:
