@@ -4,6 +4,7 @@ import copy
 import gc
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from ranks import distributed
 from torch import nn
@@ -13,7 +14,7 @@ from torch.distributed.tensor.experimental import implicit_replication
 from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
-from torchgspmd.dtensor.install import PATCHES
+from torchgspmd.dtensor.install import MEETINGS, PATCHES
 
 MESHES = ("data=2,model=2", "model=3")
 NEEDED = [patch for patch in PATCHES if patch.is_needed()]
@@ -79,6 +80,26 @@ def test_patches_last_as_long_as_what_needs_them(mesh):
         else:
             raise AssertionError("it is no mesh of these processes, or not the one of the mark")
         assert not applied()
+
+
+@distributed("data=2", alone=True)
+def test_ranks_that_collect_a_model_at_other_times_meet(mesh):
+    model = wrapped(mesh)
+    if dist.get_rank() == 1:
+        cycle = [model]
+        cycle.append(cycle)
+        gc.disable()
+        del cycle
+    kept = model[0].weight * 2
+    del model
+    gc.collect() if dist.get_rank() == 0 else None
+    dist.barrier()
+    kept.redistribute(placements=[Replicate()])
+    assert kept.full_tensor().shape == (4, 6)
+    gc.enable()
+    wrapper = dist.barrier
+    assert {p.name for p in MEETINGS if p.owner is dist} >= {"barrier", "destroy_process_group"}
+    assert wrapper.__wrapped__ is not None, "the meetings end with the process group"
 
 
 def _optimized(x, kind, **options):

@@ -137,9 +137,15 @@ class Installation:
             if self._holders and self._applied is None:
                 self._applied, self._thread = apply(patches), threading.get_ident()
 
+    def end(self) -> None:
+        """Undo the patches, whoever holds them."""
+        for holder in [*self._holders]:
+            self._release(holder)
+
     def _release(self, holder: int) -> None:
         with self._lock:
-            self._holders.pop(holder, None)
+            if (finalizer := self._holders.pop(holder, None)) is not None:
+                finalizer.detach()
             applied = self._applied
             if applied and not self._holders and self._thread == threading.get_ident():
                 self._applied = None

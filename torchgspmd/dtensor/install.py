@@ -1,7 +1,8 @@
 """Patches to torch's DTensor: operations in one-device programs that it lacks or gets wrong.
 
-Applied with the first module that parallelize wraps. Undone when no wrapped module lives, and none
-of their parameters, buffers and state_dict tensors. All act for our DTensors only (ours.py).
+Applied with the first module that parallelize wraps. PATCHES are undone when no wrapped module
+lives, and none of their parameters, buffers and state_dict tensors. MEETINGS are undone with the
+default process group. All act for our DTensors only (ours.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .optimizers import (
     with_local_tensors,
     with_sharded_states,
 )
-from .ours import INSTALLATION, Handler, for_ours, handlers, is_ours, method_for_ours
+from .ours import INSTALLATION, WAITS, Handler, for_ours, handlers, is_ours, method_for_ours
 from .random_draws import DRAWING, draw
 from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
 from .waits import (
@@ -173,8 +174,6 @@ PATCHES = (
     ),
     *_methods(("numpy",), method_for_ours(op_handlers.numpy), "p.numpy() is an error"),
     *_methods(("tolist",), method_for_ours(op_handlers.tolist), "p.tolist() is an error"),
-    *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
-    *_methods(("redistribute",), redistribute_method, _WAITS),
     # files
     *_methods(("__reduce_ex__",), pickling.reduce_method, _PICKLED),
     Patch(torch.optim.Optimizer, "state_dict", lambda before: _held_method(before), _KEPT),
@@ -259,6 +258,19 @@ PATCHES = (
     Patch(_DISPATCHER, "_try_replicate_spec_for_scalar_tensor", with_replication, _BESIDE),
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
+    # wrappers
+    *(
+        Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)
+        for owner in (_fsdp_init,)
+        if not is_missing(owner)
+    ),
+)
+
+# They meet the other ranks. Python's collector decides on each rank when a model goes, so that these
+# last as long as the process group.
+MEETINGS = (
+    *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
+    *_methods(("redistribute",), redistribute_method, _WAITS),
     Patch(_DISPATCHER, "redistribute_local_args", with_explained_waits, _WAITS),
     *(
         Patch(owner, "trigger_wait", with_explained_wait, _WAITS)
@@ -275,12 +287,6 @@ PATCHES = (
             "gather_object",
             "scatter_object_list",
         )
-    ),
-    # wrappers
-    *(
-        Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)
-        for owner in (_fsdp_init,)
-        if not is_missing(owner)
     ),
 )
 
@@ -306,4 +312,5 @@ def hold(module: Any, tensors: Iterable[Any]) -> None:
     checkpoint = sys.modules.get("torch.distributed.checkpoint")
     own_group = Patch(checkpoint, "async_save", with_own_group, _OTHER_THREAD)
     patches = PATCHES if checkpoint is None else (*PATCHES, own_group)
+    WAITS.hold(MEETINGS, WAITS)
     INSTALLATION.hold(patches, module, *(t._local_tensor for t in tensors if is_ours(t)))

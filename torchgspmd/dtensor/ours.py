@@ -16,7 +16,8 @@ from ..compat.patches import Installation
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 
-INSTALLATION = Installation()  # this process's patches; install.py has their table
+# This process's patches; install.py has their tables. WAITS: those that meet the other ranks.
+INSTALLATION, WAITS = Installation(), Installation()
 Handler = Callable[[OpOverload, tuple, dict], Any]
 
 

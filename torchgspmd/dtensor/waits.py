@@ -20,6 +20,7 @@ from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_mismatch import agree
 from ..comm.watcher import explain, say_farewell, watched_ranks
 from ..errors import ShardingError, user_line
+from .ours import WAITS
 
 
 def redistribute_method(before: Callable) -> Callable:
@@ -126,9 +127,11 @@ def with_farewell(before: Callable) -> Callable:
     @functools.wraps(before)
     def destroy(group: object = None) -> None:
         # None is the default group; other groups end while this process lives on.
-        if group is None:
-            say_farewell()
-        return before(group)
+        if group is not None:
+            return before(group)
+        say_farewell()
+        WAITS.end()
+        return before(None)
 
     return destroy
 
