@@ -266,8 +266,8 @@ PATCHES = (
     ),
 )
 
-# They meet the other ranks. Python's collector decides on each rank when a model goes, so that these
-# last as long as the process group.
+# They meet the other ranks. Python's collector decides on each rank when a model goes, so they last
+# as long as the process group.
 MEETINGS = (
     *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
     *_methods(("redistribute",), redistribute_method, _WAITS),
