@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..capture.trace_context import is_capturing
 from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_mismatch import agree
 from ..comm.watcher import explain, say_farewell, watched_ranks
@@ -71,7 +72,8 @@ def with_meeting(before: Callable) -> Callable:
     @functools.wraps(before)
     def collective(*args: object, **options: object) -> Any:
         group, everyone = signature.bind(*args, **options).arguments.get("group"), watched_ranks()
-        if everyone is None or group not in (None, dist.group.WORLD):
+        # Rank 0 may trace alone, where the call is an error.
+        if everyone is None or is_capturing() or group not in (None, dist.group.WORLD):
             return before(*args, **options)
         if threading.current_thread() is not threading.main_thread():
             if _is_in_a_checkpoint():

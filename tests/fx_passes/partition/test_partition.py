@@ -210,7 +210,7 @@ def test_a_mark_over_more_devices_than_rows_is_followed():
 
     x, w = torch.randn(6, 5, 4), torch.randn(4, 4)
     plan = gspmd.plan(f, x, w, mesh=mesh, in_specs=("data _ _", "_ _"))
-    assert [c.kind for c in plan.collectives] == ["all_reduce"]
+    assert [c.kind for c in plan.collectives] == ["permute", "all_reduce"]
     assert_same(plan.simulate(x, w, _poison=True), f(x, w))
 
 
