@@ -167,7 +167,13 @@ def test_operations_that_split_run_with_shards_of_what_they_need_whole(op, numbe
 
 
 _C = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+_FLOAT8 = torch.rand(4, 5).to(torch.float8_e4m3fn)
+_ROWS = torch.tensor([2, 0])
 DECOMPOSED = {
+    aten.index.Tensor: [(_FLOAT8, [_ROWS])],
+    aten.embedding.default: [(_FLOAT8, _ROWS)],
+    aten.index_select.default: [(_FLOAT8, 1, _ROWS)],
+    aten.select.int: [(_FLOAT8, 0, 1)],
     aten.cat.default: [([_r(4, 5), torch.empty(0), _r(4, 2)], 1)],
     aten.squeeze.default: [(_r(4, 1, 5),)],
     aten.squeeze.dim: [(_r(4, 1, 5), 1), (_r(4, 5), 1)],

@@ -16,10 +16,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..capture.trace_context import is_capturing
 from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_mismatch import agree
 from ..comm.watcher import explain, say_farewell, watched_ranks
+from ..compat.private_apis import get_proxy_mode
 from ..errors import ShardingError, user_line
 from .ours import WAITS
 
@@ -72,8 +72,8 @@ def with_meeting(before: Callable) -> Callable:
     @functools.wraps(before)
     def collective(*args: object, **options: object) -> Any:
         group, everyone = signature.bind(*args, **options).arguments.get("group"), watched_ranks()
-        # Rank 0 may trace alone, where the call is an error.
-        if everyone is None or is_capturing() or group not in (None, dist.group.WORLD):
+        is_traced = get_proxy_mode() is not None  # by one rank alone; then the call is an error
+        if everyone is None or is_traced or group not in (None, dist.group.WORLD):
             return before(*args, **options)
         if threading.current_thread() is not threading.main_thread():
             if _is_in_a_checkpoint():
