@@ -96,13 +96,11 @@ def _attention(
 def _check_mask(mask: Tensor, queries: object, keys: object) -> None:
     """Raise PyTorch's error for a mask that has other numbers of queries or keys.
 
-    A size that only a run knows is no number: a mask of a fixed size would not fit all runs.
+    A mask of a fixed size does not fit rows whose number only a run knows. One whose size only a
+    run knows may fit: its size may be that of the longest sequence.
     """
     for size, rows in zip(reversed(mask.shape), (keys, queries)):
-        is_number = isinstance(size, int), isinstance(rows, int)
-        if is_number[0] and size == 1:
-            continue
-        if is_number[0] != is_number[1] or all(is_number) and size != rows:
+        if isinstance(size, int) and size not in (1, rows if isinstance(rows, int) else 1):
             raise RuntimeError(
                 f"The expanded size of the tensor ({rows}) must match the existing size ({size})"
             )
