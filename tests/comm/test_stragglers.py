@@ -5,6 +5,7 @@ import pytest
 from torchgspmd.comm import stragglers
 from torchgspmd.comm.rank_failure import Status
 from torchgspmd.comm.stragglers import Answer, Stragglers
+from torchgspmd.comm.watcher import Watcher
 
 WAITS = Status(step=3, phase="forward", waits_in="all_reduce", at="model.py:1")
 
@@ -77,3 +78,16 @@ def test_a_rank_that_is_late_again_and_again(clock, step, phase, named):
     told = slow(clock, step, phase)
     assert bool(told) == bool(named), told
     assert all("straggler: rank 1" in text and f"(step {step})" in text for text in told)
+
+
+@pytest.mark.parametrize("own_call_raised, told", [(False, ["raised"]), (True, [])])
+def test_a_caught_exception_of_all_ranks_is_no_end(clock, own_call_raised, told):
+    """Rank 0 raised in step 3 and does not come: it has ended, unless this rank raised, too."""
+    watcher = Watcher.__new__(Watcher)
+    watcher.step, watcher._raised_in = 3, 3 if own_call_raised else -1
+    watcher._stragglers, fates = Stragglers(1, [0, 1]), []
+    watcher._tell = fates.append
+    raised = Status(3, "forward", raised="ValueError: no rows")
+    watcher._stragglers.take(Answer(0, "a", raised))
+    watcher._judge_raised(Status(3, "planning", waits_in="broadcast"))
+    assert [fate.kind for fate in fates] == told

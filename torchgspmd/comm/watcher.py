@@ -57,6 +57,7 @@ class Watcher:
 
     def __init__(self, processes: Sequence[int], limit: float, is_fake: bool = False) -> None:
         self.step, self.phase, self.program, self.raised = 0, "", "", ""
+        self._raised_in = -1  # the last step in which a call of this rank raised
         self.looks = self.waits = 0  # how often the thread has looked, and found a wait
         self.processes, self.rank, self.limit = list(processes), dist.get_rank(), limit
         self.world = dist.group.WORLD
@@ -196,9 +197,14 @@ class Watcher:
                 self._fail(fate)
 
     def _judge_raised(self, status: Status) -> None:
-        """Take a call's exception for the end of a rank that does not come any more."""
+        """Take a call's exception for the end of a rank that does not come any more.
+
+        Where this rank's call raised too, all have caught it, and the other may still come.
+        """
+        if self._raised_in == self.step:
+            return
         for answer in self._stragglers.late(status).values():
-            if answer.status.raised and answer.status.step == self.step and not self.raised:
+            if answer.status.raised and answer.status.step == self.step:
                 now = replace(answer.status, at="")
                 self._tell(Fate(answer.rank, answer.host, "raised", now, text=now.raised))
 
@@ -313,7 +319,7 @@ class Watcher:
         except Exception as error:
             self.explain(error)
             if self.phase in ("forward", "backward"):
-                self.raised = _named(error)
+                self.raised, self._raised_in = _named(error), self.step
             raise
 
     def explain(self, error: BaseException) -> None:
