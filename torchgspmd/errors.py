@@ -11,7 +11,10 @@ import traceback
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (
@@ -68,6 +71,13 @@ class ShardingError(ValueError):
         super().__init__("\n".join(lines))
         # of the code whose int() or max() needs a number; capture/builtin_numbers.py replaces them
         self.namespace: dict[str, Any] | None = None
+
+    @classmethod
+    def here(
+        cls, what: str, *, why: str | None = None, fix: str | None = None, tried: str | None = None
+    ) -> Self:
+        """Return the error whose place is the user's innermost line now."""
+        return cls(what, where=user_line(), why=why, fix=fix, tried=tried)
 
 
 class RankError(ShardingError):

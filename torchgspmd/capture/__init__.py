@@ -20,8 +20,7 @@ from .captured import (
 )
 from .compute_dtype import check_dtypes
 from .eager_kernels import refused_operation
-from .output_sizes import cotangents_of
-from .pinned_sizes import capture_sized
+from .pinned_sizes import capture_sized, cotangents_of
 from .rewrites.loop_trace import unrolling
 from .state.object_trees import opened
 from .state.source import Source

@@ -21,7 +21,7 @@ from ..compat.private_apis import (
     is_functorch_wrapped_tensor,
 )
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, traced_line, user_line
+from ..errors import ShardingError, traced_line
 from ..layout.mark import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .asked_orders import AskedOrders
@@ -69,16 +69,14 @@ class CallInterceptor(TorchFunctionMode):
             with self, self.tracker.inner_backward((*args, *kwargs.values())):
                 return _BACKWARDS[func](*args, **kwargs)
         if func is mark_sharding and not _is_of_the_program(args[0]):
-            raise ShardingError(
+            raise ShardingError.here(
                 "mark_sharding is called inside of the program on a tensor that is no part of it",
-                where=user_line(),
                 why="it is neither a parameter, buffer or argument nor computed from one",
                 fix="register it as a buffer, or pass it as an argument",
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program draws from a torch.Generator of its own",
-                where=user_line(),
                 why="numbers are drawn by the place of an element, from a seed of the "
                 "default generator",
                 fix="leave the generator out and call torch.manual_seed, or draw outside "
@@ -201,9 +199,8 @@ def autograd_grad(
     """Run torch.autograd.grad with the interceptor active; the original switches it off."""
     outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
     if is_grads_batched:
-        raise ShardingError(
+        raise ShardingError.here(
             "torch.autograd.grad(is_grads_batched=True) cannot be captured",
-            where=user_line(),
             fix="call it once for every gradient",
         )
     cotangents = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .functional_values import unwrap, was_mutated
 
 
@@ -35,9 +35,8 @@ class Casts:
 
     def change_error(self, name: str) -> ShardingError:
         """Return the error about a tensor that forward changes."""
-        return ShardingError(
+        return ShardingError.here(
             f"forward changes {name}",
-            where=user_line(),
             why=f"with param_dtype it computes with a copy in {self.dtype}: "
             "the change would be lost",
             fix="make it a buffer, which keeps its dtype, or use torch.autocast",
@@ -50,8 +49,7 @@ def check_dtypes(**dtypes: object) -> None:
         if dtype is not None and not (
             isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
         ):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{name}={dtype!r} is no floating dtype that gradients can be computed in",
-                where=user_line(),
                 fix=f"give {name}=torch.bfloat16, torch.float16, torch.float32 or torch.float64",
             )

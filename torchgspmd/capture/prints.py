@@ -127,9 +127,8 @@ class Prints:
     def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
         if not self.is_outside():
-            raise ShardingError(
+            raise ShardingError.here(
                 "a print or log in the body of a transform has a value of each of its iterations",
-                where=user_line(),
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
                 fix="return the value, and print it behind the loop",
             )

@@ -20,7 +20,7 @@ from torch.fx import traceback as fx_traceback
 from ..compat.fake_mode import fake_mode
 from ..compat.private_apis import _pytree as pytree
 from ..compat.private_apis import make_fx
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
@@ -138,9 +138,8 @@ def capture(
         # The error is the program's own: the next call begins with the knowledge before it.
         state.is_looking, state.is_counting = flags
         raise
-    raise ShardingError(
+    raise ShardingError.here(
         f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
-        where=user_line(),
         why=f"the last reason: {reasons[-1]}",
         fix="register what it changes as buffers of the module",
     )

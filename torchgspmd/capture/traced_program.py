@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .asked_orders import AskedOrders
 from .autograd_reach import connected_components, reachable_inputs
 from .breakpoints import Breakpoint, Breakpoints
@@ -25,11 +25,10 @@ from .replaced_tensors import with_tensors
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
-from .state.rebound_state import rebound_buffers, rebound_parameters
 from .state.state_inputs import TensorInput, Varying
 from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
-from .state.writes import WatchedArguments, Write
+from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_parameters
 from .trace_context import capturing
 
 
@@ -136,9 +135,8 @@ class TracedProgram:
         place = index - len(self.names)
         what = f"'{self.names[index]}'" if place < 0 else f"tensor {place} of its arguments"
         before, after = (list(shape) for shape in (self.shapes[index], now))
-        raise ShardingError(
+        raise ShardingError.here(
             f"the program changes the shape of {what} in place, from {before} to {after}",
-            where=user_line(),
             why="its layout and those of later calls are for its shape",
             fix=f"return a new tensor; as out=, pass one of shape {after}",
         )
@@ -267,9 +265,8 @@ class TracedProgram:
             # Also after an error: the caller's containers must not keep traced tensors.
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program returns an iterator, of whose values none is computed yet",
-                where=user_line(),
                 fix="return a list",
             )
         if any(
@@ -279,9 +276,8 @@ class TracedProgram:
                 *pytree.tree_leaves([write.value for write in argument_writes]),
             )
         ):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program returns a number that is known only when it runs",
-                where=user_line(),
                 fix="return the tensor, and call item() on the result",
             )
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
@@ -336,10 +332,9 @@ class TracedProgram:
         """
         for i, now in self.rebound.items():
             if i < len(self.parameters) and any(reachable_inputs(outputs, [inputs[i], now])):
-                raise ShardingError(
+                raise ShardingError.here(
                     "forward puts another parameter in the place of "
                     f"'{self.parameters[i]}', on which its result depends",
-                    where=user_line(),
                     why="an optimizer has the one that was there: the gradient would be "
                     "lost silently",
                     fix="change its values in the optimizer's step, or make it a buffer",

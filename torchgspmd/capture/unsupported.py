@@ -56,17 +56,15 @@ _CONTAINER = re.compile(r"must be Tensor, not (tuple|list|dict)")
 def check_dense(what: str, tensor: Tensor) -> None:
     """Raise ShardingError for a nested or sparse tensor."""
     if tensor.is_nested:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what} is a nested tensor, and a layout is one of dense tensors",
-            where=user_line(),
             fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before "
             "the program",
         )
     if tensor.layout is not torch.strided:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of "
             "dense tensors",
-            where=user_line(),
             fix="call to_dense() on it",
         )
 
@@ -75,9 +73,8 @@ def check_arguments(names: Sequence[str], leaves: Sequence[object]) -> None:
     """Raise ShardingError for a NumPy array among a call's arguments."""
     for name, leaf in zip(names, leaves):
         if isinstance(leaf, numpy.ndarray):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"argument '{name}' is a NumPy array of shape {list(leaf.shape)}",
-                where=user_line(),
                 why="its values would become constants of the program",
                 fix=f"pass torch.from_numpy({name})",
             )
@@ -88,17 +85,15 @@ def check_module(module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         check_dense(f"'{name}'", tensor)
         if is_lazy(tensor):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"parameter '{name}' has no shape yet",
-                where=user_line(),
                 why="it is that of a lazy module",
                 fix="call the model once on one device before",
             )
     for name, inner in module.named_modules():
         if wrapper := _WRAPPERS.intersection(each.__name__ for each in type(inner).__mro__):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{repr(name) if name else 'the model'} is wrapped by {min(wrapper)}",
-                where=user_line(),
                 why="the mesh shards the batch and the weights, and reduces gradients",
                 fix="leave the wrapper out, and wrap the model itself: parallelize(model, mesh, "
                 "in_specs='auto'), with shard_updates='data' to store weights in parts",
@@ -107,10 +102,9 @@ def check_module(module: nn.Module) -> None:
         (name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None
     )
     if scripted is not None:
-        raise ShardingError(
+        raise ShardingError.here(
             f"module '{scripted or type(module).__name__}' is compiled by TorchScript, "
             "which cannot be captured",
-            where=user_line(),
             fix="give the module that torch.jit.script was called on",
         )
 

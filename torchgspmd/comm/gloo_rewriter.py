@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .process_groups import ProcessGroups
-from .reductions import BY_C10D_NAME, Reduction
 
 
 class GlooRewriter:
@@ -102,3 +104,33 @@ class GlooRewriter:
         result.meta = dict(self.wait.meta)
         for user in users:
             user.replace_input_with(self.wait, result)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction. c10d: its name in torch.distributed. The operators do the same locally."""
+
+    c10d: str
+    combine: Callable[[Tensor, Tensor], Tensor]
+    of_two: Any
+    of_two_in_place: Any
+    over_dim: Any
+
+
+REDUCTIONS = {
+    "sum": Reduction("sum", operator.add, aten.add.Tensor, aten.add_.Tensor, aten.sum.dim_IntList),
+    # maximum has no in-place form.
+    "max": Reduction(
+        "max", torch.maximum, aten.maximum.default, aten.maximum.default, aten.amax.default
+    ),
+    "min": Reduction(
+        "min", torch.minimum, aten.minimum.default, aten.minimum.default, aten.amin.default
+    ),
+    "prod": Reduction(
+        "product", operator.mul, aten.mul.Tensor, aten.mul_.Tensor, aten.prod.dim_int
+    ),
+}
+
+
+# Lowered calls have torch's name for a reduction.
+BY_C10D_NAME = {reduction.c10d: reduction for reduction in REDUCTIONS.values()}

@@ -30,14 +30,13 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
 from . import places
-from .gloo_waits import end_waits
 from .json_rows import from_row
 from .peers import Message, Peers
 from .places import stack_of_main
 from .rank_failure import Fate, Status, apart, failure, is_final, merged
 from .roll_call import RollCall, RollCallEnded
 from .stragglers import ANSWER, TICK, Answer, Stragglers
-from .termination import TERMINATION
+from .termination import TERMINATION, end_waits
 
 VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
 SETTLE = 0.4  # Seconds from the first such word to the error: others may have died, too.

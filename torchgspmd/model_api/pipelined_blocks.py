@@ -30,7 +30,7 @@ from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
@@ -105,16 +105,14 @@ def pipeline(
     """
     mesh = mesh_of(mesh)
     if axis not in mesh.names:
-        raise ShardingError(
+        raise ShardingError.here(
             f"pipeline names axis '{axis}', which mesh {mesh} does not have",
-            where=user_line(),
             fix=did_you_mean(axis, mesh.names),
         )
     check_schedule(schedule, repeats, microbatches, loss, memory)
     if repeats > 1 and microbatches < mesh.count((axis,)):
-        raise ShardingError(
+        raise ShardingError.here(
             f"a circular pipeline has {mesh.count((axis,))} stages and {microbatches} microbatches",
-            where=user_line(),
             why="a microbatch comes round when all others have been begun",
             fix="use as many microbatches as stages, or more",
         )

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ..capture.replaced_tensors import with_tensors
 from ..capture.rewrites.microbatches import Microbatches, check_count
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mark import follow_mark
 from .update_rules import rule_of
 
@@ -192,10 +192,9 @@ def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
                     "the model's",
-                    where=user_line(),
                     fix="call train_step(model, AdamW(model.parameters()), loss)",
                 )
     return [

@@ -16,16 +16,17 @@ from ..dtensor.module_tensors import slot_of
 from ..dtensor.storage import gradient_like, local_of, store_gradient, takes_gradient, whole_of
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (
+    PartialBackward,
     check_versions,
     detach_aliases,
     detach_inputs,
     forbid_double_backward,
+    is_asked_for,
     memory_of,
     rows_of_tensors,
     saved_tensors_for,
     tensors_of_rows,
 )
-from .partial_backward import PartialBackward, is_asked_for
 
 
 class CompiledProgram:

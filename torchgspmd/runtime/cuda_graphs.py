@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..compiler.plan import Plan
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 
 T = TypeVar("T")
 
@@ -68,9 +68,8 @@ def graphs_for(device_type: str, backend: str) -> CudaGraphs:
         ShardingError: The model is not on a CUDA device.
     """
     if device_type != "cuda":
-        raise ShardingError(
+        raise ShardingError.here(
             f"backend '{backend}' needs a CUDA device",
-            where=user_line(),
             why=f"the model is on {device_type}, and graphs are CUDA's",
             fix=f"call model.cuda() before parallelize, or set backend='{_without(backend)}'",
         )

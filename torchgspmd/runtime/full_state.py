@@ -18,7 +18,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..dtensor.ours import is_ours
 from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
@@ -63,9 +63,8 @@ def full_state_dict(
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
         wrong = model if not isinstance(model, nn.Module) else optimizer
-        raise ShardingError(
+        raise ShardingError.here(
             f"full_state_dict takes a model and an optimizer, and got {type(wrong).__name__}",
-            where=user_line(),
             fix="call full_state_dict(model, optimizer)",
         )
     tables = [*tables_of(model)]
@@ -115,17 +114,15 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
     ours = (t for _, t in tensors if isinstance(t, DTensor) and is_ours(t))
     groups = next((find_groups(t.device_mesh) for t in ours), None)
     if groups is None:
-        raise ShardingError(
+        raise ShardingError.here(
             "no tensor of the model is on a mesh of processes",
-            where=user_line(),
             fix="call model.state_dict(), which has the whole tensors already",
         )
     described = [(name, f"{t.dtype} {list(t.shape)} {_placements(t)}") for name, t in tensors]
     meta = next((name for name, t in tensors if t.device.type == "meta"), None)
     if meta is not None:
-        raise ShardingError(
+        raise ShardingError.here(
             f"'{meta}' is on meta: it has no values",
-            where=user_line(),
             fix=f"call model.to_empty(device='{groups.device_type}'), then initialize it or load "
             "its values",
         )

@@ -19,10 +19,10 @@ from ..dtensor.storage import wrap_local
 from ..fx_passes.lower.insert_rank_check import sending_nodes
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
+from .autograd_boundary import PartialBackward
 from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
 from .cuda_graphs import CudaGraphs
-from .partial_backward import PartialBackward
 from .step_graphs import Halves, StepGraphs, take_draws
 
 

@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor
 from ..capture import ARGUMENT, Captured
 from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
-from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
-from ..comm.process_groups import groups_of, on_own_card
+from ..comm.process_groups import devices_of_a_host, groups_of, on_own_card
 from ..comm.rank_check import check_ranks
 from ..comm.rank_failure import CALL
 from ..comm.rank_mismatch import Account, agree, check_alike, raise_difference
@@ -29,7 +28,7 @@ from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..fx_passes.dump import dump_level
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
@@ -187,9 +186,8 @@ class ShardedModule(MeshModule):
     def _check_tensors(self) -> None:
         for path, value in self._model.named_parameters():
             if not isinstance(value, DTensor):
-                raise ShardingError(
+                raise ShardingError.here(
                     f"parameter '{path}' is a plain tensor",
-                    where=user_line(),
                     why="it was put into the model after parallelize",
                     fix="change the model before it is wrapped, or put in a DTensor (torch's "
                     "distribute_tensor); for adapters, use "
@@ -349,9 +347,8 @@ class ShardedModule(MeshModule):
         """Capture and plan in this process. before_talk: as in shared_plan."""
         for name, tensor in named_tensors(self._model):
             if tensor.device.type == "meta":
-                raise ShardingError(
+                raise ShardingError.here(
                     f"'{name}' is on meta: it has no values",
-                    where=user_line(),
                     fix=f"call model.to_empty(device='{self._groups.device_type}'), then "
                     "initialize it or load its values",
                 )
@@ -362,9 +359,8 @@ class ShardedModule(MeshModule):
             if not self._cast_to or not given or given & self._cast_to:
                 raise
             to, of = (", ".join(sorted(map(str, each))) for each in (self._cast_to, given))
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the model was cast to {to} after parallelize, and its arguments are {of}",
-                where=user_line(),
                 why=f"forward combines them: {error}".splitlines()[0],
                 fix="cast the arguments too; or keep the model as it is, and compute in "
                 "bfloat16: parallelize(..., param_dtype=torch.bfloat16)",

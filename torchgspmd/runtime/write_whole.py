@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .full_state import Gather, groups_of_state, in_place_of, tables_of
 from .shared_plan import broadcast_text
 
@@ -71,9 +71,7 @@ def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
     if failure is not None:
         raise failure
     if said:
-        raise ShardingError(
-            f"rank 0 has not written the model: {said}",
-            where=user_line(),
-            fix="read the error of rank 0",
+        raise ShardingError.here(
+            f"rank 0 has not written the model: {said}", fix="read the error of rank 0"
         )
     return result

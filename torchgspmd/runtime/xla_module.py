@@ -23,7 +23,7 @@ from ..capture import (
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
 from ..fx_passes.program import Program, Request
@@ -140,9 +140,8 @@ class XlaModule(MeshModule):
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
 
     def _device_error(self, name: str, tensor: Tensor) -> ShardingError:
-        return ShardingError(
+        return ShardingError.here(
             f"'{name}' is on {tensor.device}, not on {self._device}",
-            where=user_line(),
             fix="call model.to_empty(device='xla') for a model on meta, then initialize it; "
             "make other changes before it is wrapped",
         )

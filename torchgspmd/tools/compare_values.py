@@ -22,7 +22,7 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
-from ..capture.output_sizes import cotangents_of
+from ..capture.pinned_sizes import cotangents_of
 from ..comm.rank_mismatch import agree, all_gather_rows
 from ..comm.simulator import Simulator, split_global
 from ..compat.private_apis import _pytree as pytree

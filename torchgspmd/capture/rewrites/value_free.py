@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ...rules.custom_ops.nd import ctc_losses
 from ...rules.rewrites import DECLINED, Declined, rewrite
 
@@ -150,9 +150,8 @@ def _tensor_split(input: Tensor, *sections: object, **named: object) -> Declined
     """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return DECLINED
-    raise ShardingError(
+    raise ShardingError.here(
         "tensor_split by a tensor needs its values before the program runs",
-        where=user_line(),
         fix="give the sections as a number or a tuple",
     )
 
@@ -189,9 +188,8 @@ def _retain_grad(input: Tensor) -> Declined:
 def nested_list(input: Tensor) -> object:
     """Return a nested list with symbolic numbers."""
     if any(isinstance(n, torch.SymInt) for n in input.shape):
-        raise ShardingError(
+        raise ShardingError.here(
             "the program makes a list of as many numbers as values say",
-            where=user_line(),
             why="one program is made for all values, before any device computes",
             fix="compute the tensor outside and pass it; or pass lists of numbers, of "
             "which forward makes tensors (torch.tensor(sizes)): there is a program for each",

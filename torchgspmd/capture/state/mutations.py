@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ..stand_in_sizes import NUMBERS
 from .bytecode_names import cell_sources
 from .guards import (
@@ -139,10 +139,9 @@ class Tables:
             table.last = now
             for step, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(step):
-                    raise ShardingError(
+                    raise ShardingError.here(
                         f"the program puts a number into '{table.source.at(step)}' that is known "
                         "only when it runs",
-                        where=user_line(),
                         fix="keep the tensor, and call item() on it outside",
                     )
             for write in self._writes_of(table, old, now, state_ids):
