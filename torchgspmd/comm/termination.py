@@ -2,8 +2,8 @@
 
 torch.distributed.run ends all ranks by SIGTERM within 0.1 s after a death: before a RankError is
 raised. A process with watchers, whose SIGTERM nobody else handles, ends later: after GRACE if a
-rank has failed, else after the time in which it learns about that. Python's handlers run between two
-calls, which a wait in C++ is not: a thread reads the signal, and ends the process as it would have.
+rank has failed, else after the time in which it learns about that. Python's handlers run between
+two calls, which a wait in C++ is not: a thread reads the signal, and ends the process.
 
 A gloo group has no abort (torch's is empty). A wait for a rank that lives, but will not come since
 it waits for a dead one, would last until the time limit: `end_waits` closes gloo's connections.

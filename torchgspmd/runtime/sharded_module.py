@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor
 from ..capture import ARGUMENT, Captured
 from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
+from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
-from ..comm.process_groups import devices_of_a_host, groups_of, on_own_card
+from ..comm.process_groups import groups_of, on_own_card
 from ..comm.rank_check import check_ranks
 from ..comm.rank_failure import CALL
 from ..comm.rank_mismatch import Account, agree, check_alike, raise_difference
