@@ -18,7 +18,6 @@ from .captured import (
     Input,
     Output,
 )
-from .compute_dtype import check_dtypes
 from .eager_kernels import refused_operation
 from .pinned_sizes import capture_sized, cotangents_of
 from .rewrites.loop_trace import unrolling
@@ -28,6 +27,7 @@ from .state.state_inputs import State, Varying
 from .state.writes import tensor_sources
 from .trace import capture, leaf_names
 from .trace_context import is_capturing, not_compiled
+from .traced_program import check_dtypes
 from .transforms import is_transforming
 from .unsupported import check_module
 

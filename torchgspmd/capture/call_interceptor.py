@@ -28,7 +28,7 @@ from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
 from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import batch_norm, products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
+from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
 from .rewrites.masked_indexing import SELECTIONS

@@ -30,7 +30,6 @@ from .asked_orders import AskedOrders
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced
 from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
-from .compute_dtype import Casts
 from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
@@ -45,7 +44,7 @@ from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
 from .trace_context import no_other_random_numbers
-from .traced_program import TracedProgram
+from .traced_program import Casts, TracedProgram
 from .unsupported import (
     check_arguments,
     check_constants,

@@ -39,13 +39,13 @@ from .audit import Audit
 from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
 from .cuda_graphs import check_capturable, graphs_for
+from .full_state import install_writers
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
-from .write_whole import install_writers
 
 
 class ShardedModule(MeshModule):

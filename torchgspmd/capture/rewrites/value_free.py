@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -282,3 +283,17 @@ def _setitem(input: Tensor, index: object, value: Any) -> Declined | None:
         return DECLINED
     view, rest = _split_index(input, index)
     view[rest if rest else ...] = value
+
+
+# cuDNN's operation changes running statistics, but its schema does not say so. Running a captured
+# program, to know a size or to certify a plan, would then change the model's buffers.
+def _without_cudnn(function: Callable[..., Any]) -> None:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        with torch.backends.cudnn.flags(enabled=False):
+            return function(*args, **kwargs)
+
+    rewrite("value", function)(replacement)
+
+
+for _function in (torch.batch_norm, F.batch_norm, torch.instance_norm, F.instance_norm):
+    _without_cudnn(_function)

@@ -36,8 +36,7 @@ from .guards import (
 from .mutable_tables import MutableTable, find_tables
 from .name_uses import READ, uses_of_names
 from .object_trees import opened
-from .reach import Reach
-from .recorder import Recorder
+from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic

@@ -21,7 +21,7 @@ from ...rules.memory_order import order_text
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
 from .dependencies import CALL, TABLES, facts_of
 from .methods import Methods
-from .reach import Reach
+from .recorder import Reach
 from .source import DEEP, Source, is_table
 from .value_keys import as_text, difference, value_key
 
