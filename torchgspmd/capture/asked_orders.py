@@ -34,7 +34,6 @@ _MODES = ("torch._subclasses", "torch._functorch", "torch._higher_order_ops", "t
 
 
 def _caller() -> str:
-    """Return the module that asks, above record and __torch_function__."""
     return sys._getframe(3).f_globals.get("__name__", "")
 
 

@@ -134,7 +134,6 @@ class CallInterceptor(TorchFunctionMode):
         return pytree.tree_map(lambda number: number, self.lists[id(value)][1])
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function with sparse operands on their indices and values."""
         if func is torch.sparse_coo_tensor:
             result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
             return func(*args, **kwargs) if result is DECLINED else result

@@ -157,14 +157,12 @@ class _Shown:
 
 
 def _is_value(x: object) -> bool:
-    """Return whether only a run knows this."""
     return isinstance(x, (FunctionalTensor, *_NUMBERS)) or (
         isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
     )
 
 
 def _text(piece: Any) -> str:
-    """Return a text, or a value in its format."""
     if isinstance(piece, str):
         return piece
     value, spec = piece

@@ -320,7 +320,6 @@ def _run_guards(
 
 
 def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:
-    """Return the leaves with None in the slots."""
     return tuple(None if i in set(tensor_slots) else leaf for i, leaf in enumerate(leaves))
 
 

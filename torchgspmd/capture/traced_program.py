@@ -128,7 +128,6 @@ class TracedProgram:
             ]
 
     def _check_shape(self, index: int, now: torch.Size) -> None:
-        """Raise ShardingError if the program has changed an input's shape in place."""
         if now == self.shapes[index]:
             return
         place = index - len(self.names)
@@ -209,14 +208,12 @@ class TracedProgram:
             return with_tensors(self.fn, dict(zip(self.names, used)), forward_backward)
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return parameters and arguments in the dtype that forward computes in."""
         first = len(self.names)
         names = {i: f"parameter '{name}'" for i, name in enumerate(self.parameters)}
         names |= {first + i: f"tensor {i} of its arguments" for i in range(len(self.slots))}
         return [self.casts.cast(names[i], t) if i in names else t for i, t in enumerate(inputs)]
 
     def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """Return the tensors that forward assigned to parameters and buffers, by input index."""
         assert isinstance(self.fn, nn.Module)
         return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
             self.fn, self.names, inputs
@@ -295,7 +292,6 @@ class TracedProgram:
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
     ) -> dict[int, Tensor | None]:
-        """Return the inputs' gradients, by input index."""
         differentiable = [
             i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
         ]

@@ -48,7 +48,6 @@ def on_gpus(groups: ProcessGroups) -> bool:
 
 
 def _has_sizes_for(ranks: int) -> bool:
-    """Return whether DeepEP has buffer sizes for so many ranks."""
     try:
         _library().Buffer.get_dispatch_config(ranks)
     except AssertionError:

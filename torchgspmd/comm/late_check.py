@@ -109,7 +109,6 @@ class _Message:
         return top != ~bottom or _double(high) - _double(~low) > 2 * ROUNDING * count
 
     def _arrive(self) -> None:
-        """Wait for the words of all ranks."""
         if self.event is None:
             self.work.wait()
         else:

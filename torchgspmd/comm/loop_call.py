@@ -270,7 +270,6 @@ class LoopCall(InnerProgram, BodyCall):
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
     ) -> tuple[Tensor, ...]:
-        """Run the loop."""
         runs = self.runs(carries, rows, others)
         try:
             which, inputs = next(runs)

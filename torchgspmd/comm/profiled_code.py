@@ -41,7 +41,6 @@ class ProfiledCode:
         self._with_ranges: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph."""
         try:
             return self._run(inputs)
         except (IndexError, RuntimeError) as error:

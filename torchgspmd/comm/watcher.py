@@ -267,26 +267,22 @@ class Watcher:
             self._fail(fate, is_news)
 
     def _fail(self, fate: Fate, is_news: bool = False) -> None:
-        """End this rank's waits, and say why."""
         if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
             print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
         self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
         self._end_waits()
 
     def _end_waits(self) -> None:
-        """End this process's waits, in gloo and in a roll call."""
         if self._roll_call is not None:
             self._roll_call.end()
         end_waits()
 
     def _ask(self) -> None:
-        """Ask all ranks where they are; each tells all others."""
         if self._peers is not None:
             self._peers.tell(kind="ask")
             self._answer()
 
     def _answer(self) -> None:
-        """Tell all ranks where this one is, and where it has seen those beside it."""
         peers = self._peers
         if peers is not None:
             status, _ = places.status(self.now, self.program)
@@ -431,7 +427,6 @@ def _in_flight() -> BaseException | None:
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's type and first line, and the line in the user's code."""
     line, at = str(error).partition("\n")[0][:300], user_line_of(error)
     return f"{type(error).__name__}: {line}" + (f" at {at}" if at else "")
 

@@ -63,7 +63,6 @@ _NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
 def _operators(names: dict[str, str]) -> list[object]:
-    """Return operators, from names by overload."""
     return [
         getattr(getattr(aten, name), overload)
         for overload, line in names.items()

@@ -191,7 +191,6 @@ def mutation_method(method: Callable) -> Callable:
 
 
 def _write_back(part: DTensor) -> None:
-    """Write a changed view's values into its base."""
     owner, view = getattr(part, "_view_of", (None, None))
     if owner is None or view is None:
         return

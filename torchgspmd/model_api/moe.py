@@ -200,7 +200,6 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
 
 
 def _choices(routed: Dispatched) -> int:
-    """Return how many choices were dispatched."""
     if routed.slots is not None:
         return routed.slots.numel()
     return routed.rows.shape[0] // routed.shards * routed.rows.shape[1]
@@ -240,7 +239,6 @@ def _sorted(tokens: Tensor, chosen: Tensor, experts: int) -> Dispatched:
 
 
 def _inverse(order: Tensor, dim: int) -> Tensor:
-    """Invert permutations along the last dimension."""
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(dim, order, places)
 
@@ -344,7 +342,6 @@ def _exchange(rows: Tensor, shards: int) -> Tensor:
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """Take rows [g, r, m] by an index [g, i]: [g, i, m]."""
     return rows.gather(1, index.unsqueeze(2).expand(-1, -1, rows.shape[2]))
 
 

@@ -145,7 +145,6 @@ class StackedBlocks(nn.Module):
 
 
 def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> None:
-    """Mark stacked parameters as the first block's are, and along their rows."""
     mark = raw_mark(first)
     if mark is None and mesh is None:
         return

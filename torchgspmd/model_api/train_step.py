@@ -187,7 +187,6 @@ def train_step(
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Name the optimizer's parameters that are trained, by group."""
     known = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:

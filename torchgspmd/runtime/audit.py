@@ -125,7 +125,6 @@ class Audit:
             self._norms = [name for name, _ in named], torch.stack(list(norms))
 
     def _items(self) -> list[Item]:
-        """Return all that is compared now."""
         found = dict(self._tensors())
         items = [
             Item(name, axes, local, hash_of_bits(local)) for name, (axes, local) in found.items()

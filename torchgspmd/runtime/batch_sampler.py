@@ -91,7 +91,6 @@ class BatchSampler(Sampler[list[int]]):
         self.epoch = self.first = 0
 
     def __len__(self) -> int:
-        """Count the batches in an epoch."""
         batches, rest = divmod(self.length, self.batch_size)
         return batches + (rest > 0 and self.last == "repeat")
 

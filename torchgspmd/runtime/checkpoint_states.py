@@ -126,7 +126,6 @@ def _listed(optimizers: Optimizers) -> list[Optimizer]:
 def _named(
     optimizers: Optimizers, state: Mapping[str, Any]
 ) -> Iterator[tuple[Optimizer, Tensor, str]]:
-    """Yield (optimizer, parameter, name)."""
     # torch names parameters by their order in the groups.
     groups = [(each, group) for each in _listed(optimizers) for group in each.param_groups]
     for (each, group), named in zip(groups, state.get("param_groups", ()), strict=True):
@@ -135,7 +134,6 @@ def _named(
 
 
 def _forget(optimizers: Optimizers, state: Mapping[str, Any], names: Collection[str]) -> None:
-    """Take these parameters' states out of the optimizers."""
     chosen = {*names}
     for each, parameter, name in [*_named(optimizers, state)]:
         if name in chosen:

@@ -50,7 +50,6 @@ def compile_graph(owner: nn.Module, graph: fx.Graph, backend: str, boxed: bool =
 
 
 def _by_inductor(owner: nn.Module, graph: fx.Graph) -> Callable[[list], Any]:
-    """Return a function that runs the graph: compiled pieces, and loops between them."""
     loops = [call for _, call in loop_calls(graph)]
     for body in (body for call in loops for body in call.bodies):
         body.compile = lambda inner: compile_graph(nn.Module(), inner, "inductor")

@@ -79,7 +79,6 @@ class CompiledProgram:
         ]
 
     def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
-        """Run a call (args, kwargs) with these leaves."""
         state, tensors = self.inputs(leaves)
         if self.mutated:
             # A tensor that is written must not come in under a second name.
@@ -172,8 +171,6 @@ def unwritten(tensors: Sequence[object], besides: Collection[int] = ()) -> Gener
 
 
 class _Run(torch.autograd.Function):
-    """Autograd node for a whole program."""
-
     @staticmethod
     def forward(ctx: Any, program: CompiledProgram, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)

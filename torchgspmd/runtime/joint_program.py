@@ -93,7 +93,6 @@ class JointProgram(CompiledProgram):
             self._capture_by(graphs, draws)
 
     def _capture_by(self, graphs: CudaGraphs, draws: list) -> None:
-        """Run both halves by CUDA graphs from now on."""
         halves = Halves(
             self.forward,
             self.backward if self.captured.has_backward else None,

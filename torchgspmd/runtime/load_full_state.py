@@ -136,7 +136,6 @@ class _Load:
         return None if name is None else (name, value)
 
     def _said(self, value: object) -> Any:
-        """Return the values that rank 0 passes, as JSON has them."""
         text = json.dumps(value) if self.is_first else None
         return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
 

@@ -137,7 +137,6 @@ def _agree(groups: ProcessGroups, problem: str) -> None:
 
 @torch.no_grad()
 def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> None:
-    """Read this rank's part in a tensor."""
     # get_slice cannot slice a scalar.
     if not isinstance(target, DTensor) or not target.dim():
         local = target.to_local() if isinstance(target, DTensor) else target

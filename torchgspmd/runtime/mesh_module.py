@@ -138,7 +138,6 @@ class MeshModule(ModuleProxy):
         return self if module is self._model and not has_hooks else self._submodule(module)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
-        """Return the module that computes a submodule's direct call."""
         raise NotImplementedError
 
     @not_compiled
@@ -231,11 +230,9 @@ class MeshModule(ModuleProxy):
         return program
 
     def _build(self, call: ModuleCall) -> CompiledProgram:
-        """Compile a call's program."""
         raise NotImplementedError
 
     def _run(self, program: object, call: ModuleCall) -> Any:
-        """Run a call's program."""
         raise NotImplementedError
 
     def _unrolls(self) -> bool:

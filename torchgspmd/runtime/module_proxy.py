@@ -189,7 +189,6 @@ class ModuleProxy(nn.Module):
         return [*module_description(self._model)]
 
     def _attribute_prefixes(self) -> dict[int, str]:
-        """Return attribute name prefixes, by submodule id."""
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
     def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
@@ -280,7 +279,6 @@ class ModuleProxy(nn.Module):
             yield name, self if module is self._model else module
 
     def __deepcopy__(self, memo: dict) -> ModuleProxy:
-        """Return a copy on the same devices."""
         proxy = memo[id(self)] = object.__new__(type(self))
         proxy.__dict__.update(
             {
@@ -311,11 +309,9 @@ class ModuleProxy(nn.Module):
         )
 
     def _trainable(self) -> tuple[bool, ...]:
-        """Return each parameter's requires_grad."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
-        """Return each module's training mode."""
         return tuple(map(_TRAINING, self._everything))
 
 

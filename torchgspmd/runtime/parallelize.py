@@ -215,7 +215,6 @@ def _optimizers() -> Iterator[Optimizer]:
 
 
 def _classes(cls: type) -> Iterator[type]:
-    """Yield a class and its subclasses."""
     yield cls
     for each in cls.__subclasses__():
         yield from _classes(each)

@@ -340,7 +340,6 @@ class ShardedModule(MeshModule):
             return str(error)
 
     def _tensors(self, call: ModuleCall, captured: Captured) -> list[Tensor]:
-        """Return the tensors that a program takes besides parameters and buffers."""
         leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         return [*leaves, *captured.state_tensors()]
 
@@ -386,7 +385,6 @@ class ShardedModule(MeshModule):
 
 
 def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
-    """Return a parameter's or buffer's stored layout; a plain tensor is replicated."""
     return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
 
 

@@ -250,7 +250,6 @@ class StepGraphs:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Return copies of tensors: one for each, though it stands there twice."""
     copies = {id(x): x.clone() for x in values if isinstance(x, Tensor)}
     return [copies.get(id(x), x) for x in values]
 

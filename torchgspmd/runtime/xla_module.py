@@ -106,7 +106,6 @@ class XlaModule(MeshModule):
         return True
 
     def _build(self, call: ModuleCall) -> _Program:
-        """Compile the program of a call."""
         mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")
         # Captured on the CPU, with the casts that autocast asks for on XLA.
         with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("xla")):

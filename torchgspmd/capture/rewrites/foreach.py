@@ -39,7 +39,6 @@ def tensor_by_tensor(function: Callable) -> Callable | None:
 
 
 def _entry(argument: Any, i: int) -> Any:
-    """Return the i-th entry of a list or vector, or the argument itself."""
     # A vector holds one number for each tensor.
     packed = isinstance(argument, (list, tuple)) or isinstance(argument, Tensor) and argument.dim()
     return argument[i] if packed else argument

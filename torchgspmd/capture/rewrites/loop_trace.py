@@ -185,7 +185,6 @@ def trace_body(
 def _unrolled(
     body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor], length: int, reverse: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Trace a loop as its iterations."""
     carried, results = list(carry), []
     for i in reversed(range(length)) if reverse else range(length):
         after, made = body(*carried, *(x[i] for x in rows))

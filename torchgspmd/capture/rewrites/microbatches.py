@@ -205,7 +205,6 @@ class _Run:
     def _one_by_one(
         self, step: Callable[..., _Step], rows: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run one microbatch after the other."""
         results: list[list[Tensor]] = []
         of_rows: list[list[Tensor | None]] = []
         totals: list[Tensor | None] = []

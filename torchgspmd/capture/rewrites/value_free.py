@@ -250,14 +250,12 @@ def positions(x: Tensor, index: tuple) -> list[int]:
 
 
 def _concrete_slice(entry: slice) -> slice:
-    """Return the slice with numbers in place of tensors."""
     return slice(
         *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
     )
 
 
 def _dim_count(entry: object) -> int:
-    """Return the number of dimensions that an index entry takes."""
     if entry is None or isinstance(entry, bool):
         return 0
     return (

@@ -192,7 +192,6 @@ def dotted_names(code: CodeType, action: str = GLOBAL) -> tuple[tuple[str, ...],
 
 @functools.lru_cache(maxsize=4096)
 def _stored_names(code: CodeType, action: str) -> tuple[str, ...]:
-    """Return the names that the code stores by this action."""
     steps = (step for body in bodies(code) for step in body.steps)
     return tuple(dict.fromkeys(step.name for step in steps if step.action == action))
 

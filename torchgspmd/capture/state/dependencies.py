@@ -104,7 +104,6 @@ def _modes(model: nn.Module) -> Iterator[Fact]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under all their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),

@@ -137,7 +137,6 @@ def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
 
 
 def _action(i: Instruction) -> str:
-    """Return the action of an instruction that has one."""
     if i.is_jump:
         return JUMP
     if i.opname == "LOAD_NAME" and str(i.argval).startswith("__"):

@@ -110,7 +110,6 @@ class Tables:
                     each.source.write(value)
 
     def _restore(self, table: MutableTable) -> None:
-        """Restore a table's entries."""
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):

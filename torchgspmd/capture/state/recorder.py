@@ -262,7 +262,6 @@ def _class_values(cls: type) -> Iterator[object]:
 
 
 def _values(holder: object) -> Iterator[object]:
-    """Yield an object's attributes, and its class's."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))
     yield from (attributes_of(holder) or {}).values()

@@ -282,7 +282,6 @@ def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
 
 
 def _is_exact(value: int) -> bool:
-    """Return whether a double represents the integer exactly."""
     return abs(value) < _EXACT
 
 
@@ -302,12 +301,10 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
 
 
 def _guarding_method(function: Callable[..., object]) -> Any:
-    """Return a method that guards on a function's result."""
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
 
 def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
-    """Return a method that applies a binary operation."""
     return lambda self, other: (
         _compute(operation, other, self) if is_reflected else _compute(operation, self, other)
     )

@@ -134,7 +134,6 @@ class ValueGuards:
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
     return tensor
 
 
@@ -178,7 +177,6 @@ def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) ->
 
 
 def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the function's result."""
     with torch.no_grad():
         return function(*map(_local_values, tensors)).clone()
 
