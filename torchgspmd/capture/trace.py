@@ -83,7 +83,9 @@ def capture(
     if isinstance(fn, nn.Module):
         check_module(fn)
     state, varying = state or State(), varying or Varying()
-    module_state = _module_state(fn) if isinstance(fn, nn.Module) else {}
+    # Tied parameters have their first name only.
+    is_module = isinstance(fn, nn.Module)
+    module_state = {**dict(fn.named_parameters()), **dict(fn.named_buffers())} if is_module else {}
     args, kwargs = opened((args, kwargs))
     # Parameters and buffers are inputs already; only the state's other tensors are added.
     module_tensor_ids = frozenset(map(id, module_state.values()))
@@ -321,11 +323,6 @@ def _run_guards(
 
 def _mask_leaves(leaves: list, tensor_slots: list[int]) -> tuple[Any, ...]:
     return tuple(None if i in set(tensor_slots) else leaf for i, leaf in enumerate(leaves))
-
-
-def _module_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; tied ones under the first name only."""
-    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def _readable_inputs(

@@ -217,11 +217,6 @@ def open_loop(length: int) -> Iterator[TracedLoop]:
         yield traced
 
 
-def loops_around() -> tuple[TracedLoop, ...]:
-    """Return the loops in whose bodies the trace is."""
-    return _around.get()
-
-
 class RecomputedRegion:
     """A checkpoint's function, whose loops the backward traces again.
 
@@ -231,7 +226,7 @@ class RecomputedRegion:
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self.function, self.around, self.outer = function, loops_around(), _repeats.get()
+        self.function, self.around, self.outer = function, _around.get(), _repeats.get()
         self.loops: list[TracedLoop] = []  # of the first time
 
     @contextmanager
