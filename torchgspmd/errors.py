@@ -76,7 +76,18 @@ class ShardingError(ValueError):
     def here(
         cls, what: str, *, why: str | None = None, fix: str | None = None, tried: str | None = None
     ) -> Self:
-        """Return the error whose place is the user's innermost line now."""
+        """Return the error whose place is the user's innermost line now.
+
+        Args:
+            what, why, fix, tried: As for the constructor.
+
+        Returns:
+            The error, with `where` filled in.
+
+        Example:
+            >>> ShardingError.here("mesh data=2 has no axis 'dat'").what
+            "mesh data=2 has no axis 'dat'"
+        """
         return cls(what, where=user_line(), why=why, fix=fix, tried=tried)
 
 

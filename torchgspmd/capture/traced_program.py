@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,51 +31,39 @@ from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_para
 from .trace_context import capturing
 
 
+@dataclass(eq=False)
 class TracedProgram:
     """The user's program as a function from flat tensors to flat tensors."""
 
-    def __init__(
-        self,
-        fn: Callable | nn.Module,
-        call: Callable,
-        names: list[str],
-        leaves: tuple[object, ...],
-        slots: list[int],
-        tree: pytree.TreeSpec,
-        grad: bool,
-        tables: Tables,
-        state_inputs: list[TensorInput],
-        value_guards: ValueGuards,
-        casts: Casts,
-        asked: AskedOrders,
-    ) -> None:
-        self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
-            fn,
-            call,
-            names,
-            leaves,
-            slots,
-            tree,
-            grad,
-        )
+    fn: Callable | nn.Module
+    call: Callable
+    names: list[str]
+    leaves: tuple[object, ...]
+    slots: list[int]
+    tree: pytree.TreeSpec
+    grad: bool
+    tables: Tables
+    state_inputs: list[TensorInput]
+    value_guards: ValueGuards
+    casts: Casts
+    asked: AskedOrders = field(default_factory=AskedOrders)
+    outputs: list[Output] = field(default_factory=list)
+    tangents: list[tuple[int, Any]] = field(default_factory=list)
+    rebound: dict[int, Tensor] = field(default_factory=dict)
+    breakpoints: tuple[Breakpoint, ...] = ()
+    observed_values: list[Tensor] = field(default_factory=list)  # that gradient hooks store
+
+    def __post_init__(self) -> None:
         self.parameters = (
-            [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
+            [name for name, _ in self.fn.named_parameters()]
+            if isinstance(self.fn, nn.Module)
+            else []
         )
-        self.tables: Tables = tables
-        self.state_inputs: list[TensorInput] = state_inputs
-        self.value_guards: ValueGuards = value_guards
-        self.casts: Casts = casts
-        self.asked: AskedOrders = asked
         self.constants = CachedConstants(FunctionalTensor)
-        self.outputs: list[Output] = []
-        self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
-        self.rebound: dict[int, Tensor] = {}
-        self.breakpoints: tuple[Breakpoint, ...] = ()
         self.replaced: dict[int, int] = {}  # by output: the argument that it replaces
         self.writes: list[Write] = []
         self.observed: list[Write] = []
-        self.observed_values: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         """Run forward and backward on traced tensors, and return the graph's outputs."""
