@@ -44,7 +44,6 @@ class AskedOrders:
         self.order = self.place = ""
 
     def record(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record a call."""
         if func not in _ORDER and func not in _PLACE:
             return
         # Tracing itself asks, too. No function of torch computes with a place.

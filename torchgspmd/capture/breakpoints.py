@@ -87,7 +87,6 @@ class Breakpoints:
             _now.reset(token)
 
     def add(self) -> None:
-        """Record a breakpoint in the caller's caller."""
         # Frames: this method, the patched breakpoint, the user's function.
         frame, mode = sys._getframe(2), get_proxy_mode()
         if mode is None or mode.tracer is not self.tracer or is_transforming():

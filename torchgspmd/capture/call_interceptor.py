@@ -284,7 +284,6 @@ class SourceTracker:
                 node.metadata.setdefault("torchgspmd", place)
 
     def clear(self) -> None:
-        """Remove the last call's metadata."""
         fx_traceback.get_current_meta().pop("custom", None)
 
     def start_backward(self, outputs: list[Tensor]) -> None:

@@ -106,7 +106,6 @@ class Captured:
         return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
-        """Return whether all the program's guards hold."""
         functions = self.run_guards and self.run_guards.functions
         return (
             self.reads.hold()

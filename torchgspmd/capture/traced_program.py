@@ -349,7 +349,6 @@ class Casts:
                 raise self.change_error(name)
 
     def change_error(self, name: str) -> ShardingError:
-        """Return the error about a tensor that forward changes."""
         return ShardingError.here(
             f"forward changes {name}",
             why=f"with param_dtype it computes with a copy in {self.dtype}: "

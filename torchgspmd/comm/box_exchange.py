@@ -338,12 +338,10 @@ def _nonempty_boxes(boxes: Boxes, within: Boxes, chosen: np.ndarray) -> tuple[Bo
 
 
 def elements(box: Box) -> int:
-    """Count a box's elements."""
     return math.prod(stop - start for start, stop in box)
 
 
 def slice_box(x: Tensor, box: Box) -> Tensor:
-    """Return the view that a box describes."""
     for d, (start, stop) in enumerate(box):
         x = x.narrow(d, start, stop - start)
     return x

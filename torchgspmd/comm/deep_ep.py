@@ -43,7 +43,6 @@ def takes(groups: ProcessGroups, shape: Sequence[int], dtype: torch.dtype) -> bo
 
 
 def on_gpus(groups: ProcessGroups) -> bool:
-    """Return whether tensors of these groups are on GPUs."""
     return groups.device.type == "cuda" and not groups.is_fake
 
 

@@ -73,12 +73,10 @@ def _outside_of(error: Exception) -> ShardingError | None:
 
 
 def open_range(text: str) -> Any:
-    """Begin a range, and return it."""
     return torch.autograd.profiler.record_function(text).__enter__()
 
 
 def close_range(begun: Any) -> None:
-    """End a range."""
     begun.__exit__(None, None, None)
 
 

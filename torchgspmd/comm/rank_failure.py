@@ -56,7 +56,6 @@ class Status:
 
     @property
     def when(self) -> str:
-        """The step and phase, as texts have them."""
         return f"step {self.step}" + (f", {self.phase}" if self.phase else "")
 
     def place(self) -> tuple:
@@ -95,7 +94,6 @@ class Fate:
     stack: tuple[str, ...] = ()
 
     def as_message(self) -> dict[str, object]:
-        """Return it as a message for Peers."""
         return {"kind": "fate", "fate": asdict(self)}
 
     @staticmethod
@@ -105,7 +103,6 @@ class Fate:
 
     @property
     def name(self) -> str:
-        """The rank and its host."""
         return f"rank {self.rank} on host {self.host}"
 
     def __str__(self) -> str:

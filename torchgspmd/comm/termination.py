@@ -70,7 +70,6 @@ class Termination:
         signal.signal(signal.SIGTERM, self._handle)
 
     def release(self, holder: object) -> None:
-        """Note that a holder has ended."""
         self._holders.discard(id(holder))
 
     def decide(self, has_failed: bool) -> None:

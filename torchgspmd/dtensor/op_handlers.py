@@ -71,12 +71,10 @@ def format_number(self: DTensor, spec: str) -> str:
 
 
 def numpy(self: Any, **options: Any) -> Any:
-    """Return the whole tensor's values as an array."""
     return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
 
 
 def tolist(self: DTensor) -> list:
-    """Return the whole tensor's values as lists."""
     return full_tensor(self).tolist()
 
 
@@ -134,7 +132,6 @@ def without_pending(args: tuple) -> tuple:
 
 
 def foreach_in_place() -> Iterator[Any]:
-    """Yield all in-place operations on lists of tensors."""
     for name in dir(torch):
         if name.startswith("_foreach_") and name.endswith("_"):
             packet = getattr(aten, name)

@@ -307,7 +307,6 @@ def slice_global(
 def cut_padding(
     graph: fx.Graph, value: fx.Node, stored: tuple[int, ...], padded: tuple[int, ...]
 ) -> fx.Node:
-    """Return a result without its padding."""
     for d, (padded_size, size) in enumerate(zip(padded, stored)):
         if padded_size != size:
             value = graph.call_function(aten.narrow.default, (value, d, 0, size))

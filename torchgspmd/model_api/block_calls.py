@@ -78,7 +78,6 @@ class BlockCalls:
         self.between: list[tuple[list[Any], Any]] = []
 
     def call(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
-        """Call a block."""
         if not is_capturing():
             return self.run_one(number, x, *args, **kwargs)
         taken, arguments = pytree.tree_flatten(x), pytree.tree_flatten((args, kwargs))

@@ -111,7 +111,6 @@ class StackedBlocks(nn.Module):
                 yield f"{layer}.{name}", Row(tensor, self.row_axis)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
     def one_by_one(self, x: object, shared: SharedArguments) -> object:
@@ -121,7 +120,6 @@ class StackedBlocks(nn.Module):
         return x
 
     def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
-        """Call the block with a number."""
         weights = {name: w[self.places[number]] for name, w in self.weights().items()}
         with of_block(number):
             return self.run(self.block, weights, x, SharedArguments(args, kwargs))

@@ -62,7 +62,6 @@ class Audit:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def of_copy(self, model: nn.Module) -> Audit:
-        """Return the audit for a copy of the module."""
         return Audit(model, self.groups, self.every)
 
     def _updates(self, optimizer: Optimizer) -> bool:

@@ -83,7 +83,6 @@ def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[object], object]:
 
 
 def rows_of_tensors(values: Sequence[Any], lists: Any) -> Sequence[Any]:
-    """Return values with their row lists again."""
     return values if lists is None else pytree.tree_unflatten(values, lists)
 
 

@@ -20,7 +20,6 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if typ
 
 
 def is_plain_state(value: Any) -> bool:
-    """Return whether `as_plain` may have made this."""
     if not isinstance(value, dict):
         return isinstance(value, _PLAIN)
     if len(value) != 1:

@@ -35,7 +35,6 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream(device)
 
     def is_capturing(self) -> bool:
-        """Return whether the caller captures a graph already."""
         return torch.cuda.is_current_stream_capturing()
 
     def new_pool(self) -> Any:

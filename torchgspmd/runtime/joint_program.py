@@ -163,7 +163,6 @@ class JointProgram(CompiledProgram):
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def settle(self) -> None:
-        """Finish the rank check."""
         self.rank_check.check()
 
     def carry(self, x: Tensor) -> RankCheck:

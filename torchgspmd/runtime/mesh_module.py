@@ -71,7 +71,6 @@ class ModuleCall(NamedTuple):
 
     @property
     def shapes(self) -> Shapes:
-        """Return the tensor shapes among the leaves."""
         return tuple(tuple(x.shape) for x in self.leaves if isinstance(x, Tensor))
 
     @property

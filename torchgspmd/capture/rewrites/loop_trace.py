@@ -73,7 +73,6 @@ class TracedLoop:
         return nest_text((*nest, loop))
 
     def row(self, xs: Tensor) -> Tensor:
-        """Return an iteration's row."""
         return loop_row(xs, self.text(self.loop))
 
     def carry(self, x: Tensor) -> Tensor:
@@ -85,11 +84,9 @@ class TracedLoop:
         return loop_next(x, x, carry, self.text(self.loop))
 
     def stack(self, x: Tensor) -> Tensor:
-        """Stack x over all iterations."""
         return loop_stack(x, self.text(self.loop))
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum x over all iterations."""
         return loop_total(x, self.text(self.loop))
 
     def next_visit(self, reverse: bool) -> Loop:

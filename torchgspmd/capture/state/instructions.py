@@ -112,7 +112,6 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def instructions(code: CodeType) -> Iterator[Instruction]:
-    """Yield the instructions of this Python."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     for i in dis.get_instructions(code):
         growth = dis.stack_effect(i.opcode, i.arg)

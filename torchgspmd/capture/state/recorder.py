@@ -89,7 +89,6 @@ class Recorder:
                 self.record(source)
 
     def record(self, source: Source) -> None:
-        """Record a source."""
         if source not in self.entries:
             value = source.read()
             self.entries[source] = value, snapshot(value)

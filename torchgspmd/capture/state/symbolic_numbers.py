@@ -75,7 +75,6 @@ class BackwardNumber:
         return _to_tensor(self.symbol)
 
     def guard_on(self, function: Function) -> Any:
-        """Return the function's result, and guard on it."""
         return of(self.symbol).guard_on(function)
 
 
@@ -101,13 +100,11 @@ class Expression:
         object.__setattr__(self, "size", size)
 
     def guard_on(self, function: Function) -> Any:
-        """Return a function's result on the value, and guard on it."""
         if self.number is None:
             return function(self.specialize())
         return self.number.guard_on(lambda number: function(self.function(number)))
 
     def specialize(self) -> int | float:
-        """Return the value, and guard on it."""
         if self.number is not None:
             return self.number.guard_on(self.function)
         operation, *operands = self.operation
@@ -203,7 +200,6 @@ def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
 
 
 def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
-    """Return the symbolic number for a source's number."""
     return SymbolicNumber(Expression(number, number.value))
 
 

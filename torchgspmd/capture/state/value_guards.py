@@ -41,7 +41,6 @@ class ValueGuard:
     last: list[Tensor] = field(default_factory=list)  # the inputs' values at the last success
 
     def holds(self) -> bool:
-        """Return whether the function has the same result now."""
         if not all(each.holds() for each in self.inputs):
             return False
         with torch.no_grad():

@@ -165,7 +165,6 @@ class WatchedArguments:
         }
 
     def restore(self) -> None:
-        """Restore all containers."""
         for _, container, old in self.before:
             items, changed = _difference(container, components(container), old)
             if items is not None:
