@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.patches import Patch
+from ..compat.patches import Patch, setting
 from ..compat.private_apis import (
     FunctionalTensor,
     get_proxy_mode,
@@ -80,11 +80,8 @@ class Prints:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record prints while in this context."""
-        token = _now.set(self)
-        try:
+        with setting(_now, self):
             yield
-        finally:
-            _now.reset(token)
         for i, (_, spec) in enumerate(self.values):
             if spec and i not in self.used:
                 raise ShardingError(

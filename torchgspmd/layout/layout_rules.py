@@ -11,12 +11,13 @@ Mesh-TensorFlow's, its layout rules (arXiv 1811.02084).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ..compat.patches import setting
 from ..errors import ShardingError, did_you_mean
 from .mesh import Mesh
 from .spec_notation import AUTO, SAME, split_priority
@@ -264,14 +265,9 @@ class Unmarked(MeshLayout):
         return not (self.axis and isinstance(spec, tuple) and self.axis in spec)
 
 
-@contextmanager
-def bound(layout: MeshLayout | None) -> Iterator[None]:
+def bound(layout: MeshLayout | None) -> AbstractContextManager[MeshLayout | None]:
     """While a program is compiled, translate marks without a mesh by a layout."""
-    token = _BOUND.set(layout)
-    try:
-        yield
-    finally:
-        _BOUND.reset(token)
+    return setting(_BOUND, layout)
 
 
 def bound_layout() -> MeshLayout | None:

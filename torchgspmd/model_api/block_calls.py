@@ -9,8 +9,8 @@ does every operation on a value between two blocks: no program computes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, NoneType
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..capture import is_capturing
+from ..compat.patches import setting
 from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -123,14 +124,9 @@ def _are_same(one: tuple[list[Any], Any], other: tuple[list[Any], Any]) -> bool:
 # blocks[0].layer_idx = 0; blocks[1].layer_idx = 1    ->    block.layer_idx: 0, 1
 # A loop over the blocks and eager code read each block's own value. One program for all
 # blocks has no value for it, so a read raises there.
-@contextmanager
-def of_block(number: int) -> Iterator[None]:
+def of_block(number: int) -> AbstractContextManager[int | None]:
     """Give differing attributes the values that the block with a number has."""
-    token = _number.set(number)
-    try:
-        yield
-    finally:
-        _number.reset(token)
+    return setting(_number, number)
 
 
 def separate(block: nn.Module, blocks: Sequence[nn.Module], what: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from ..compat.patches import setting
 from ..compat.private_apis import get_unwrapped, maybe_get_level, peek_interpreter_stack
 from ..errors import ShardingError, did_you_mean
 from ..layout.mark import mark_sharding
@@ -47,11 +48,8 @@ _LEVELS: ContextVar[tuple[Level, ...]] = ContextVar("levels", default=())
 def entered(mesh: Mesh, axis: str, index: Tensor) -> Generator[Level]:
     """Enter a further axis for the block, which is the body of its vmap."""
     level = Level(mesh, axis, current_level(), mesh.count((axis,)), index)
-    token = _LEVELS.set((*_LEVELS.get(), level))
-    try:
+    with setting(_LEVELS, (*_LEVELS.get(), level)):
         yield level
-    finally:
-        _LEVELS.reset(token)
 
 
 def current_level() -> int:

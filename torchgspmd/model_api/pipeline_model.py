@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
@@ -180,11 +181,8 @@ class _Step:
 
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
-        token = at_blocks.set(stand_in)
-        try:
+        with setting(at_blocks, stand_in):
             return self.forward(*args, **kwargs)
-        finally:
-            at_blocks.reset(token)
 
 
 _LOSS = object()
