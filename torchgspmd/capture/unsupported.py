@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
