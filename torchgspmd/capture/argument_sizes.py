@@ -168,9 +168,7 @@ def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]
     rank, named = tensor.dim(), {}
     for dim, size in asked.items():
         if not -rank <= dim < rank:
-            raise ShardingError.here(
-                f"dynamic names dimension {dim} of '{name}', which has {rank}",
-            )
+            raise ShardingError.here(f"dynamic names dimension {dim} of '{name}', which has {rank}")
         match = re.fullmatch(r"(\w+)(?: *\+ *(\d+))?", size or str(tensor.shape[dim]))
         if match is None:
             raise ShardingError.here(

@@ -15,11 +15,7 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from ..compat.private_apis import (
-    _engine_run_backward,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
+from ..compat.private_apis import _engine_run_backward, get_unwrapped, is_functorch_wrapped_tensor
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line
 from ..layout.mark import mark_sharding

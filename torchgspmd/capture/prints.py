@@ -27,11 +27,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ..compat.patches import Patch, setting
-from ..compat.private_apis import (
-    FunctionalTensor,
-    get_proxy_mode,
-    is_functorch_wrapped_tensor,
-)
+from ..compat.private_apis import FunctionalTensor, get_proxy_mode, is_functorch_wrapped_tensor
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .state.source import Source

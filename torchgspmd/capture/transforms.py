@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ..compat.private_apis import (
-    get_interpreter_stack,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
+from ..compat.private_apis import get_interpreter_stack, get_unwrapped, is_functorch_wrapped_tensor
 
 
 def is_transforming() -> bool:

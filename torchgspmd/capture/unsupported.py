@@ -23,13 +23,7 @@ from ..compat.private_apis import (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-from ..errors import (
-    ShardingError,
-    innermost_frame_of,
-    user_expression_of,
-    user_line,
-    user_line_of,
-)
+from ..errors import ShardingError, innermost_frame_of, user_expression_of, user_line, user_line_of
 from .branching_modules import modules_in, name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
 
@@ -39,12 +33,7 @@ _OLD = torch.__version__ < "2.10"
 # torch's errors to which the user's line is appended.
 _NAMED = RuntimeError, ValueError, IndexError, TypeError
 # Classes that parallelize a module by themselves.
-_WRAPPERS = {
-    "DataParallel",
-    "DistributedDataParallel",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-}
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 def check_dense(what: str, tensor: Tensor) -> None:

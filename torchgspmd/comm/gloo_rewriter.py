@@ -24,12 +24,7 @@ class GlooRewriter:
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        groups: ProcessGroups,
-        few: int,
-        is_unsupported: bool,
+        self, graph: fx.Graph, node: fx.Node, groups: ProcessGroups, few: int, is_unsupported: bool
     ) -> None:
         self.graph, self.node, self.is_unsupported = graph, node, is_unsupported
         arguments: tuple[Any, ...] = node.args

@@ -235,10 +235,7 @@ _GROUPS: dict[tuple[Mesh, str, tuple[int, ...], bool], ProcessGroups] = {}
 
 
 def groups_of(
-    mesh: Mesh,
-    device_type: str,
-    part: DeviceMesh | None = None,
-    timeout: timedelta | None = None,
+    mesh: Mesh, device_type: str, part: DeviceMesh | None = None, timeout: timedelta | None = None
 ) -> ProcessGroups:
     """Return a mesh's groups, created once per default process group.
 

@@ -136,9 +136,7 @@ def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
 
 
 def check_alike(
-    ranks: Ranks,
-    tensors: Sequence[tuple[str, bool, Tensor]],
-    raise_unnamed: Callable[[], NoReturn],
+    ranks: Ranks, tensors: Sequence[tuple[str, bool, Tensor]], raise_unnamed: Callable[[], NoReturn]
 ) -> None:
     """Raise ShardingError on every rank if a tensor's values differ between ranks.
 

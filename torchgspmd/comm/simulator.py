@@ -154,11 +154,7 @@ def _map(args: object, mine: Callable) -> Any:
 
 
 def split_global(
-    tensor: Tensor,
-    spec: ShardSpec,
-    mesh: Mesh,
-    poison: bool = False,
-    groups: Sequence[int] = (),
+    tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False, groups: Sequence[int] = ()
 ) -> list[Tensor]:
     """Split a global tensor into its shards.
 

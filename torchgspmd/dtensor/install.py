@@ -197,11 +197,7 @@ PATCHES = (
         op_handlers.foreach_step,
         "torch._foreach_sqrt_(norms) is an error, and torch._foreach_lerp_(ps, qs, 0.1) is slow",
     ),
-    *_handled(
-        _operators(_OUT),
-        op_handlers.out,
-        "torch.mul(plain, 2, out=p) is an error",
-    ),
+    *_handled(_operators(_OUT), op_handlers.out, "torch.mul(plain, 2, out=p) is an error"),
     *_handled(
         (aten.gather.default,),
         op_handlers.gather,

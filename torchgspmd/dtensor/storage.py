@@ -73,7 +73,7 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
         or tensor.device_mesh.mesh_dim_names != mesh.names
     ):
         raise ShardingError.here(
-            f"a DTensor on mesh {tensor.device_mesh} is given to a program on mesh {mesh}",
+            f"a DTensor on mesh {tensor.device_mesh} is given to a program on mesh {mesh}"
         )
     dims: list[tuple[str, ...]] = [()] * tensor.dim()
     for name, placement in zip(mesh.names, tensor.placements):

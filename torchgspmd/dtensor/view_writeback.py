@@ -59,14 +59,7 @@ RESHAPES = (
     "unsqueeze",
     "expand",
 )  # methods; other views of DTensors go through the dispatcher
-RESHAPES_IN_PLACE = (
-    "t_",
-    "transpose_",
-    "swapaxes_",
-    "swapdims_",
-    "squeeze_",
-    "unsqueeze_",
-)
+RESHAPES_IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")
 _METADATA_ONLY = {
     *RESHAPES_IN_PLACE,
     "as_strided_",

@@ -122,7 +122,7 @@ def _level(axis: str, what: Callable[..., object]) -> Level:
 def _dim(x: Tensor, dim: int, what: Callable[..., object]) -> int:
     if not -x.dim() <= dim < x.dim():
         raise ShardingError.here(
-            f"{what.__name__} names dimension {dim} of a tensor of shape {list(x.shape)}",
+            f"{what.__name__} names dimension {dim} of a tensor of shape {list(x.shape)}"
         )
     return dim % x.dim()
 

@@ -154,9 +154,7 @@ def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> Non
 def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
     """Return the parameters' names. Raise unless the blocks differ in values alone."""
     if not blocks:
-        raise ShardingError.here(
-            f"a {what} has no blocks",
-        )
+        raise ShardingError.here(f"a {what} has no blocks")
     if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
         raise ShardingError.here(
             f"a {what} is made of stacked blocks", fix=f"give the blocks themselves to {what}"

@@ -65,14 +65,7 @@ class JointProgram(CompiledProgram):
         }
         program = lower_plan(
             plan,
-            Rank(
-                groups,
-                backend,
-                parameters,
-                self.settle,
-                self.carry,
-                frozenset(options.carriers),
-            ),
+            Rank(groups, backend, parameters, self.settle, self.carry, frozenset(options.carriers)),
             [not isinstance(t, DTensor) for t in tensors],
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}

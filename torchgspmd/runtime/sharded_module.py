@@ -218,22 +218,10 @@ class ShardedModule(MeshModule):
         model += [
             pair for captured in programs for pair in captured.described(owners, besides=numbers)
         ]
-        raise_difference(
-            self._groups,
-            Account(
-                CALL,
-                arguments,
-                model,
-                state,
-                compiled is not None,
-            ),
-        )
+        raise_difference(self._groups, Account(CALL, arguments, model, state, compiled is not None))
 
     def _check_tensors_alike(
-        self,
-        captured: Captured,
-        tensors: Sequence[Tensor],
-        raise_unnamed: Callable[[], NoReturn],
+        self, captured: Captured, tensors: Sequence[Tensor], raise_unnamed: Callable[[], NoReturn]
     ) -> None:
         """Raise ShardingError on every rank if a whole tensor differs between ranks."""
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
@@ -270,12 +258,7 @@ class ShardedModule(MeshModule):
         except Exception as error:
             failure = Account(CALL, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             number = hash_of("no program")
-            compare(
-                self._groups,
-                number,
-                number.__int__,
-                lambda: failure.of_all(self._groups),
-            )
+            compare(self._groups, number, number.__int__, lambda: failure.of_all(self._groups))
             raise
         captured = plan.captured
         if self._groups.rank == 0 and not self._has_warned:

@@ -11,15 +11,7 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..capture import (
-    ARGUMENT,
-    BUFFER,
-    GRADIENT,
-    MUTATION,
-    OBSERVED,
-    PARAMETER,
-    not_compiled,
-)
+from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, PARAMETER, not_compiled
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
@@ -48,12 +40,7 @@ class XlaModule(MeshModule):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        in_specs: object,
-        out_specs: object,
-        options: Options,
+        self, model: nn.Module, mesh: Mesh, in_specs: object, out_specs: object, options: Options
     ) -> None:
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         device = start(mesh)

@@ -218,11 +218,7 @@ DEPENDENCIES = (
         "`requires_grad` and mark of tensors",
         CALL,
     ),
-    Dependency(
-        "torch's modes",
-        "gradients, autocast with its dtype, and the default dtype",
-        CALL,
-    ),
+    Dependency("torch's modes", "gradients, autocast with its dtype, and the default dtype", CALL),
     # another process
     Dependency(
         "settings",

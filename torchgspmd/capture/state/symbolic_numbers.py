@@ -27,14 +27,7 @@ from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # most operations; a longer expression is specialized
 # operations with the same result on tensors
-_TENSORS = (
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.neg,
-    operator.truediv,
-    operator.pow,
-)
+_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)
 # A sum of 64 integers below 2 ** 53 fits into 64 bits.
 _SUMS = (operator.add, operator.sub)
 _BESIDE_TENSORS = {

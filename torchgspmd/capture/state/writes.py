@@ -20,16 +20,7 @@ from torch import Tensor, nn
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
 from .object_trees import closed, is_object, opened
-from .source import (
-    ABSENT,
-    ARGUMENTS,
-    LISTS,
-    Attribute,
-    Source,
-    Step,
-    components,
-    set_component,
-)
+from .source import ABSENT, ARGUMENTS, LISTS, Attribute, Source, Step, components, set_component
 from .symbolic_numbers import Computed, source_of, specialize_tree, to_computed
 
 _PLAIN = (bool, int, float, complex, str, type(None))
