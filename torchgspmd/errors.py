@@ -59,16 +59,9 @@ class ShardingError(ValueError):
         tried: str | None = None,
     ) -> None:
         self.what, self.where, self.why, self.fix, self.tried = what, where, why, fix, tried
-        lines = [what]
-        if where:
-            lines.append(f"  where {where}")
-        if why:
-            lines.append(f"  why   {why}")
-        if fix:
-            lines.append(f"  fix   {fix}")
-        if tried:
-            lines.append(f"  tried {tried}")
-        super().__init__("\n".join(lines))
+        rows = {"where": where, "why": why, "fix": fix, "tried": tried}
+        lines = [f"  {name:5} {text}" for name, text in rows.items() if text]
+        super().__init__("\n".join([what, *lines]))
         # of the code whose int() or max() needs a number; capture/builtin_numbers.py replaces them
         self.namespace: dict[str, Any] | None = None
 

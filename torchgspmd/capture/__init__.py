@@ -28,39 +28,5 @@ from .state.writes import tensor_sources
 from .trace import capture, leaf_names
 from .trace_context import is_capturing, not_compiled
 from .traced_program import check_dtypes
-from .transforms import is_transforming
+from .traced_values import is_transforming
 from .unsupported import check_module
-
-__all__ = [
-    "ARGUMENT",
-    "BUFFER",
-    "GRADIENT",
-    "MUTATION",
-    "OBSERVED",
-    "OUTPUT",
-    "PARAMETER",
-    "TANGENT",
-    "UNKNOWN",
-    "ArgumentSizes",
-    "Captured",
-    "Dims",
-    "Input",
-    "Output",
-    "Source",
-    "State",
-    "Varying",
-    "capture",
-    "capture_sized",
-    "check_dtypes",
-    "check_module",
-    "cotangents_of",
-    "is_capturing",
-    "is_transforming",
-    "leaf_names",
-    "not_compiled",
-    "opened",
-    "refused_operation",
-    "sizes_of",
-    "tensor_sources",
-    "unrolling",
-]

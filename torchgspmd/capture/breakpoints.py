@@ -22,9 +22,8 @@ from ..compat.patches import Patch, setting
 from ..compat.private_apis import FunctionalTensor, get_proxy_mode, get_proxy_slot
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
-from .functional_values import unwrap
 from .trace_context import PATCHES
-from .transforms import is_transforming
+from .traced_values import is_transforming, unwrap
 
 VALUES = "breakpoint values"  # metadata on a traced node: its LocalValues
 

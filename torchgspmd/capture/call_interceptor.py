@@ -22,7 +22,6 @@ from ..layout.mark import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
-from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
@@ -30,7 +29,7 @@ from .rewrites.loop_trace import recording
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once
-from .transforms import is_transforming, is_vectorizing
+from .traced_values import is_transforming, is_vectorizing, unwrap
 from .unsupported import check_dense
 
 # The code of frames that call a module.

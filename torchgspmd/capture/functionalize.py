@@ -25,7 +25,6 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import draws, one_draw
 from .eager_kernels import are_without_elements, ask_kernel
-from .functional_values import unwrap
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
 from .state.source import Source, step_name
@@ -33,6 +32,7 @@ from .state.state_inputs import Retrace
 from .state.value_guards import ValueGuards
 from .state.writes import check_alike
 from .trace_context import at_once
+from .traced_values import unwrap
 
 _CHECKS = {aten._linalg_check_errors.default}
 _ITEM = aten._local_scalar_dense.default

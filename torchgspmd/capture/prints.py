@@ -33,7 +33,7 @@ from ..errors import ShardingError, user_line
 from .state.source import Source
 from .state.writes import EXTEND, Write, replace_tensors
 from .trace_context import PATCHES
-from .transforms import is_transforming
+from .traced_values import is_transforming
 
 _NUMBERS = torch.SymInt, torch.SymFloat
 _STAND_IN = re.compile("<value ([0-9]+) of a run>")

@@ -17,10 +17,9 @@ from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
-from .functional_values import unwrap, was_mutated
 from .functionalize import Functional, FunctionalTensor
+from .module_tensors import with_tensors
 from .prints import Prints
-from .replaced_tensors import with_tensors
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
@@ -29,6 +28,7 @@ from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
 from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_parameters
 from .trace_context import capturing
+from .traced_values import unwrap, was_mutated
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.replaced_tensors import with_tensors
+from ..capture.module_tensors import with_tensors
 from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..errors import ShardingError
 from ..layout.mark import follow_mark

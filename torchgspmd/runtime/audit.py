@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import PARAMETER
+from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..comm.value_check import hash_of_bits
 from ..compat.operators import aten
 from ..compat.private_apis import _pytree as pytree
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, spec_of
 from .audit_reading import Item, Reading, axes_of
 from .joint_program import JointProgram

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
+from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -23,7 +24,6 @@ from ..capture.state.dependencies import (
 )
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
-from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError, did_you_mean
 from ..layout.mark import mark_sharding, raw_mark, recorded_mark
 from ..layout.mesh import Mesh

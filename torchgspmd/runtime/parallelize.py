@@ -13,13 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..capture import check_module
+from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
 from ..comm.rank_mismatch import all_gather_rows
 from ..comm.value_check import hash_of_bits
 from ..compat.private_apis import _patch_step_function, is_missing
 from ..compat.versions import check_parallelize
 from ..compiler.options import Options, documented
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of

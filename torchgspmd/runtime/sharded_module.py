@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
+from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
@@ -27,7 +28,6 @@ from ..compiler.plan import Plan
 from ..compiler.plan_cache.identity import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
 from ..errors import ShardingError
 from ..fx_passes.dump import dump_level

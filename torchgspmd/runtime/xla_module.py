@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, PARAMETER, not_compiled
+from ..capture.module_tensors import named_tensors
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
-from ..dtensor.module_tensors import named_tensors
 from ..errors import ShardingError
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint

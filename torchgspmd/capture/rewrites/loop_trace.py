@@ -33,7 +33,7 @@ from ...rules.custom_ops.loops import (
     loop_total,
     nest_text,
 )
-from ..transforms import is_transforming
+from ..traced_values import is_transforming
 from .body_record import Draws, Record
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]

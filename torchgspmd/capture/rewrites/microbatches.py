@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
-from ..functional_values import unwrap, was_mutated
-from ..replaced_tensors import with_tensors
+from ..module_tensors import with_tensors
 from ..state.object_trees import closed, opened
 from ..trace_context import is_capturing
+from ..traced_values import unwrap, was_mutated
 from .loop_trace import (
     is_unrolling,
     of_loops_around,

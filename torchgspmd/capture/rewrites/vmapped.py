@@ -17,7 +17,7 @@ from torch import Tensor
 from ...compat.private_apis import is_functorch_wrapped_tensor
 from ...errors import ShardingError
 from ...rules.rewrites import DECLINED, rewrite
-from ..transforms import is_vectorizing
+from ..traced_values import is_vectorizing
 
 
 def _is_mapped(*values: object) -> bool:

@@ -219,22 +219,18 @@ def _name(guard: Guard, owners: Mapping[int, str]) -> str:
     return owners.get(id(guard.source.root), "") + guard.source.name
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object, kinds: tuple[type, ...] = _PLAIN) -> bool:
     """Return whether the value is plain, or a short container with plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
-            isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)
+            isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value)
         )
-    return isinstance(value, _PLAIN)
+    return isinstance(value, kinds)
 
 
 def is_watched(value: object) -> bool:
     """Return whether the value is a tensor or plain, or a short container with these."""
-    if isinstance(value, _CONTAINERS):
-        return len(value) <= LONG and all(
-            isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)
-        )
-    return isinstance(value, (Tensor, *_PLAIN))
+    return is_plain(value, (Tensor, *_PLAIN))
 
 
 def snapshot(value: Any, depth: int = 0) -> object:
