@@ -42,10 +42,8 @@ class GlooRewriter:
 
     def all_to_all(self, x: fx.Node, splits: list[int]) -> None:
         """Send `splits` rows from x to the ranks, and receive as many."""
-        self.node.target, self.node.args = (
-            c10d.all_to_all_single.default,
-            (x, splits, splits, self.group),
-        )
+        self.node.target = c10d.all_to_all_single.default
+        self.node.args = (x, splits, splits, self.group)
 
     def swap(self, shape: Sequence[int]) -> fx.Node:
         """Exchange a tensor with this shape between two ranks, and return the other's."""

@@ -130,11 +130,8 @@ class TrainStep(nn.Module):
             )
             if self.decay is not None:
                 for name in names:
-                    average, parameter = (
-                        tensor_of(self, f"average.{name}"),
-                        tensor_of(self.model, name),
-                    )
-                    average.lerp_(parameter, 1 - self.decay)
+                    average = tensor_of(self, f"average.{name}")
+                    average.lerp_(tensor_of(self.model, name), 1 - self.decay)
 
 
 def train_step(

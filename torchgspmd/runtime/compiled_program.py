@@ -175,10 +175,9 @@ class _Run(torch.autograd.Function):
     def forward(ctx: Any, program: CompiledProgram, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
         outs = detach_aliases(outs, program.tangent_outputs)
-        ctx.program, ctx.flat = (
-            program,
-            [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
-        )
+        likes = [flat[i] for i in program.gradient_inputs]
+        ctx.program = program
+        ctx.flat = [like if isinstance(like, DTensor) else None for like in likes]
         ctx.versions = program.versions_of_saved(flat, saved)
         saved, ctx.lists = tensors_of_rows(saved)
         if program.by_values:  # Autograd saves tensors only.
