@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 
 import torchgspmd as gspmd
-from torchgspmd.comm.bucket_memory import BucketMemory
+from torchgspmd.fx_passes.lower.reduce_in_bucket import BucketMemory
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 

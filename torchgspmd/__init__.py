@@ -5,7 +5,7 @@ tensors, run it on a mesh.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .comm import uncaught
+from .comm.termination import print_errors_once
 from .compat import moved_modules
 from .compiler.plan_methods import add_tool
 from .errors import ShardingError
@@ -123,5 +123,5 @@ NAMES = tuple(dict.fromkeys([*__all__, *_LATER]))  # all public names; dir() sho
 
 
 moved_modules.install(__name__)
-uncaught.install()
+print_errors_once()
 add_tool(lambda: import_module(".tools.report.plan_views", __name__).PlanViews)

@@ -15,8 +15,7 @@ from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import torchgspmd as gspmd
-from torchgspmd.runtime.compile_graph import CompiledPiece
-from torchgspmd.runtime.like_regions import like_regions, program_key
+from torchgspmd.runtime.compile_graph import CompiledPiece, like_regions, program_key
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt.model import GPT, LAYOUTS, Config  # noqa: E402

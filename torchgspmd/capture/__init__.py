@@ -18,10 +18,8 @@ from .captured import (
     Input,
     Output,
 )
-from .compute_dtype import check_dtypes
 from .eager_kernels import refused_operation
-from .output_sizes import cotangents_of
-from .pinned_sizes import capture_sized
+from .pinned_sizes import capture_sized, cotangents_of
 from .rewrites.loop_trace import unrolling
 from .state.object_trees import opened
 from .state.source import Source
@@ -29,39 +27,6 @@ from .state.state_inputs import State, Varying
 from .state.writes import tensor_sources
 from .trace import capture, leaf_names
 from .trace_context import is_capturing, not_compiled
-from .transforms import is_transforming
+from .traced_program import check_dtypes
+from .traced_values import is_transforming
 from .unsupported import check_module
-
-__all__ = [
-    "ARGUMENT",
-    "BUFFER",
-    "GRADIENT",
-    "MUTATION",
-    "OBSERVED",
-    "OUTPUT",
-    "PARAMETER",
-    "TANGENT",
-    "UNKNOWN",
-    "ArgumentSizes",
-    "Captured",
-    "Dims",
-    "Input",
-    "Output",
-    "Source",
-    "State",
-    "Varying",
-    "capture",
-    "capture_sized",
-    "check_dtypes",
-    "check_module",
-    "cotangents_of",
-    "is_capturing",
-    "is_transforming",
-    "leaf_names",
-    "not_compiled",
-    "opened",
-    "refused_operation",
-    "sizes_of",
-    "tensor_sources",
-    "unrolling",
-]

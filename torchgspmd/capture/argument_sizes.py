@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.open_sizes import RATIOS
 from .assumed_sizes import AssumingShapeEnv
 
@@ -84,9 +84,8 @@ class ArgumentSizes:
         for name, size in (self.values(shapes, least=0) or {}).items():
             unit = self.units.get(name, 1)
             if size % unit:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"size {name} is {size}, and the program divides it into {unit} equal parts",
-                    where=user_line(),
                     fix=f"give a multiple of {unit}",
                 )
             numbers[f"{name}_by_{unit}" if unit > 1 else name] = size // unit
@@ -121,10 +120,9 @@ class ArgumentSizes:
                 f"{name}{f' + {n}' * bool(n)}": shapes[tensor][dim]
                 for (tensor, dim), (name, n) in self.dims.items()
             }
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the arguments have sizes that the plan takes for one, or smaller than {LEAST}: "
                 + ", ".join(f"{name} is {size}" for name, size in sizes.items()),
-                where=user_line(),
                 fix='give sizes that differ different names: dynamic={"tokens": {1: "length"}}',
             )
 
@@ -147,9 +145,8 @@ def sizes_of(
     for pattern, asked in (dynamic or {}).items():
         chosen = [i for i, (name, _) in enumerate(tensors) if fnmatchcase(name, str(pattern))]
         if not chosen:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"dynamic names '{pattern}', which is no tensor among the arguments",
-                where=user_line(),
                 fix=f"name one of these tensors: {', '.join(name for name, _ in tensors)}",
             )
         for i in chosen:
@@ -171,14 +168,11 @@ def _named(asked: Dims, name: str, tensor: Tensor) -> dict[int, tuple[str, int]]
     rank, named = tensor.dim(), {}
     for dim, size in asked.items():
         if not -rank <= dim < rank:
-            raise ShardingError(
-                f"dynamic names dimension {dim} of '{name}', which has {rank}", where=user_line()
-            )
+            raise ShardingError.here(f"dynamic names dimension {dim} of '{name}', which has {rank}")
         match = re.fullmatch(r"(\w+)(?: *\+ *(\d+))?", size or str(tensor.shape[dim]))
         if match is None:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"dynamic names the size '{size}' of dimension {dim} of '{name}'",
-                where=user_line(),
                 fix="give a name, or a name and a number, as 'length + 1'",
             )
         named[dim % rank] = match[1], int(match[2] or 0)

@@ -34,7 +34,6 @@ _MODES = ("torch._subclasses", "torch._functorch", "torch._higher_order_ops", "t
 
 
 def _caller() -> str:
-    """Return the module that asks, above record and __torch_function__."""
     return sys._getframe(3).f_globals.get("__name__", "")
 
 
@@ -45,7 +44,6 @@ class AskedOrders:
         self.order = self.place = ""
 
     def record(self, func: Callable, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Record a call."""
         if func not in _ORDER and func not in _PLACE:
             return
         # Tracing itself asks, too. No function of torch computes with a place.

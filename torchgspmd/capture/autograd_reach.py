@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .functionalize import FunctionalTensor
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
@@ -61,10 +61,9 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
         stack.pop()
         leaf = node.variable if node.name() == _ACCUMULATE else None
         if leaf is not None and not isinstance(leaf, FunctionalTensor):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"forward uses a tensor {list(leaf.shape)} that requires a gradient, and is "
                 "no parameter or argument",
-                where=user_line(),
                 why="a gradient is computed for what the program is given: it would be lost "
                 "silently",
                 fix="make it a parameter of the module or an argument, or detach() it; if "

@@ -9,8 +9,8 @@ from __future__ import annotations
 import builtins
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType
@@ -18,13 +18,12 @@ from typing import Any
 
 from torch import fx
 
-from ..compat.patches import Patch
+from ..compat.patches import Patch, setting
 from ..compat.private_apis import FunctionalTensor, get_proxy_mode, get_proxy_slot
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
-from .functional_values import unwrap
 from .trace_context import PATCHES
-from .transforms import is_transforming
+from .traced_values import is_transforming, unwrap
 
 VALUES = "breakpoint values"  # metadata on a traced node: its LocalValues
 
@@ -77,17 +76,11 @@ class Breakpoints:
         mode = get_proxy_mode()
         self.tracer = None if mode is None else mode.tracer
 
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> AbstractContextManager[Breakpoints | None]:
         """Record breakpoints while in this context."""
-        token = _now.set(self)
-        try:
-            yield
-        finally:
-            _now.reset(token)
+        return setting(_now, self)
 
     def add(self) -> None:
-        """Record a breakpoint in the caller's caller."""
         # Frames: this method, the patched breakpoint, the user's function.
         frame, mode = sys._getframe(2), get_proxy_mode()
         if mode is None or mode.tracer is not self.tracer or is_transforming():

@@ -15,26 +15,21 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from ..compat.private_apis import (
-    _engine_run_backward,
-    get_unwrapped,
-    is_functorch_wrapped_tensor,
-)
+from ..compat.private_apis import _engine_run_backward, get_unwrapped, is_functorch_wrapped_tensor
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, traced_line, user_line
+from ..errors import ShardingError, traced_line
 from ..layout.mark import mark_sharding
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
-from .functional_values import unwrap
 from .functionalize import Functional, FunctionalTensor, set_data
-from .rewrites import batch_norm, products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
+from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
 from .rewrites.masked_indexing import SELECTIONS
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once
-from .transforms import is_transforming, is_vectorizing
+from .traced_values import is_transforming, is_vectorizing, unwrap
 from .unsupported import check_dense
 
 # The code of frames that call a module.
@@ -69,16 +64,14 @@ class CallInterceptor(TorchFunctionMode):
             with self, self.tracker.inner_backward((*args, *kwargs.values())):
                 return _BACKWARDS[func](*args, **kwargs)
         if func is mark_sharding and not _is_of_the_program(args[0]):
-            raise ShardingError(
+            raise ShardingError.here(
                 "mark_sharding is called inside of the program on a tensor that is no part of it",
-                where=user_line(),
                 why="it is neither a parameter, buffer or argument nor computed from one",
                 fix="register it as a buffer, or pass it as an argument",
             )
         if isinstance(kwargs.get("generator"), torch.Generator):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program draws from a torch.Generator of its own",
-                where=user_line(),
                 why="numbers are drawn by the place of an element, from a seed of the "
                 "default generator",
                 fix="leave the generator out and call torch.manual_seed, or draw outside "
@@ -136,7 +129,6 @@ class CallInterceptor(TorchFunctionMode):
         return pytree.tree_map(lambda number: number, self.lists[id(value)][1])
 
     def _run_sparse(self, func: Callable, args: tuple, kwargs: dict) -> Any:
-        """Run a function with sparse operands on their indices and values."""
         if func is torch.sparse_coo_tensor:
             result = sparse_coo.sparse_coo_tensor(*args, **kwargs)
             return func(*args, **kwargs) if result is DECLINED else result
@@ -201,9 +193,8 @@ def autograd_grad(
     """Run torch.autograd.grad with the interceptor active; the original switches it off."""
     outputs, inputs = ([t] if isinstance(t, Tensor) else list(t) for t in (outputs, inputs))
     if is_grads_batched:
-        raise ShardingError(
+        raise ShardingError.here(
             "torch.autograd.grad(is_grads_batched=True) cannot be captured",
-            where=user_line(),
             fix="call it once for every gradient",
         )
     cotangents = (
@@ -288,7 +279,6 @@ class SourceTracker:
                 node.metadata.setdefault("torchgspmd", place)
 
     def clear(self) -> None:
-        """Remove the last call's metadata."""
         fx_traceback.get_current_meta().pop("custom", None)
 
     def start_backward(self, outputs: list[Tensor]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..shard_spec import ShardSpec
 from .argument_sizes import ArgumentSizes
 from .breakpoints import Breakpoint
@@ -106,7 +106,6 @@ class Captured:
         return closed(tree, arguments) if self.opened else tree
 
     def holds(self) -> bool:
-        """Return whether all the program's guards hold."""
         functions = self.run_guards and self.run_guards.functions
         return (
             self.reads.hold()
@@ -134,9 +133,8 @@ class Captured:
         changes += [Change(*each) for each in self.reads.changes()]
         if changes:
             also = "".join(f"; {each}" for each in changes[1:4])
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{changes[0]} when this was planned{also}",
-                where=user_line(),
                 why="a plan has the numbers, flags and attributes that it was made with",
                 fix="plan it again, with torchgspmd.plan(); or make it a tensor, which runs read",
             )
@@ -216,9 +214,8 @@ class Captured:
                 ]
             if len(both) > 1:
                 names = " and ".join(repr(self.inputs[i].name) for i in both)
-                raise ShardingError(
+                raise ShardingError.here(
                     f"one tensor is passed as {names}, and changed in place",
-                    where=user_line(),
                     why="a program takes them for tensors without common memory",
                     fix="pass a clone() of it",
                 )

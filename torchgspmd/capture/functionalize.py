@@ -25,14 +25,14 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import draws, one_draw
 from .eager_kernels import are_without_elements, ask_kernel
-from .functional_values import unwrap
 from .rewrites.masked_indexing import SELECTING
 from .state.mutations import Tables
-from .state.rebound_state import check_alike
 from .state.source import Source, step_name
 from .state.state_inputs import Retrace
 from .state.value_guards import ValueGuards
+from .state.writes import check_alike
 from .trace_context import at_once
+from .traced_values import unwrap
 
 _CHECKS = {aten._linalg_check_errors.default}
 _ITEM = aten._local_scalar_dense.default
@@ -162,10 +162,9 @@ class Functional(FunctionalTensorMode):
     def _list(self, source: Source) -> None:
         """Raise Retrace: a state tensor that is changed in place has to be an input."""
         if source.entry in self.tables.state.entries:
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program changes a tensor in place that shares its memory with "
                 f"'{step_name(source.steps[-1])}'",
-                where=user_line(),
                 why="each tensor that a module keeps is an input of its own",
                 fix="keep one of them, and take views of it in forward",
             )

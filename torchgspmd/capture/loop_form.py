@@ -260,7 +260,13 @@ class _Residuals:
         shared = next(i for i, (a, b) in enumerate(zip(inner, nest)) if a != b)
         # Its number of iterations differs, so rows of an outer stack would differ in size.
         if any(loop.ends == "*" for loop in inner[shared + 1 :]):
-            raise self._of_any_length(value)
+            raise ShardingError(
+                "the backward of a while_loop cannot run in another loop",
+                where=value.meta.get("source"),
+                why="it has as many iterations as values say, so that what its backward needs of "
+                "them cannot be stacked for all iterations of the loop around",
+                fix="use a scan with a fixed number of iterations, and torch.where for the last",
+            )
         for depth in range(len(inner), shared, -1):
             loops = inner[:depth]
             value = self._add(
@@ -351,15 +357,6 @@ class _Residuals:
             "captured": node.name,
         }
         return node
-
-    def _of_any_length(self, value: fx.Node) -> ShardingError:
-        return ShardingError(
-            "the backward of a while_loop cannot run in another loop",
-            where=value.meta.get("source"),
-            why="it has as many iterations as values say, so that what its backward needs of them "
-            "cannot be stacked for all iterations of the loop around",
-            fix="use a scan with a fixed number of iterations, and torch.where for the last ones",
-        )
 
     def _escape(self, value: fx.Node, user: fx.Node) -> ShardingError:
         return ShardingError(

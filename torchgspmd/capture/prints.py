@@ -26,18 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ..compat.patches import Patch
-from ..compat.private_apis import (
-    FunctionalTensor,
-    get_proxy_mode,
-    is_functorch_wrapped_tensor,
-)
+from ..compat.patches import Patch, setting
+from ..compat.private_apis import FunctionalTensor, get_proxy_mode, is_functorch_wrapped_tensor
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .state.source import Source
 from .state.writes import EXTEND, Write, replace_tensors
 from .trace_context import PATCHES
-from .transforms import is_transforming
+from .traced_values import is_transforming
 
 _NUMBERS = torch.SymInt, torch.SymFloat
 _STAND_IN = re.compile("<value ([0-9]+) of a run>")
@@ -80,11 +76,8 @@ class Prints:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Record prints while in this context."""
-        token = _now.set(self)
-        try:
+        with setting(_now, self):
             yield
-        finally:
-            _now.reset(token)
         for i, (_, spec) in enumerate(self.values):
             if spec and i not in self.used:
                 raise ShardingError(
@@ -127,9 +120,8 @@ class Prints:
     def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
         if not self.is_outside():
-            raise ShardingError(
+            raise ShardingError.here(
                 "a print or log in the body of a transform has a value of each of its iterations",
-                where=user_line(),
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
                 fix="return the value, and print it behind the loop",
             )
@@ -158,14 +150,12 @@ class _Shown:
 
 
 def _is_value(x: object) -> bool:
-    """Return whether only a run knows this."""
     return isinstance(x, (FunctionalTensor, *_NUMBERS)) or (
         isinstance(x, Tensor) and is_functorch_wrapped_tensor(x)
     )
 
 
 def _text(piece: Any) -> str:
-    """Return a text, or a value in its format."""
     if isinstance(piece, str):
         return piece
     value, spec = piece

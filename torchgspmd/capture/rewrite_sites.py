@@ -7,11 +7,12 @@ line, since a checkpoint computes a value again on the same line.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 from torch import fx
+
+from ..compat.patches import setting
 
 SITE = "site"  # the key for a site in its node's metadata
 
@@ -38,11 +39,6 @@ def current_sites() -> RewriteSites | None:
     return _sites.get()
 
 
-@contextmanager
-def rewriting(sites: RewriteSites) -> Iterator[None]:
+def rewriting(sites: RewriteSites) -> AbstractContextManager[RewriteSites | None]:
     """Allow rewrites to leave out values while in this context."""
-    token = _sites.set(sites)
-    try:
-        yield
-    finally:
-        _sites.reset(token)
+    return setting(_sites, sites)

@@ -232,7 +232,6 @@ class StandInSizes:
 
 
 def _asserted(env: Any) -> list[Any]:
-    """Return the conditions that every run checks."""
     groups = env.deferred_runtime_asserts.values()
     return [*dict.fromkeys(each.expr for group in groups for each in group)]
 
@@ -308,7 +307,6 @@ def _shape_env(value: Any) -> ShapeEnv:
 
 
 def _integers(graph: fx.Graph) -> Iterator[int]:
-    """Yield the integers among a graph's arguments and sizes."""
     for node in graph.nodes:
         values = pytree.tree_leaves((node.args, dict(node.kwargs), node.meta.get("val")))
         for value in values:
@@ -320,7 +318,6 @@ def _integers(graph: fx.Graph) -> Iterator[int]:
 
 
 def _primes(first: int) -> Iterator[int]:
-    """Yield prime numbers."""
     n = first
     while True:
         if all(n % k for k in range(2, int(n**0.5) + 1)):

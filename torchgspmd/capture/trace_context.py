@@ -33,8 +33,8 @@ from ..compat.private_apis import (
     is_missing,
 )
 from .draws import recomputing_dispatch
-from .functional_values import SavedValue
 from .rewrites.recomputed_regions import region_or
+from .traced_values import SavedValue
 
 
 class _Checkpoint:

@@ -3,81 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .asked_orders import AskedOrders
 from .autograd_reach import connected_components, reachable_inputs
 from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
-from .compute_dtype import Casts
-from .functional_values import unwrap, was_mutated
 from .functionalize import Functional, FunctionalTensor
+from .module_tensors import with_tensors
 from .prints import Prints
-from .replaced_tensors import with_tensors
 from .stand_in_sizes import NUMBERS
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
-from .state.rebound_state import rebound_buffers, rebound_parameters
 from .state.state_inputs import TensorInput, Varying
 from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
-from .state.writes import WatchedArguments, Write
+from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_parameters
 from .trace_context import capturing
+from .traced_values import unwrap, was_mutated
 
 
+@dataclass(eq=False)
 class TracedProgram:
     """The user's program as a function from flat tensors to flat tensors."""
 
-    def __init__(
-        self,
-        fn: Callable | nn.Module,
-        call: Callable,
-        names: list[str],
-        leaves: tuple[object, ...],
-        slots: list[int],
-        tree: pytree.TreeSpec,
-        grad: bool,
-        tables: Tables,
-        state_inputs: list[TensorInput],
-        value_guards: ValueGuards,
-        casts: Casts,
-        asked: AskedOrders,
-    ) -> None:
-        self.fn, self.call, self.names, self.leaves, self.slots, self.tree, self.grad = (
-            fn,
-            call,
-            names,
-            leaves,
-            slots,
-            tree,
-            grad,
-        )
+    fn: Callable | nn.Module
+    call: Callable
+    names: list[str]
+    leaves: tuple[object, ...]
+    slots: list[int]
+    tree: pytree.TreeSpec
+    grad: bool
+    tables: Tables
+    state_inputs: list[TensorInput]
+    value_guards: ValueGuards
+    casts: Casts
+    asked: AskedOrders = field(default_factory=AskedOrders)
+    outputs: list[Output] = field(default_factory=list)
+    tangents: list[tuple[int, Any]] = field(default_factory=list)
+    rebound: dict[int, Tensor] = field(default_factory=dict)
+    breakpoints: tuple[Breakpoint, ...] = ()
+    observed_values: list[Tensor] = field(default_factory=list)  # that gradient hooks store
+
+    def __post_init__(self) -> None:
         self.parameters = (
-            [name for name, _ in fn.named_parameters()] if isinstance(fn, nn.Module) else []
+            [name for name, _ in self.fn.named_parameters()]
+            if isinstance(self.fn, nn.Module)
+            else []
         )
-        self.tables: Tables = tables
-        self.state_inputs: list[TensorInput] = state_inputs
-        self.value_guards: ValueGuards = value_guards
-        self.casts: Casts = casts
-        self.asked: AskedOrders = asked
         self.constants = CachedConstants(FunctionalTensor)
-        self.outputs: list[Output] = []
-        self.tangents: list[tuple[int, Any]] = []
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
-        self.rebound: dict[int, Tensor] = {}
-        self.breakpoints: tuple[Breakpoint, ...] = ()
         self.replaced: dict[int, int] = {}  # by output: the argument that it replaces
         self.writes: list[Write] = []
         self.observed: list[Write] = []
-        self.observed_values: list[Tensor] = []  # values that gradient hooks store
 
     def run(self, flat: tuple[Tensor, ...], requires: list[bool]) -> list[Tensor | None]:
         """Run forward and backward on traced tensors, and return the graph's outputs."""
@@ -130,15 +116,13 @@ class TracedProgram:
             ]
 
     def _check_shape(self, index: int, now: torch.Size) -> None:
-        """Raise ShardingError if the program has changed an input's shape in place."""
         if now == self.shapes[index]:
             return
         place = index - len(self.names)
         what = f"'{self.names[index]}'" if place < 0 else f"tensor {place} of its arguments"
         before, after = (list(shape) for shape in (self.shapes[index], now))
-        raise ShardingError(
+        raise ShardingError.here(
             f"the program changes the shape of {what} in place, from {before} to {after}",
-            where=user_line(),
             why="its layout and those of later calls are for its shape",
             fix=f"return a new tensor; as out=, pass one of shape {after}",
         )
@@ -212,14 +196,12 @@ class TracedProgram:
             return with_tensors(self.fn, dict(zip(self.names, used)), forward_backward)
 
     def _cast(self, inputs: list[Tensor]) -> list[Tensor]:
-        """Return parameters and arguments in the dtype that forward computes in."""
         first = len(self.names)
         names = {i: f"parameter '{name}'" for i, name in enumerate(self.parameters)}
         names |= {first + i: f"tensor {i} of its arguments" for i in range(len(self.slots))}
         return [self.casts.cast(names[i], t) if i in names else t for i, t in enumerate(inputs)]
 
     def _rebound(self, inputs: list[Tensor]) -> dict[int, Tensor]:
-        """Return the tensors that forward assigned to parameters and buffers, by input index."""
         assert isinstance(self.fn, nn.Module)
         return rebound_parameters(self.fn, self.parameters, inputs) | rebound_buffers(
             self.fn, self.names, inputs
@@ -267,9 +249,8 @@ class TracedProgram:
             # Also after an error: the caller's containers must not keep traced tensors.
             watched.restore()
         if any(isinstance(leaf, Iterator) for leaf in self.result_leaves):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program returns an iterator, of whose values none is computed yet",
-                where=user_line(),
                 fix="return a list",
             )
         if any(
@@ -279,9 +260,8 @@ class TracedProgram:
                 *pytree.tree_leaves([write.value for write in argument_writes]),
             )
         ):
-            raise ShardingError(
+            raise ShardingError.here(
                 "the program returns a number that is known only when it runs",
-                where=user_line(),
                 fix="return the tensor, and call item() on the result",
             )
         self.opened = any(map(is_opened, pytree.tree_leaves(result, is_leaf=is_opened)))
@@ -300,7 +280,6 @@ class TracedProgram:
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker
     ) -> dict[int, Tensor | None]:
-        """Return the inputs' gradients, by input index."""
         differentiable = [
             i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
         ]
@@ -336,11 +315,55 @@ class TracedProgram:
         """
         for i, now in self.rebound.items():
             if i < len(self.parameters) and any(reachable_inputs(outputs, [inputs[i], now])):
-                raise ShardingError(
+                raise ShardingError.here(
                     "forward puts another parameter in the place of "
                     f"'{self.parameters[i]}', on which its result depends",
-                    where=user_line(),
                     why="an optimizer has the one that was there: the gradient would be "
                     "lost silently",
                     fix="change its values in the optimizer's step, or make it a buffer",
                 )
+
+
+class Casts:
+    """Copies of parameters and arguments in another floating dtype, for a whole trace.
+
+    dtype: None leaves all tensors as they are.
+    """
+
+    def __init__(self, dtype: torch.dtype | None) -> None:
+        self.dtype = dtype
+        self.copies: list[tuple[str, Tensor, Tensor]] = []  # name, copy, its value at first
+
+    def cast(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a floating tensor in the dtype, any other as it is."""
+        if self.dtype in (None, tensor.dtype) or not tensor.is_floating_point():
+            return tensor
+        copy = tensor.to(self.dtype)
+        self.copies.append((name, copy, unwrap(copy)))
+        return copy
+
+    def check_unchanged(self) -> None:
+        """Raise ShardingError if forward changed a copy in place: the change would be lost."""
+        for name, copy, before in self.copies:
+            if was_mutated(copy, before):
+                raise self.change_error(name)
+
+    def change_error(self, name: str) -> ShardingError:
+        return ShardingError.here(
+            f"forward changes {name}",
+            why=f"with param_dtype it computes with a copy in {self.dtype}: "
+            "the change would be lost",
+            fix="make it a buffer, which keeps its dtype, or use torch.autocast",
+        )
+
+
+def check_dtypes(**dtypes: object) -> None:
+    """Raise ShardingError unless each is None or a real floating dtype."""
+    for name, dtype in dtypes.items():
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise ShardingError.here(
+                f"{name}={dtype!r} is no floating dtype that gradients can be computed in",
+                fix=f"give {name}=torch.bfloat16, torch.float16, torch.float32 or torch.float64",
+            )

@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy
 import torch
@@ -23,13 +23,7 @@ from ..compat.private_apis import (
     GuardOnDataDependentSymNode,
     UnsupportedOperatorException,
 )
-from ..errors import (
-    ShardingError,
-    innermost_frame_of,
-    user_expression_of,
-    user_line,
-    user_line_of,
-)
+from ..errors import ShardingError, innermost_frame_of, user_expression_of, user_line, user_line_of
 from .branching_modules import modules_in, name_of_innermost, wrapped_alone
 from .builtin_numbers import NUMBER_TYPE, namespace_of
 
@@ -38,35 +32,22 @@ from .builtin_numbers import NUMBER_TYPE, namespace_of
 _OLD = torch.__version__ < "2.10"
 # torch's errors to which the user's line is appended.
 _NAMED = RuntimeError, ValueError, IndexError, TypeError
-# words in collectives' errors
-_COMMUNICATES = ("from the function c10d.", "torch.distributed.nn.functional")
 # Classes that parallelize a module by themselves.
-_WRAPPERS = {
-    "DataParallel",
-    "DistributedDataParallel",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-}
-# words in torch's errors
-_FORMATTED = re.compile(r"(Sym\w+|FunctionalTensor|FakeTensor)\.__format__")
-_DEVICES = re.compile(r"found at least two devices, (\S+) and (\w+(?::\d+)?)")
-_CONTAINER = re.compile(r"must be Tensor, not (tuple|list|dict)")
+_WRAPPERS = {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
 
 
 def check_dense(what: str, tensor: Tensor) -> None:
     """Raise ShardingError for a nested or sparse tensor."""
     if tensor.is_nested:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what} is a nested tensor, and a layout is one of dense tensors",
-            where=user_line(),
             fix="pad it to the longest (torch.nested.to_padded_tensor), with a mask, before "
             "the program",
         )
     if tensor.layout is not torch.strided:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what} is {str(tensor.layout).removeprefix('torch.')}, and a layout is one of "
             "dense tensors",
-            where=user_line(),
             fix="call to_dense() on it",
         )
 
@@ -75,9 +56,8 @@ def check_arguments(names: Sequence[str], leaves: Sequence[object]) -> None:
     """Raise ShardingError for a NumPy array among a call's arguments."""
     for name, leaf in zip(names, leaves):
         if isinstance(leaf, numpy.ndarray):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"argument '{name}' is a NumPy array of shape {list(leaf.shape)}",
-                where=user_line(),
                 why="its values would become constants of the program",
                 fix=f"pass torch.from_numpy({name})",
             )
@@ -88,17 +68,15 @@ def check_module(module: nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         check_dense(f"'{name}'", tensor)
         if is_lazy(tensor):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"parameter '{name}' has no shape yet",
-                where=user_line(),
                 why="it is that of a lazy module",
                 fix="call the model once on one device before",
             )
     for name, inner in module.named_modules():
         if wrapper := _WRAPPERS.intersection(each.__name__ for each in type(inner).__mro__):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{repr(name) if name else 'the model'} is wrapped by {min(wrapper)}",
-                where=user_line(),
                 why="the mesh shards the batch and the weights, and reduces gradients",
                 fix="leave the wrapper out, and wrap the model itself: parallelize(model, mesh, "
                 "in_specs='auto'), with shard_updates='data' to store weights in parts",
@@ -107,10 +85,9 @@ def check_module(module: nn.Module) -> None:
         (name for name, m in module.named_modules() if isinstance(m, torch.jit.ScriptModule)), None
     )
     if scripted is not None:
-        raise ShardingError(
+        raise ShardingError.here(
             f"module '{scripted or type(module).__name__}' is compiled by TorchScript, "
             "which cannot be captured",
-            where=user_line(),
             fix="give the module that torch.jit.script was called on",
         )
 
@@ -214,16 +191,110 @@ def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
     """Raise ShardingError if a constant in the graph has no values."""
     for node in graph.nodes:
         if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
-            raise _no_values_error(node.meta.get("source"))
+            what, fix, why = _NO_VALUES
+            raise ShardingError(what, where=node.meta.get("source"), why=why, fix=fix)
 
 
-def _no_values_error(where: str | None) -> ShardingError:
-    return ShardingError(
-        "the program uses a tensor without values, which somebody has kept from an earlier trace",
-        where=where,
-        why="what a trace computes of its inputs has values only when it runs",
-        fix="keep it in an attribute of the module, or return it",
-    )
+_NO_VALUES = (
+    "the program uses a tensor without values, which somebody has kept from an earlier trace",
+    "keep it in an attribute of the module, or return it",
+    "what a trace computes of its inputs has values only when it runs",
+)
+
+
+class _Row(NamedTuple):
+    """An error of torch in a trace, by its type and words, and the ShardingError for it.
+
+    {} in `what` takes a group of the words.
+    """
+
+    kinds: type[Exception] | tuple[type[Exception], ...]
+    words: str
+    what: str
+    fix: str
+    why: str | None = None
+
+
+_ROWS = (
+    _Row(
+        TypeError,
+        NUMBER_TYPE,
+        "int or float is a dtype in code that calls it on a number that only a run knows",
+        "write torch.int64 in place of int, torch.float64 in place of float",
+    ),
+    _Row(
+        TypeError,
+        r"(?:Sym\w+|FunctionalTensor|FakeTensor)\.__format__",
+        "a number that is known only when the program runs is printed in a format",
+        "return the number and print it outside",
+        "one program is made for all values, before any device computes",
+    ),
+    _Row(
+        RuntimeError,
+        r"found at least two devices, (\S+) and (\w+(?::\d+)?)",
+        "forward combines tensors on {} and {}",
+        "create tensors there: torch.ones(8, device=x.device), or register a buffer",
+        "a program runs where its arguments are",
+    ),
+    _Row(
+        TypeError,
+        r"must be Tensor, not (tuple|list|dict)",
+        "an operation gets a {} where it needs a tensor",
+        "call plan(model, x, mesh=mesh) in place of plan(model, (x,), mesh=mesh)",
+        "arguments are passed one by one, as forward takes them",
+    ),
+    *_OLD
+    * (
+        _Row(
+            TypeError,
+            "SymBool",
+            "torch 2.9 cannot compute with a truth value that is known only when the program runs",
+            "keep it a tensor: (x == y).all() instead of torch.equal(x, y)",
+        ),
+    ),
+    _Row(
+        (AssertionError, RuntimeError),
+        r"from the function c10d\.|torch\.distributed\.nn\.functional",
+        "the program communicates by itself, through torch.distributed",
+        "leave the communication out: a sum, mean or cat of the batch is that of all devices",
+        "its tensors are whole ones: what is sent between devices is found by sharding them",
+    ),
+    _Row(
+        TypeError,
+        r"^(_foreach_[^(]*)",
+        "{} is given numbers that are known only when it runs",
+        "use foreach=False",
+        "a list of numbers cannot hold them",
+    ),
+    _Row(
+        RuntimeError,
+        r"^\.numpy\(\) is not supported",
+        "the program turns a tensor into a NumPy array, which has values only when it runs",
+        "compute it with torch, or outside and pass it as an argument",
+    ),
+    _Row(RuntimeError, "FunctionalTensor on its own", *_NO_VALUES),
+    _Row(
+        RuntimeError,
+        "mutating a non-functional tensor",
+        "the program changes a tensor in place that is no argument and found under no name, such "
+        "as a default",
+        "make it a buffer or attribute of the module, or pass it as an argument",
+        "it is none of the program's inputs, and would stay as it is",
+    ),
+    _Row(
+        RuntimeError,
+        "(?s)SymInt.*not tracked with proxy|not tracked with proxy.*SymInt",
+        "the program makes a tensor of a size that has no number",
+        "pad nested tensors to the longest (torch.nested.to_padded_tensor), with a mask",
+        "it is that of a nested tensor, or of one that comes of values",
+    ),
+    _Row(
+        NotImplementedError,
+        r"HigherOrderOperator (\w+)",
+        "this cannot be captured: {}, whose branches or body are programs of their own",
+        "use torch.cond, scan, map or while_loop, or a loop of Python",
+    ),
+)
 
 
 class translate_errors:
@@ -272,51 +343,6 @@ class translate_errors:
                 ),
                 error,
             ) from error
-        if kind is TypeError and NUMBER_TYPE in str(error):
-            raise ShardingError(
-                "int or float is a dtype in code that calls it on a number that only a run knows",
-                where=user_line_of(error),
-                fix="write torch.int64 in place of int, torch.float64 in place of float",
-            ) from error
-        if kind is TypeError and _FORMATTED.search(str(error)):
-            raise ShardingError(
-                "a number that is known only when the program runs is printed in a format",
-                where=user_line_of(error),
-                why="one program is made for all values, before any device computes",
-                fix="return the number and print it outside",
-            ) from error
-        if (devices := _DEVICES.search(str(error))) and isinstance(error, RuntimeError):
-            raise ShardingError(
-                f"forward combines tensors on {devices[1]} and {devices[2]}",
-                where=user_line_of(error),
-                why="a program runs where its arguments are",
-                fix="create tensors there: torch.ones(8, device=x.device), or register a buffer",
-            ) from error
-        if kind is TypeError and (container := _CONTAINER.search(str(error))):
-            raise ShardingError(
-                f"an operation gets a {container[1]} where it needs a tensor",
-                where=user_line_of(error) or user_line(),
-                why="arguments are passed one by one, as forward takes them",
-                fix="call plan(model, x, mesh=mesh) in place of plan(model, (x,), mesh=mesh)",
-            ) from error
-        if _OLD and isinstance(error, TypeError) and "SymBool" in str(error):
-            raise ShardingError(
-                "torch 2.9 cannot compute with a truth value that is known only when the "
-                "program runs",
-                where=user_line_of(error),
-                fix="keep it a tensor: (x == y).all() instead of torch.equal(x, y)",
-            ) from error
-        if kind in (AssertionError, RuntimeError) and any(
-            words in str(error) for words in _COMMUNICATES
-        ):
-            raise ShardingError(
-                "the program communicates by itself, through torch.distributed",
-                where=user_line_of(error),
-                why="its tensors are whole ones: what is sent between devices is found by "
-                "sharding them",
-                fix="leave the communication out: a sum, mean or cat of the batch is that "
-                "of all devices",
-            ) from error
         if isinstance(error, UnsupportedOperatorException):
             raise ShardingError(
                 f"this cannot be captured: {cast(Any, error).func}",
@@ -324,52 +350,12 @@ class translate_errors:
                 why="it does not run on tensors without values",
                 fix="compute it outside and pass it as an argument, or write it with dense tensors",
             ) from error
-        if isinstance(error, TypeError) and str(error).startswith("_foreach_"):
-            name = str(error).partition("(")[0]
-            raise ShardingError(
-                f"{name} is given numbers that are known only when it runs",
-                where=user_line_of(error),
-                why="a list of numbers cannot hold them",
-                fix="use foreach=False",
-            ) from error
-        if isinstance(error, RuntimeError) and str(error).startswith(".numpy() is not supported"):
-            raise ShardingError(
-                "the program turns a tensor into a NumPy array, which has values only when it runs",
-                where=user_line_of(error),
-                fix="compute it with torch, or outside and pass it as an argument",
-            ) from error
-        if isinstance(error, RuntimeError) and "FunctionalTensor on its own" in str(error):
-            raise _no_values_error(user_line_of(error)) from error
-        if isinstance(error, RuntimeError) and "mutating a non-functional tensor" in str(error):
-            raise ShardingError(
-                "the program changes a tensor in place that is no argument and found under "
-                "no name, such as a default",
-                where=user_line_of(error),
-                why="it is none of the program's inputs, and would stay as it is",
-                fix="make it a buffer or attribute of the module, or pass it as an argument",
-            ) from error
-        if (
-            isinstance(error, RuntimeError)
-            and "SymInt" in str(error)
-            and "not tracked with proxy" in str(error)
-        ):
-            raise ShardingError(
-                "the program makes a tensor of a size that has no number",
-                where=user_line_of(error),
-                why="it is that of a nested tensor, or of one that comes of values",
-                fix="pad nested tensors to the longest (torch.nested.to_padded_tensor), "
-                "with a mask",
-            ) from error
-        if (
-            isinstance(error, NotImplementedError)
-            and (name := re.search(r"HigherOrderOperator (\w+)", str(error))) is not None
-        ):
-            raise ShardingError(
-                f"this cannot be captured: {name[1]}, whose branches or body are programs "
-                "of their own",
-                where=user_line_of(error),
-                fix="use torch.cond, scan, map or while_loop, or a loop of Python",
-            ) from error
+        for row in _ROWS:
+            found = re.search(row.words, str(error)) if isinstance(error, row.kinds) else None
+            if found is not None:
+                what = row.what.format(*found.groups())
+                where = user_line_of(error) or user_line()
+                raise ShardingError(what, where=where, why=row.why, fix=row.fix) from error
         if isinstance(error, Exception):
             name_line(error)
 

@@ -90,7 +90,7 @@ class Exchange:
         old, new, duty = (
             self._rows(self.before, group),
             self._rows(self.after, group),
-            self._duty_boxes(group),
+            self._divided(self.duty, group, self._rows(self.before, group)),
         )
         mine = int(self.mesh.index(self.axes, coordinates))
         my_old, my_new, my_duty = (_select(boxes, mine) for boxes in (old, new, duty))
@@ -125,10 +125,6 @@ class Exchange:
             )
             highs.append(np.minimum(lows[-1] + rows, size))
         return np.array(lows), np.array(highs)
-
-    def _duty_boxes(self, group: dict[str, Any]) -> Boxes:
-        """Return the boxes that the members send: their parts by `self.duty`."""
-        return self._divided(self.duty, group, self._rows(self.before, group))
 
     def _divided(self, duty: Sequence[Axes], group: dict[str, Any], boxes: Boxes) -> Boxes:
         """Return the boxes that the members send if `duty` divides the sending."""
@@ -342,12 +338,10 @@ def _nonempty_boxes(boxes: Boxes, within: Boxes, chosen: np.ndarray) -> tuple[Bo
 
 
 def elements(box: Box) -> int:
-    """Count a box's elements."""
     return math.prod(stop - start for start, stop in box)
 
 
 def slice_box(x: Tensor, box: Box) -> Tensor:
-    """Return the view that a box describes."""
     for d, (start, stop) in enumerate(box):
         x = x.narrow(d, start, stop - start)
     return x

@@ -112,11 +112,9 @@ class CollectiveBuilder:
         return self.begin(c10d.all_to_all_single.default, [sum(receives)], x, receives, sends, name)
 
     def contiguous(self, x: object) -> Any:
-        """Return x in contiguous memory."""
         return self.call(aten.contiguous.default, x)
 
     def flat(self, xs: Sequence[object]) -> fx.Node:
-        """Return tensors as one vector."""
         return self.call(aten.cat.default, [self.call(aten.reshape.default, x, [-1]) for x in xs])
 
     def owns_operand(self) -> bool:

@@ -43,12 +43,10 @@ def takes(groups: ProcessGroups, shape: Sequence[int], dtype: torch.dtype) -> bo
 
 
 def on_gpus(groups: ProcessGroups) -> bool:
-    """Return whether tensors of these groups are on GPUs."""
     return groups.device.type == "cuda" and not groups.is_fake
 
 
 def _has_sizes_for(ranks: int) -> bool:
-    """Return whether DeepEP has buffer sizes for so many ranks."""
     try:
         _library().Buffer.get_dispatch_config(ranks)
     except AssertionError:

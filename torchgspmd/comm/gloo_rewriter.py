@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .process_groups import ProcessGroups
-from .reductions import BY_C10D_NAME, Reduction
 
 
 class GlooRewriter:
@@ -22,12 +24,7 @@ class GlooRewriter:
     """
 
     def __init__(
-        self,
-        graph: fx.Graph,
-        node: fx.Node,
-        groups: ProcessGroups,
-        few: int,
-        is_unsupported: bool,
+        self, graph: fx.Graph, node: fx.Node, groups: ProcessGroups, few: int, is_unsupported: bool
     ) -> None:
         self.graph, self.node, self.is_unsupported = graph, node, is_unsupported
         arguments: tuple[Any, ...] = node.args
@@ -45,10 +42,8 @@ class GlooRewriter:
 
     def all_to_all(self, x: fx.Node, splits: list[int]) -> None:
         """Send `splits` rows from x to the ranks, and receive as many."""
-        self.node.target, self.node.args = (
-            c10d.all_to_all_single.default,
-            (x, splits, splits, self.group),
-        )
+        self.node.target = c10d.all_to_all_single.default
+        self.node.args = (x, splits, splits, self.group)
 
     def swap(self, shape: Sequence[int]) -> fx.Node:
         """Exchange a tensor with this shape between two ranks, and return the other's."""
@@ -102,3 +97,33 @@ class GlooRewriter:
         result.meta = dict(self.wait.meta)
         for user in users:
             user.replace_input_with(self.wait, result)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """One reduction. c10d: its name in torch.distributed. The operators do the same locally."""
+
+    c10d: str
+    combine: Callable[[Tensor, Tensor], Tensor]
+    of_two: Any
+    of_two_in_place: Any
+    over_dim: Any
+
+
+REDUCTIONS = {
+    "sum": Reduction("sum", operator.add, aten.add.Tensor, aten.add_.Tensor, aten.sum.dim_IntList),
+    # maximum has no in-place form.
+    "max": Reduction(
+        "max", torch.maximum, aten.maximum.default, aten.maximum.default, aten.amax.default
+    ),
+    "min": Reduction(
+        "min", torch.minimum, aten.minimum.default, aten.minimum.default, aten.amin.default
+    ),
+    "prod": Reduction(
+        "product", operator.mul, aten.mul.Tensor, aten.mul_.Tensor, aten.prod.dim_int
+    ),
+}
+
+
+# Lowered calls have torch's name for a reduction.
+BY_C10D_NAME = {reduction.c10d: reduction for reduction in REDUCTIONS.values()}

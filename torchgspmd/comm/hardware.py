@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
 
 GB = 1e9
@@ -104,10 +104,8 @@ class Hardware:
         if isinstance(name, Hardware):
             return name
         if name not in PRESETS:
-            raise ShardingError(
-                f"there is no hardware '{name}'",
-                where=user_line(),
-                fix=did_you_mean(name, PRESETS),
+            raise ShardingError.here(
+                f"there is no hardware '{name}'", fix=did_you_mean(name, PRESETS)
             )
         return PRESETS[name]
 

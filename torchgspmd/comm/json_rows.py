@@ -38,7 +38,6 @@ def _with_tuples(value: Any) -> object:
 
 @cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the declared types of a dataclass's fields."""
     hints = get_type_hints(cls)
     return {each.name: hints[each.name] for each in fields(cls)}
 

@@ -14,7 +14,6 @@ compares a new program, while others run theirs, is found by the watcher (watche
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -24,7 +23,7 @@ import torch.distributed as dist
 from ..errors import RankError
 from .process_groups import ProcessGroups
 from .rank_mismatch import all_gather_rows, check_values
-from .value_check import ROUNDING, Reading, checksums_of, moved
+from .value_check import ROUNDING, Reading, checksums_of, double_of, moved
 
 EVERY = 8  # Calls from one message to the next.
 _ODD, _MASK, _SIGN = 0x1E3779B97F4A7C15, 2**62 - 1, 2**63 - 1
@@ -106,10 +105,12 @@ class _Message:
         groups.watcher.end_comparison()
         top, bottom, high, low = self.words.tolist()
         count = sum(len(reading.floats) for reading in self.readings)
-        return top != ~bottom or _double(high) - _double(~low) > 2 * ROUNDING * count
+        return (
+            top != ~bottom
+            or double_of(ordered(high)) - double_of(ordered(~low)) > 2 * ROUNDING * count
+        )
 
     def _arrive(self) -> None:
-        """Wait for the words of all ranks."""
         if self.event is None:
             self.work.wait()
         else:
@@ -137,11 +138,6 @@ def _raise_later(error: RankError) -> NoReturn:
     late = f"found up to {2 * EVERY} calls later, since GPUs do not wait for the comparison"
     why = f"{error.why}; {late}" if error.why else late
     raise RankError(error.what, where=error.where, why=why, fix=error.fix) from None
-
-
-def _double(word: int) -> float:
-    """Return the double whose bits an integer orders as the numbers are."""
-    return struct.unpack("d", struct.pack("q", ordered(word)))[0]
 
 
 def ordered(bits: int) -> int:

@@ -97,7 +97,6 @@ Rows = Tensor | list["Rows"]  # the rows in a stack, or in a stack of stacks
 
 
 def stack_rows(rows: Rows) -> Tensor:
-    """Return rows as one tensor."""
     return rows if isinstance(rows, Tensor) else torch.stack([stack_rows(x) for x in rows])
 
 

@@ -78,7 +78,6 @@ class BodyCall:
 
     @property
     def bodies(self) -> Sequence[InnerProgram]:
-        """The bodies."""
         raise NotImplementedError
 
     def copy(self) -> BodyCall:
@@ -219,19 +218,16 @@ class LoopCall(InnerProgram, BodyCall):
 
     @property
     def bodies(self) -> Sequence[LoopCall]:
-        """The loop itself, which has its body's graph."""
         return (self,)
 
     @property
     def body_inputs(self) -> BodyInputs[fx.Node]:
-        """The body's inputs."""
         inputs = self.graph.find_nodes(op="placeholder")
         counts = self.carries, self.held, self.rows
         return BodyInputs(*_cut(inputs, len(inputs) - sum(counts) - self.others, *counts))
 
     @property
     def body_results(self) -> BodyResults[fx.Node]:
-        """The body's results."""
         return self.split(self.graph.output_node().args[0])  # pyright: ignore[reportArgumentType]
 
     def split(self, values: Sequence[T], held: int | None = None) -> BodyResults[T]:
@@ -270,7 +266,6 @@ class LoopCall(InnerProgram, BodyCall):
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[Any]
     ) -> tuple[Tensor, ...]:
-        """Run the loop."""
         runs = self.runs(carries, rows, others)
         try:
             which, inputs = next(runs)
@@ -375,7 +370,6 @@ def loop_calls(graph: fx.Graph) -> Iterator[tuple[fx.Node, BodyCall]]:
 
 
 def copy_of(graph: fx.Graph) -> fx.Graph:
-    """Return a body's copy, with its own loops."""
     copied = fx.Graph()
     copied.output(copied.graph_copy(graph, {}))
     copied.output_node().meta = dict(graph.output_node().meta)

@@ -124,7 +124,6 @@ class Peers:
         self._send(_line(message))
 
     def close(self) -> None:
-        """Close all connections."""
         links = [*self._links.values(), *self._strangers]
         for each in (*(link.socket for link in links), self._listener, self._waker, self._wakes):
             each.close()

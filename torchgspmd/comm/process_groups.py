@@ -139,15 +139,12 @@ class ProcessGroups:
         return self._of_all
 
     def size(self, name: str) -> int:
-        """Count the ranks in a group."""
         return len(self.ranks(name))
 
     def position(self, name: str) -> int:
-        """Return this rank's position in a group."""
         return self.ranks(name).index(self.rank)
 
     def ranks(self, name: str) -> list[int]:
-        """Return a group's ranks, in its order."""
         return next(list(ranks) for other, ranks in self.by_axes.values() if other == name)
 
     def _create(self, axes: tuple[str, ...]) -> str:
@@ -238,10 +235,7 @@ _GROUPS: dict[tuple[Mesh, str, tuple[int, ...], bool], ProcessGroups] = {}
 
 
 def groups_of(
-    mesh: Mesh,
-    device_type: str,
-    part: DeviceMesh | None = None,
-    timeout: timedelta | None = None,
+    mesh: Mesh, device_type: str, part: DeviceMesh | None = None, timeout: timedelta | None = None
 ) -> ProcessGroups:
     """Return a mesh's groups, created once per default process group.
 

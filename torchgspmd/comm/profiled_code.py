@@ -41,7 +41,6 @@ class ProfiledCode:
         self._with_ranges: Callable[..., Any] | None = None
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run the graph."""
         try:
             return self._run(inputs)
         except (IndexError, RuntimeError) as error:
@@ -74,12 +73,10 @@ def _outside_of(error: Exception) -> ShardingError | None:
 
 
 def open_range(text: str) -> Any:
-    """Begin a range, and return it."""
     return torch.autograd.profiler.record_function(text).__enter__()
 
 
 def close_range(begun: Any) -> None:
-    """End a range."""
     begun.__exit__(None, None, None)
 
 

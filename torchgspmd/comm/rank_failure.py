@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from ..errors import RankError, user_line
+from ..errors import RankError
 from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
@@ -56,7 +56,6 @@ class Status:
 
     @property
     def when(self) -> str:
-        """The step and phase, as texts have them."""
         return f"step {self.step}" + (f", {self.phase}" if self.phase else "")
 
     def place(self) -> tuple:
@@ -95,7 +94,6 @@ class Fate:
     stack: tuple[str, ...] = ()
 
     def as_message(self) -> dict[str, object]:
-        """Return it as a message for Peers."""
         return {"kind": "fate", "fate": asdict(self)}
 
     @staticmethod
@@ -105,7 +103,6 @@ class Fate:
 
     @property
     def name(self) -> str:
-        """The rank and its host."""
         return f"rank {self.rank} on host {self.host}"
 
     def __str__(self) -> str:
@@ -200,13 +197,12 @@ def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> Ra
         # Each rank that has found the difference tells of all ranks.
         if fate.kind == "apart":
             fix = WORDS["apart"].fix
-            return RankError(fate.text, where=user_line(), why=fate.seen, fix=fix)
+            return RankError.here(fate.text, why=fate.seen, fix=fix)
     stacks = [f"\n        rank {f.rank}: {row}" for f in roots if f.by == rank for row in f.stack]
-    return RankError(
+    return RankError.here(
         "; ".join(_headlines(roots))
         or what
         or f"rank {rank} has lost the connection to another rank, of which there is no word",
-        where=user_line(),
         why="; ".join([f"rank {rank} {own}", *(f"{f.name} {f.seen}" for f in roots if f.seen)])
         + "".join(stacks),
         fix=WORDS[roots[0].kind].fix.format(f=roots[0]) if roots else _ANEW,

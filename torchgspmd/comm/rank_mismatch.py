@@ -85,25 +85,22 @@ def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
     if any(account.call != accounts[0].call for account in accounts):
         calls = {r: (a.call, a.step, f" at {a.at}") for r, a in enumerate(accounts)}
         what, why = apart(calls)
-        raise RankError(
+        raise RankError.here(
             what,
-            where=user_line(),
             why=why,
             fix="make the same calls on every rank, also where only one needs what comes of it",
         )
     failed = next((r for r, account in enumerate(accounts) if account.failure), None)
     if failed is not None:
-        raise RankError(
+        raise RankError.here(
             f"rank {failed} could not make its program",
-            where=user_line(),
             why=accounts[failed].failure,
             fix="read the error of that rank; forward has to do the same on every rank",
         )
     arguments = [account.arguments for account in accounts]
     if any(own != arguments[0] for own in arguments):
-        raise RankError(
+        raise RankError.here(
             "the arguments differ between ranks",
-            where=user_line(),
             why="; ".join(
                 f"rank {r}: {', '.join(a)}"
                 for r, a in enumerate(arguments)
@@ -118,22 +115,19 @@ def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
             "let forward do the same on every rank; "
             "what one of them does alone goes behind the call"
         )
-        raise RankError(
+        raise RankError.here(
             "the ranks have made different programs",
-            where=user_line(),
             why=differences or "the model, its marks or the versions of torch differ between ranks",
             fix=fix if differences else None,
         )
     if len({account.generator for account in accounts} - {None}) > 1:
-        raise RankError(
+        raise RankError.here(
             "the ranks would draw different random numbers",
-            where=user_line(),
             why="the state of torch's generator differs between them",
             fix="call torch.manual_seed with the same number on every rank",
         )
-    raise RankError(
+    raise RankError.here(
         "the models differ between ranks",
-        where=user_line(),
         why=differences
         or "of one a mode, an attribute, a buffer or a submodule has changed since the last call, "
         "of another not",
@@ -142,9 +136,7 @@ def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
 
 
 def check_alike(
-    ranks: Ranks,
-    tensors: Sequence[tuple[str, bool, Tensor]],
-    raise_unnamed: Callable[[], NoReturn],
+    ranks: Ranks, tensors: Sequence[tuple[str, bool, Tensor]], raise_unnamed: Callable[[], NoReturn]
 ) -> None:
     """Raise ShardingError on every rank if a tensor's values differ between ranks.
 
@@ -157,9 +149,8 @@ def check_alike(
             raise_unnamed()
         if is_argument:
             raise _other_values(name, rank)
-        raise RankError(
+        raise RankError.here(
             f"'{name}' has other values on rank {rank} than on rank 0",
-            where=user_line(),
             why="a tensor that a module keeps is the same on every rank, as on one device",
             fix="compute it from the same random numbers, "
             "or register it as a buffer before parallelize: rank 0's counts",
@@ -201,9 +192,8 @@ def _fingerprint(tensor: Tensor) -> Checksum:
 
 
 def _other_values(name: str, rank: int) -> RankError:
-    return RankError(
+    return RankError.here(
         f"argument '{name}' has other values on rank {rank} than on rank 0",
-        where=user_line(),
         why="a plain tensor is the global one, of which each rank takes its part",
         fix="give every rank the same global batch, "
         "or its own part as a DTensor made by shard_batch",

@@ -87,7 +87,6 @@ class RollCall:
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close all connections."""
         for each in (*self._to, *self._from.values(), self._listener):
             each.close()
 

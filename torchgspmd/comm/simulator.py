@@ -99,11 +99,9 @@ class Simulator(fx.Interpreter):
         return kind.simulate(self.mesh, x, *arguments)
 
     def inner(self, graph: fx.Graph) -> Simulator:
-        """Return the simulator for a loop's body."""
         return Simulator(nn.Module(), self.mesh, graph)
 
     def run_loop(self, call: LoopCall, args: tuple, where: str | None) -> list:
-        """Run a loop, each iteration on all devices."""
         bodies = [self.inner(graph) for graph in call.graphs()]
         devices = range(self.mesh.size)
         loops = [call.runs(*_map(args, operator.itemgetter(i))) for i in devices]
@@ -156,11 +154,7 @@ def _map(args: object, mine: Callable) -> Any:
 
 
 def split_global(
-    tensor: Tensor,
-    spec: ShardSpec,
-    mesh: Mesh,
-    poison: bool = False,
-    groups: Sequence[int] = (),
+    tensor: Tensor, spec: ShardSpec, mesh: Mesh, poison: bool = False, groups: Sequence[int] = ()
 ) -> list[Tensor]:
     """Split a global tensor into its shards.
 

@@ -38,12 +38,10 @@ class Answer:
     beside: Mapping[str, Any] = field(default_factory=dict)
 
     def as_message(self) -> dict[str, object]:
-        """Return it as a message for Peers."""
         return {"kind": "answer", "answer": asdict(self)}
 
     @staticmethod
     def of_message(message: Mapping[str, object]) -> Answer:
-        """Return the answer in a message."""
         return from_row(Answer, message["answer"])
 
 

@@ -1,21 +1,41 @@
-"""SIGTERM after a rank's death: the others have time for the error that names it.
+"""A process's end: SIGTERM after a rank's death, waits in gloo, and errors of many ranks.
 
 torch.distributed.run ends all ranks by SIGTERM within 0.1 s after a death: before a RankError is
 raised. A process with watchers, whose SIGTERM nobody else handles, ends later: after GRACE if a
 rank has failed, else after the time in which it learns about that. Python's handlers run between
-two calls, which a wait in C++ is not: a thread reads the signal, and ends the process as it would
-have.
+two calls, which a wait in C++ is not: a thread reads the signal, and ends the process.
+
+A gloo group has no abort (torch's is empty). A wait for a rank that lives, but will not come since
+it waits for a dead one, would last until the time limit: `end_waits` closes gloo's connections.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
+import sys
 import threading
 import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import torch.distributed as dist
+
+from ..compat.private_apis import _get_default_store, is_missing
+from ..errors import ShardingError
+
+_SAME = 60.0  # Seconds in which an equal error is the same one: a job may be started anew.
+
+_FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
+# An entry in gloo's epoll has a pointer; in those of libuv and asyncio it has the file number. gloo
+# asks for EPOLLIN, EPOLLERR and EPOLLHUP.
+_EVENTS = "19"
 
 GRACE, NEWS = 10.0, 0.5  # Seconds from the signal to the end, if a rank has failed, and if none.
 
@@ -50,7 +70,6 @@ class Termination:
         signal.signal(signal.SIGTERM, self._handle)
 
     def release(self, holder: object) -> None:
-        """Note that a holder has ended."""
         self._holders.discard(id(holder))
 
     def decide(self, has_failed: bool) -> None:
@@ -85,3 +104,80 @@ def _end() -> None:
 
 TERMINATION = Termination()
 os.register_at_fork(after_in_child=TERMINATION.forget)
+
+
+def end_waits() -> int:
+    """Close gloo's connections and return their number; 0 where there is no /proc."""
+    closed = 0
+    for each in os.listdir(_FILES) if _FILES.is_dir() else ():
+        try:
+            if os.readlink(_FILES / each) == "anon_inode:[eventpoll]":
+                closed += sum(map(_shut, _connections((_DETAILS / each).read_text())))
+        except OSError:  # closed in the meantime
+            continue
+    return closed
+
+
+def _connections(details: str) -> list[int]:
+    """Return the files that a gloo epoll waits for, and none for any other epoll."""
+    rows = [row.split() for row in details.splitlines() if row.startswith("tfd:")]
+    return [
+        int(row[1])
+        for row in rows
+        if len(row) > 5 and row[3] == _EVENTS and int(row[5], 16) != int(row[1])
+    ]
+
+
+def _shut(file: int) -> bool:
+    """Close a connection for both ends; False for other files."""
+    try:
+        connection = socket.socket(fileno=file)
+    except OSError:  # no socket
+        return False
+    try:
+        connection.getpeername()  # An error for the one that listens: gloo would abort.
+        connection.shutdown(socket.SHUT_RDWR)
+        return True
+    except OSError:
+        return False
+    finally:
+        connection.detach()  # The file is gloo's to close.
+
+
+def print_errors_once() -> None:
+    """Print an uncaught ShardingError on one rank, and a line that names that rank on the others.
+
+    rank 2     the traceback, and the error's text
+    rank 0     torchgspmd: rank 0 has raised the same as rank 2: RankError: ...
+    """
+    sys.excepthook = _once(sys.excepthook)
+
+
+def _once(before: Callable) -> Callable:
+    @functools.wraps(before)
+    def hook(kind: type, error: BaseException, trace: TracebackType | None) -> None:
+        first = _first_rank(error) if isinstance(error, ShardingError) else None
+        if first is None:
+            before(kind, error, trace)
+            return
+        text = f"{kind.__name__}: {error}".partition("\n")[0]
+        # One write: lines of several ranks must not run into one another.
+        said = f"torchgspmd: rank {dist.get_rank()} has raised the same as rank {first}: {text}\n"
+        os.write(2, said.encode())
+
+    return hook
+
+
+def _first_rank(error: ShardingError) -> int | None:
+    """Return the rank that prints an error, if it is another one; None if it is this one."""
+    if not dist.is_initialized() or dist.get_world_size() == 1 or is_missing(_get_default_store):
+        return None
+    own, now = dist.get_rank(), time.time()
+    key = f"torchgspmd.uncaught.{zlib.crc32(error.what.encode())}"
+    try:
+        # The store sets the value if it is not there, and returns the one that is there.
+        said = _get_default_store().compare_set(key, "", f"{own} {now}").decode()
+        first, since = said.split()
+    except (RuntimeError, ValueError):  # The process that has the store has ended.
+        return None
+    return int(first) if int(first) != own and now < float(since) + _SAME else None

@@ -114,15 +114,26 @@ def words(checksums: Mapping[str, Checksum]) -> list[int]:
             weight = 0.5 + i * _GOLDEN % 0.5
             norms += weight * math.log(value[0] + _TINY)
             means += weight * value[1]
-    exact = (exact + _WORD // 2) % _WORD - _WORD // 2
-    return [len(checksums), exact, *struct.unpack("qq", struct.pack("dd", norms, means))]
+    return [len(checksums), signed(exact), bits_of(norms), bits_of(means)]
+
+
+def signed(number: int) -> int:
+    """Return a number modulo 2 ** 64 as int64 has it."""
+    return (number + _WORD // 2) % _WORD - _WORD // 2
+
+
+def bits_of(number: float) -> int:
+    return struct.unpack("q", struct.pack("d", number))[0]
+
+
+def double_of(bits: int) -> float:
+    return struct.unpack("d", struct.pack("q", bits))[0]
 
 
 def words_differ(one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether words differ by more than rounding."""
-    floats = [struct.unpack("dd", struct.pack("qq", *each[2:])) for each in (one, other)]
     return [*one[:2]] != [*other[:2]] or any(
-        abs(a - b) > ROUNDING * one[0] for a, b in zip(*floats)
+        abs(double_of(a) - double_of(b)) > ROUNDING * one[0] for a, b in zip(one[2:], other[2:])
     )
 
 

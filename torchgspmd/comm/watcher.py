@@ -30,14 +30,13 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
 from . import places
-from .gloo_waits import end_waits
 from .json_rows import from_row
 from .peers import Message, Peers
 from .places import stack_of_main
 from .rank_failure import Fate, Status, apart, failure, is_final, merged
 from .roll_call import RollCall, RollCallEnded
 from .stragglers import ANSWER, TICK, Answer, Stragglers
-from .termination import TERMINATION
+from .termination import TERMINATION, end_waits
 
 VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
 SETTLE = 0.4  # Seconds from the first such word to the error: others may have died, too.
@@ -274,26 +273,22 @@ class Watcher:
             self._fail(fate, is_news)
 
     def _fail(self, fate: Fate, is_news: bool = False) -> None:
-        """End this rank's waits, and say why."""
         if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
             print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
         self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
         self._end_waits()
 
     def _end_waits(self) -> None:
-        """End this process's waits, in gloo and in a roll call."""
         if self._roll_call is not None:
             self._roll_call.end()
         end_waits()
 
     def _ask(self) -> None:
-        """Ask all ranks where they are; each tells all others."""
         if self._peers is not None:
             self._peers.tell(kind="ask")
             self._answer()
 
     def _answer(self) -> None:
-        """Tell all ranks where this one is, and where it has seen those beside it."""
         peers = self._peers
         if peers is not None:
             status, _ = places.status(self.now, self.program)
@@ -438,7 +433,6 @@ def _in_flight() -> BaseException | None:
 
 
 def _named(error: BaseException) -> str:
-    """Return an exception's type and first line, and the line in the user's code."""
     line, at = str(error).partition("\n")[0][:300], user_line_of(error)
     return f"{type(error).__name__}: {line}" + (f" at {at}" if at else "")
 

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from .private_apis import CHECKED, release
 
+T = TypeVar("T")
 ABSENT = object()  # stands for an attribute that its owner inherits, or does not have
 
 
@@ -150,3 +152,13 @@ class Installation:
             if applied and not self._holders and self._thread == threading.get_ident():
                 self._applied = None
                 applied.close()
+
+
+@contextmanager
+def setting(variable: ContextVar[T], value: T) -> Iterator[T]:
+    """Set a context variable for the block."""
+    token = variable.set(value)
+    try:
+        yield value
+    finally:
+        variable.reset(token)

@@ -24,7 +24,6 @@ from ..compat.patches import Patch
 from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
 from ..compat.private_apis import _pytree as pytree
 from . import op_handlers, pickling, view_writeback
-from .fully_shard import with_refusal
 from .optimizers import (
     total_norm,
     unscale,
@@ -64,7 +63,6 @@ _NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
 def _operators(names: dict[str, str]) -> list[object]:
-    """Return operators, from names by overload."""
     return [
         getattr(getattr(aten, name), overload)
         for overload, line in names.items()
@@ -199,11 +197,7 @@ PATCHES = (
         op_handlers.foreach_step,
         "torch._foreach_sqrt_(norms) is an error, and torch._foreach_lerp_(ps, qs, 0.1) is slow",
     ),
-    *_handled(
-        _operators(_OUT),
-        op_handlers.out,
-        "torch.mul(plain, 2, out=p) is an error",
-    ),
+    *_handled(_operators(_OUT), op_handlers.out, "torch.mul(plain, 2, out=p) is an error"),
     *_handled(
         (aten.gather.default,),
         op_handlers.gather,
@@ -260,14 +254,14 @@ PATCHES = (
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
     # wrappers
     *(
-        Patch(owner, "_verify_managed_param", with_refusal, _SHARDED)
+        Patch(owner, "_verify_managed_param", op_handlers.with_refusal, _SHARDED)
         for owner in (_fsdp_init,)
         if not is_missing(owner)
     ),
 )
 
-# They meet the other ranks. Python's collector decides on each rank when a model goes, so they last
-# as long as the process group.
+# They meet the other ranks. Python's collector decides on each rank when a model goes, so that
+# these last as long as the process group.
 MEETINGS = (
     *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
     *_methods(("redistribute",), redistribute_method, _WAITS),

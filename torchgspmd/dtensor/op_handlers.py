@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
 from .ours import Handler, as_before, is_ours
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
@@ -47,19 +47,17 @@ def set_data(self: DTensor, value: Tensor) -> None:
     Raise ShardingError for another shape, dtype or mesh.
     """
     if value.shape != self.shape or value.dtype != self.dtype:
-        raise ShardingError(
+        raise ShardingError.here(
             f"the data of a DTensor, {self.dtype} of shape {list(self.shape)}, "
             f"is set to {value.dtype} of shape {list(value.shape)}",
-            where=user_line(),
             why="programs were made for the one that was there",
             fix="change types by model.to(dtype), and shapes before the model is wrapped",
         )
     if not isinstance(value, DTensor):
         value = distribute_like(self, value)
     elif value.device_mesh != self.device_mesh:
-        raise ShardingError(
+        raise ShardingError.here(
             f"the data of a DTensor on {self.device_mesh} is set to one on {value.device_mesh}",
-            where=user_line(),
             fix="give it a DTensor on its own mesh, or the whole tensor",
         )
     else:
@@ -73,12 +71,10 @@ def format_number(self: DTensor, spec: str) -> str:
 
 
 def numpy(self: Any, **options: Any) -> Any:
-    """Return the whole tensor's values as an array."""
     return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
 
 
 def tolist(self: DTensor) -> list:
-    """Return the whole tensor's values as lists."""
     return full_tensor(self).tolist()
 
 
@@ -136,7 +132,6 @@ def without_pending(args: tuple) -> tuple:
 
 
 def foreach_in_place() -> Iterator[Any]:
-    """Yield all in-place operations on lists of tensors."""
     for name in dir(torch):
         if name.startswith("_foreach_") and name.endswith("_"):
             packet = getattr(aten, name)
@@ -248,3 +243,23 @@ def mean_from_sum(gradients: int) -> Handler:
         return result if gradients else result / count
 
     return compute
+
+
+def with_refusal(before: Callable) -> Callable:
+    """Wrap FSDP2's check on a parameter that it is about to shard; it has sent nothing then."""
+
+    @functools.wraps(before)
+    def verify(name: str, parameter: nn.Parameter) -> None:
+        if is_ours(parameter):
+            raise ShardingError.here(
+                "fully_shard (FSDP2) is around a module on a mesh",
+                why=f"the mesh stores '{name}', gathers it where it is used and reduces its "
+                "gradient",
+                fix="leave it out: parallelize(..., shard_updates='data') stores parameters in "
+                "parts, param_dtype and reduce_dtype take the place of MixedPrecisionPolicy; "
+                "what is around the module may have it: "
+                "fully_shard(..., ignored_params={*module.parameters()})",
+            )
+        before(name, parameter)
+
+    return verify

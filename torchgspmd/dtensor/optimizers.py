@@ -83,7 +83,6 @@ def _fill(states: list, local: Sequence[Tensor], parameters: Sequence[Tensor]) -
 
 
 def _state_like(local: Tensor, parameter: Tensor) -> Tensor:
-    """Return a new state with its parameter's layout."""
     if type(parameter) is not DTensor:
         return local
     return DTensor.from_local(

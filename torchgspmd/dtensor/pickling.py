@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .ours import is_ours
 
 _OF_PARTS = "torch.distributed.checkpoint"  # writes each rank's part, and knows it
@@ -91,10 +91,9 @@ def _error(tensor: DTensor) -> ShardingError:
         for n, p, size in zip(names, tensor.placements, mesh.shape)
         if p != Replicate()
     ]
-    return ShardingError(
+    return ShardingError.here(
         f"one process saves or pickles a tensor of shape {list(tensor.shape)}, which is sharded "
         f"over {','.join(axes)}",
-        where=user_line(),
         why=f"this process has {tensor._local_tensor.numel()} of its {tensor.numel()} elements, "
         "and torch.save, pickle or safetensors would write these alone",
         fix="run `state = gspmd.full_state_dict(model)` on every rank, and `torch.save(state, "

@@ -164,7 +164,6 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
 
 
 def _mutated_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list:
-    """Return the tensors that an operation mutates."""
     named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
     changed = [
         named.get(a.name)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .local_lists import change_local, is_elementwise_method
 from .ours import as_before, is_ours
 from .replicated_fallback import (
@@ -59,14 +59,7 @@ RESHAPES = (
     "unsqueeze",
     "expand",
 )  # methods; other views of DTensors go through the dispatcher
-RESHAPES_IN_PLACE = (
-    "t_",
-    "transpose_",
-    "swapaxes_",
-    "swapdims_",
-    "squeeze_",
-    "unsqueeze_",
-)
+RESHAPES_IN_PLACE = ("t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_")
 _METADATA_ONLY = {
     *RESHAPES_IN_PLACE,
     "as_strided_",
@@ -191,14 +184,12 @@ def mutation_method(method: Callable) -> Callable:
 
 
 def _write_back(part: DTensor) -> None:
-    """Write a changed view's values into its base."""
     owner, view = getattr(part, "_view_of", (None, None))
     if owner is None or view is None:
         return
     if torch.is_grad_enabled() and (owner.requires_grad or part.requires_grad):
-        raise ShardingError(
+        raise ShardingError.here(
             "a part of a sharded tensor is changed in place while gradients are recorded",
-            where=user_line(),
             why="the part was gathered, and autograd would not know that the whole has changed",
             fix="assign to entries (y[..., 0] = 0), which it knows of, "
             "or make a new tensor (torch.where, torch.cat)",

@@ -20,7 +20,7 @@ from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_mismatch import agree
 from ..comm.watcher import explain, say_farewell, watched_ranks
 from ..compat.private_apis import get_proxy_mode
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .ours import WAITS
 
 
@@ -100,9 +100,8 @@ def with_own_group(before: Callable) -> Callable:
 
 
 def _asynchronous() -> ShardingError:
-    return ShardingError(
+    return ShardingError.here(
         "torch.distributed.checkpoint.async_save uses the process group of the training",
-        where=user_line(),
         why="its thread and the training would send messages in one group, and take those of each "
         "other",
         fix="call gspmd.save(folder, model, optimizer, asynchronous=True), or pass a "

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.private_apis import _pytree as pytree
 from ..layout.spec_notation import SAME
+from ..runtime.full_state import write_whole
 from ..runtime.load_safetensors import INDEX, load_safetensors
 from ..runtime.module_proxy import ModuleProxy
 from ..runtime.parallelize import parallelize
-from ..runtime.write_whole import write_whole
 from . import Meshes, batch_parts, default_in_specs, library
 from .accelerate import as_first_process, as_one_process, check_precision
 from .own_rows import global_batch, read_own_rows

@@ -11,13 +11,14 @@ Mesh-TensorFlow's, its layout rules (arXiv 1811.02084).
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import ShardingError, did_you_mean, user_line
+from ..compat.patches import setting
+from ..errors import ShardingError, did_you_mean
 from .mesh import Mesh
 from .spec_notation import AUTO, SAME, split_priority
 
@@ -223,9 +224,8 @@ class MeshLayout:
         used = {name for names in self.seen for name in _words(names)}
         for name in self.layout.rules:
             if name not in used:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"the layout has a rule for '{name}', which no mark uses",
-                    where=user_line(),
                     fix=did_you_mean(name, sorted(used)),
                 )
 
@@ -234,9 +234,8 @@ class MeshLayout:
         words = _words(names)
         for name in words:
             if name not in self.layout.rules:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"the layout has no rule for '{name}'",
-                    where=user_line(),
                     fix=did_you_mean(name, self.layout.rules),
                 )
         taken: set[str] = set()
@@ -266,14 +265,9 @@ class Unmarked(MeshLayout):
         return not (self.axis and isinstance(spec, tuple) and self.axis in spec)
 
 
-@contextmanager
-def bound(layout: MeshLayout | None) -> Iterator[None]:
+def bound(layout: MeshLayout | None) -> AbstractContextManager[MeshLayout | None]:
     """While a program is compiled, translate marks without a mesh by a layout."""
-    token = _BOUND.set(layout)
-    try:
-        yield
-    finally:
-        _BOUND.reset(token)
+    return setting(_BOUND, layout)
 
 
 def bound_layout() -> MeshLayout | None:
@@ -307,9 +301,8 @@ def _has(mesh: Mesh, axes: Axes) -> bool:
 def _name(name: object) -> str:
     """Check and return an identifier."""
     if not isinstance(name, str) or not name.isidentifier() or name == "_":
-        raise ShardingError(
+        raise ShardingError.here(
             f"{name!r} is no name of a dimension or an axis",
-            where=user_line(),
             fix='write a rule as "heads": "model", "model+data", "data:p1", None, or a sequence '
             "of these",
         )

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
+from ..compat.patches import setting
 from ..compat.private_apis import get_unwrapped, maybe_get_level, peek_interpreter_stack
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
@@ -47,11 +48,8 @@ _LEVELS: ContextVar[tuple[Level, ...]] = ContextVar("levels", default=())
 def entered(mesh: Mesh, axis: str, index: Tensor) -> Generator[Level]:
     """Enter a further axis for the block, which is the body of its vmap."""
     level = Level(mesh, axis, current_level(), mesh.count((axis,)), index)
-    token = _LEVELS.set((*_LEVELS.get(), level))
-    try:
+    with setting(_LEVELS, (*_LEVELS.get(), level)):
         yield level
-    finally:
-        _LEVELS.reset(token)
 
 
 def current_level() -> int:
@@ -112,9 +110,8 @@ class _OverPositions(Function):
 def _level(axis: str, what: Callable[..., object]) -> Level:
     levels = {level.axis: level for level in _LEVELS.get()}
     if axis not in levels:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what.__name__} is called for axis '{axis}' outside of a region that has it",
-            where=user_line(),
             fix=did_you_mean(axis, levels)
             if levels
             else f"call it in the function that manual(..., axes=('{axis}',)) is given",
@@ -124,19 +121,17 @@ def _level(axis: str, what: Callable[..., object]) -> Level:
 
 def _dim(x: Tensor, dim: int, what: Callable[..., object]) -> int:
     if not -x.dim() <= dim < x.dim():
-        raise ShardingError(
-            f"{what.__name__} names dimension {dim} of a tensor of shape {list(x.shape)}",
-            where=user_line(),
+        raise ShardingError.here(
+            f"{what.__name__} names dimension {dim} of a tensor of shape {list(x.shape)}"
         )
     return dim % x.dim()
 
 
 def _divide(x: Tensor, dim: int, count: int, what: Callable[..., object]) -> None:
     if x.shape[dim] % count:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{what.__name__} divides dimension {dim} of shape {list(x.shape)} among {count} "
             "devices",
-            where=user_line(),
             fix="pad it, or leave this part to propagation",
         )
 
@@ -172,9 +167,7 @@ def all_reduce(x: Tensor, axis: str, op: str = "sum") -> Tensor:
         tensor(6)
     """
     if op not in _REDUCE:
-        raise ShardingError(
-            f"all_reduce has no op '{op}'", where=user_line(), fix=did_you_mean(op, _REDUCE)
-        )
+        raise ShardingError.here(f"all_reduce has no op '{op}'", fix=did_you_mean(op, _REDUCE))
     level = _level(axis, all_reduce)
     return _OverPositions.apply(x, level.index, level, lambda x: (_REDUCE[op](x), False), ())
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
@@ -88,9 +88,8 @@ def _own(spec: ShardSpec | None, axes: tuple[str, ...]) -> ShardSpec | None:
     """Return the spec; raise ShardingError if it names an axis outside the region."""
     other = [axis for axis in spec.sharding_axes if axis not in axes] if spec else []
     if other:
-        raise ShardingError(
+        raise ShardingError.here(
             f"spec '{spec}' of a manual region names '{other[0]}', which is not among its axes",
-            where=user_line(),
             why="along other axes layouts are propagated",
             fix=f"write '_' in its place, or axes={(*axes, *other)}",
         )
@@ -102,10 +101,9 @@ def _divide(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> T
     # Checked before the reshape, whose error would not name the dimension.
     for d in reversed(range(spec.rank)):
         if x.shape[d] % mesh.count(spec.dims[d]):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"dimension {d} of an argument of shape {list(x.shape)} is not divided by "
                 f"{mesh.count(spec.dims[d])} devices along {'+'.join(spec.dims[d])}",
-                where=user_line(),
                 fix="pad it, or leave this part to propagation",
             )
     names: list[str] = []  # an axis for each leading dimension; "" for a shard's own
@@ -209,10 +207,9 @@ class _Region:
     def check_same(self, i: int, result: Tensor, level: int, axis: str) -> None:
         """Raise ShardingError if a result varies along an axis that its spec lacks."""
         if varies(result, level):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"result {i} of a manual region may differ along '{axis}', which its spec "
                 f"'{self.specs[i]}' lacks",
-                where=user_line(),
                 why="it depends on a shard, and no collective made it equal",
                 fix=f'call all_reduce(x, "{axis}") if devices have terms of a sum, all_gather if '
                 "they have parts, or name the axis in out_specs",

@@ -129,10 +129,9 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor, bias: Tensor | None =
     """
     groups, rest = divmod(ends.numel(), max(1, len(weight)))
     if weight.dim() != 3 or rest or rows.dim() != 3 and groups != 1:
-        raise ShardingError(
+        raise ShardingError.here(
             f"weight of shape {list(weight.shape)} does not have a matrix for each of "
             f"{list(ends.shape)} ends",
-            where=user_line(),
             fix="pass weight [experts, m, h] and ends [experts]",
         )
     device = rows.device.type
@@ -187,10 +186,9 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
         True
     """
     if rows.shape[:-1] != routed.rows.shape[:-1] or weights.numel() != _choices(routed):
-        raise ShardingError(
+        raise ShardingError.here(
             f"rows of shape {list(rows.shape)} and weights of shape {list(weights.shape)} do not "
             f"fit {list(routed.rows.shape)} rows of {_choices(routed)} choices",
-            where=user_line(),
             fix="pass a row for each row of `dispatch`, and weights of the shape of expert_index",
         )
     shape, weights = weights.shape[:-1], weights.flatten(0, -2)
@@ -202,7 +200,6 @@ def combine(rows: Tensor, routed: Dispatched, weights: Tensor) -> Tensor:
 
 
 def _choices(routed: Dispatched) -> int:
-    """Return how many choices were dispatched."""
     if routed.slots is not None:
         return routed.slots.numel()
     return routed.rows.shape[0] // routed.shards * routed.rows.shape[1]
@@ -211,23 +208,19 @@ def _choices(routed: Dispatched) -> int:
 def _check(x: Tensor, expert_index: Tensor, experts: int, parts: int, overflow: str) -> None:
     """Raise ShardingError if dispatch's arguments do not fit."""
     if x.shape[:-1] != expert_index.shape[:-1] or x.dim() < 2:
-        raise ShardingError(
+        raise ShardingError.here(
             f"tokens of shape {list(x.shape)} and experts of shape {list(expert_index.shape)} "
             "differ in more than the last dimension",
-            where=user_line(),
             fix="pass x [..., m] and expert_index [..., k]",
         )
     if overflow not in OVERFLOW:
-        raise ShardingError(
-            f"dispatch has no overflow '{overflow}'",
-            where=user_line(),
-            fix=did_you_mean(overflow, OVERFLOW),
+        raise ShardingError.here(
+            f"dispatch has no overflow '{overflow}'", fix=did_you_mean(overflow, OVERFLOW)
         )
     tokens = math.prod(x.shape[:-1])
     if experts < 1 or parts < 1 or tokens % parts:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{tokens} tokens for {experts} experts cannot be cut into {parts} parts",
-            where=user_line(),
             why="each group, and with a capacity each shard of it, has as many tokens",
             fix="choose groups and shards that divide the tokens",
         )
@@ -246,7 +239,6 @@ def _sorted(tokens: Tensor, chosen: Tensor, experts: int) -> Dispatched:
 
 
 def _inverse(order: Tensor, dim: int) -> Tensor:
-    """Invert permutations along the last dimension."""
     places = torch.arange(order.shape[-1], device=order.device).expand_as(order)
     return torch.empty_like(order).scatter(dim, order, places)
 
@@ -350,7 +342,6 @@ def _exchange(rows: Tensor, shards: int) -> Tensor:
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """Take rows [g, r, m] by an index [g, i]: [g, i, m]."""
     return rows.gather(1, index.unsqueeze(2).expand(-1, -1, rows.shape[2]))
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
 from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
 from .row_arguments import SharedArguments
@@ -82,10 +83,8 @@ def pipeline_model(
     blocks = dict(model.named_modules()).get(layers) if layers else None
     if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
         lists = [n for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList)]
-        raise ShardingError(
-            f"the model has no list of layers '{layers}'",
-            where=user_line(),
-            fix=did_you_mean(layers, lists),
+        raise ShardingError.here(
+            f"the model has no list of layers '{layers}'", fix=did_you_mean(layers, lists)
         )
     if any(isinstance(module, Pipeline) for module in model.modules()):
         raise _two_pipelines()
@@ -151,9 +150,8 @@ class _Step:
             self._call(self.leaves, enter)
         except _Entered as entered:
             return entered.x, entered.shared
-        raise ShardingError(
+        raise ShardingError.here(
             "forward does not call the layers that pipeline_model has put into stages",
-            where=user_line(),
             fix="name the layers that it calls, or call pipeline in forward",
         )
 
@@ -171,9 +169,8 @@ class _Step:
         scalars = (x for x in results if isinstance(x, Tensor) and not x.dim())
         loss = next((x for x in scalars if x.is_floating_point()), None)
         if loss is None:
-            raise ShardingError(
+            raise ShardingError.here(
                 "the model returns no scalar, and its layers are stages of a pipeline",
-                where=user_line(),
                 why="a microbatch's backward begins with its loss",
                 fix="return the mean loss, or use pipeline for the layers alone",
             )
@@ -184,20 +181,16 @@ class _Step:
 
     def _call(self, leaves: Sequence[object], stand_in: Callable[..., Any]) -> Any:
         args, kwargs = pytree.tree_unflatten([*leaves], self.tree)
-        token = at_blocks.set(stand_in)
-        try:
+        with setting(at_blocks, stand_in):
             return self.forward(*args, **kwargs)
-        finally:
-            at_blocks.reset(token)
 
 
 _LOSS = object()
 
 
 def _two_pipelines() -> ShardingError:
-    return ShardingError(
+    return ShardingError.here(
         "a model of pipeline_model has two pipelines",
-        where=user_line(),
         why="a microbatch passes the stages of one list of layers",
         fix="call pipeline_model once, for the longest list, and leave the others as they are",
     )

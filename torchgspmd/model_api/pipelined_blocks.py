@@ -30,7 +30,7 @@ from ..capture import is_capturing
 from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
@@ -105,42 +105,29 @@ def pipeline(
     """
     mesh = mesh_of(mesh)
     if axis not in mesh.names:
-        raise ShardingError(
+        raise ShardingError.here(
             f"pipeline names axis '{axis}', which mesh {mesh} does not have",
-            where=user_line(),
             fix=did_you_mean(axis, mesh.names),
         )
     check_schedule(schedule, repeats, microbatches, loss, memory)
-    if repeats > 1 and microbatches < mesh.count((axis,)):
-        raise ShardingError(
-            f"a circular pipeline has {mesh.count((axis,))} stages and {microbatches} microbatches",
-            where=user_line(),
+    stages = mesh.count((axis,))
+    if repeats > 1 and microbatches < stages:
+        raise ShardingError.here(
+            f"a circular pipeline has {stages} stages and {microbatches} microbatches",
             why="a microbatch comes round when all others have been begun",
             fix="use as many microbatches as stages, or more",
         )
     vee = loss is not None and schedule in ("auto", "zero_bubble") and repeats == 2
-    stages = mesh.count((axis,))
     order = Order(
-        name=schedule,
-        devices=stages,
-        microbatches=microbatches,
-        limit=0,
+        schedule,
+        stages,
+        microbatches,
         memory=memory or 0,
         recompute=recompute,
         rounds=repeats,
         vee=vee,
     )
-    return Pipeline(
-        blocks=list(blocks),
-        mesh=mesh,
-        axis=axis,
-        microbatches=microbatches,
-        repeats=repeats,
-        recompute=recompute,
-        order=order,
-        loss=loss,
-        rows=rows,
-    )
+    return Pipeline(list(blocks), mesh, axis, order, loss, rows)
 
 
 def in_model(*_: object) -> Tensor:
@@ -156,20 +143,17 @@ class Pipeline(StackedBlocks):
         blocks: list[nn.Module],
         mesh: Mesh,
         axis: str,
-        microbatches: int,
-        repeats: int,
-        recompute: bool,
         order: Order,
         loss: Loss | None = None,
         rows: Sequence[str] | None = None,
     ) -> None:
-        stages = mesh.count((axis,))
+        stages, repeats = order.devices, order.rounds
         # Rounded up: rows without a block pass their input on (`is_full`).
         layers = -(-len(blocks) // (stages * repeats))  # in one stage and round
         places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
         super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
-        self.mesh, self.axis, self.microbatches = mesh, axis, microbatches
-        self.repeats, self.recompute, self.stages, self.layers = repeats, recompute, stages, layers
+        self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
+        self.repeats, self.stages, self.layers = repeats, stages, layers
         self.order, self.loss, self.row_arguments = order, loss, rows
 
     def schedule(self, times: Times | None = None) -> Schedule:
@@ -324,7 +308,7 @@ class Pipeline(StackedBlocks):
             mine = [self._along(x.index_select(0, begun % m)) for x in own]
             present = {name: _rows(w, round_of) for name, w in weights.items()}
             real = _rows(is_block, round_of)
-            args = present, real, moved, tree, shared, mine, self.recompute
+            args = present, real, moved, tree, shared, mine, self.order.recompute
             results = self._stage_of_all(*args)
             results = [*map(self._along, results)]
             return [*results, *queue], results

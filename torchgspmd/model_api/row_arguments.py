@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 
 
 class SharedArguments(NamedTuple):
@@ -40,9 +40,8 @@ class RowArguments:
         self.leaves = leaves
         of_leaves = _names(shared, block)
         if unknown := set(names or ()) - {*of_leaves, *inspect.signature(block.forward).parameters}:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"rows of a pipeline names an argument '{min(unknown)}', which its blocks lack",
-                where=user_line(),
                 fix=did_you_mean(min(unknown), dict.fromkeys(of_leaves)),
             )
         self.places: list[int] = []
@@ -51,9 +50,8 @@ class RowArguments:
             if not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch:
                 continue
             if names is None:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"argument '{name}' of a pipeline has {batch} rows, as many as the batch",
-                    where=user_line(),
                     why="a stage computes on a part of the batch",
                     fix=f"pass rows=('{name}',), which gives it the same part of the argument, "
                     "or rows=(), which gives all",
@@ -68,9 +66,8 @@ class RowArguments:
     def without_gradient(self) -> list[Tensor]:
         """Return `tensors`; raise ShardingError if one needs a gradient."""
         if any(x.requires_grad for x in self.tensors):
-            raise ShardingError(
+            raise ShardingError.here(
                 "an argument of a pipeline with a loss has rows of the batch and needs a gradient",
-                where=user_line(),
                 why="its gradient would be a sum over the stages of what they computed when",
                 fix="let it pass from block to block: self.blocks((x, argument))",
             )

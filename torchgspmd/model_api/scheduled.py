@@ -97,11 +97,8 @@ class _Trace:
         targets: Sequence[Tensor],
         outer: Sequence[Tensor],
     ) -> None:
-        self.pipeline, self.text, self.places = (
-            pipeline,
-            traced.text(traced.loop),
-            pipeline.order.places,
-        )
+        self.pipeline, self.places = pipeline, pipeline.order.places
+        self.text = traced.text(traced.loop)
         self.microbatches, self.xs, self.outer = traced.loop.length, xs, outer
         # Integers, such as positions, travel ahead with the activations but send nothing back.
         self.with_gradient = [i for i, x in enumerate(xs) if x.is_floating_point()]

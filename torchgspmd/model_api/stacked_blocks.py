@@ -8,21 +8,24 @@ its state_dict          0.up.weight [h, m], 1.up.weight [h, m], ...
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+from ..capture import is_capturing
+from ..capture.rewrites.loop_trace import run_loop
 from ..capture.rewrites.recomputed_regions import in_block
-from ..errors import ShardingError, user_line
+from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
-from .block_attributes import of_block, separate
-from .block_calls import BlockCalls, BlockPlace
+from .block_calls import BlockCalls, BlockPlace, of_block, separate
 from .row_arguments import SharedArguments
 
 
@@ -90,9 +93,8 @@ class StackedBlocks(nn.Module):
         if isinstance(index, int):
             return self.block
         if [*range(self.count)[index]] != [*range(self.count)]:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"a part of {self.count} stacked blocks is taken: {index}",
-                where=user_line(),
                 why="all of them are one call",
                 fix="stack the parts by themselves",
             )
@@ -109,7 +111,6 @@ class StackedBlocks(nn.Module):
                 yield f"{layer}.{name}", Row(tensor, self.row_axis)
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the stacked weights by their names in a block."""
         return {name: attrgetter(name)(self.block) for name in self.names}
 
     def one_by_one(self, x: object, shared: SharedArguments) -> object:
@@ -119,7 +120,6 @@ class StackedBlocks(nn.Module):
         return x
 
     def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
-        """Call the block with a number."""
         weights = {name: w[self.places[number]] for name, w in self.weights().items()}
         with of_block(number):
             return self.run(self.block, weights, x, SharedArguments(args, kwargs))
@@ -143,7 +143,6 @@ class StackedBlocks(nn.Module):
 
 
 def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> None:
-    """Mark stacked parameters as the first block's are, and along their rows."""
     mark = raw_mark(first)
     if mark is None and mesh is None:
         return
@@ -155,28 +154,24 @@ def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> Non
 def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
     """Return the parameters' names. Raise unless the blocks differ in values alone."""
     if not blocks:
-        raise ShardingError(f"a {what} has no blocks", where=user_line())
+        raise ShardingError.here(f"a {what} has no blocks")
     if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
-        raise ShardingError(
-            f"a {what} is made of stacked blocks",
-            where=user_line(),
-            fix=f"give the blocks themselves to {what}",
+        raise ShardingError.here(
+            f"a {what} is made of stacked blocks", fix=f"give the blocks themselves to {what}"
         )
     first, *others = map(_description, blocks)
     for i, other in enumerate(others, 1):
         differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
         if differ:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"blocks 0 and {i} of a {what} differ: {differ}",
-                where=user_line(),
                 why="all blocks run one program, on weights that are stacked",
                 fix=f"leave out of the {what} what is before and after the like blocks",
             )
         buffers = zip(blocks[0].buffers(), blocks[i].buffers())
         if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
-            raise ShardingError(
+            raise ShardingError.here(
                 f"blocks 0 and {i} of a {what} have buffers that differ",
-                where=user_line(),
                 fix="pass what differs as arguments, or make it a parameter",
             )
     return [name for name, _ in blocks[0].named_parameters()]
@@ -194,9 +189,8 @@ def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], oth
     before = [(tuple(x.shape), x.dtype) for x in taken]
     after = [(tuple(x.shape), x.dtype) for x in returned]
     if tree != other or before != after:
-        raise ShardingError(
+        raise ShardingError.here(
             f"a block of a {what} takes {_text(before)} and returns {_text(after)}",
-            where=user_line(),
             why="all blocks are one program: their value keeps its shape, dtype and structure",
             fix=f"leave out of the {what} what changes shape, dtype or structure; set param_dtype= "
             "in place of torch.autocast",
@@ -237,3 +231,71 @@ def _from_names_of_blocks(
         values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(blocks.count)]
         if values[0] is not None:
             state[f"{prefix}block.{name}"] = values[0]
+
+
+def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
+    """Return a module that computes `for block in blocks: x = block(x)` as one loop.
+
+    Planning takes the same time for any number of blocks. On one device the module is that Python
+    loop. Its state_dict has the names that nn.ModuleList(blocks) has.
+
+    Args:
+        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
+            tensor, or tuples, lists and dicts of tensors. Marks on the first one's weights hold for
+            all.
+        recompute: Whether the backward computes each block again, so that only values between
+            blocks are kept.
+
+    Returns:
+        A module that is called with x, and with further arguments that all blocks get as they are
+        (a mask, rotary tables).
+
+    Raises:
+        ShardingError: The blocks differ, or a block returns another shape than it takes.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd import Mesh, plan
+        >>> model = stack(torch.nn.Linear(8, 8) for _ in range(64))
+        >>> program = plan(model, torch.ones(16, 8), mesh=Mesh(data=4)).program
+        >>> len(program.graph.nodes) < 32
+        True
+    """
+    return Stack([*blocks], recompute)
+
+
+class Stack(StackedBlocks):
+    """Module from stack(). A parameter of its `block` is [blocks, ...]."""
+
+    def __init__(self, blocks: list[nn.Module], recompute: bool) -> None:
+        super().__init__(blocks, "stack", range(len(blocks)), len(blocks))
+        self.recompute = recompute
+
+    def extra_repr(self) -> str:
+        return f"{self.count} blocks"
+
+    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
+        """Return the last block's result."""
+        shared = SharedArguments(args, kwargs)
+        if not is_capturing():
+            return self.one_by_one(x, shared)
+        leaves, tree = pytree.tree_flatten(x)
+        weights = self.weights()
+
+        def block(row: dict[str, Tensor], *leaves: Tensor) -> list[Tensor]:
+            y = self.run(self.block, row, pytree.tree_unflatten(leaves, tree), shared)
+            results, other = pytree.tree_flatten(y)
+            # Checked in the trace, since a loop's carry has one shape in all iterations.
+            check_alike("stack", leaves, tree, results, other)
+            return results
+
+        def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+            # run_loop passes the carry first, then this iteration's row of each weight.
+            row = dict(zip(weights, inputs[len(leaves) :]))
+            carry = inputs[: len(leaves)]
+            if self.recompute:
+                return [*checkpoint(block, row, *carry, use_reentrant=False)], []
+            return block(row, *carry), []
+
+        last, _ = run_loop(body, leaves, [*weights.values()], self.count)
+        return pytree.tree_unflatten(last, tree)

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.replaced_tensors import with_tensors
+from ..capture.module_tensors import with_tensors
 from ..capture.rewrites.microbatches import Microbatches, check_count
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mark import follow_mark
 from .update_rules import rule_of
 
@@ -130,11 +130,8 @@ class TrainStep(nn.Module):
             )
             if self.decay is not None:
                 for name in names:
-                    average, parameter = (
-                        tensor_of(self, f"average.{name}"),
-                        tensor_of(self.model, name),
-                    )
-                    average.lerp_(parameter, 1 - self.decay)
+                    average = tensor_of(self, f"average.{name}")
+                    average.lerp_(tensor_of(self.model, name), 1 - self.decay)
 
 
 def train_step(
@@ -187,15 +184,13 @@ def train_step(
 
 
 def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    """Name the optimizer's parameters that are trained, by group."""
     known = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
-                raise ShardingError(
+                raise ShardingError.here(
                     f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
                     "the model's",
-                    where=user_line(),
                     fix="call train_step(model, AdamW(model.parameters()), loss)",
                 )
     return [

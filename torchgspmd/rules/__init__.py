@@ -1,12 +1,7 @@
 """Rules and decompositions for all operations. The passes ask `rule_of`."""
 
-from . import (
-    algebra_index,  # noqa: F401 (registers simplifications)
-    algebra_rows,  # noqa: F401 (registers simplifications)
-    algebra_scales,  # noqa: F401 (registers simplifications)
-    algebra_sums,  # noqa: F401 (registers simplifications)
-    ops,  # noqa: F401 (registers the rules)
-)
+# These register simplifications and rules.
+from . import algebra_index, algebra_rows, algebra_scales, algebra_sums, ops
 from .algebra import simplified
 from .decompositions import RENAMED, decomposition_of, trace
 from .flat_call import FlatCall, flat_rule
@@ -31,32 +26,3 @@ def _lookup(call: Call) -> FactorRule | Declined:
         return flat_rule(call, rule_of)
     function = rule_function(call.target)
     return function(call) if function else DECLINED
-
-
-__all__ = [
-    "DECLINED",
-    "IDENTITY",
-    "RENAMED",
-    "Call",
-    "FactorRule",
-    "FlatCall",
-    "LocalForm",
-    "Shapes",
-    "SplitRequest",
-    "decomposition_of",
-    "describe",
-    "factors",
-    "has_own_seed",
-    "is_elementwise",
-    "make_rule",
-    "natively",
-    "quotient",
-    "rewrite",
-    "rewrite_of",
-    "rule",
-    "rule_for",
-    "rule_of",
-    "simplified",
-    "trace",
-    "unpartitioned_of",
-]

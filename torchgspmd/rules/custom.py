@@ -96,9 +96,8 @@ def _target(op: object) -> OpOverload | str:
     target = getattr(op, "_opoverload", op)
     if isinstance(target, OpOverload) or isinstance(target, str) and "::" in target:
         return target
-    raise ShardingError(
+    raise ShardingError.here(
         f"{op!r} is no operation",
-        where=user_line(),
         fix="give what torch.library.custom_op returned, or 'library::name'",
     )
 

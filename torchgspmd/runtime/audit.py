@@ -26,12 +26,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import PARAMETER
+from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..comm.value_check import hash_of_bits
 from ..compat.operators import aten
 from ..compat.private_apis import _pytree as pytree
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, spec_of
 from .audit_reading import Item, Reading, axes_of
 from .joint_program import JointProgram
@@ -62,7 +62,6 @@ class Audit:
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def of_copy(self, model: nn.Module) -> Audit:
-        """Return the audit for a copy of the module."""
         return Audit(model, self.groups, self.every)
 
     def _updates(self, optimizer: Optimizer) -> bool:
@@ -125,7 +124,6 @@ class Audit:
             self._norms = [name for name, _ in named], torch.stack(list(norms))
 
     def _items(self) -> list[Item]:
-        """Return all that is compared now."""
         found = dict(self._tensors())
         items = [
             Item(name, axes, local, hash_of_bits(local)) for name, (axes, local) in found.items()

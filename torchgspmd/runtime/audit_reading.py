@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import socket
-import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -15,13 +14,13 @@ from torch import Tensor
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_failure import listed
 from ..comm.rank_mismatch import all_gather_rows
-from ..comm.value_check import hash_of_bits
+from ..comm.value_check import bits_of, double_of, hash_of_bits, signed
 from ..errors import RankError, user_line
 from ..layout.mesh import Mesh
 
 SHOWN = 3  # how many names an error lists besides the first
 CHUNKS = 1024  # tensor parts whose hashes tell where it differs
-_ODD, _WORD = 0x1E3779B97F4A7C15, 2**64
+_ODD = 0x1E3779B97F4A7C15
 _HEAD, _HELD = 2, 2  # words before the sets' own: how many items, NaN; words per set
 
 
@@ -89,12 +88,12 @@ class Reading:
         for i, (item, value) in enumerate(zip(self.items, self.values)):
             place = _HELD * item.axes + item.kind
             if item.kind:
-                doubles[place] += _double(value)
+                doubles[place] += double_of(value)
             else:
                 # An odd factor per item: two items that are swapped, or differ oppositely, change
                 # the sum.
                 sums[place] += value * (2 * i + 1) * _ODD
-        held = [_bits(doubles[i]) if i % _HELD else _signed(total) for i, total in enumerate(sums)]
+        held = [bits_of(doubles[i]) if i % _HELD else signed(total) for i, total in enumerate(sums)]
         flags = self.values[len(self.items) :]
         first = flags.index(1) + 1 if any(flags) else 0
         return [len(self.items), first, *held]
@@ -164,7 +163,7 @@ class Reading:
         hosts = all_gather_rows(groups, socket.gethostname())
         notes = [f"audit of call {call}: these ranks hold one value, and did at {call - every}"]
         if item.kind:
-            numbers = ", ".join(f"{_double(v):.9g} on rank {rank}" for rank, v in found.items())
+            numbers = ", ".join(f"{double_of(v):.9g} on rank {rank}" for rank, v in found.items())
             what = f"{item.name} differs between ranks: {numbers}"
         else:
             what = f"'{item.name}' has other bits on {listed(wrong)} than on {listed(right)}"
@@ -226,7 +225,7 @@ def _differ(column: Sequence[int], tolerance: float) -> bool:
     """Whether ranks' words differ: hashes at all, doubles by more than rounding."""
     if not tolerance:
         return len({*column}) > 1
-    numbers = [*map(_double, column)]
+    numbers = [*map(double_of, column)]
     # NaN on all ranks is alike: a loss may be NaN for a reason of the model.
     if any(map(math.isnan, numbers)):
         return not all(map(math.isnan, numbers))
@@ -235,16 +234,3 @@ def _differ(column: Sequence[int], tolerance: float) -> bool:
 
 def _as_words(value: Tensor) -> Tensor:
     return value.view(torch.int64) if value.dtype == torch.float64 else value
-
-
-def _double(bits: int) -> float:
-    return struct.unpack("d", struct.pack("q", bits))[0]
-
-
-def _bits(number: float) -> int:
-    return struct.unpack("q", struct.pack("d", number))[0]
-
-
-def _signed(number: int) -> int:
-    """Return a number modulo 2 ** 64 as int64 has it."""
-    return (number + _WORD // 2) % _WORD - _WORD // 2

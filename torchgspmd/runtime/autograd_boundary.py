@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from ..capture import Input
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..compat.private_apis import _will_engine_execute_node
+from ..errors import ShardingError
+
+Run = Callable[[list], Sequence[Any]]
 
 
 def detach_aliases(outputs: Sequence[Tensor], differentiable: Sequence[int]) -> Sequence[Tensor]:
@@ -49,9 +52,8 @@ def check_versions(versions: Sequence[tuple[int, Tensor, int]], inputs: Sequence
     """
     for i, tensor, version in versions:
         if tensor._version != version:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"'{inputs[i].name}' was changed between a forward and its backward",
-                where=user_line(),
                 why="the backward would read the new value",
                 fix="call backward() before the change (an optimizer's step), or forward again",
             )
@@ -81,7 +83,6 @@ def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[object], object]:
 
 
 def rows_of_tensors(values: Sequence[Any], lists: Any) -> Sequence[Any]:
-    """Return values with their row lists again."""
     return values if lists is None else pytree.tree_unflatten(values, lists)
 
 
@@ -107,10 +108,100 @@ class _FirstOrderOnly(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: object, *_: object) -> NoReturn:
-        raise ShardingError(
+        raise ShardingError.here(
             "a gradient of a sharded module is differentiated again",
-            where=user_line(),
             why="its backward is a program, of which there is no backward",
             fix="compute in the module's forward what needs both, "
             "with torch.autograd.grad(..., create_graph=True)",
         )
+
+
+# A backward in two pieces:
+#     cotangents, saved -> gradients of arguments, values that both pieces need
+#     these values, saved -> gradients of parameters
+# Zero-bubble pipeline schedules ask for the first, send it to the stage before, and ask for the
+# second when they would wait otherwise. The first alone is torch.autograd.grad for inputs.
+class PartialBackward:
+    """A backward graph's pieces. compile: returns a graph's function.
+
+    of_arguments: the outputs that are argument gradients.
+    """
+
+    def __init__(
+        self, graph: fx.Graph, of_arguments: Iterable[int], compile: Callable[[fx.Graph], Run]
+    ) -> None:
+        self.of_arguments = set(of_arguments)
+        returned = graph.output_node().args[0]
+        ours = [value for i, value in enumerate(returned) if i in self.of_arguments]
+        others = [value for i, value in enumerate(returned) if i not in self.of_arguments]
+        first, later = _needed_for(ours), _needed_for(others)
+        # Values on the border only: what a shared value is computed from stays in the first piece.
+        shared = [
+            n
+            for n in graph.nodes
+            if n in first and n in later and n.op == "call_function"
+            if n in others or any(user in later and user not in first for user in n.users)
+        ]
+        self.count, self.outputs = len(ours), len(returned)
+        self.first = compile(_piece(graph, first, [], [*ours, *shared]))
+        self.later = compile(_piece(graph, later - first, shared, others))
+
+    def gradients_of_arguments(self, boxed: list) -> tuple[list, list]:
+        """Return the argument gradients, and the values for the second piece."""
+        results = self.first(boxed)
+        return self._all(results[: self.count], True), list(results[self.count :])
+
+    def gradients_of_parameters(self, boxed: list, shared: list) -> list:
+        """Return the other gradients. shared: the first piece's."""
+        boxed += shared
+        return self._all(self.later(boxed), False)
+
+    def _all(self, values: Sequence[object], of_arguments: bool) -> list:
+        """Return values with None for the other piece's gradients."""
+        rest = iter(values)
+        return [
+            next(rest) if (i in self.of_arguments) == of_arguments else None
+            for i in range(self.outputs)
+        ]
+
+
+def _needed_for(values: Sequence[object]) -> set[fx.Node]:
+    """Return the nodes that values are computed from, themselves included."""
+    stack = [value for value in values if isinstance(value, fx.Node)]
+    needed = set(stack)
+    while stack:
+        new = set(stack.pop().all_input_nodes) - needed
+        needed |= new
+        stack += new
+    return needed
+
+
+def _piece(
+    graph: fx.Graph, nodes: set[fx.Node], inputs: list[fx.Node], outputs: Sequence[object]
+) -> fx.Graph:
+    """Return some nodes' graph. inputs: besides the whole graph's."""
+    piece, copies = fx.Graph(), {}
+    # Both pieces get the same list of inputs, so both have all placeholders.
+    for node in graph.find_nodes(op="placeholder"):
+        copies[node] = piece.node_copy(node)
+    for node in inputs:
+        copies[node] = piece.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in graph.nodes:
+        if node.op == "get_attr" or node in nodes and node not in copies:
+            copies[node] = piece.node_copy(node, copies.__getitem__)
+    piece.output(tuple(copies[x] if isinstance(x, fx.Node) else x for x in outputs))
+    piece.eliminate_dead_code()
+    return piece
+
+
+def is_asked_for(accumulators: Iterable[object]) -> bool:
+    """Return whether the running backward needs the gradient that goes to any of these nodes."""
+    return any(node is not None and _is_executed(node) for node in accumulators)
+
+
+def _is_executed(node: object) -> bool:
+    try:
+        return _will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad computes this gradient
+        return True

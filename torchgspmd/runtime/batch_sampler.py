@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import Sampler
 
 from ..comm.process_groups import part_of, start_process_group
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
@@ -74,20 +74,16 @@ class BatchSampler(Sampler[list[int]]):
         rank = _rank(mesh) if part is None else part.mesh.flatten().tolist().index(dist.get_rank())
         place = mesh.index(names, mesh.coordinates(rank))
         if last not in LAST:
-            raise ShardingError(
-                f"last is '{last}'", where=user_line(), fix=f"use one of {', '.join(LAST)}"
-            )
+            raise ShardingError.here(f"last is '{last}'", fix=f"use one of {', '.join(LAST)}")
         if batch_size % shards:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"a batch of {batch_size} rows is not divided by {shards} devices of "
                 f"{' and '.join(names)}",
-                where=user_line(),
                 fix=f"use a batch of {shards * -(-batch_size // shards)} rows",
             )
         if self.length < batch_size and last == "drop" or not self.length:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{self.length} rows fill no batch of {batch_size}",
-                where=user_line(),
                 fix='use a smaller batch, or last="repeat"',
             )
         rows = batch_size // shards
@@ -95,7 +91,6 @@ class BatchSampler(Sampler[list[int]]):
         self.epoch = self.first = 0
 
     def __len__(self) -> int:
-        """Count the batches in an epoch."""
         batches, rest = divmod(self.length, self.batch_size)
         return batches + (rest > 0 and self.last == "repeat")
 

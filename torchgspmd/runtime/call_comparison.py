@@ -39,7 +39,7 @@ def compared(
     """
     on_gpu, is_first = groups.device_type == "cuda", not program.checked
     tensors = [t for t in call.leaves if isinstance(t, Tensor)]
-    state = _generator_state() if program.draws else None
+    state = zlib.crc32(torch.get_rng_state().numpy().tobytes()) if program.draws else None
     number = _number(program, call) ^ (state or 0)
 
     def read() -> list[Reading]:
@@ -83,10 +83,6 @@ def _later(
             raises(call, state, numbers=numbers)
 
     return raise_later
-
-
-def _generator_state() -> int:
-    return zlib.crc32(torch.get_rng_state().numpy().tobytes())
 
 
 def hash_of(text: str) -> int:

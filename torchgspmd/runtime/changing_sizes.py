@@ -184,7 +184,6 @@ def warn_of_sizes(key: tuple, others: Iterable[tuple], names: Sequence[str]) -> 
 
 
 def _alike(key: tuple, other: tuple) -> bool:
-    """Return whether two calls' keys are equal but for tensor sizes."""
     if key[0] != other[0] or key[2:] != other[2:] or len(key[1]) != len(other[1]):
         return False
     return all(

@@ -28,10 +28,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..comm.rank_mismatch import agree, all_gather_rows
 from ..comm.watcher import all_ranks
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
-from .checkpoint_states import allocate_state, as_plain, as_state, is_plain_state
-from .optimizer_state import Optimizers, set_state, state_of
+from .checkpoint_states import (
+    Optimizers,
+    allocate_state,
+    as_plain,
+    as_state,
+    is_plain_state,
+    set_state,
+    state_of,
+)
 
 FILE = "gspmd.json"
 _MEETS = "the files of a checkpoint"
@@ -192,9 +199,8 @@ def _not_written(path: Path, error: BaseException) -> ShardingError:
     failures = getattr(error, "failures", None) or {_rank(): (error, None)}  # of dcp, by rank
     rank, (cause, *_) = next(iter(failures.items()))
     text = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-    return ShardingError(
+    return ShardingError.here(
         f"the checkpoint {path} could not be written: rank {rank} has raised {text}",
-        where=user_line(),
         why=_newest_text(path.parent),
         fix="make room on the disk, or use another folder; training may go on",
     )
@@ -255,9 +261,8 @@ def load(
                 _read(file)
         found = checkpoints_in(path)
         if not found:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"there is no checkpoint at {path}",
-                where=user_line(),
                 fix="pass a folder that gspmd.save has written, or a folder of such folders",
             )
         path = found[-1]
@@ -266,9 +271,8 @@ def load(
         raise _damaged(path, fault)
     lacking = [name for name in states or {} if name not in said["states"]]
     if lacking:
-        raise ShardingError(
+        raise ShardingError.here(
             f"the checkpoint {path} has no state '{lacking[0]}'",
-            where=user_line(),
             why=f"it was saved with {', '.join(map(repr, said['states'])) or 'no states'}",
             fix="use the names that save got",
         )
@@ -313,9 +317,8 @@ def _damaged(path: Path, fault: str) -> ShardingError:
     """Return the error for a damaged checkpoint, which names the newest whole one."""
     others = [each for each in reversed(checkpoints_in(path.parent)) if each != path]
     whole = next((each for each in others if not _fault(each, _read(each / FILE))), None)
-    return ShardingError(
+    return ShardingError.here(
         fault,
-        where=user_line(),
         why=f"the checkpoint {path} is damaged, and nothing of it was loaded",
         fix=f"start from the beginning: there is no other whole checkpoint in {path.parent}"
         if whole is None
@@ -340,9 +343,8 @@ def _read(file: Path) -> dict[str, Any]:
     """Return a file's contents; raise ShardingError if save has not written it."""
     said = parsed(file)
     if said is None:
-        raise ShardingError(
+        raise ShardingError.here(
             f"{file} is no file of gspmd.save",
-            where=user_line(),
             why="it has another checksum, or holds more than a step and states",
             fix=f"use another checkpoint: {_newest_text(file.parent.parent)}",
         )
@@ -388,9 +390,8 @@ def meet(failure: BaseException | None) -> None:
         raise failure
     for rank, text in enumerate(texts):
         if text is not None:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"rank {rank} has not written the checkpoint: {text}",
-                where=user_line(),
                 why="a checkpoint needs the parts of all ranks; the one before stays as it was",
                 fix="read the error of that rank",
             )

@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.futures import Future
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 
 SUMS, OWNER, METADATA = ".sums", ".owner", ".metadata"
 _FRESH = 60.0  # seconds since another host's process has written last, if it still writes
@@ -127,9 +127,8 @@ def release(writing: Path, token: str) -> None:
 
 
 def _shared(writing: Path, why: str) -> ShardingError:
-    return ShardingError(
+    return ShardingError.here(
         f"two jobs write the checkpoint {writing}",
-        where=user_line(),
         why=why,
         fix="give each job a folder of its own; end the other one if it is a former start of this",
     )

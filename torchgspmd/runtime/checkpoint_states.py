@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.optim import Optimizer
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
+
+Optimizers = Optimizer | Sequence[Optimizer] | None
 
 _PLAIN = (type(None), bool, int, float, str)
 _DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 
 
 def is_plain_state(value: Any) -> bool:
-    """Return whether `as_plain` may have made this."""
     if not isinstance(value, dict):
         return isinstance(value, _PLAIN)
     if len(value) != 1:
@@ -47,9 +51,8 @@ def as_plain(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, (list, tuple)):
         return {type(value).__name__: [as_plain(each, name, tensors) for each in value]}
     if not isinstance(value, _PLAIN):
-        raise ShardingError(
+        raise ShardingError.here(
             f"the state of '{name}' holds a {type(value).__name__}",
-            where=user_line(),
             why="a checkpoint is data: tensors, numbers, texts, lists and dicts",
             fix="leave it out of states, or save it in a file of your own",
         )
@@ -79,3 +82,72 @@ def as_state(value: Any, tensors: dict[str, Tensor]) -> Any:
         return {as_state(k, tensors): as_state(v, tensors) for k, v in content}
     values = [as_state(each, tensors) for each in content]
     return tuple(values) if kind == "tuple" else values
+
+
+# Where an optimizer has no state, torch's get_state_dict makes one by a step with zero gradients.
+# That is not the state before the first step: AdamW has counted one. It is a place to read into.
+def state_of(
+    model: nn.Module, optimizers: Optimizers
+) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """Return weights, optimizer states, and the parameters that have no state yet, by name.
+
+    The optimizers stay as they are. Those parameters' states are places to read into.
+    """
+    # Before torch's step, which gives every parameter a state.
+    known = {id(p) for each in _listed(optimizers) for p in each.state}
+    with _without_gradients(optimizers):
+        found: Any = get_state_dict(model, _listed(optimizers))
+    weights, state = found
+    fresh = [name for _, p, name in _named(optimizers, state) if id(p) not in known]
+    _forget(optimizers, state, fresh)
+    return weights, state, fresh
+
+
+def set_state(
+    model: nn.Module,
+    optimizers: Optimizers,
+    weights: dict[str, Any],
+    state: dict[str, Any],
+    fresh: Collection[str],
+) -> None:
+    """Set weights and states. fresh: the parameters that had no state when it was saved."""
+    with _without_gradients(optimizers):
+        set_state_dict(model, _listed(optimizers), model_state_dict=weights, optim_state_dict=state)
+    _forget(optimizers, state, fresh)
+
+
+def _listed(optimizers: Optimizers) -> list[Optimizer]:
+    if isinstance(optimizers, Optimizer):
+        return [optimizers]
+    return [*optimizers] if optimizers is not None else []
+
+
+def _named(
+    optimizers: Optimizers, state: Mapping[str, Any]
+) -> Iterator[tuple[Optimizer, Tensor, str]]:
+    # torch names parameters by their order in the groups.
+    groups = [(each, group) for each in _listed(optimizers) for group in each.param_groups]
+    for (each, group), named in zip(groups, state.get("param_groups", ()), strict=True):
+        for parameter, name in zip(group["params"], named["params"], strict=True):
+            yield each, parameter, name
+
+
+def _forget(optimizers: Optimizers, state: Mapping[str, Any], names: Collection[str]) -> None:
+    chosen = {*names}
+    for each, parameter, name in [*_named(optimizers, state)]:
+        if name in chosen:
+            each.state.pop(parameter, None)
+
+
+@contextmanager
+def _without_gradients(optimizers: Optimizers) -> Generator[None, None, None]:
+    """Set gradients aside: torch makes no state for an optimizer whose parameters have some."""
+    groups = [group for each in _listed(optimizers) for group in each.param_groups]
+    gradients = [(p, p.grad) for group in groups for p in group["params"]]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient

@@ -12,20 +12,21 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
-from ..dtensor.module_tensors import slot_of
+from ..capture.module_tensors import slot_of
 from ..dtensor.storage import gradient_like, local_of, store_gradient, takes_gradient, whole_of
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (
+    PartialBackward,
     check_versions,
     detach_aliases,
     detach_inputs,
     forbid_double_backward,
+    is_asked_for,
     memory_of,
     rows_of_tensors,
     saved_tensors_for,
     tensors_of_rows,
 )
-from .partial_backward import PartialBackward, is_asked_for
 
 
 class CompiledProgram:
@@ -78,7 +79,6 @@ class CompiledProgram:
         ]
 
     def __call__(self, leaves: list, call: tuple[tuple, dict]) -> Any:
-        """Run a call (args, kwargs) with these leaves."""
         state, tensors = self.inputs(leaves)
         if self.mutated:
             # A tensor that is written must not come in under a second name.
@@ -171,16 +171,13 @@ def unwritten(tensors: Sequence[object], besides: Collection[int] = ()) -> Gener
 
 
 class _Run(torch.autograd.Function):
-    """Autograd node for a whole program."""
-
     @staticmethod
     def forward(ctx: Any, program: CompiledProgram, *flat: Tensor) -> tuple[Tensor, ...]:
         outs, saved = program.run_forward(flat)
         outs = detach_aliases(outs, program.tangent_outputs)
-        ctx.program, ctx.flat = (
-            program,
-            [flat[i] if isinstance(flat[i], DTensor) else None for i in program.gradient_inputs],
-        )
+        likes = [flat[i] for i in program.gradient_inputs]
+        ctx.program = program
+        ctx.flat = [like if isinstance(like, DTensor) else None for like in likes]
         ctx.versions = program.versions_of_saved(flat, saved)
         saved, ctx.lists = tensors_of_rows(saved)
         if program.by_values:  # Autograd saves tensors only.

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from ..compiler.plan import Plan
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ class CudaGraphs:
         self.stream = torch.cuda.Stream(device)
 
     def is_capturing(self) -> bool:
-        """Return whether the caller captures a graph already."""
         return torch.cuda.is_current_stream_capturing()
 
     def new_pool(self) -> Any:
@@ -68,9 +67,8 @@ def graphs_for(device_type: str, backend: str) -> CudaGraphs:
         ShardingError: The model is not on a CUDA device.
     """
     if device_type != "cuda":
-        raise ShardingError(
+        raise ShardingError.here(
             f"backend '{backend}' needs a CUDA device",
-            where=user_line(),
             why=f"the model is on {device_type}, and graphs are CUDA's",
             fix=f"call model.cuda() before parallelize, or set backend='{_without(backend)}'",
         )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,10 +19,13 @@ from ..compat.private_apis import _pytree as pytree
 from ..dtensor.ours import is_ours
 from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
+from .shared_plan import broadcast_text
+
+WRITERS = ("save_pretrained",)  # methods by which other libraries' models write themselves
 
 Table = dict[str, Any]  # tensors or None: a module's parameters or buffers, by name
 
@@ -63,9 +67,8 @@ def full_state_dict(
     """
     if not isinstance(model, nn.Module) or not isinstance(optimizer, Optimizer | None):
         wrong = model if not isinstance(model, nn.Module) else optimizer
-        raise ShardingError(
+        raise ShardingError.here(
             f"full_state_dict takes a model and an optimizer, and got {type(wrong).__name__}",
-            where=user_line(),
             fix="call full_state_dict(model, optimizer)",
         )
     tables = [*tables_of(model)]
@@ -115,17 +118,15 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
     ours = (t for _, t in tensors if isinstance(t, DTensor) and is_ours(t))
     groups = next((find_groups(t.device_mesh) for t in ours), None)
     if groups is None:
-        raise ShardingError(
+        raise ShardingError.here(
             "no tensor of the model is on a mesh of processes",
-            where=user_line(),
             fix="call model.state_dict(), which has the whole tensors already",
         )
     described = [(name, f"{t.dtype} {list(t.shape)} {_placements(t)}") for name, t in tensors]
     meta = next((name for name, t in tensors if t.device.type == "meta"), None)
     if meta is not None:
-        raise ShardingError(
+        raise ShardingError.here(
             f"'{meta}' is on meta: it has no values",
-            where=user_line(),
             fix=f"call model.to_empty(device='{groups.device_type}'), then initialize it or load "
             "its values",
         )
@@ -224,3 +225,64 @@ def in_place_of(
     finally:
         for (table, _), tensors in zip(tables, before):
             table.update(tensors)
+
+
+def install_writers(model: nn.Module) -> None:
+    """Make the writing methods on a model and its submodules write whole tensors."""
+    for module in model.modules():
+        for name in WRITERS:
+            if name not in module.__dict__ and hasattr(type(module), name):
+                module.__dict__[name] = WholeWriter(module, name)
+
+
+class WholeWriter:
+    """Replaces a method that writes a model: every rank calls it, and rank 0 writes."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        self.__wrapped__ = getattr(module, name)  # the signature
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        return write_whole(self.module, lambda: self.__wrapped__(*args, **kwargs))
+
+    def __deepcopy__(self, memo: dict) -> WholeWriter:
+        module = copy.deepcopy(self.module, memo)
+        writer = copy.copy(self)
+        writer.module, writer.__wrapped__ = module, self.__wrapped__.__func__.__get__(module)
+        return writer
+
+
+def write_whole(model: nn.Module, write: Callable[[], object]) -> Any:
+    """Call a function on rank 0, where the model has whole tensors on the CPU meanwhile.
+
+    Call it identically on every rank. If the function raises, every rank raises.
+
+    Args:
+        model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
+        write: The function that writes files. It may call write_whole for the same model again.
+
+    Returns:
+        The function's result on the mesh's rank 0, None on the others.
+    """
+    tables = [*tables_of(model)]
+    stored = {id(t): (name, t) for _, tensors in tables for name, t in tensors.items()}
+    if not any(isinstance(t, DTensor) for _, t in stored.values()):
+        return write()
+    gather = Gather(groups_of_state([*stored.values()], "write_whole"), rank0_only=True)
+    wholes = {id(t): gather.whole(t) for _, t in stored.values()}
+    result, failure = None, None
+    if gather.keeps:
+        try:
+            with in_place_of(tables, wholes):
+                result = write()
+        except Exception as error:  # of rank 0 alone, for which the others wait
+            failure = error
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    said = gather.groups.watcher.run(broadcast_text, gather.groups, said)
+    if failure is not None:
+        raise failure
+    if said:
+        raise ShardingError.here(
+            f"rank 0 has not written the model: {said}", fix="read the error of rank 0"
+        )
+    return result

@@ -19,10 +19,10 @@ from ..dtensor.storage import wrap_local
 from ..fx_passes.lower.insert_rank_check import sending_nodes
 from ..fx_passes.pipeline import lower_plan
 from ..fx_passes.program import Rank
+from .autograd_boundary import PartialBackward
 from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
 from .cuda_graphs import CudaGraphs
-from .partial_backward import PartialBackward
 from .step_graphs import Halves, StepGraphs, take_draws
 
 
@@ -65,14 +65,7 @@ class JointProgram(CompiledProgram):
         }
         program = lower_plan(
             plan,
-            Rank(
-                groups,
-                backend,
-                parameters,
-                self.settle,
-                self.carry,
-                frozenset(options.carriers),
-            ),
+            Rank(groups, backend, parameters, self.settle, self.carry, frozenset(options.carriers)),
             [not isinstance(t, DTensor) for t in tensors],
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}
@@ -93,7 +86,6 @@ class JointProgram(CompiledProgram):
             self._capture_by(graphs, draws)
 
     def _capture_by(self, graphs: CudaGraphs, draws: list) -> None:
-        """Run both halves by CUDA graphs from now on."""
         halves = Halves(
             self.forward,
             self.backward if self.captured.has_backward else None,
@@ -164,7 +156,6 @@ class JointProgram(CompiledProgram):
         return wrap_local(value, spec, shape, self.groups.mesh, self.groups.device_mesh)
 
     def settle(self) -> None:
-        """Finish the rank check."""
         self.rank_check.check()
 
     def carry(self, x: Tensor) -> RankCheck:

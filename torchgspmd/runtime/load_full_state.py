@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import spec_of
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .full_state import groups_of_state, part_of_shard, tables_of
 from .shared_plan import broadcast_text
 
@@ -136,7 +136,6 @@ class _Load:
         return None if name is None else (name, value)
 
     def _said(self, value: object) -> Any:
-        """Return the values that rank 0 passes, as JSON has them."""
         text = json.dumps(value) if self.is_first else None
         return json.loads(self.groups.watcher.run(broadcast_text, self.groups, text))
 
@@ -146,9 +145,8 @@ class _Load:
 
     def _raise(self, problem: str) -> None:
         if problem:
-            raise ShardingError(
+            raise ShardingError.here(
                 problem,
-                where=user_line(),
                 why="load_full_state_dict takes the names and shapes of the one-device model",
                 fix="rename the tensors, or load what there is by model.load_state_dict(strict="
                 "False) on every rank",
@@ -248,9 +246,8 @@ def _pairs(source: Any) -> Iterator[tuple[str, Any]]:
         files = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
         files = files or sorted(path.glob("*.pt")) + sorted(path.glob("*.bin"))
         if not files:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"there is no file of tensors at {path}",
-                where=user_line(),
                 fix="pass the path of a file of torch.save or safetensors, or of a folder of these",
             )
         for file in files:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_mismatch import all_gather_rows
 from ..dtensor.storage import spec_of
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from .full_state import groups_of_state, part_of_shard
 from .load_full_state import names_of, problem_with, stored_tensors, without_tied
 
@@ -128,9 +128,8 @@ def _agree(groups: ProcessGroups, problem: str) -> None:
     first = next((rank for rank, each in enumerate(problems) if each), None)
     if first is not None:
         where = "" if all(problems) else f"rank {first}: "
-        raise ShardingError(
+        raise ShardingError.here(
             where + problems[first],
-            where=user_line(),
             why="load_safetensors takes the names and shapes of the one-device model",
             fix="pass rename=, which returns the model's name for one of a file, or strict=False",
         )
@@ -138,7 +137,6 @@ def _agree(groups: ProcessGroups, problem: str) -> None:
 
 @torch.no_grad()
 def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> None:
-    """Read this rank's part in a tensor."""
     # get_slice cannot slice a scalar.
     if not isinstance(target, DTensor) or not target.dim():
         local = target.to_local() if isinstance(target, DTensor) else target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import MethodType
 from typing import Any, NamedTuple, cast
@@ -46,7 +47,9 @@ from .changing_sizes import (
 from .compiled_program import CompiledProgram, unwritten
 from .module_proxy import ModuleProxy, leaf_key
 from .stored_inputs import Stored
-from .submodule_calls import install_calls
+
+# Modules of torch.nn.utils.parametrize compute parameters, and stay as they are.
+_PARAMETRIZATIONS = "parametrizations"
 
 
 class ModuleCall(NamedTuple):
@@ -68,7 +71,6 @@ class ModuleCall(NamedTuple):
 
     @property
     def shapes(self) -> Shapes:
-        """Return the tensor shapes among the leaves."""
         return tuple(tuple(x.shape) for x in self.leaves if isinstance(x, Tensor))
 
     @property
@@ -135,7 +137,6 @@ class MeshModule(ModuleProxy):
         return self if module is self._model and not has_hooks else self._submodule(module)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
-        """Return the module that computes a submodule's direct call."""
         raise NotImplementedError
 
     @not_compiled
@@ -228,11 +229,9 @@ class MeshModule(ModuleProxy):
         return program
 
     def _build(self, call: ModuleCall) -> CompiledProgram:
-        """Compile a call's program."""
         raise NotImplementedError
 
     def _run(self, program: object, call: ModuleCall) -> Any:
-        """Run a call's program."""
         raise NotImplementedError
 
     def _unrolls(self) -> bool:
@@ -261,3 +260,47 @@ class MeshModule(ModuleProxy):
             self._layout.check_used()
         specs = spread_inputs(self._in_specs, call.args, call.kwargs, self._mesh, self._model)
         return captured, [*specs, *(None for _ in captured.state_inputs)]
+
+
+def install_calls(
+    model: nn.Module, wrap: Callable[[nn.Module], nn.Module], submodules: bool = True
+) -> None:
+    """Replace the model's forward, and its submodules'; wrap: returns the new function."""
+    for name, module in model.named_modules() if submodules else [("", model)]:
+        has_forward = type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+        if has_forward and _PARAMETRIZATIONS not in name.split("."):
+            module.__dict__["forward"] = SubmoduleCall(module, wrap, module.__dict__.get("forward"))
+
+
+class SubmoduleCall:
+    """Replaces a submodule's forward.
+
+    own_forward: the forward that was set on the instance before; None: its class's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        wrap: Callable[[nn.Module], nn.Module],
+        own_forward: Callable | None,
+    ) -> None:
+        self.module, self.wrap, self.own_forward = module, wrap, own_forward
+        self.wrapped: nn.Module | None = None
+        self.__wrapped__ = own_forward or MethodType(type(module).forward, module)  # the signature
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        if is_capturing():
+            return (
+                self.own_forward(*args, **kwargs)
+                if self.own_forward
+                else type(self.module).forward(self.module, *args, **kwargs)
+            )
+        # Made at the first direct call: most submodules never get one.
+        if self.wrapped is None:
+            self.wrapped = self.wrap(self.module)
+        return self.wrapped.forward(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> SubmoduleCall:
+        return SubmoduleCall(
+            copy.deepcopy(self.module, memo), self.wrap, copy.deepcopy(self.own_forward, memo)
+        )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
+from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -23,8 +24,7 @@ from ..capture.state.dependencies import (
 )
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
-from ..dtensor.module_tensors import named_tensors
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..layout.mark import mark_sharding, raw_mark, recorded_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -57,9 +57,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
     other axes shard is taken only if no other is long enough. Source: arXiv 2004.13336.
     """
     if axis not in mesh.names:
-        raise ShardingError(
+        raise ShardingError.here(
             f"shard_updates names axis '{axis}', which mesh {mesh} does not have",
-            where=user_line(),
             fix=did_you_mean(axis, mesh.names),
         )
     for parameter in model.parameters():
@@ -83,9 +82,8 @@ def shard_updates(model: nn.Module, mesh: Mesh, axis: str) -> None:
 def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
     """Mark each parameter and buffer that has no mark with a plan's layout."""
     if plan.mesh != mesh:
-        raise ShardingError(
+        raise ShardingError.here(
             f"the plan is for mesh {plan.mesh}, but the model is put on mesh {mesh}",
-            where=user_line(),
             fix="plan for this mesh",
         )
     tensors = dict(named_tensors(model))
@@ -95,10 +93,9 @@ def mark_as_planned(model: nn.Module, mesh: Mesh, plan: Plan) -> None:
         tensor = tensors.get(each.name)
         if tensor is None or tuple(tensor.shape) != tuple(each.shape):
             found = "does not have" if tensor is None else f"has with shape {tuple(tensor.shape)}"
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the plan has a weight '{each.name}', {tuple(each.shape)}, which the model "
                 f"{found}",
-                where=user_line(),
                 fix="give a plan of this model: torchgspmd.plan(model, *args, mesh=mesh)",
             )
         if mark_on(tensor, mesh) is None:
@@ -192,7 +189,6 @@ class ModuleProxy(nn.Module):
         return [*module_description(self._model)]
 
     def _attribute_prefixes(self) -> dict[int, str]:
-        """Return attribute name prefixes, by submodule id."""
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
     def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
@@ -240,9 +236,8 @@ class ModuleProxy(nn.Module):
         if not any(GLOBAL_HOOKS.values()) or not has_global_hooks():
             return super()._call_impl(*args, **kwargs)
         if any(map(vars(self).__getitem__, HOOKS)):
-            raise ShardingError(
+            raise ShardingError.here(
                 "a module on a mesh has hooks of its own, and all modules have hooks",
-                where=user_line(),
                 why="its own run around the program, those of all modules inside, in another order "
                 "than on one device",
                 fix="register its own hooks before parallelize: then they are in the program too",
@@ -270,9 +265,8 @@ class ModuleProxy(nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """Raise ShardingError: DistributedDataParallel, which looks here, is around a proxy."""
-        raise ShardingError(
+        raise ShardingError.here(
             "DistributedDataParallel is around a module on a mesh",
-            where=user_line(),
             why="the mesh shards the batch and reduces the gradients",
             fix="leave it out, and shard the batch: parallelize(..., in_specs='data _'); use "
             "torchgspmd.integrations for transformers' Trainer and accelerate, which put it "
@@ -285,7 +279,6 @@ class ModuleProxy(nn.Module):
             yield name, self if module is self._model else module
 
     def __deepcopy__(self, memo: dict) -> ModuleProxy:
-        """Return a copy on the same devices."""
         proxy = memo[id(self)] = object.__new__(type(self))
         proxy.__dict__.update(
             {
@@ -299,9 +292,8 @@ class ModuleProxy(nn.Module):
         return proxy
 
     def __getstate__(self) -> object:
-        raise ShardingError(
+        raise ShardingError.here(
             "a module on a mesh cannot be pickled",
-            where=user_line(),
             why="its processes would have to be there when it is read",
             fix="run `state = gspmd.full_state_dict(model)` on every rank, and "
             "`torch.save(state, path)` on rank 0; or run "
@@ -311,27 +303,23 @@ class ModuleProxy(nn.Module):
 
     def compile(self, *args: object, **kwargs: object) -> NoReturn:
         """Raise ShardingError; nn.Module.compile does not apply."""
-        raise ShardingError(
+        raise ShardingError.here(
             "a module on a mesh is compiled by its backend",
-            where=user_line(),
             fix="call parallelize(..., backend='inductor')",
         )
 
     def _trainable(self) -> tuple[bool, ...]:
-        """Return each parameter's requires_grad."""
         return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
-        """Return each module's training mode."""
         return tuple(map(_TRAINING, self._everything))
 
 
 def _refuse_transforms() -> None:
     """Raise ShardingError within torch.func.vmap, grad and the like."""
     if is_transforming():
-        raise ShardingError(
+        raise ShardingError.here(
             "torch.func transforms a module on a mesh",
-            where=user_line(),
             why="its program is neither vectorized nor differentiated by that",
             fix="call torch.func.vmap or grad in its forward, or use backward()",
         )

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
 
 from ..capture import check_module
+from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
 from ..comm.rank_mismatch import all_gather_rows
 from ..comm.value_check import hash_of_bits
+from ..compat.private_apis import _patch_step_function, is_missing
 from ..compat.versions import check_parallelize
 from ..compiler.options import Options, documented
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import storable, wrap_local
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout, bound
 from ..layout.mark import layout_of
@@ -24,7 +29,6 @@ from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from ..xla_backend.batch import place_batch
 from ..xla_backend.runtime import is_started
-from .carry_optimizers import carry_optimizers
 from .module_proxy import ModuleProxy, mark_as_planned
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule
@@ -99,10 +103,8 @@ def parallelize(
     check_parallelize()
     chosen.check_backend()
     if any(isinstance(m, ModuleProxy) for m in model.modules()):
-        raise ShardingError(
-            "a module is on a mesh already",
-            where=user_line(),
-            fix="wrap the outermost module, once",
+        raise ShardingError.here(
+            "a module is on a mesh already", fix="wrap the outermost module, once"
         )
     check_module(model)
     # The wrapped module has other tensors: optimizers are matched by name.
@@ -157,9 +159,8 @@ def shard_batch(local: Tensor, mesh: Mesh | DeviceMesh, spec: SpecLike) -> Tenso
     # Every rank has as many rows, so the global size needs no message.
     shape = tuple(n * mesh.count(axes) for n, axes in zip(local.shape, parsed.dims))
     if storable(parsed, shape, mesh) != parsed.closed():
-        raise ShardingError(
+        raise ShardingError.here(
             f"'{parsed}' shards one dimension by axes out of mesh order",
-            where=user_line(),
             fix="name them in mesh order",
         )
     _warn_of_whole_batch(local, shape, groups)
@@ -180,3 +181,61 @@ def _warn_of_whole_batch(local: Tensor, shape: tuple[int, ...], groups: ProcessG
             "DistributedSampler does, or pass the global batch itself to the model",
             stacklevel=3,
         )
+
+
+def carry_optimizers(before: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Put a wrapped model's parameters in place of the former ones, with their states.
+
+    before: the parameters and buffers by name, as they were when the model was not wrapped.
+    """
+    if not any(_has_instances(each) for each in _classes(Optimizer)):
+        return
+    now: dict[str, Tensor] = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    stored: dict[Tensor, Tensor] = {
+        old: now[name] for name, old in before.items() if now[name] is not old
+    }
+    for optimizer in _optimizers() if stored else ():
+        for group in optimizer.param_groups:
+            # In place: LBFGS has this list under a second name.
+            group["params"][:] = [stored.get(p, p) for p in group["params"]]
+        # A list: the loop changes the dict's keys.
+        for old in [p for p in optimizer.state if p in stored]:
+            state = optimizer.state.pop(old)
+            optimizer.state[stored[old]] = {
+                name: _like(value, old, stored) for name, value in state.items()
+            }
+
+
+def _optimizers() -> Iterator[Optimizer]:
+    """Yield all optimizers in this process. A proxy's __class__ is not asked."""
+    return (o for o in gc.get_objects() if issubclass(type(o), Optimizer))
+
+
+def _classes(cls: type) -> Iterator[type]:
+    yield cls
+    for each in cls.__subclasses__():
+        yield from _classes(each)
+
+
+def _has_instances(cls: Any) -> bool:
+    """Return whether this class may have instances: the first one wraps the method step.
+
+    To look for optimizers among all objects takes 70 ms.
+    """
+    return is_missing(_patch_step_function) or getattr(cls.step, "hooked", False)
+
+
+def _like(value: object, old: Tensor, stored: Mapping[Tensor, Tensor]) -> object:
+    """Return a parameter's state where the parameter is now; a buffer is there already."""
+    if isinstance(value, Tensor) and value in stored:
+        return stored[value]
+    # A step count, or a factor that has another shape, is the same for all shards.
+    if not isinstance(value, Tensor) or value.shape != old.shape:
+        return value
+    new = stored[old]
+    if isinstance(new, DTensor):
+        return distribute_tensor(value, new.device_mesh, new.placements)
+    return value.to(new.device)

@@ -46,16 +46,16 @@ def of_model(proxy: object, name: str) -> Any:
     return MethodType(method, proxy)
 
 
-def _names_in(method: str) -> tuple[str, ...]:
-    """Return the names that an nn.Module method uses in its code."""
-    return getattr(getattr(vars(nn.Module).get(method), "__code__", None), "co_names", ())
-
-
 # What a proxy does not take from the model: calls, their hooks, and the name.
 _CALLS = re.compile(r"forward|.*_forward.*|.*backward.*|_\w*call_impl|modules|_get_name")
 _MODULE = vars(nn.Module()).keys() | vars(nn.Module).keys()
 # to, double and the like call _apply, which a proxy has.
-OWN = frozenset(name for name in _MODULE if _CALLS.fullmatch(name) or "_apply" in _names_in(name))
+OWN = frozenset(
+    name
+    for name in _MODULE
+    if _CALLS.fullmatch(name)
+    or "_apply" in getattr(getattr(vars(nn.Module).get(name), "__code__", None), "co_names", ())
+)
 # Special methods of a model's class that are not its proxy's.
 _OWN_SPECIAL_METHODS = frozenset(
     "__init__ __new__ __call__ __repr__ __dir__ __hash__ __eq__ __getattribute__ __getattr__"

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
+from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
@@ -27,9 +28,8 @@ from ..compiler.plan import Plan
 from ..compiler.plan_cache.identity import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..fx_passes.dump import dump_level
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
@@ -39,13 +39,13 @@ from .audit import Audit
 from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
 from .cuda_graphs import check_capturable, graphs_for
+from .full_state import install_writers
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
-from .write_whole import install_writers
 
 
 class ShardedModule(MeshModule):
@@ -187,9 +187,8 @@ class ShardedModule(MeshModule):
     def _check_tensors(self) -> None:
         for path, value in self._model.named_parameters():
             if not isinstance(value, DTensor):
-                raise ShardingError(
+                raise ShardingError.here(
                     f"parameter '{path}' is a plain tensor",
-                    where=user_line(),
                     why="it was put into the model after parallelize",
                     fix="change the model before it is wrapped, or put in a DTensor (torch's "
                     "distribute_tensor); for adapters, use "
@@ -219,22 +218,10 @@ class ShardedModule(MeshModule):
         model += [
             pair for captured in programs for pair in captured.described(owners, besides=numbers)
         ]
-        raise_difference(
-            self._groups,
-            Account(
-                CALL,
-                arguments,
-                model,
-                state,
-                compiled is not None,
-            ),
-        )
+        raise_difference(self._groups, Account(CALL, arguments, model, state, compiled is not None))
 
     def _check_tensors_alike(
-        self,
-        captured: Captured,
-        tensors: Sequence[Tensor],
-        raise_unnamed: Callable[[], NoReturn],
+        self, captured: Captured, tensors: Sequence[Tensor], raise_unnamed: Callable[[], NoReturn]
     ) -> None:
         """Raise ShardingError on every rank if a whole tensor differs between ranks."""
         names = [i.name for i in captured.inputs if i.kind == ARGUMENT]
@@ -271,12 +258,7 @@ class ShardedModule(MeshModule):
         except Exception as error:
             failure = Account(CALL, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             number = hash_of("no program")
-            compare(
-                self._groups,
-                number,
-                number.__int__,
-                lambda: failure.of_all(self._groups),
-            )
+            compare(self._groups, number, number.__int__, lambda: failure.of_all(self._groups))
             raise
         captured = plan.captured
         if self._groups.rank == 0 and not self._has_warned:
@@ -341,7 +323,6 @@ class ShardedModule(MeshModule):
             return str(error)
 
     def _tensors(self, call: ModuleCall, captured: Captured) -> list[Tensor]:
-        """Return the tensors that a program takes besides parameters and buffers."""
         leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
         return [*leaves, *captured.state_tensors()]
 
@@ -349,9 +330,8 @@ class ShardedModule(MeshModule):
         """Capture and plan in this process. before_talk: as in shared_plan."""
         for name, tensor in named_tensors(self._model):
             if tensor.device.type == "meta":
-                raise ShardingError(
+                raise ShardingError.here(
                     f"'{name}' is on meta: it has no values",
-                    where=user_line(),
                     fix=f"call model.to_empty(device='{self._groups.device_type}'), then "
                     "initialize it or load its values",
                 )
@@ -362,9 +342,8 @@ class ShardedModule(MeshModule):
             if not self._cast_to or not given or given & self._cast_to:
                 raise
             to, of = (", ".join(sorted(map(str, each))) for each in (self._cast_to, given))
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the model was cast to {to} after parallelize, and its arguments are {of}",
-                where=user_line(),
                 why=f"forward combines them: {error}".splitlines()[0],
                 fix="cast the arguments too; or keep the model as it is, and compute in "
                 "bfloat16: parallelize(..., param_dtype=torch.bfloat16)",
@@ -389,7 +368,6 @@ class ShardedModule(MeshModule):
 
 
 def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
-    """Return a parameter's or buffer's stored layout; a plain tensor is replicated."""
     return spec_of(t, mesh) if isinstance(t, DTensor) else ShardSpec.replicated(t.dim())
 
 

@@ -172,7 +172,6 @@ def _checksum(text: str) -> str:
 
 
 def broadcast_text(groups: ProcessGroups, message: str | None) -> str | None:
-    """Return rank 0's message."""
     if groups.mesh.size == 1:
         return message
     group, first = cast("dist.ProcessGroup | None", groups.checks), groups.processes[0]

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
 from .cuda_graphs import Capture, CudaGraphs
 
@@ -180,9 +180,8 @@ class StepGraphs:
                 return number, self.steps[number]
             del self.steps[number]  # its parameters have moved
         if len(self.steps) == MOST:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"{MOST} calls of a module wait for their backward",
-                where=user_line(),
                 why="a CUDA graph has memory of its own for the activations of each",
                 fix="run backward() before the next call, keep loss.detach() in place of loss, or "
                 "call the module under torch.no_grad()",
@@ -251,16 +250,14 @@ class StepGraphs:
 
 
 def _copies(values: Sequence[Any]) -> list[Any]:
-    """Return copies of tensors: one for each, though it stands there twice."""
     copies = {id(x): x.clone() for x in values if isinstance(x, Tensor)}
     return [copies.get(id(x), x) for x in values]
 
 
 def _not_captured(error: RuntimeError) -> ShardingError:
     """Return the error for a program that CUDA, or an operation in it, does not capture."""
-    return ShardingError(
+    return ShardingError.here(
         "a program cannot be captured in a CUDA graph",
-        where=user_line(),
         why=str(error).partition("\n")[0],
         fix="set backend='torch' (or 'inductor'); a custom operation may read values on the host",
     )
@@ -268,9 +265,8 @@ def _not_captured(error: RuntimeError) -> ShardingError:
 
 def _overwritten(is_last: bool) -> ShardingError:
     """Return the error for a backward whose values are gone. is_last: whether it runs again."""
-    return ShardingError(
+    return ShardingError.here(
         "a backward runs twice" if is_last else "a backward comes after its module's next call",
-        where=user_line(),
         why="a CUDA graph's backward frees the values that it reads"
         if is_last
         else "saved_tensors_hooks keep no values of a CUDA graph: the next call writes over them",

@@ -11,19 +11,11 @@ from torch import Tensor, fx, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from ..capture import (
-    ARGUMENT,
-    BUFFER,
-    GRADIENT,
-    MUTATION,
-    OBSERVED,
-    PARAMETER,
-    not_compiled,
-)
+from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, PARAMETER, not_compiled
+from ..capture.module_tensors import named_tensors
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
-from ..dtensor.module_tensors import named_tensors
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 from ..fx_passes.lower.split_joint import split_joint
 from ..fx_passes.program import Program, Request
@@ -48,12 +40,7 @@ class XlaModule(MeshModule):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        mesh: Mesh,
-        in_specs: object,
-        out_specs: object,
-        options: Options,
+        self, model: nn.Module, mesh: Mesh, in_specs: object, out_specs: object, options: Options
     ) -> None:
         specs = {name: _stored_spec(name, t, mesh) for name, t in named_tensors(model)}
         device = start(mesh)
@@ -106,7 +93,6 @@ class XlaModule(MeshModule):
         return True
 
     def _build(self, call: ModuleCall) -> _Program:
-        """Compile the program of a call."""
         mesh, dtype = self._mesh, torch.get_autocast_dtype("xla")
         # Captured on the CPU, with the casts that autocast asks for on XLA.
         with torch.autocast("cpu", dtype, enabled=torch.is_autocast_enabled("xla")):
@@ -140,9 +126,8 @@ class XlaModule(MeshModule):
         self.__dict__["_versions"] = [(id(t), t._version) for t in tensors]
 
     def _device_error(self, name: str, tensor: Tensor) -> ShardingError:
-        return ShardingError(
+        return ShardingError.here(
             f"'{name}' is on {tensor.device}, not on {self._device}",
-            where=user_line(),
             fix="call model.to_empty(device='xla') for a model on meta, then initialize it; "
             "make other changes before it is wrapped",
         )

@@ -22,13 +22,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
-from ..capture.output_sizes import cotangents_of
+from ..capture.module_tensors import named_tensors
+from ..capture.pinned_sizes import cotangents_of
 from ..comm.rank_mismatch import agree, all_gather_rows
 from ..comm.simulator import Simulator, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.api import Plan, compile_plan
 from ..compiler.options import Options
-from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, whole_of
 from ..errors import ShardingError, user_line
 from ..layout.layout_rules import bound

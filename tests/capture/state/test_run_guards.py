@@ -543,7 +543,7 @@ def test_what_parallelize_leaves():
         def __init__(self):
             self.programs = []
 
-    Proxy.__module__ = "torchgspmd.runtime.submodule_calls"
+    Proxy.__module__ = "torchgspmd.runtime.mesh_module"
     proxy = Proxy()
     key = value_key([proxy])
     proxy.programs.append(1)

@@ -9,9 +9,8 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
-from torchgspmd.comm.bucket_memory import BucketMemory
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.reduce_in_bucket import reduce_in_bucket
+from torchgspmd.fx_passes.lower.reduce_in_bucket import BucketMemory, reduce_in_bucket
 
 
 def gradients(columns: int = 8, used: bool = False) -> fx.Graph:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import fx
 
-from torchgspmd.comm.bucket_memory import BucketMemory
 from torchgspmd.compat.operators import aten
+from torchgspmd.fx_passes.lower.reduce_in_bucket import BucketMemory
 from torchgspmd.fx_passes.lower.verify_owned import verify_owned
 from torchgspmd.rules.custom_ops.updates import adam_
 

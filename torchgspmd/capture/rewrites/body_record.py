@@ -37,7 +37,6 @@ class Record(TorchFunctionMode):
         return result
 
     def use(self, operands: Sequence[object]) -> None:
-        """Note operands."""
         for x in operands:
             if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
                 continue  # torch.vmap wraps values that are noted
@@ -45,7 +44,6 @@ class Record(TorchFunctionMode):
                 self.outer.setdefault(id(x), x)
 
     def add(self, results: Sequence[Any]) -> None:
-        """Note the body's results."""
         self.of_the_body.update((id(x), x) for x in results if id(x) not in self.outer)
 
 

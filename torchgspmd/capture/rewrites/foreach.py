@@ -5,6 +5,7 @@ torch.optim calls them with foreach=True and fused=True.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,16 +40,19 @@ def tensor_by_tensor(function: Callable) -> Callable | None:
 
 
 def _entry(argument: Any, i: int) -> Any:
-    """Return the i-th entry of a list or vector, or the argument itself."""
     # A vector holds one number for each tensor.
     packed = isinstance(argument, (list, tuple)) or isinstance(argument, Tensor) and argument.dim()
     return argument[i] if packed else argument
 
 
-def _addc(x: Tensor, term: Tensor, value: Any, in_place: bool) -> Tensor:
-    return (x.add_ if in_place else x.add)(
-        term if isinstance(value, int) and value == 1 else term * value
-    )
+def _addc(combine: Callable, name: str) -> Callable:
+    """Return addcmul or addcdiv, by add or add_; `value` or `scalars` may be a tensor."""
+
+    def body(x: Tensor, a: Any, b: Any, value: Any = 1, scalars: Any = None) -> Tensor:
+        factor, term = value if scalars is None else scalars, combine(a, b)
+        return getattr(x, name)(term if isinstance(factor, int) and factor == 1 else term * factor)
+
+    return body
 
 
 def _in_place_bound(bound: Callable, name: str) -> Callable:
@@ -59,18 +63,10 @@ def _in_place_bound(bound: Callable, name: str) -> Callable:
 
 
 _SINGLE: dict[str, Callable] = {
-    "addcdiv": lambda x, a, b, value=1, scalars=None: _addc(
-        x, a / b, value if scalars is None else scalars, False
-    ),
-    "addcdiv_": lambda x, a, b, value=1, scalars=None: _addc(
-        x, a / b, value if scalars is None else scalars, True
-    ),
-    "addcmul": lambda x, a, b, value=1, scalars=None: _addc(
-        x, a * b, value if scalars is None else scalars, False
-    ),
-    "addcmul_": lambda x, a, b, value=1, scalars=None: _addc(
-        x, a * b, value if scalars is None else scalars, True
-    ),
+    "addcdiv": _addc(operator.truediv, "add"),
+    "addcdiv_": _addc(operator.truediv, "add_"),
+    "addcmul": _addc(operator.mul, "add"),
+    "addcmul_": _addc(operator.mul, "add_"),
     "maximum": lambda x, other: (
         torch.maximum(x, other) if isinstance(other, Tensor) else x.clamp_min(other)
     ),

@@ -10,8 +10,12 @@ from collections.abc import Callable
 from functools import cache
 from types import FunctionType
 
-from ...rules.rewrites import rewrite_of
-from . import embedding_bag  # noqa: F401 (it registers bodies)
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...rules.ops.bags import bag_max
+from ...rules.rewrites import DECLINED, Declined, rewrite, rewrite_of
 from .foreach import tensor_by_tensor
 
 
@@ -59,3 +63,111 @@ def _copy_without_dispatch(function: Callable) -> Callable | None:
 def _no_torch_function(*tensors: object) -> bool:
     """Return False; stands for torch.overrides.has_torch_function."""
     return False
+
+
+@rewrite("body", F.embedding_bag)
+def embedding_bag(
+    input: Tensor,
+    weight: Tensor,
+    offsets: Tensor | None = None,
+    max_norm: object = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor | Declined:
+    """Reduce the rows in weight [v, d] by bag; return [b, d].
+
+    input is [b, l] with equally long bags, or [n] with the bags' offsets [b]. Gradients are dense.
+    """
+    if max_norm is not None or scale_grad_by_freq or mode not in ("sum", "mean", "max"):
+        return DECLINED
+    if (
+        input.dim() == 1
+        and (offsets is None or not input.numel())
+        or per_sample_weights is not None
+        and mode != "sum"
+    ):
+        return DECLINED
+    if padding_idx is None:
+        counts = torch.ones_like(input, dtype=torch.bool)
+    else:
+        counts = input != padding_idx % weight.shape[0]
+    if input.dim() == 1:
+        assert offsets is not None
+        bags = offsets.shape[0] - include_last_offset
+        places = torch.arange(input.shape[0], device=input.device, dtype=offsets.dtype)
+        bag = torch.searchsorted(offsets[:bags], places, right=True) - 1  # by place
+    else:
+        bag, bags = None, input.shape[0]
+    if mode == "max":
+        best = bag_max(weight, input, counts, bag, bags)
+        # PyTorch gives zeros for an empty bag.
+        return best.masked_fill((_number(counts, bag, bags) == 0).unsqueeze(-1), 0)
+    rows = F.embedding(input, weight)  # [b, l, d] or [n, d]
+    if per_sample_weights is not None:
+        rows = rows * per_sample_weights.unsqueeze(-1)
+    if padding_idx is not None:
+        rows = rows * counts.unsqueeze(-1)
+    if bag is None:
+        total = rows.sum(1)
+    else:
+        total = rows.new_zeros(bags, rows.shape[1]).index_add(0, bag, rows)
+    if mode == "sum":
+        return total
+    return total / _number(counts, bag, bags).clamp(min=1).unsqueeze(-1)
+
+
+def _number(counts: Tensor, bag: Tensor | None, bags: int) -> Tensor:
+    """Return how many rows a bag has."""
+    if bag is None:
+        return counts.sum(1)
+    return counts.new_zeros(bags, dtype=torch.long).index_add(0, bag, counts.long())
+
+
+@rewrite("body", torch.segment_reduce)
+def segment_reduce(
+    data: Tensor,
+    reduce: str,
+    *,
+    lengths: Tensor | None = None,
+    indices: Tensor | None = None,
+    offsets: Tensor | None = None,
+    axis: int = 0,
+    unsafe: bool = False,
+    initial: float | None = None,
+) -> Tensor | Declined:
+    """Reduce consecutive rows in data [n, ...] into segments [b, ...].
+
+    lengths [b] or offsets [b + 1] say where a segment ends.
+    """
+    bounds = lengths if lengths is not None else offsets
+    if axis or indices is not None or bounds is None or bounds.dim() != 1:
+        return DECLINED
+    if reduce not in _REDUCTIONS or reduce == "mean" and initial is not None:
+        return DECLINED
+    ends = bounds.cumsum(0) if lengths is not None else bounds[1:]
+    places = torch.arange(data.shape[0], device=data.device, dtype=ends.dtype)
+    segment = torch.searchsorted(ends, places, right=True)
+    neutral, scatter = _REDUCTIONS[reduce]
+    start = data.new_full((ends.shape[0], *data.shape[1:]), neutral if initial is None else initial)
+    if scatter is None:
+        total = start.index_add(0, segment, data)
+        count = ends.diff(prepend=ends.new_zeros(1)) if lengths is None else lengths
+        count = count.reshape(-1, *[1] * (data.dim() - 1))
+        return total / count if reduce == "mean" else total
+    index = segment.reshape(-1, *[1] * (data.dim() - 1)).expand_as(data)
+    return start.scatter_reduce(0, index, data, scatter)
+
+
+# A reduction's neutral value, and its name in scatter_reduce.
+_REDUCTIONS: dict[str, tuple[float, str | None]] = {
+    "sum": (0.0, None),
+    "mean": (0.0, None),
+    "prod": (1.0, "prod"),
+    "max": (float("-inf"), "amax"),
+    "min": (float("inf"), "amin"),
+}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 from itertools import count
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...compat.patches import setting
 from ...compat.private_apis import _pytree as pytree
 from ...rules.custom_ops.loops import (
     Loop,
@@ -32,7 +33,7 @@ from ...rules.custom_ops.loops import (
     loop_total,
     nest_text,
 )
-from ..transforms import is_transforming
+from ..traced_values import is_transforming
 from .body_record import Draws, Record
 
 Body = Callable[..., tuple[Sequence[Tensor], Sequence[Tensor]]]
@@ -43,6 +44,7 @@ _around: ContextVar[tuple[TracedLoop, ...]] = ContextVar("loops", default=())
 _replaced: ContextVar[tuple[dict[int, Tensor], ...]] = ContextVar("replaced", default=())
 _records: ContextVar[tuple[Record, ...]] = ContextVar("records", default=())
 _Repeats = Callable[["TracedLoop"], "TracedLoop"]
+# maps a new loop to the one that it repeats
 _repeats: ContextVar[_Repeats | None] = ContextVar("repeats", default=None)
 
 
@@ -73,7 +75,6 @@ class TracedLoop:
         return nest_text((*nest, loop))
 
     def row(self, xs: Tensor) -> Tensor:
-        """Return an iteration's row."""
         return loop_row(xs, self.text(self.loop))
 
     def carry(self, x: Tensor) -> Tensor:
@@ -85,11 +86,9 @@ class TracedLoop:
         return loop_next(x, x, carry, self.text(self.loop))
 
     def stack(self, x: Tensor) -> Tensor:
-        """Stack x over all iterations."""
         return loop_stack(x, self.text(self.loop))
 
     def total(self, x: Tensor) -> Tensor:
-        """Sum x over all iterations."""
         return loop_total(x, self.text(self.loop))
 
     def next_visit(self, reverse: bool) -> Loop:
@@ -123,14 +122,9 @@ def is_unrolling() -> bool:
     return _is_unrolling.get()
 
 
-@contextmanager
-def unrolling() -> Iterator[None]:
+def unrolling() -> AbstractContextManager[bool]:
     """Trace loops as their iterations, for a backend that has none."""
-    token = _is_unrolling.set(True)
-    try:
-        yield
-    finally:
-        _is_unrolling.reset(token)
+    return setting(_is_unrolling, True)
 
 
 def run_loop(
@@ -185,7 +179,6 @@ def trace_body(
 def _unrolled(
     body: Body, carry: Sequence[Tensor], rows: Sequence[Tensor], length: int, reverse: bool
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Trace a loop as its iterations."""
     carried, results = list(carry), []
     for i in reversed(range(length)) if reverse else range(length):
         after, made = body(*carried, *(x[i] for x in rows))
@@ -218,11 +211,6 @@ def open_loop(length: int) -> Iterator[TracedLoop]:
         yield traced
 
 
-def loops_around() -> tuple[TracedLoop, ...]:
-    """Return the loops in whose bodies the trace is."""
-    return _around.get()
-
-
 class RecomputedRegion:
     """A checkpoint's function, whose loops the backward traces again.
 
@@ -232,19 +220,19 @@ class RecomputedRegion:
     """
 
     def __init__(self, function: Callable[..., object]) -> None:
-        self.function, self.around, self.outer = function, loops_around(), _repeats.get()
+        self.function, self.around, self.outer = function, _around.get(), _repeats.get()
         self.loops: list[TracedLoop] = []  # of the first time
 
     @contextmanager
     def first_time(self) -> Iterator[None]:
         """Note the loops that the block traces."""
-        with _repeating(self.around, self._note):
+        with setting(_around, self.around), setting(_repeats, self._note):
             yield
 
     def again(self, *args: object, **kwargs: object) -> object:
         """Run the function a second time."""
         remaining = iter(self.loops)
-        with _repeating(self.around, lambda _: next(remaining)):
+        with setting(_around, self.around), setting(_repeats, lambda _: next(remaining)):
             return self.function(*args, **kwargs)
 
     def _note(self, loop: TracedLoop) -> TracedLoop:
@@ -254,27 +242,10 @@ class RecomputedRegion:
 
 
 @contextmanager
-def _repeating(
-    around: tuple[TracedLoop, ...], first: Callable[[TracedLoop], TracedLoop]
-) -> Iterator[None]:
-    """Trace operations in loops in the block. first: maps a new loop to the one it repeats."""
-    tokens = _around.set(around), _repeats.set(first)
-    try:
-        yield
-    finally:
-        _around.reset(tokens[0])
-        _repeats.reset(tokens[1])
-
-
-@contextmanager
 def replaced(table: dict[int, Tensor]) -> Iterator[None]:
     """Replace tensors in the block. table: by the id of the old one."""
-    token = _replaced.set((*_replaced.get(), table))
-    try:
-        with _Replace(table):
-            yield
-    finally:
-        _replaced.reset(token)
+    with setting(_replaced, (*_replaced.get(), table)), _Replace(table):
+        yield
 
 
 def note_results(results: Sequence[Tensor]) -> None:
@@ -285,12 +256,9 @@ def note_results(results: Sequence[Tensor]) -> None:
 
 @contextmanager
 def _inside(traced: TracedLoop, replaced: dict[int, Tensor]) -> Any:
-    tokens = _around.set((*_around.get(), traced)), _replaced.set((*_replaced.get(), replaced))
-    try:
+    inner = (*_around.get(), traced)
+    with setting(_around, inner), setting(_replaced, (*_replaced.get(), replaced)):
         yield
-    finally:
-        _around.reset(tokens[0])
-        _replaced.reset(tokens[1])
 
 
 def of_loops_around(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -309,13 +277,9 @@ def outer_tensors(
     """
     own = [*(x.detach() for x in carry), *(x[0].detach() for x in rows)]
     record = Record(own, every)
-    token = _records.set((*_records.get(), record))
-    try:
-        with record, Draws(record):
-            record.results = [*itertools.chain(*body(*own))]
-            record.use(record.results)
-    finally:
-        _records.reset(token)
+    with setting(_records, (*_records.get(), record)), record, Draws(record):
+        record.results = [*itertools.chain(*body(*own))]
+        record.use(record.results)
     return record
 
 

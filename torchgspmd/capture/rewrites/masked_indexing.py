@@ -66,7 +66,6 @@ def _index(trace: Trace, x: Tensor, index: object) -> tuple[Callable, tuple]:
 
 
 def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
-    """Return the call for masked_select, with indices in place of a known mask."""
     shape = torch.broadcast_shapes(x.shape, mask.shape)
     rows = trace.rows(mask.expand(shape)) if shape else None
     return (
@@ -79,7 +78,6 @@ def _select(trace: Trace, x: Tensor, mask: Tensor) -> tuple[Callable, tuple]:
 def _split(
     trace: Trace, x: Tensor, borders: int | Sequence[int] | Tensor, *dim: int
 ) -> tuple[Callable, tuple]:
-    """Return the call for tensor_split, with numbers in place of known borders."""
     constant = trace.ask(borders, True) if isinstance(borders, Tensor) else None
     return Tensor.tensor_split, (x, borders if constant is None else constant.tolist(), *dim)
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError, user_line
-from ..functional_values import unwrap, was_mutated
-from ..replaced_tensors import with_tensors
+from ...errors import ShardingError
+from ..module_tensors import with_tensors
 from ..state.object_trees import closed, opened
 from ..trace_context import is_capturing
+from ..traced_values import unwrap, was_mutated
 from .loop_trace import (
     is_unrolling,
     of_loops_around,
@@ -36,9 +36,8 @@ def check_count(count: int) -> None:
     """Raise ShardingError unless this is a number of microbatches."""
     # bool is a subclass of int.
     if type(count) is not int or count < 1:
-        raise ShardingError(
+        raise ShardingError.here(
             f"microbatches is {count!r}",
-            where=user_line(),
             fix="give a number of parts that divides the batch, such as microbatches=8",
         )
 
@@ -47,9 +46,8 @@ def divided(leaf: Tensor, count: int) -> Tensor:
     """Split [batch, ...] into [microbatches, rows, ...]; each has rows from all devices."""
     rows = leaf.shape[0]  # a run checks one that it alone knows
     if isinstance(rows, int) and rows % count:
-        raise ShardingError(
+        raise ShardingError.here(
             f"a batch of {rows} is divided into {count} microbatches",
-            where=user_line(),
             fix="use a batch that they divide",
         )
     # The minor part is split off, so a shard of the batch has rows of every microbatch.
@@ -77,9 +75,8 @@ class Microbatches:
         sizes = [x.shape[0] if isinstance(x, Tensor) and x.dim() else None for x in leaves]
         batch = next((size for size in sizes if size is not None), None)
         if batch is None:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"a call without tensors is divided into {self.count} microbatches",
-                where=user_line(),
                 fix="pass the batch as an argument, or leave out microbatches",
             )
         places = [i for i, size in enumerate(sizes) if size is not None and size == batch]
@@ -208,7 +205,6 @@ class _Run:
     def _one_by_one(
         self, step: Callable[..., _Step], rows: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Run one microbatch after the other."""
         results: list[list[Tensor]] = []
         of_rows: list[list[Tensor | None]] = []
         totals: list[Tensor | None] = []
@@ -255,9 +251,8 @@ def _place_of_loss(results: Sequence[Tensor]) -> int:
     for i, x in enumerate(results):
         if not x.dim() and x.is_floating_point() and x.requires_grad:
             return i
-    raise ShardingError(
+    raise ShardingError.here(
         "the module returns no scalar with a gradient, and its batch is divided into microbatches",
-        where=user_line(),
         why="a microbatch's backward begins with its loss",
         fix="return the mean loss, or leave out microbatches",
     )
@@ -267,9 +262,8 @@ def _check_rows(results: Sequence[Tensor], rows: int) -> None:
     """Raise ShardingError unless results are scalars, or have a microbatch's rows."""
     for x in results:
         if x.dim() and x.shape[0] != rows:
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the module returns a tensor {list(x.shape)} for a microbatch of {rows} rows",
-                where=user_line(),
                 why="microbatches' results are scalars, or are joined by their rows",
                 fix="return scalars and tensors with a row for each row of the batch, or leave out "
                 "microbatches",

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import fx
 from torch.utils import checkpoint as checkpointing
 
 from ...compat.fx_nodes import copy_node
+from ...compat.patches import setting
 from ...compat.private_apis import TorchDispatchMode, get_proxy_mode
 from ...rules import has_own_seed
 from ...rules.custom_ops.loops import ENTRIES, EXITS
@@ -35,14 +36,9 @@ _in_block: ContextVar[bool] = ContextVar("in_block", default=False)
 _numbers = itertools.count()
 
 
-@contextmanager
-def in_block() -> Iterator[None]:
+def in_block() -> AbstractContextManager[bool]:
     """Trace a block that has one row of its stacked weights during the call."""
-    token = _in_block.set(True)
-    try:
-        yield
-    finally:
-        _in_block.reset(token)
+    return setting(_in_block, True)
 
 
 def region_or(before: Callable[..., Iterator[None]]) -> Callable[..., Iterator[None]]:

@@ -217,7 +217,6 @@ def _add(a: Any, b: Any) -> Tensor | Declined:
 
 @rewrite("sparse", "sum", "_sparse_sum")
 def _sum(a: Tensor, dim: Any = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Sum the entries over dimensions."""
     entries = Entries.of(a)
     values = entries.values.to(dtype or entries.values.dtype)
     if dim is None:
@@ -240,7 +239,6 @@ def _detach(a: Tensor) -> Tensor:
 
 @rewrite("sparse", "to")
 def _cast(a: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Run Tensor.to."""
     return Entries.of(a).scaled(Entries.of(a).values.to(*args, **kwargs))
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ...rules.custom_ops.nd import ctc_losses
 from ...rules.rewrites import DECLINED, Declined, rewrite
 
@@ -150,9 +151,8 @@ def _tensor_split(input: Tensor, *sections: object, **named: object) -> Declined
     """Raise ShardingError for sections that are a tensor."""
     if not any(isinstance(argument, Tensor) for argument in (*sections, *named.values())):
         return DECLINED
-    raise ShardingError(
+    raise ShardingError.here(
         "tensor_split by a tensor needs its values before the program runs",
-        where=user_line(),
         fix="give the sections as a number or a tuple",
     )
 
@@ -189,9 +189,8 @@ def _retain_grad(input: Tensor) -> Declined:
 def nested_list(input: Tensor) -> object:
     """Return a nested list with symbolic numbers."""
     if any(isinstance(n, torch.SymInt) for n in input.shape):
-        raise ShardingError(
+        raise ShardingError.here(
             "the program makes a list of as many numbers as values say",
-            where=user_line(),
             why="one program is made for all values, before any device computes",
             fix="compute the tensor outside and pass it; or pass lists of numbers, of "
             "which forward makes tensors (torch.tensor(sizes)): there is a program for each",
@@ -251,14 +250,12 @@ def positions(x: Tensor, index: tuple) -> list[int]:
 
 
 def _concrete_slice(entry: slice) -> slice:
-    """Return the slice with numbers in place of tensors."""
     return slice(
         *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
     )
 
 
 def _dim_count(entry: object) -> int:
-    """Return the number of dimensions that an index entry takes."""
     if entry is None or isinstance(entry, bool):
         return 0
     return (
@@ -284,3 +281,17 @@ def _setitem(input: Tensor, index: object, value: Any) -> Declined | None:
         return DECLINED
     view, rest = _split_index(input, index)
     view[rest if rest else ...] = value
+
+
+# cuDNN's operation changes running statistics, but its schema does not say so. Running a captured
+# program, to know a size or to certify a plan, would then change the model's buffers.
+def _without_cudnn(function: Callable[..., Any]) -> None:
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        with torch.backends.cudnn.flags(enabled=False):
+            return function(*args, **kwargs)
+
+    rewrite("value", function)(replacement)
+
+
+for _function in (torch.batch_norm, F.batch_norm, torch.instance_norm, F.instance_norm):
+    _without_cudnn(_function)

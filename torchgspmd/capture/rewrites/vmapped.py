@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.private_apis import is_functorch_wrapped_tensor
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ...rules.rewrites import DECLINED, rewrite
-from ..transforms import is_vectorizing
+from ..traced_values import is_vectorizing
 
 
 def _is_mapped(*values: object) -> bool:
@@ -91,9 +91,8 @@ def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) 
     """Raise where each position would have a length of its own."""
     if not _is_mapped(input, weights):
         return DECLINED
-    raise ShardingError(
+    raise ShardingError.here(
         "bincount is called under torch.vmap, as in the stages of a pipeline",
-        where=user_line(),
         why="the largest value decides the length of its result",
         fix="write torch.histc(x.float(), bins=n, min=0, max=n - 1), whose length is n",
     )

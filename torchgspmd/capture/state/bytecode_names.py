@@ -27,14 +27,7 @@ from .source import ABSENT, Attribute, Source
 _METHODS = (FunctionType, property, functools.cached_property, staticmethod, classmethod)
 _COMMON = {*dir(Tensor), *dir(dict), *dir(list), *dir(str)}
 # methods that are called without their name
-_UNNAMED = (
-    "__init__",
-    "__post_init__",
-    "__call__",
-    "forward",
-    "backward",
-    "setup_context",
-)
+_UNNAMED = ("__init__", "__post_init__", "__call__", "forward", "backward", "setup_context")
 _LIBRARIES = {*sys.stdlib_module_names, "torch", "numpy", __name__.partition(".")[0]}
 _MANY = 500  # most functions; those that few calls lead to come first
 _FAR = 3  # most calls from a forward into installed packages
@@ -192,7 +185,6 @@ def dotted_names(code: CodeType, action: str = GLOBAL) -> tuple[tuple[str, ...],
 
 @functools.lru_cache(maxsize=4096)
 def _stored_names(code: CodeType, action: str) -> tuple[str, ...]:
-    """Return the names that the code stores by this action."""
     steps = (step for body in bodies(code) for step in body.steps)
     return tuple(dict.fromkeys(step.name for step in steps if step.action == action))
 

@@ -104,7 +104,6 @@ def _modes(model: nn.Module) -> Iterator[Fact]:
 
 
 def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return parameters and buffers under all their names."""
     return [
         *model.named_parameters(remove_duplicate=False),
         *model.named_buffers(remove_duplicate=False),
@@ -219,11 +218,7 @@ DEPENDENCIES = (
         "`requires_grad` and mark of tensors",
         CALL,
     ),
-    Dependency(
-        "torch's modes",
-        "gradients, autocast with its dtype, and the default dtype",
-        CALL,
-    ),
+    Dependency("torch's modes", "gradients, autocast with its dtype, and the default dtype", CALL),
     # another process
     Dependency(
         "settings",

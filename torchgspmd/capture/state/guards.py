@@ -84,7 +84,6 @@ class Copied:
     value: Any
 
     def hold(self, now: object) -> bool:
-        """Return whether the value equals the copy."""
         if type(now) is not type(self.value):
             return False
         if isinstance(now, np.ndarray):
@@ -108,7 +107,6 @@ class HasAttributes:
         return HasAttributes(names, tuple(filter(names.__contains__, attributes_of(holder) or {})))
 
     def hold(self, now: object) -> bool:
-        """Return whether the object has the same ones."""
         return HasAttributes.of(now, self.names).present == self.present
 
 
@@ -119,7 +117,6 @@ class HasKey:
     key: Any
 
     def hold(self, now: object) -> bool:
-        """Return whether the value has the key."""
         return value_key(now) == self.key
 
 
@@ -138,7 +135,6 @@ class Guard:
     predicate: Any
 
     def holds(self) -> bool:
-        """Return whether the value satisfies the predicate."""
         return matches(self.source.read(), self.predicate)
 
     def described(self) -> str:
@@ -172,7 +168,6 @@ class Guards:
         ]
 
     def hold(self) -> bool:
-        """Return whether all guards hold."""
         # Most values are the objects from the trace, which C code compares by identity.
         now, simple = [*map(dict.get, self.tables, self.keys, repeat(ABSENT))], self.simple
         # Identity first: it needs no call of Python code.
@@ -224,22 +219,18 @@ def _name(guard: Guard, owners: Mapping[int, str]) -> str:
     return owners.get(id(guard.source.root), "") + guard.source.name
 
 
-def is_plain(value: object) -> bool:
+def is_plain(value: object, kinds: tuple[type, ...] = _PLAIN) -> bool:
     """Return whether the value is plain, or a short container with plain values."""
     if isinstance(value, _CONTAINERS):
         return len(value) <= LONG and all(
-            isinstance(leaf, _PLAIN) for leaf in pytree.tree_leaves(value)
+            isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value)
         )
-    return isinstance(value, _PLAIN)
+    return isinstance(value, kinds)
 
 
 def is_watched(value: object) -> bool:
     """Return whether the value is a tensor or plain, or a short container with these."""
-    if isinstance(value, _CONTAINERS):
-        return len(value) <= LONG and all(
-            isinstance(leaf, (Tensor, *_PLAIN)) for leaf in pytree.tree_leaves(value)
-        )
-    return isinstance(value, (Tensor, *_PLAIN))
+    return is_plain(value, (Tensor, *_PLAIN))
 
 
 def snapshot(value: Any, depth: int = 0) -> object:
@@ -326,7 +317,6 @@ def _changed_leaves(source: Source, now: object, value: object) -> Iterator[tupl
 
 
 def matches(now: object, value: object) -> bool:
-    """Return whether the current value satisfies the guard."""
     if now is value or value is ANY:
         return True
     if isinstance(value, TensorPredicate):

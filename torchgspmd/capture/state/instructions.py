@@ -112,7 +112,6 @@ def nested_code(code: CodeType) -> Iterator[CodeType]:
 
 
 def instructions(code: CodeType) -> Iterator[Instruction]:
-    """Yield the instructions of this Python."""
     jumps = {*dis.hasjrel, *dis.hasjabs}
     for i in dis.get_instructions(code):
         growth = dis.stack_effect(i.opcode, i.arg)
@@ -137,7 +136,6 @@ def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
 
 
 def _action(i: Instruction) -> str:
-    """Return the action of an instruction that has one."""
     if i.is_jump:
         return JUMP
     if i.opname == "LOAD_NAME" and str(i.argval).startswith("__"):

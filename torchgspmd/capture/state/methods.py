@@ -163,7 +163,6 @@ def _checksum(items: Iterable[tuple[str, Any]]) -> str:
 
 
 def _place(value: Any) -> str:
-    """Return a function's name and line as text."""
     return re.sub(" [0-9a-f]{8}", "", _code(value))
 
 

@@ -175,7 +175,6 @@ def _bases(classes: Iterable[type]) -> list[type]:
 
 
 def _is_descriptor(value: Any) -> bool:
-    """Return whether the value is a method, a property or another descriptor."""
     return hasattr(type(value), "__get__")
 
 

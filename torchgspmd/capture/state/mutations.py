@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ..stand_in_sizes import NUMBERS
 from .bytecode_names import cell_sources
 from .guards import (
@@ -36,8 +36,7 @@ from .guards import (
 from .mutable_tables import MutableTable, find_tables
 from .name_uses import READ, uses_of_names
 from .object_trees import opened
-from .reach import Reach
-from .recorder import Recorder
+from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
 from .state_inputs import NumberInput, State, TensorInput
 from .symbolic_numbers import SymbolicNumber, at_backward, conditions_of, symbolic
@@ -111,7 +110,6 @@ class Tables:
                     each.source.write(value)
 
     def _restore(self, table: MutableTable) -> None:
-        """Restore a table's entries."""
         container, before = table.container, table.before
         if isinstance(container, LISTS):
             if len(container) != len(before) or not all(map(is_, container, before.values())):
@@ -139,10 +137,9 @@ class Tables:
             table.last = now
             for step, value in now.items():
                 if isinstance(value, NUMBERS) and value is not old.get(step):
-                    raise ShardingError(
+                    raise ShardingError.here(
                         f"the program puts a number into '{table.source.at(step)}' that is known "
                         "only when it runs",
-                        where=user_line(),
                         fix="keep the tensor, and call item() on it outside",
                     )
             for write in self._writes_of(table, old, now, state_ids):

@@ -50,7 +50,6 @@ def uses_of_names(functions: Iterable[FunctionType]) -> dict[str, set[str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _uses_in_code(code: CodeType) -> tuple[tuple[str, str], ...]:
-    """Return the code's (name, use) pairs, each once."""
     found: dict[tuple[str, str], None] = {}
     for body in bodies(code):
         for at, step in enumerate(body.steps):

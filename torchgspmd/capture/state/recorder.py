@@ -10,18 +10,13 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import Enum
-from types import (
-    BuiltinFunctionType,
-    FunctionType,
-    MethodType,
-    ModuleType,
-    SimpleNamespace,
-)
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
 
 from .bytecode_names import (
+    called_functions,
     cell_sources,
     class_names,
     class_values,
@@ -31,7 +26,9 @@ from .bytecode_names import (
     is_own,
     may_name_its_class,
     names_in_code,
+    reachable_values,
 )
+from .dependencies import hooks_of
 from .guards import KEPT_BY_TORCH, HasAttributes, is_watched, snapshot
 from .object_trees import OF_PYTHON
 from .source import LONG, Attribute, Source, attributes_of, is_table, slots, slots_of
@@ -86,7 +83,6 @@ class Recorder:
                 self.record(source)
 
     def record(self, source: Source) -> None:
-        """Record a source."""
         if source not in self.entries:
             value = source.read()
             self.entries[source] = value, snapshot(value)
@@ -259,8 +255,44 @@ def _class_values(cls: type) -> Iterator[object]:
 
 
 def _values(holder: object) -> Iterator[object]:
-    """Yield an object's attributes, and its class's."""
     if not isinstance(holder, nn.Module):
         yield from _class_values(type(holder))
     yield from (attributes_of(holder) or {}).values()
     yield from slots(holder).values()
+
+
+class Reach:
+    """Functions and objects to which forward, its hooks or a function lead, by names.
+
+    functions: forwards, hooks, and functions in attributes. called: these and the Python functions
+    that they name, and so on. objects: of a module only.
+    """
+
+    def __init__(self, fn: Callable | nn.Module) -> None:
+        self.modules = list(fn.modules()) if isinstance(fn, nn.Module) else []
+        forwards = [module.forward for module in self.modules]
+        roots: list[Any] = [fn, *forwards, *(hooks_of(self.modules) if self.modules else ())]
+        reach, before = ReachedObjects(self.modules), -1
+        # Objects lead to further functions, and these to further objects.
+        while len(reach.objects) != before:
+            before = len(reach.objects)
+            self.functions = [*roots, *reach.functions.values()]
+            self.called = called_functions(
+                self.functions, map(type, (*self.modules, *reach.objects.values()))
+            )
+            reach.add(
+                (
+                    value
+                    for function in (*self.functions, *self.called)
+                    for value in reachable_values(function)
+                ),
+                are_named=True,
+            )
+        self._objects = [*reach.objects.values()]
+        self.objects = self._objects if self.modules else []
+
+    def classes(self) -> Iterator[type]:
+        """Yield the classes of modules and objects, and those that functions name."""
+        yield from map(type, (*self.modules, *self._objects))
+        for function in self.called:
+            yield from (cls for cls, _ in class_names(function))

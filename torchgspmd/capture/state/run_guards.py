@@ -21,7 +21,7 @@ from ...rules.memory_order import order_text
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
 from .dependencies import CALL, TABLES, facts_of
 from .methods import Methods
-from .reach import Reach
+from .recorder import Reach
 from .source import DEEP, Source, is_table
 from .value_keys import as_text, difference, value_key
 
@@ -65,7 +65,6 @@ class ArgumentKeys(NamedTuple):
         return ArgumentKeys(tuple(names), tuple(map(key, leaves)), ordered)
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
-        """Yield the leaves that differ from the plan's."""
         now = ArgumentKeys.of(self.names, leaves, self.ordered)
         for name, one, other in zip(self.names, now.keys, self.keys):
             # A saved plan has None for tensors and for None.
@@ -92,7 +91,6 @@ class ModuleFacts:
         return [[name, _text(value)] for name, value in self.then.items()]
 
     def changes(self) -> Iterator[Change]:
-        """Yield the differences from planning time."""
         now = dict(self._facts())
         for name in dict.fromkeys((*self.then, *now)):
             one, other = now.get(name, "absent"), self.then.get(name, "absent")
@@ -168,7 +166,6 @@ class FunctionFacts:
             yield str(source), value_key(source.read())
 
     def changes(self) -> Iterator[Change]:
-        """Yield the differences from planning time."""
         yield from (Change(*change) for change in self.methods.changes())
         for (name, now), (_, then) in zip(self._facts(), self.then):
             if then != now:
@@ -200,7 +197,6 @@ class RunGuards(NamedTuple):
     functions: FunctionFacts
 
     def changes(self, leaves: Sequence[object]) -> Iterator[Change]:
-        """Yield the differences from planning time. leaves: of the run's arguments."""
         yield from self.arguments.changes(leaves)
         if self.module is not None:
             yield from self.module.changes()

@@ -93,7 +93,6 @@ class Source:
 
     @property
     def name(self) -> str:
-        """Return a short name that is the same on all ranks."""
         return ".".join(map(step_name, self.steps)) or "a table"
 
     @property
@@ -106,7 +105,6 @@ class Source:
         return Source(self.root, (*self.steps, *steps))
 
     def holder(self, arguments: object = None) -> Any:
-        """Return the value's container."""
         return Source(self.root, self.steps[:-1]).read(arguments)
 
     def read(self, arguments: object = None) -> Any:
@@ -256,7 +254,6 @@ def slots(holder: object) -> dict[Step, Any]:
 
 
 def attributes_of(holder: object) -> dict | None:
-    """Return an object's __dict__, or None."""
     try:
         # Past a patched __getattribute__, which would record the read (recorder.py).
         of_thread = isinstance(holder, threading.local)

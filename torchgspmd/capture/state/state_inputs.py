@@ -39,7 +39,6 @@ class TensorInput:
 
     @property
     def name(self) -> str:
-        """Return the source's name."""
         return self.source.name
 
     def holds(self) -> bool:
@@ -47,7 +46,6 @@ class TensorInput:
         return isinstance(self.read(), Tensor)
 
     def tensor(self) -> Tensor:
-        """Return the tensor that the program takes."""
         return self.read()
 
 
@@ -70,7 +68,6 @@ class NumberInput(TensorInput):
         return type(value) is float or type(value) is int and abs(value) < LARGE
 
     def tensor(self) -> Tensor:
-        """Return the number as a float64 or int64 tensor."""
         value = self.read()
         return torch.tensor(value, dtype=torch.float64 if type(value) is float else torch.int64)
 
@@ -85,7 +82,6 @@ class NumberInput(TensorInput):
         return result
 
     def to_conditions(self) -> Conditions:
-        """Return the conditions as a guard's predicate."""
         return Conditions(type(self.value), tuple(self.conditions))
 
 
@@ -110,7 +106,6 @@ class Conditions:
 
 
 def identity(value: object) -> Any:
-    """Return the value."""
     return value
 
 
@@ -134,7 +129,6 @@ class Varying:
 
     @staticmethod
     def named(i: int) -> str:
-        """Return a varying argument's name."""
         return f"argument {i}"
 
 
@@ -192,7 +186,6 @@ class State:
         self.asks_order = line or user_line() or "a call"
 
     def stop_counting(self) -> None:
-        """Give traces plain numbers."""
         self.is_counting = False
 
     def vary(self, source: Source, value: object) -> None:

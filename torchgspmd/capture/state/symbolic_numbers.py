@@ -27,14 +27,7 @@ from .state_inputs import COUNTED, Conditions, Function, NumberInput, identity
 _EXACT = 2.0**53  # doubles represent smaller integers exactly
 _MANY = 64  # most operations; a longer expression is specialized
 # operations with the same result on tensors
-_TENSORS = (
-    operator.add,
-    operator.sub,
-    operator.mul,
-    operator.neg,
-    operator.truediv,
-    operator.pow,
-)
+_TENSORS = (operator.add, operator.sub, operator.mul, operator.neg, operator.truediv, operator.pow)
 # A sum of 64 integers below 2 ** 53 fits into 64 bits.
 _SUMS = (operator.add, operator.sub)
 _BESIDE_TENSORS = {
@@ -75,7 +68,6 @@ class BackwardNumber:
         return _to_tensor(self.symbol)
 
     def guard_on(self, function: Function) -> Any:
-        """Return the function's result, and guard on it."""
         return of(self.symbol).guard_on(function)
 
 
@@ -101,13 +93,11 @@ class Expression:
         object.__setattr__(self, "size", size)
 
     def guard_on(self, function: Function) -> Any:
-        """Return a function's result on the value, and guard on it."""
         if self.number is None:
             return function(self.specialize())
         return self.number.guard_on(lambda number: function(self.function(number)))
 
     def specialize(self) -> int | float:
-        """Return the value, and guard on it."""
         if self.number is not None:
             return self.number.guard_on(self.function)
         operation, *operands = self.operation
@@ -203,7 +193,6 @@ def at_backward(symbol: SymbolicNumber, source: Source) -> SymbolicNumber:
 
 
 def symbolic(number: NumberInput | BackwardNumber) -> SymbolicNumber:
-    """Return the symbolic number for a source's number."""
     return SymbolicNumber(Expression(number, number.value))
 
 
@@ -282,7 +271,6 @@ def _to_tensor(symbol: SymbolicNumber) -> Tensor | None:
 
 
 def _is_exact(value: int) -> bool:
-    """Return whether a double represents the integer exactly."""
     return abs(value) < _EXACT
 
 
@@ -302,12 +290,10 @@ def _tensor_operand(symbol: SymbolicNumber, other: Tensor) -> object:
 
 
 def _guarding_method(function: Callable[..., object]) -> Any:
-    """Return a method that guards on a function's result."""
     return lambda self, *args: of(self).guard_on(lambda value: function(value, *args))
 
 
 def _arithmetic_method(operation: Callable, is_reflected: bool) -> Any:
-    """Return a method that applies a binary operation."""
     return lambda self, other: (
         _compute(operation, other, self) if is_reflected else _compute(operation, self, other)
     )

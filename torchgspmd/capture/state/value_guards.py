@@ -41,7 +41,6 @@ class ValueGuard:
     last: list[Tensor] = field(default_factory=list)  # the inputs' values at the last success
 
     def holds(self) -> bool:
-        """Return whether the function has the same result now."""
         if not all(each.holds() for each in self.inputs):
             return False
         with torch.no_grad():
@@ -134,7 +133,6 @@ class ValueGuards:
 
 
 def _itself(tensor: Tensor) -> Tensor:
-    """Return the tensor."""
     return tensor
 
 
@@ -178,7 +176,6 @@ def _extract_function(node: fx.Node, inputs: list[fx.Node], owner: nn.Module) ->
 
 
 def _evaluate(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -> Tensor:
-    """Return a copy of the function's result."""
     with torch.no_grad():
         return function(*map(_local_values, tensors)).clone()
 

@@ -122,7 +122,6 @@ def _is_own(value: object) -> bool:
 
 
 def _attributes(value: object) -> dict[str, object]:
-    """Return an object's attributes by their names."""
     if not hasattr(value, "__dict__") and not slots_of(type(value)):
         return {}
     return {

@@ -15,20 +15,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
+from ...errors import ShardingError
 from .object_trees import closed, is_object, opened
-from .source import (
-    ABSENT,
-    ARGUMENTS,
-    LISTS,
-    Attribute,
-    Source,
-    Step,
-    components,
-    set_component,
-)
+from .source import ABSENT, ARGUMENTS, LISTS, Attribute, Source, Step, components, set_component
 from .symbolic_numbers import Computed, source_of, specialize_tree, to_computed
 
 _PLAIN = (bool, int, float, complex, str, type(None))
@@ -164,7 +156,6 @@ class WatchedArguments:
         }
 
     def restore(self) -> None:
-        """Restore all containers."""
         for _, container, old in self.before:
             items, changed = _difference(container, components(container), old)
             if items is not None:
@@ -241,3 +232,62 @@ def _output_index(tensor: Tensor, outputs: list[Tensor]) -> int:
     if place == len(outputs):
         outputs.append(tensor)
     return place
+
+
+def rebound_parameters(
+    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Return the parameters that forward rebinds, by input index.
+
+        self.weight = nn.Parameter(0.9 * self.weight + ...)
+
+    Raises ShardingError if forward adds or removes a parameter.
+    """
+    now = dict(module.named_parameters())
+    for name in now.keys() ^ names:
+        owner, _, last = name.rpartition(".")
+        module.get_submodule(owner)._parameters.pop(last, None)  # no fake tensor stays
+        raise ShardingError.here(
+            f"forward {'makes' if name in now else 'takes away'} parameter '{name}'",
+            why="a program has those that the module has before",
+            fix="make it in __init__, and keep it",
+        )
+    rebound: dict[int, Tensor] = {
+        i: now[name]
+        for i, (name, tensor) in enumerate(zip(names, inputs))
+        if now[name] is not tensor
+    }
+    for i, tensor in rebound.items():
+        check_alike(f"parameter '{names[i]}'", inputs[i], tensor)
+    return rebound
+
+
+def rebound_buffers(
+    module: nn.Module, names: Sequence[str], inputs: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Return the buffers that forward rebinds to a tensor with the same shape and type.
+
+        self.mean = 0.9 * self.mean + ...
+
+    The keys are input indices. A tensor with another shape or type counts as a new attribute.
+    """
+    now = dict(module.named_buffers())
+    return {
+        i: now[name]
+        for i, (name, tensor) in enumerate(zip(names, inputs))
+        if name in now
+        and now[name] is not tensor
+        and now[name].shape == tensor.shape
+        and now[name].dtype == tensor.dtype
+    }
+
+
+def check_alike(what: str, old: Tensor, new: Tensor) -> None:
+    """Raise ShardingError if a tensor cannot take another tensor's data."""
+    if new.shape != old.shape or new.dtype != old.dtype:
+        raise ShardingError.here(
+            f"{what}, {old.dtype} of shape {list(old.shape)}, is given data of {new.dtype} "
+            f"and shape {list(new.shape)}",
+            why="a tensor of a program keeps its type and shape",
+            fix="register a buffer, and assign a new tensor to it",
+        )

@@ -14,8 +14,7 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
-from ..gloo_rewriter import GlooRewriter
-from ..reductions import REDUCTIONS
+from ..gloo_rewriter import REDUCTIONS, GlooRewriter
 from .kind import CollectiveKind, MergedForm, ReshardProblem, Step, WireOp, in_groups
 from .reduce_scatter import pending_subsets, reduce_scatter
 

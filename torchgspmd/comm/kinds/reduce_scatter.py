@@ -15,9 +15,8 @@ from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
-from ..gloo_rewriter import GlooRewriter
+from ..gloo_rewriter import REDUCTIONS, GlooRewriter
 from ..local_ops import take_part
-from ..reductions import REDUCTIONS
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
 

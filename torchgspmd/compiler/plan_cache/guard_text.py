@@ -32,7 +32,7 @@ from ...capture.state.guards import (
     snapshot,
     snapshot_components,
 )
-from ...capture.state.reach import Reach
+from ...capture.state.recorder import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from ...capture.state.source import ABSENT, LISTS, Attribute, Source
 from ...capture.state.state_inputs import Conditions

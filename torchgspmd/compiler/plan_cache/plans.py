@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from ...capture import BUFFER, PARAMETER, Captured, Input
 from ...capture.state.bytecode_names import dotted_names, imports_own_modules, is_installed
 from ...capture.state.guards import Guards
-from ...capture.state.reach import Reach
+from ...capture.state.recorder import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, RunGuards
 from ...comm.json_rows import conforms, field_types
 from ...errors import ShardingError

@@ -19,7 +19,7 @@ from torch import Tensor
 from ...capture.eager_kernels import has_no_elements
 from ...capture.rewrites.loop_trace import is_unrolling
 from ...capture.rewrites.products import autocast
-from ...capture.transforms import is_transforming, needs_gradient
+from ...capture.traced_values import is_transforming, needs_gradient
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, apply_first, rewrite

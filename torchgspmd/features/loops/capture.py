@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...capture.rewrites.loop_trace import is_unrolling, run_loop
-from ...capture.transforms import is_transforming
+from ...capture.traced_values import is_transforming
 from ...compat.private_apis import _pytree as pytree
 from ...rules.rewrites import rewrite
 from .branch_trace import both_sides, run_branch, run_while

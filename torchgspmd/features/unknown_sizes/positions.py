@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.autograd import Function
 
-from ...capture.transforms import is_transforming
+from ...capture.traced_values import is_transforming
 from ...compat.private_apis import is_functorch_wrapped_tensor
 
 

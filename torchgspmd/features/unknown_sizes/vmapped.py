@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...capture.transforms import is_vectorizing
+from ...capture.traced_values import is_vectorizing
 from ...rules.rewrites import DECLINED, rewrite
 from .capture import arange_of, is_unknown
 from .positions import with_positions

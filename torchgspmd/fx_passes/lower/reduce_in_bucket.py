@@ -21,12 +21,11 @@ import operator
 from collections.abc import Iterator, Sequence
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from ...comm.bucket_memory import BucketMemory
 from ...comm.kinds import WIRE_OPS
 from ...compat.operators import aten, c10d
-from ...compat.private_apis import _foreach_copy_
+from ...compat.private_apis import _foreach_copy_, _storage_Use_Count
 
 WITH_OUT = {  # The functions that write their result to out=.
     aten.mm.default: torch.mm,
@@ -172,3 +171,31 @@ def _erase(graph: fx.Graph, node: fx.Node) -> None:
     for operand in operands:
         if not operand.users and operand.op == "call_function":
             _erase(graph, operand)
+
+
+class BucketMemory:
+    """Reusable memory for one gradient bucket on a CPU.
+
+    Without it, libc returns freed buckets to the system, and the next step faults in every page.
+    With 53 MB in gradients that is 13,000 pages, or 30 ms in a 720 ms step.
+    On a GPU, torch's allocator reuses memory itself.
+    """
+
+    def __init__(self) -> None:
+        self.storage: torch.UntypedStorage | None = None
+        self.idle_count = 0  # the storage's reference count while no tensor uses it
+
+    def empty(self, like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+        """Return a vector on the device of `like`, in the last one's memory if that is free."""
+        if like.device.type != "cpu":
+            return like.new_empty([size], dtype=dtype)
+        if self.storage is None or _use_count(self.storage) != self.idle_count:
+            self.storage = torch.UntypedStorage(size * dtype.itemsize)
+            self.idle_count = _use_count(self.storage)
+        return torch.empty(0, dtype=dtype).set_(self.storage)
+
+    vars(empty)["owns"] = True  # see fx_nodes.allocates
+
+
+def _use_count(storage: torch.UntypedStorage) -> int:
+    return _storage_Use_Count(storage._cdata)

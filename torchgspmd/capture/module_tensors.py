@@ -1,4 +1,4 @@
-"""Run code while other tensors stand in the place of a module's."""
+"""A module's parameters and buffers: their names, their tables, and others in their place."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], call: Callabl
         for name, tensor in table.items()
         if tensor is not None
     ]
-    present = {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    present = dict(named_tensors(module))
     stand_ins = {id(present[name]): tensor for name, tensor in tensors.items()}
     slots = [slot for slot in slots if id(slot[2]) in stand_ins]
     try:
@@ -37,3 +34,18 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], call: Callabl
     finally:
         for table, name, tensor in slots:
             table[name] = tensor
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers under all their names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def slot_of(model: nn.Module, name: str) -> tuple[dict, str]:
+    """Return the table (dict) that holds a parameter or buffer, and its name in it."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last

@@ -1,4 +1,4 @@
-"""The values that functional tensors have at some moment in the trace."""
+"""A trace's tensors: functional ones' values now, and transforms of torch.func around them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,32 @@ from typing import Any
 
 from torch import Tensor
 
-from ..compat.private_apis import FunctionalTensor, _from_functional_tensor, _sync
+from ..compat.private_apis import (
+    FunctionalTensor,
+    _from_functional_tensor,
+    _sync,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_functorch_wrapped_tensor,
+)
+
+
+def is_transforming() -> bool:
+    """Return whether torch.func differentiates or vectorizes the current call."""
+    return bool(get_interpreter_stack())
+
+
+def is_vectorizing() -> bool:
+    """Return whether torch.vmap, and no other torch.func transform, wraps the current call."""
+    stack = get_interpreter_stack() or []
+    return bool(stack) and all(level.key().name == "Vmap" for level in stack)
+
+
+def needs_gradient(x: Tensor) -> bool:
+    """Return whether a tensor needs a gradient: torch.vmap's tensors say that they do not."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x.requires_grad
 
 
 def unwrap(tensor: Any) -> Tensor:
