@@ -172,9 +172,7 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike | None) -> ShardSpec:
     """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
     parsed = ShardSpec.parse(cast(SpecLike, spec)).check(mesh, tensor.shape)  # refuses None
     if parsed.pending:
-        raise ShardingError.here(
-            f"a mark cannot ask for a pending reduction ('{parsed}')",
-        )
+        raise ShardingError.here(f"a mark cannot ask for a pending reduction ('{parsed}')")
     return parsed
 
 

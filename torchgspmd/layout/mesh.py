@@ -112,13 +112,11 @@ class Mesh:
             ]
         except ValueError:
             raise ShardingError.here(
-                f"'{text}' is not a mesh; write it as 'data=2,model=4'",
+                f"'{text}' is not a mesh; write it as 'data=2,model=4'"
             ) from None
         twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
         if twice is not None:
-            raise ShardingError.here(
-                f"'{twice}' occurs twice in mesh '{text}'",
-            )
+            raise ShardingError.here(f"'{twice}' occurs twice in mesh '{text}'")
         return cls(**dict(axes))
 
     def __str__(self) -> str:
@@ -181,7 +179,7 @@ class Mesh:
         """
         if axis not in self._sizes:
             raise ShardingError.here(
-                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}",
+                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}"
             )
 
     def coordinates(self, rank: int) -> Coordinates:

@@ -11,13 +11,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from .mesh import Mesh
 from .spec import ShardSpec
-from .spec_notation import (
-    AUTO,
-    SAME,
-    UNCONSTRAINED,
-    check_no_placement,
-    text_of_entries,
-)
+from .spec_notation import AUTO, SAME, UNCONSTRAINED, check_no_placement, text_of_entries
 
 # Names of axes that divide the batch, in the libraries of the field.
 BATCH_AXES = ("data", "batch", "dp", "fsdp", "replica", "dp_replicate", "dp_shard", "replicate")
@@ -42,9 +36,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         parsed = None if prefix is None else ShardSpec.parse(prefix)
         if parsed is not None and parsed.pending:
-            raise ShardingError.here(
-                f"spec '{parsed}' for {what} asks for a pending reduction",
-            )
+            raise ShardingError.here(f"spec '{parsed}' for {what} asks for a pending reduction")
         return [
             parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves
         ]
@@ -52,7 +44,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
         unknown = [key for key in prefix if key not in tree]
         if unknown:
             raise ShardingError.here(
-                f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}",
+                f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}"
             )
         return [
             spec

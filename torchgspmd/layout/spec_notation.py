@@ -50,7 +50,7 @@ def parse_string(text: str) -> SpecFields:
         if reduction not in REDUCTIONS:
             raise ShardingError.here(
                 f"'{reduction}' in spec '{text}' is not a reduction; "
-                f"use one of {', '.join(REDUCTIONS)}",
+                f"use one of {', '.join(REDUCTIONS)}"
             )
         if not all(map(_is_axis, pending)):
             raise ShardingError.here(
@@ -129,7 +129,7 @@ def parse_sequence(entries: object) -> SpecFields:
     if not isinstance(entries, Sequence):
         raise ShardingError.here(
             "a spec is a string such as 'data _' or a tuple such as ('data', None), "
-            f"not {entries!r}",
+            f"not {entries!r}"
         )
     dims, opens = [], []
     for entry in entries:
@@ -143,6 +143,6 @@ def parse_sequence(entries: object) -> SpecFields:
         else:
             raise ShardingError.here(
                 f"{entry!r} is not an entry of a spec; "
-                "use None, an axis name, a tuple of axis names or UNCONSTRAINED",
+                "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
             )
     return tuple(dims), tuple(opens), (), "sum", (), ()

@@ -100,11 +100,11 @@ def check_named_size(axis: str, size: object) -> None:
     # bool is a subclass of int: True would pass as size 1.
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
         raise ShardingError.here(
-            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
+            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1"
         )
     if not axis.isidentifier() or axis == "_":
         raise ShardingError.here(
-            f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'",
+            f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'"
         )
 
 

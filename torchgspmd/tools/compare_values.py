@@ -30,20 +30,17 @@ from ..compat.private_apis import _pytree as pytree
 from ..compiler.api import Plan, compile_plan
 from ..compiler.options import Options
 from ..dtensor.storage import local_of, whole_of
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.sharded_module import ShardedModule
 from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_of
-from .rank_interpreter import RankInterpreter, interpret
+from .debug import RankInterpreter, interpret
 
 
 def compare(
-    model: nn.Module | Plan,
-    reference: nn.Module,
-    *batch: object,
-    tolerance: float | None = None,
+    model: nn.Module | Plan, reference: nn.Module, *batch: object, tolerance: float | None = None
 ) -> Comparison:
     """Run a model on its mesh and on one device, and find the first value that differs.
 
@@ -72,9 +69,8 @@ def compare(
     """
     args, kwargs = _arguments(*batch)
     if not isinstance(model, (Plan, ShardedModule)):
-        raise ShardingError(
+        raise ShardingError.here(
             f"compare gets a {type(model).__name__}",
-            where=user_line(),
             fix="pass the module that parallelize returned, or a Plan",
         )
     if isinstance(model, ShardedModule):
@@ -137,15 +133,13 @@ def _one_device(
 
 
 def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the captured program's inputs, with the reference's weights."""
     state, found = dict(named_tensors(reference)), list[Tensor]()
     for each in captured.inputs:
         if each.kind in (PARAMETER, BUFFER):
             tensor = state.get(each.name)
             if tensor is None or tuple(tensor.shape) != tuple(each.shape):
-                raise ShardingError(
+                raise ShardingError.here(
                     f"the reference has no '{each.name}' of shape {list(each.shape)}",
-                    where=user_line(),
                     fix="pass the same model, as it was before parallelize: copy.deepcopy(model)",
                 )
             found.append(whole_of(tensor).detach().clone())
@@ -270,7 +264,6 @@ class _OnRanks:
                 parameter.grad = before
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the findings on each rank."""
         return all_gather_rows(self.groups, own)
 
 

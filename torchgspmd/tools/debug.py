@@ -27,12 +27,11 @@ from torch import fx, nn
 from ..capture.breakpoints import wanted
 from ..comm.simulator import Simulator
 from ..compiler.api import Plan
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall
 from ..runtime.sharded_module import ShardedModule
-from .rank_interpreter import RankInterpreter, interpret
 from .shown_values import ShownValues
 
 
@@ -73,16 +72,14 @@ def debug(
             %einsum : f32[2, 2] of [4@data, 2] = einsum(mk,kn->mn, %arg0, %arg1)  8 to 8
     """
     if not isinstance(model, (Plan, ShardedModule)):
-        raise ShardingError(
+        raise ShardingError.here(
             f"debug gets a {type(model).__name__}",
-            where=user_line(),
             fix="pass the module that parallelize returned for backend='torch' or 'inductor', "
             "or a Plan",
         )
     if isinstance(model, ShardedModule) and model._options.captures:
-        raise ShardingError(
+        raise ShardingError.here(
             "debug cannot show operations of a CUDA graph",
-            where=user_line(),
             why=f"backend '{model._options.backend}' replays them without Python",
             fix="pass a module with backend='torch', or a Plan",
         )
@@ -143,6 +140,28 @@ def _shown_program(
     interpret(shown, plan.captured.constants, lambda half: _ShownProgram(values, half))
     shown.in_pieces = lambda: None
     return shown
+
+
+class RankInterpreter(fx.Interpreter):
+    """Interpreter for a rank's forward or backward."""
+
+    def call(self, inputs: Sequence[object]) -> Any:
+        """Run on inputs; a list is emptied, as a backward does."""
+        values = [*inputs]
+        if isinstance(inputs, list):
+            inputs.clear()
+        return self.run(*values, enable_io_processing=False)
+
+
+def interpret(
+    program: JointProgram, owner: nn.Module, make: Callable[[fx.GraphModule], RankInterpreter]
+) -> None:
+    """Replace both halves of a program by an interpreter. owner: has the constants."""
+    # Modules around the owner, where an Interpreter looks constants up.
+    forward = fx.GraphModule(owner, program.forward.__self__.graph)
+    backward = fx.GraphModule(owner, program.backward_graph)
+    program.forward = lambda *inputs: make(forward).call(inputs)
+    program.backward = lambda boxed: make(backward).call(boxed)
 
 
 class _ShownProgram(RankInterpreter):

@@ -16,15 +16,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ..errors import RankError, ShardingError, user_line
+from ..errors import RankError, ShardingError
 
 GRACE = 1.0  # seconds in which a rank that failed earlier may still say so
 END = 5.0  # seconds from SIGTERM to SIGKILL
@@ -79,19 +79,8 @@ def launch(
     try:
         for rank in range(processes):
             own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-            card = rank % cards if cards else None
-            ranks.append(
-                _start(
-                    rank,
-                    own,
-                    card,
-                    backend=backend,
-                    threads=threads,
-                    fn=fn,
-                    args=args,
-                    others=ranks,
-                )
-            )
+            child = _Child(own, rank % cards if cards else None, backend, threads)
+            ranks.append(_start(rank, child, fn, args, ranks))
         _follow(ranks)
     finally:
         _end(ranks)
@@ -115,17 +104,15 @@ class _Rank:
 
 def _check(processes: int) -> None:
     if processes < 1:
-        raise ShardingError(f"launch gets {processes} processes", where=user_line())
+        raise ShardingError.here(f"launch gets {processes} processes")
     if dist.is_initialized():
-        raise ShardingError(
+        raise ShardingError.here(
             "launch is called in a process that is part of a process group",
-            where=user_line(),
             fix="call it where no process group is: under torchrun the processes are there",
         )
     if torch.cuda.is_initialized():
-        raise ShardingError(
+        raise ShardingError.here(
             "this process uses a GPU already, and its forks cannot",
-            where=user_line(),
             fix="restart the notebook, and create tensors on GPUs inside of the function alone",
         )
 
@@ -145,10 +132,7 @@ def _cards() -> int:
 
 def _start(
     rank: int,
-    variables: dict[str, object],
-    card: int | None,
-    backend: str | None,
-    threads: int,
+    child: _Child,
     fn: Callable[..., object],
     args: Sequence[object],
     others: Sequence[_Rank],
@@ -158,16 +142,8 @@ def _start(
     output, printing = os.pipe()
     # Ends of pipes that the fork inherits and the parent alone reads.
     unused = [output, answer.fileno(), *(r.output for r in others)]
-    child = _Child(
-        variables=variables,
-        card=card,
-        backend=backend,
-        threads=threads,
-        answer=answering,
-        printing=printing,
-        unused=unused,
-    )
-    process = context.Process(target=child.run, args=(fn, args), daemon=False)
+    pipes = answering, printing, unused
+    process = context.Process(target=child.run, args=(fn, args, *pipes), daemon=False)
     process.start()
     answering.close()
     os.close(printing)
@@ -184,18 +160,22 @@ class _Child:
     card: int | None
     backend: str | None
     threads: int
-    answer: Connection
-    printing: int
-    unused: list[int] = field(default_factory=list)  # the parent's descriptors
 
-    def run(self, fn: Callable[..., object], args: Sequence[object]) -> None:
-        """Run the function, and send its result or its error."""
+    def run(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        answer: Connection,
+        printing: int,
+        unused: Sequence[int],
+    ) -> None:
+        """Run the function, and send its result or its error. unused: the parent's descriptors."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-        for descriptor in self.unused:
+        for descriptor in unused:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         for stream in (1, 2):
-            os.dup2(self.printing, stream)
+            os.dup2(printing, stream)
         sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
         os.environ.update({name: str(value) for name, value in self.variables.items()})
         torch.set_num_threads(self.threads)
@@ -211,7 +191,7 @@ class _Child:
             text = "".join(traceback.format_exception(type(error), error, trace))
             message, code = pickle.dumps((False, (time.monotonic(), text))), 1
         # Connection.send would share the memory of tensors, which ends with this process.
-        self.answer.send_bytes(message)
+        answer.send_bytes(message)
         sys.stdout.flush()
         sys.stderr.flush()
         if not code and dist.is_initialized():
@@ -239,7 +219,10 @@ def _follow(ranks: list[_Rank]) -> None:
             until = time.monotonic() + GRACE
             while (left := until - time.monotonic()) > 0 and any(not r.has_ended for r in ranks):
                 _turn(ranks, left)
-            _raise_first(ranks)
+            # By time, since the first failure is often the cause of others.
+            failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
+            (_, text), number = failed[0]
+            raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
 
 
 def _turn(ranks: list[_Rank], timeout: float | None) -> None:
@@ -251,7 +234,11 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
         if rank.output in ready:
             _print(rank)
         if rank.answer in ready:
-            _take_answer(rank)
+            # Read a rank's result or error; a process that was killed sends neither.
+            rank.has_answered = True
+            with contextlib.suppress(EOFError, OSError):
+                is_result, value = pickle.loads(rank.answer.recv_bytes())
+                rank.result, rank.error = (value, None) if is_result else (None, value)
         if rank.process.sentinel in ready:
             rank.process.join()
             _print(rank, is_last=True)
@@ -262,14 +249,6 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
                     f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 )
                 rank.error = time.monotonic(), ended
-
-
-def _take_answer(rank: _Rank) -> None:
-    """Read a rank's result or error; a process that was killed sends neither."""
-    rank.has_answered = True
-    with contextlib.suppress(EOFError, OSError):
-        is_result, value = pickle.loads(rank.answer.recv_bytes())
-        rank.result, rank.error = (value, None) if is_result else (None, value)
 
 
 def _print(rank: _Rank, is_last: bool = False) -> None:
@@ -283,13 +262,6 @@ def _print(rank: _Rank, is_last: bool = False) -> None:
         lines.append(rank.line)
     for line in lines:
         print(f"[{rank.number}] {line.decode(errors='replace')}", flush=True)
-
-
-def _raise_first(ranks: list[_Rank]) -> NoReturn:
-    # By time, since the first failure is often the cause of others.
-    failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
-    (_, text), number = failed[0]
-    raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

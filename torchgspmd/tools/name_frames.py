@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..comm.code_names import all_lines, key_of
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 
 FrameNames = Mapping[str, Mapping[str, str]]
 T = TypeVar("T")
@@ -63,10 +63,9 @@ def name_frames(dump: T, names: FrameNames | None = None) -> T:
     naming = _Naming(frame_names() if names is None else names)
     named = naming.named(dump)
     if naming.unknown and not naming.is_known:
-        raise ShardingError(
+        raise ShardingError.here(
             f"no frame of the dump is of a known program: {sorted(naming.unknown)[0]} and "
             f"{len(naming.unknown) - 1} more are not",
-            where=user_line(),
             why="the process that wrote it had other programs"
             if naming.names
             else "this process has compiled no program",
@@ -88,7 +87,14 @@ class _Naming:
         """Return a part of the dump with names."""
         if isinstance(value, dict):
             if {"filename", "line", "name"} <= value.keys():
-                return self._frame(value)
+                key = key_of(str(value["filename"]))
+                if not key:
+                    return value
+                if key not in self.names:
+                    self.unknown.add(key)
+                    return value
+                self.is_known = True
+                return {**value, "name": self.names[key].get(str(value["line"]), value["name"])}
             return {key: self.named(part) for key, part in value.items()}
         if not isinstance(value, (list, tuple)):
             return value
@@ -96,13 +102,3 @@ class _Naming:
             parts = [self.named(part) for part in value]
             self.done[id(value)] = parts if isinstance(value, list) else tuple(parts)
         return self.done[id(value)]
-
-    def _frame(self, frame: dict) -> dict:
-        key = key_of(str(frame["filename"]))
-        if not key:
-            return frame
-        if key not in self.names:
-            self.unknown.add(key)
-            return frame
-        self.is_known = True
-        return {**frame, "name": self.names[key].get(str(frame["line"]), frame["name"])}

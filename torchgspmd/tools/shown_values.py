@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..capture.breakpoints import Breakpoint, LocalValue
 from ..compiler.api import Plan
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import ShardingError, did_you_mean
 from ..fx_passes.ir import other_shapes
 from ..fx_passes.lower.verify_in_flight import STARTS
 from ..fx_passes.printer import call_text, dtype_name, type_text
@@ -64,7 +64,6 @@ class ShownValues:
             self._stop_in_forward(self.waiting.pop(0))
 
     def _begin(self) -> None:
-        """Begin a run."""
         mesh = self.plan.mesh
         place = " ".join(f"{k}={v}" for k, v in mesh.coordinates(self.rank).items())
         print(f"rank {self.rank} of {mesh.size}: {place}")
@@ -134,7 +133,6 @@ class ShownValues:
     # --------------------------------------------------------------------------------------- stops
 
     def _nodes_of(self, stop: str) -> list[fx.Node]:
-        """Return the nodes behind which a stop is."""
         named = [node for node in self.rows if stop.lstrip("%") == self.names[node]]
         if named:
             return named[:1]
@@ -147,9 +145,8 @@ class ShownValues:
         last = {(p, bool(n.meta.get("backward"))): n for n, p in places.items()}
         if not last:
             words = [p for n in self.rows for p in (self.names[n], *_parents(n))]
-            raise ShardingError(
+            raise ShardingError.here(
                 f"nothing of the program is called '{stop}'",
-                where=user_line(),
                 fix=did_you_mean(stop, dict.fromkeys(words)),
             )
         return [*last.values()]

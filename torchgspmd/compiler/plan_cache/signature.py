@@ -109,7 +109,6 @@ def signature_of(captured: Captured) -> list[str]:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return a tensor's content."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 
@@ -140,7 +139,6 @@ def check_source(captured: Captured, sharded: fx.Graph) -> None:
 
 
 def _results_of(graph: fx.Graph) -> int:
-    """Count a graph's results."""
     values: Any = graph.output_node().args[0]
     return len(values)
 

@@ -154,7 +154,6 @@ class _Cut:
     # ----------------------------------------------------------------------------------- the pieces
 
     def run(self) -> StageCall:
-        """Return the pipeline."""
         self._check()
         # The order depends on the bytes that a stage keeps, and these depend on the pieces.
         self._fill()
@@ -254,7 +253,6 @@ class _Cut:
         return [node for node in self.nodes[piece] if node in used]
 
     def _piece(self, piece: int) -> StageBody:
-        """Return a piece's body."""
         inputs, nodes, outputs = self.inputs[piece], self.nodes[piece], self._outputs(piece)
         graph, new = fx.Graph(), {}
         for node in (*self.coordinates, *inputs):
@@ -311,7 +309,6 @@ class _Cut:
 
 
 def _with_loops(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield a graph's nodes, and those in its loops."""
     for node in graph.nodes:
         yield node
         if isinstance(node.target, LoopCall):

@@ -77,11 +77,6 @@ def _dtype(value: fx.Node) -> torch.dtype:
     return value.meta["val"].dtype
 
 
-def _widens(value: fx.Node, dtype: torch.dtype) -> bool:
-    """Return whether the dtype has every number in the value's dtype."""
-    return torch.promote_types(_dtype(value), dtype) == dtype
-
-
 def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules: Rules) -> Chain:
     """Return the values that gradients are computed from by operations that pass on their sums."""
     output = graph.output_node()
@@ -98,7 +93,8 @@ def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules
                 continue
             if splits or behind:
                 shared.add(value)
-            if output not in followers or _widens(value, dtype):
+            # Whether the dtype has every number in the value's dtype.
+            if output not in followers or torch.promote_types(_dtype(value), dtype) == dtype:
                 chain[value] = _summed_operands(op, dtype)
             elif not splits and followers == [output]:
                 chain[value] = frozenset()
@@ -160,7 +156,6 @@ def _retype(value: fx.Node, summed: Collection[int], dtype: torch.dtype) -> fx.N
 
 
 def _cast(value: fx.Node, dtype: torch.dtype, op: OpOverload = aten._to_copy.default) -> fx.Node:
-    """Insert a cast behind a value."""
     with value.graph.inserting_after(value):
         if op is aten._to_copy.default:
             cast = value.graph.call_function(op, (value,), {"dtype": dtype})

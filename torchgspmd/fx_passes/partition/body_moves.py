@@ -62,7 +62,6 @@ class FactorMove(Move):
         return self.option_lists[body][1]
 
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
-        """Return the options for `axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
         if (place := self.places.get(body)) is None:
             place = self.places[body] = {
@@ -150,10 +149,7 @@ class FactorMove(Move):
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""
-        state = (
-            self.assignment.stamp(self.neighbor_nodes[body]),
-            self.search.costs.pending_bonus,
-        )
+        state = (self.assignment.stamp(self.neighbor_nodes[body]), self.search.costs.pending_bonus)
         before, situation = self.situations.get(body, (None, 0))
         if before != state:
             content = (

@@ -30,10 +30,7 @@ class Resharder:
     """Computes and caches the steps between layouts on one mesh."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        constants: CostConstants | None = None,
-        counts: SearchCounts | None = None,
+        self, mesh: Mesh, constants: CostConstants | None = None, counts: SearchCounts | None = None
     ) -> None:
         self.mesh, self.constants = mesh, constants or CostConstants()
         self.counts = no_counts() if counts is None else counts
@@ -61,7 +58,6 @@ class Resharder:
     def _compute_cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
-        """Return the cost, not cached."""
         if before == after:
             return 0.0
         if (
@@ -138,7 +134,6 @@ class Resharder:
         return self.paths[key]
 
     def _path(self, steps: tuple[Step, ...]) -> Path:
-        """Return the steps with their cost."""
         return sum(step_cost(step, self.constants) for step in steps if step.collective), steps
 
     def _instance(self, key: ReshardKey) -> Instance:
@@ -167,12 +162,7 @@ class Resharder:
         )
 
     def _path_to_terms(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        before: ShardSpec,
-        after: ShardSpec,
-        new: Axes,
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec, new: Axes
     ) -> Path:
         """Return a path that ends with a value as the only term in a sum over the `new` axes."""
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))

@@ -86,7 +86,6 @@ class PatternSolution:
     limited: bool
 
     def add_to(self, counts: SearchCounts) -> None:
-        """Add the search effort."""
         counts[RESHARD_SEARCHES] += 1
         counts[RESHARD_STATES] += self.states
         counts[RESHARD_PERMUTES] += self.permutes
@@ -137,17 +136,14 @@ class Instance(NamedTuple):
             yield Step(kind, args, new, axes, step.payload, step.sent)
 
     def _own_mesh(self) -> Mesh:
-        """Return the mesh of pieces."""
         return _mesh(tuple(map(self.mesh.count, self.pieces.values())))
 
     def _rename(self, pieces: Axes) -> Axes:
-        """Return the axes of some pieces."""
         return tuple(axis for piece in pieces for axis in self.pieces[piece])
 
 
 @lru_cache(maxsize=4096)
 def _mesh(sizes: tuple[int, ...]) -> Mesh:
-    """Return a mesh of pieces with these sizes."""
     return Mesh(**{f"p{i}": n for i, n in enumerate(sizes)})
 
 
@@ -199,11 +195,7 @@ def _divides(size: int, devices: int) -> bool:
 
 
 def _has_room(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    before: ShardSpec,
-    after: ShardSpec,
-    pieces: Sequence[Axes],
+    mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, pieces: Sequence[Axes]
 ) -> bool:
     """Return whether dimensions can take all other pieces beside the axes before and after.
 

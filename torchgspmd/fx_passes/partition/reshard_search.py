@@ -79,7 +79,11 @@ class ReshardSearch:
             for move in self._moves(before, 0.0):
                 if move.spec == self.after and step_cost(move, self.constants) <= least:
                     return (move,)  # no path sends less
-        direct = self._direct(before)
+        # The direct path: reduce, then permute.
+        steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
+        spec = steps[-1].spec if steps else before
+        self.permutes += spec != self.after
+        direct = steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
         bound = sum(step_cost(step, self.constants) for step in direct)
         # Most reshards end here: the queue is for the few that one collective cannot do.
         return direct if bound <= least else self._search(before, direct, bound)
@@ -175,13 +179,6 @@ class ReshardSearch:
             sent = max(sent, (terms + holders - 2) * whole / self.mesh.size)
         return sent + fees + slices * constants.local_step_fee, count + slices
 
-    def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
-        """Return the direct path: reduce, then permute."""
-        steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
-        spec = steps[-1].spec if steps else before
-        self.permutes += spec != self.after
-        return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
-
     def fee(self, kind: CollectiveKind) -> float:
         """Return a step's cost besides the bytes sent."""
         return getattr(self.constants, kind.fee)
@@ -195,7 +192,6 @@ class ReshardSearch:
         return bound
 
     def shard_bytes(self, spec: ShardSpec) -> float:
-        """Return the bytes in one shard."""
         if spec.dims not in self.bytes_of_shards:
             self.bytes_of_shards[spec.dims] = (
                 math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize

@@ -22,7 +22,7 @@ from torch import fx
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind, Step
 from ...compiler.plan import Plan
-from ...errors import ShardingError, did_you_mean, user_line
+from ...errors import ShardingError, did_you_mean
 from ...fx_passes.digest import named_node
 from ...fx_passes.ir import planned_shape, runs
 from ...fx_passes.partition.cost_constants import CostConstants
@@ -59,7 +59,6 @@ class _Explainer:
         self.decisions: Decisions | None = plan.sharded.output_node().meta.get("decisions")
 
     def lines(self, name: str, costs: bool) -> list[str]:
-        """Explain a name."""
         inputs = zip(self.plan.captured.inputs, self.values.values())
         # Inputs have two names: the user's, such as blocks.0.weight, and the graph's.
         alias = {inp.name: value.name for inp, value in inputs}
@@ -71,9 +70,8 @@ class _Explainer:
             node = named_node(self.plan.sharded, names, name)
             if node is not None:
                 return self.lines(node.name, costs)
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the plan has no value '{name}'",
-                where=user_line(),
                 fix=did_you_mean(name, {**self.values, **self.nodes}),
             )
         node = self.nodes[name]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...capture import BUFFER, MUTATION, PARAMETER, Captured, Input, capture
 from ...comm.hardware import Hardware
@@ -28,8 +28,7 @@ from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from .expert_stacks import expert_stacks
-from .layer_outputs import noted, output_groups, with_marks
-from .layers import Layers, Recomputed
+from .layers import Layers, Recomputed, noted, output_groups, with_marks
 from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource, returned
@@ -91,7 +90,10 @@ class Judge:
         self.stacks = {groups[i.name].pattern: i.shape[0] for i in expert_stacks(programs[-1])}
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         sizes = [_state_bytes(program) for program in programs]
-        self.dtype = _smallest_dtype(programs[-1].graph)
+        # The smallest dtype that products have; its rate is the highest.
+        products = [node for node in programs[-1].graph.nodes if flops(node, ONE_DEVICE)]
+        dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
+        self.dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
         results = returned(programs[-1])
         self.has_loss = any(not x.dim() and x.is_floating_point() for x in results)
         self.returns_more = any(x.dim() for x in results)
@@ -383,13 +385,5 @@ class Judge:
 
 
 def _state_bytes(captured: Captured) -> float:
-    """Return the bytes of the parameters and of an optimizer's states."""
     inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
     return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))
-
-
-def _smallest_dtype(graph: fx.Graph) -> torch.dtype:
-    """Return the smallest dtype that products have; its rate is the highest."""
-    products = [node for node in graph.nodes if flops(node, ONE_DEVICE)]
-    dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
-    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

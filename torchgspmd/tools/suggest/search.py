@@ -24,7 +24,7 @@ from torch import nn
 
 from ...comm.hardware import Hardware
 from ...compiler.options import Options, documented
-from ...errors import ShardingError, user_line
+from ...errors import ShardingError
 from ...fx_passes.units import parse_size
 from ...layout.mesh import Mesh
 from . import candidates
@@ -104,9 +104,7 @@ def suggest(
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
     limit = judge.hardware.memory if memory is None else parse_size(memory)
     if limit is None:
-        raise ShardingError(
-            f"memory {memory!r} is no size", where=user_line(), fix='write "80GB" or 80e9'
-        )
+        raise ShardingError.here(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
     search = Search(judge, limit, deadline, recheck, end)
     search.run(list(candidates.meshes(devices, judge.stacks.values())))
@@ -137,7 +135,16 @@ class Search:
                     break
             if self.microbatches > 1:
                 self._search(meshes)
-        self._recheck()
+        # Leave the best proposals, planned again with one layer more.
+        keys = self._best_keys()
+        if self.judge.layers.length > self.judge.first + 1:
+            self.judge.first += 1
+            self.tried = {}
+            self.tight.clear()
+            self.unhelpful.clear()
+            for key in keys:
+                if not self.tried or time.monotonic() < self.recheck:
+                    self.tried[key] = self._plan(*key)
         self.deadline = (time.monotonic() + self.end) / 2
         put_into_stages(self, self._best_keys()[:STAGED])
         self.deadline = self.end
@@ -190,18 +197,6 @@ class Search:
         last = [self.propose(*pair) for pair in found[-PAST:]]
         scores = [self.order(each) for each in last]
         return len(last) == PAST and all(map(self._is_hopeless, last)) and scores == sorted(scores)
-
-    def _recheck(self) -> None:
-        """Leave the best proposals, planned again with one layer more."""
-        keys = self._best_keys()
-        if self.judge.layers.length > self.judge.first + 1:
-            self.judge.first += 1
-            self.tried = {}
-            self.tight.clear()
-            self.unhelpful.clear()
-            for key in keys:
-                if not self.tried or time.monotonic() < self.recheck:
-                    self.tried[key] = self._plan(*key)
 
     def _refine(self) -> None:
         """Try other ways to save memory, for the best proposals that save some at a cost."""
