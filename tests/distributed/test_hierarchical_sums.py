@@ -50,7 +50,7 @@ def test_parallelize_finds_the_hosts_of_its_processes(mesh):
         for host, name in cases:
             rank = dist.get_rank()
             os.environ["TORCHGSPMD_HOST"] = host.format(rank // 2, rank % 2, rank)
-            groups.devices_of_a_host = None
+            groups.hosts = None
             # As if the hosts shared a slow network.
             with patch.object(hardware, "NETWORK", 1e6):
                 model = copy.deepcopy(torch_model)
@@ -68,7 +68,7 @@ def test_parallelize_finds_the_hosts_of_its_processes(mesh):
             identities.add(many._identity(call, "").call)
     finally:
         del os.environ["TORCHGSPMD_HOST"]
-        groups.devices_of_a_host = None
+        groups.hosts = None
     flat = [(name, False, 0) for name in ("one", "apart", "alone")]
     assert found == [flat[0], ("pairs", True, 2), *flat[1:]]
     assert len(identities) == 2

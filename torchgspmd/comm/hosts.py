@@ -19,10 +19,15 @@ def devices_of_a_host(groups: ProcessGroups) -> int:
 
     Call it on all ranks, which exchange their hosts' names at the first call.
     """
-    if groups.devices_of_a_host is None:
+    if groups.hosts is None:
         rows = all_gather_rows(groups, [groups.rank, host_name()])
-        groups.devices_of_a_host = block_size([host for _, host in sorted(rows)])
-    return groups.devices_of_a_host
+        groups.hosts = [host for _, host in sorted(rows)]
+    return block_size(groups.hosts)
+
+
+def crosses_hosts(groups: ProcessGroups, name: str) -> bool:
+    """Return whether a group's ranks are on several hosts, as far as this is known."""
+    return groups.hosts is not None and len({groups.hosts[r] for r in groups.ranks(name)}) > 1
 
 
 def host_name() -> str:
@@ -32,10 +37,12 @@ def host_name() -> str:
     """
     if name := os.environ.get("TORCHGSPMD_HOST"):
         return name
-    boot = ""
+    boot = network = ""
     with contextlib.suppress(OSError):  # Hosts may have equal names; no two have one boot.
         boot = _BOOT.read_text().strip()
-    return f"{socket.gethostname()} {boot}"
+        # Containers with networks of their own are joined as hosts are.
+        network = os.readlink("/proc/self/ns/net")
+    return f"{socket.gethostname()} {boot} {network}"
 
 
 def block_size(hosts: Sequence[str]) -> int:

@@ -77,6 +77,7 @@ class ShardedModule(MeshModule):
         groups = groups_of(mesh, device, part, options.time_limit)
         if hooks:
             agree(groups, "parallelize")
+        hosts = devices_of_a_host(groups)  # Groups know from now on which links they use.
         model = on_own_card(model)
         groups.watcher.run(
             shard_module,
@@ -100,7 +101,7 @@ class ShardedModule(MeshModule):
             _groups=groups,
             _graphs=graphs,
             _part=part,
-            _hosts=devices_of_a_host(groups) if options.hardware is None else 0,
+            _hosts=hosts if options.hardware is None else 0,
             _marked={},
             _has_warned=False,
             _cast_to=frozenset(),

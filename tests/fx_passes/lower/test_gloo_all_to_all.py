@@ -12,6 +12,7 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
+from torchgspmd.comm.gloo_rewriter import PIECES, GlooLimits
 from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.lower import gloo_all_to_all as gloo_pass
 from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
@@ -40,6 +41,10 @@ class Ranks:
     count: int
     me: int
     is_gloo: bool = True
+    hosts: list[str] | None = None
+
+    def ranks(self, name: str) -> list[int]:
+        return [*range(self.count)]
 
     def size(self, name: str) -> int:
         return self.count
@@ -94,7 +99,7 @@ class Rank(fx.Interpreter):
             assert sum(sends) == len(x)
             return (
                 torch.cat([t.split(sends)[self.me] for t in everyone]).clone()
-                if len(set(sends)) == 1
+                if len(set(sends)) == 1 and sends[0]
                 else everyone[1 - self.me]
             )
         if kind == "all_gather_into_tensor":
@@ -127,16 +132,16 @@ def run(graphs: list[fx.Graph], inputs: list[Tensor]) -> tuple[list[Tensor], set
     return results, {dtype for w in workers for dtype in w.sent}
 
 
-@pytest.mark.parametrize("few", [0, 2**20])
+@pytest.mark.parametrize("few, many", [(0, 2**20), (2**20, 2**20), (0, 0), (2**20, 0)])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize(
     "op", ["all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_reduce_"]
 )
 def test_the_same_numbers(
-    op: str, dtype: torch.dtype, ranks: int, few: int, monkeypatch: pytest.MonkeyPatch
+    op: str, dtype: torch.dtype, ranks: int, few: int, many: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gloo_pass, "FEW", few)
+    monkeypatch.setattr(gloo_pass, "WITHIN", GlooLimits(few, many))
     torch.manual_seed(0)
     reductions = (
         ["sum", "product"]
@@ -181,6 +186,20 @@ def test_other_devices_keep_their_collectives(dtype: torch.dtype, keeps: bool) -
         ):
             real = node.args[0].target is aten.view_as_real.default
             assert real == dtype.is_complex, "NCCL has no complex numbers"
+
+
+def test_between_hosts_a_large_exchange_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_pass, "ACROSS", GlooLimits(few=0, many=40))
+    for op, ranks, count in (
+        ("all_gather_into_tensor", 2, PIECES),  # 48 bytes a rank
+        ("all_gather_into_tensor", 4, PIECES),
+        ("reduce_scatter_tensor", 2, 1),  # 12 bytes
+    ):
+        for hosts in (["a"] * ranks, ["a", *"b" * (ranks - 1)]):
+            graph = program(op, torch.float32, ranks)
+            gloo_all_to_all(graph, Ranks(ranks, 1, hosts=hosts))
+            messages = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+            assert len(messages) == (count if "b" in hosts else 1)
 
 
 class TestGolden(TestCase):

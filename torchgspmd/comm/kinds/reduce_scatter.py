@@ -106,7 +106,8 @@ def _lower_merged(
 
 
 def _over_gloo(collective: GlooRewriter) -> None:
-    collective.all_to_all(collective.x, [1] * collective.ranks)
+    row = collective.shape[1:]
+    collective.all_to_all(collective.x, [1] * collective.ranks, row)
     collective.reduce(True)
 
 
