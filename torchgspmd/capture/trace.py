@@ -295,7 +295,7 @@ def _trace_once(
         state_inputs=tuple(each for i, each in enumerate(state_inputs) if i in used),
         looks=tuple(value_guards.looks.values()),
         functions=tuple(tables.called),
-        dynamic=dynamic.with_units(units),
+        dynamic=dynamic.of_trace(units, shape_env),
         run_guards=_run_guards(
             fn, names, leaves, tables, state_inputs, bool(stored_state.asks_order)
         ),
