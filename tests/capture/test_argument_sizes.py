@@ -123,6 +123,46 @@ def test_sizes_of_0_and_1_have_plans_of_their_own():
         assert plan.simulate(*inputs)[1].shape == (8, 3)
 
 
+COMPARISONS = {
+    "n > 6": lambda n: n > 6,
+    "7 <= n": lambda n: 7 <= n,
+    "3 n + 1 < 20": lambda n: 3 * n + 1 < 20,
+    "20 - 2 n >= 3": lambda n: 20 - 2 * n >= 3,
+    "4 < n < 9": lambda n: 4 < n < 9,
+    "n <= 40, n > 5": lambda n: n <= 40 and n > 5,
+    "n in a table": lambda n: n <= torch.zeros(12).shape[0],
+}
+
+
+@pytest.mark.parametrize("name", COMPARISONS)
+def test_a_plan_is_for_the_sizes_that_branch_alike(name):
+    """A comparison in forward is a guard: sizes with another outcome need another plan."""
+    branch = COMPARISONS[name]
+
+    def f(x):
+        return (x * 2 if branch(x.shape[0]) else x - 1).cumsum(0)
+
+    for planned in (4, 9):
+        plan = gspmd.plan(
+            f,
+            torch.randn(planned, 4),
+            mesh=gspmd.Mesh(m=2),
+            in_specs="_ m",
+            dynamic={"x": {0: "n"}},
+        )
+        for size in (2, 3, 5, 6, 7, 8, 9, 10, 12, 13, 41):
+            x = torch.randn(size, 4)
+            if branch(size) == branch(planned) and plan.captured.dynamic.has_branches_of([x.shape]):
+                torch.testing.assert_close(plan.simulate(x), f(x))
+            else:
+                with pytest.raises(gspmd.ShardingError, match="the plan is for sizes n from"):
+                    plan.simulate(x)
+        alike = {n for n in range(2, 50) if branch(n) == branch(planned)}
+        taken = {n for n in range(2, 50) if plan.captured.dynamic.has_branches_of([[n, 4]])}
+        # A chain of comparisons may stop at its first one, so that both ends need plans.
+        assert planned in taken <= alike and ("<" in name[3:] or taken == alike)
+
+
 def test_gradients_of_results_of_other_sizes():
     mesh, model = gspmd.Mesh(m=4), nn.Sequential(nn.Embedding(10, 6), nn.Linear(6, 8)).double()
     gspmd.annotate(model, mesh, {"0.weight": "_ m", "1.weight": "m _"})

@@ -94,11 +94,11 @@ class Branching(nn.Module):
 
     def forward(self, x):
         y = self.linear(x)
-        return y * 2 if x.shape[0] > 6 else y
+        return y * 2 if x.shape[0] % 3 else y
 
 
 @distributed("data=2")
-def test_a_program_that_branches_on_a_size_has_one_a_size(mesh):
+def test_a_program_that_needs_a_size_has_one_a_size(mesh):
     model = gspmd.parallelize(Branching(), mesh)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -220,6 +220,39 @@ def test_microbatches_of_any_batch(mesh):
             shards = distribute_tensor(x, model._groups.device_mesh, [Shard(0)])
             torch.testing.assert_close(model(shards), alone(x), rtol=1e-10, atol=1e-12)
     assert any("each size has a program of its own" in str(each.message) for each in found)
+
+
+class UpToABlock(nn.Module):
+    """nanoGPT's way: it asserts a length, and computes short sequences otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(16, 6), nn.Embedding(20, 6)
+        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens):
+        length = tokens.shape[1]
+        assert length <= 20, f"{length} tokens are more than a block"
+        x = self.tokens(tokens) + self.positions(torch.arange(length))
+        y = self.down(self.up(x).relu())
+        return y * 2 if 3 * length + 1 > 31 else y - 1
+
+
+@distributed("model=2")
+def test_lengths_that_forward_compares(mesh):
+    """A comparison is a guard: one program for each outcome, besides that of the first length."""
+    alone = UpToABlock().double()
+    marked = copy.deepcopy(alone)
+    gspmd.annotate(marked, mesh, {"up.weight": "model _", "down.weight": "_ model"})
+    model = gspmd.parallelize(marked, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for length in (4, 5, 6, 9, 10, 11, 12, 20, 3, 19, 7):
+            tokens = torch.randint(16, (2, length), generator=torch.Generator().manual_seed(length))
+            torch.testing.assert_close(model(tokens), alone(tokens), rtol=1e-10, atol=1e-12)
+    assert programs(model) == 3
+    with pytest.raises(AssertionError, match="more than a block"):
+        model(torch.zeros(2, 21, dtype=torch.int64))
 
 
 class Layer(nn.Module):

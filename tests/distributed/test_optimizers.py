@@ -308,6 +308,10 @@ def test_norms_and_clipping(mesh):
         norms = [nn.utils.get_total_norm(g, order) for g in gradients]
         same(*norms)
     same(*(nn.utils.get_total_norm(g[0]) for g in gradients))
+    for g in gradients:
+        torch._foreach_add_(g, g)
+    # Twice as many tensors in one list as in those two.
+    same(*(nn.utils.get_total_norm([*g, *g]) for g in gradients))
     model[0].rows.grad[0, 0] = math.inf
     for m in (model, model[0], nn.ParameterList([model[0].rows])):
         try:

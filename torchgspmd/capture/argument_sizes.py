@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..errors import ShardingError
 from ..layout.open_sizes import RATIOS
-from .assumed_sizes import AssumingShapeEnv
+from .assumed_sizes import UNBOUNDED, AssumingShapeEnv
 
 LEAST = 2
 
@@ -30,11 +30,13 @@ class ArgumentSizes:
     """The dimensions of tensor arguments whose size a run decides.
 
     dims: for (tensor, dimension) its size's name, and a number that is added to it. units: by size
-    name, the number that divides it in every run; others have 1. Shards have whole units.
+    name, the number that divides it in every run; others have 1. Shards have whole units. bounds:
+    by size name, the least and the greatest size for which the program's branches are right.
     """
 
     dims: Mapping[tuple[int, int], tuple[str, int]] = field(default_factory=dict)
     units: Mapping[str, int] = field(default_factory=dict)
+    bounds: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def __hash__(self) -> int:
         return hash(tuple(self.dims.items()))
@@ -73,10 +75,21 @@ class ArgumentSizes:
                 return None
         return sizes
 
-    def with_units(self, units: Sequence[int]) -> ArgumentSizes:
-        """Return the same with units, given in the order of a program's sizes."""
+    def of_trace(self, units: Sequence[int], env: AssumingShapeEnv) -> ArgumentSizes:
+        """Return the same with the bounds of a trace, and with units, in the order of its sizes."""
         names = dict.fromkeys(name for name, _ in self.dims.values())
-        return replace(self, units={name: n for name, n in zip(names, units) if n > 1})
+        bounds = {name: env.bounds[s] for name, s in zip(names, env.near) if s in env.bounds}
+        units_of = {name: n for name, n in zip(names, units) if n > 1}
+        return replace(self, units=units_of, bounds=bounds)
+
+    def has_branches_of(self, shapes: Sequence[Sequence[int]]) -> bool:
+        """Return whether the program's branches are those of a call with these shapes."""
+        return not self.bounds or all(
+            low <= shapes[tensor][dim] - added <= high
+            for (tensor, dim), (name, added) in self.dims.items()
+            if name in self.bounds
+            for low, high in (self.bounds[name],)
+        )
 
     def numbers(self, shapes: Sequence[Sequence[int]]) -> dict[str, int]:
         """Return by name the number of units in each size, for a call with these shapes."""
@@ -124,6 +137,17 @@ class ArgumentSizes:
                 f"the arguments have sizes that the plan takes for one, or smaller than {LEAST}: "
                 + ", ".join(f"{name} is {size}" for name, size in sizes.items()),
                 fix='give sizes that differ different names: dynamic={"tokens": {1: "length"}}',
+            )
+        if not self.has_branches_of(shapes):
+            ranges = [
+                f"{name} from {low}" + f" to {high}" * (high < UNBOUNDED)
+                for name, (low, high) in self.bounds.items()
+            ]
+            raise ShardingError(
+                f"the plan is for sizes {', '.join(ranges)}",
+                where=user_line(),
+                why="forward compares a size with a number, and takes another branch here",
+                fix="make a plan for these sizes",
             )
 
 

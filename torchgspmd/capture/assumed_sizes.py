@@ -4,6 +4,7 @@ rows = x[mask]                  a size that only a run knows
 if len(rows) == 0:              taken as False, and every run checks that it is
     return None
 if rows.shape[0] > 7:           an error: sizes of 2 and more have both outcomes
+assert tokens.shape[1] <= 1024  an argument's size: a guard, so 1025 tokens have another program
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from ..errors import ShardingError, user_line
 
 # Sizes, in parts, to try: a condition with one outcome for these has it for all sizes.
 _SIZES = (2, 3, 1009, 1013)
+UNBOUNDED = 2**62  # the greatest size
 # The most sizes in one condition.
 _MOST = 3
 
@@ -36,14 +38,46 @@ class AssumingShapeEnv(ShapeEnv):
         # symbol -> the least value for which the program is right, and the line that says so
         self.lower_bounds: dict[Any, tuple[int, str | None]] = {}
         self.near: dict[Any, int] = {}  # symbol -> the argument's size in this trace
+        # symbol for an argument's size -> the least and the greatest that the program is right for
+        self.bounds: dict[Any, tuple[int, int]] = {}
 
     def evaluate_expr(self, *args: object, **kwargs: object) -> Any:
         try:
             return super().evaluate_expr(*args, **kwargs)
         except GuardOnDataDependentSymNode as error:
-            if (outcome := self._assume(error.cond)) is None:
+            outcome = self._assume(error.cond)
+            if outcome is None:
+                outcome = self._guard(error.cond)
+            if outcome is None:
                 raise
             return outcome
+
+    def _guard(self, condition: Any) -> Any:
+        """Return an inequality's outcome for an argument's size in this trace, and bound that size.
+
+        None for other conditions: an equation would give each size a program.
+        """
+        symbols = condition.free_symbols & {*self.near}
+        if getattr(condition, "rel_op", None) not in ("<", "<=", ">", ">=") or len(symbols) != 1:
+            return None
+        (symbol,) = symbols
+        difference = (condition.lhs - condition.rhs).expand()
+        factor = difference.coeff(symbol)
+        rest = difference - factor * symbol
+        if not factor.is_Integer or not rest.is_Integer or factor == 0:
+            return None
+
+        def holds(size: int) -> bool:
+            return bool(condition.subs(symbol, size))
+
+        outcome, turn = holds(self.near[symbol]), int(-rest // factor)
+        same = [size for size in range(turn - 1, turn + 3) if holds(size) == outcome]
+        low, high = self.bounds.get(symbol, (0, UNBOUNDED))
+        if holds(UNBOUNDED) == outcome:
+            self.bounds[symbol] = max(low, same[0]), high
+        else:
+            self.bounds[symbol] = low, min(high, same[-1])
+        return outcome
 
     def _assume(self, condition: Any) -> Any:
         """Return a condition's outcome for all sizes from 2 on; None if there are several."""

@@ -285,7 +285,7 @@ class _Capture:
             state_inputs=tuple(each for i, each in enumerate(state_inputs) if i in used),
             looks=tuple(value_guards.looks.values()),
             functions=tuple(tables.called),
-            dynamic=self.dynamic.with_units(units),
+            dynamic=self.dynamic.of_trace(units, shape_env),
             run_guards=self._run_guards(tables, state_inputs),
             breakpoints=program.breakpoints,
         )

@@ -74,16 +74,16 @@ class CollectiveBuilder:
                 [0, 0] * (len(shape) - 1 - dim) + [0, rows * count - shape[dim]],
             )
         shard = [*shape[:dim], rows, *shape[dim + 1 :]]
+        if math.prod(shape[:dim]) == 1:  # no elements are between the shards' rows
+            return self.call(aten.reshape.default, x, [count, *shard]), shard
         x = self.call(aten.reshape.default, x, [*shape[:dim], count, rows, *shape[dim + 1 :]])
         # The transport splits the first dimension only.
-        if dim:
-            order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
-            x = self.call(aten.permute.default, x, order)
-        return x, shard
+        order = [dim, *range(dim), *range(dim + 1, len(shape) + 1)]
+        return self.call(aten.permute.default, x, order), shard
 
     def from_front(self, x: object, shard: list[int], dim: int, count: int) -> object:
         """Return x with the shards in its first dimension joined at `dim`, undoing to_front."""
-        if dim:
+        if math.prod(shard[:dim]) != 1:
             x = self.call(
                 aten.permute.default, x, [*range(1, dim + 1), 0, *range(dim + 1, len(shard) + 1)]
             )
@@ -137,7 +137,8 @@ class CollectiveBuilder:
         members = self.call(
             aten.split_with_sizes.default, flat, [math.prod(shape) for shape in shapes], 0
         )
+        pieces = [self.call(operator.getitem, members, i) for i in range(len(shapes))]
         return [
-            self.call(aten.reshape.default, self.call(operator.getitem, members, i), shape)
-            for i, shape in enumerate(shapes)
+            piece if len(shape) == 1 else self.call(aten.reshape.default, piece, shape)
+            for piece, shape in zip(pieces, shapes)
         ]

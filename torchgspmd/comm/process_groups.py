@@ -53,6 +53,7 @@ class ProcessGroups:
         self.device = torch.device(device_type)  # where tensors are
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         self.late_checks: Any = None  # see late_check.py
+        self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
         self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see deep_ep.py
         self.hosts: list[str] | None = None  # by rank, see hosts.py
         self.has_compared_batch = False  # shard_batch, at its first call
@@ -273,7 +274,11 @@ def part_of(mesh: object) -> DeviceMesh | None:
 def find_groups(device_mesh: DeviceMesh) -> ProcessGroups | None:
     """Return the process groups whose mesh has this DeviceMesh; None for other ones."""
     if len(_GROUPS) < 2:  # the common case, at every operation on a DTensor
-        return next((each for each in _GROUPS.values() if each.device_mesh == device_mesh), None)
+        for each in _GROUPS.values():
+            # By identity first: torch compares meshes in Python.
+            if each.device_mesh is device_mesh or each.device_mesh == device_mesh:
+                return each
+        return None
     meshes = [each for each in _GROUPS.values() if each.device_mesh == device_mesh]
     # Tests have programs for CUDA beside those for the CPU, on equal meshes.
     same = [each for each in meshes if each.is_assumed == assumes_cuda()]

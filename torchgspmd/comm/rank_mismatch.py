@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..errors import RankError, user_line
 from .json_rows import from_row
-from .rank_check import check_ranks
+from .rank_check import RankCheck
 from .rank_failure import apart
 from .value_check import Checksum, as_doubles, as_real, is_close
 from .watcher import Ranks
@@ -54,13 +54,20 @@ def agree(ranks: Ranks, call: str, model: Description = (), generator: int | Non
     call: its name, as "gspmd.save". model: what its messages depend on. generator: a state that is
     compared.
     """
+    agreement(ranks, call, model, generator).begin().check()
+
+
+def agreement(
+    ranks: Ranks, call: str, model: Description = (), generator: int | None = None
+) -> RankCheck:
+    """Return the comparison that `agree` makes."""
     ranks.watcher.note(call)
     number = zlib.crc32(f"{call} {model} {generator}".encode())
 
     def differ() -> NoReturn:
         raise_difference(ranks, Account(call, (), model, generator))
 
-    check_ranks(ranks, number, differ)
+    return RankCheck(ranks, number, differ)
 
 
 def all_gather_rows(ranks: Ranks, mine: object, call: str = "a comparison of values") -> list[Any]:

@@ -25,12 +25,14 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel
 
+from ..comm.rank_check import fits
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
-from .local_lists import have_same_layouts, is_replicated_number, local_tensors
+from .local_lists import have_same_layouts, is_replicated_number, local_tensors, matched
 from .ours import acts_on_ours, groups_of_ours, is_ours
 from .replicated_fallback import distribute_like
-from .waits import meet
+from .storage import gradient_like
+from .waits import meet, meeting
 
 # Adafactor, LBFGS and Muon compute norms and products of whole tensors, and SparseAdam takes no
 # DTensors.
@@ -56,7 +58,7 @@ def with_local_tensors(before: Callable) -> Callable:
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()  # differentiable=True
             or not all(map(is_replicated_number, numbers))
-            or not have_same_layouts(*lists)
+            or (layouts := matched(*lists)) is None
         ):
             return before(*args, **kwargs)
         parameters: list[Tensor] = lists[0]
@@ -67,7 +69,7 @@ def with_local_tensors(before: Callable) -> Callable:
         finally:
             # What autograd saved of a DTensor is compared by the DTensor's own version.
             increment_version(parameters)
-        for value, now in zip(values, (*local, *named.values())):
+        for value, now in zip(values, (*local, *named.values())) if layouts.lack_states else ():
             if isinstance(value, list):
                 _fill(value, now, parameters)
         return result
@@ -128,75 +130,64 @@ def total_norm(before: Callable) -> Callable:
     ) -> Tensor:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         order, first = float(norm_type), next((t for t in tensors if type(t) is DTensor), None)
-        if first is None or not _are_on_one_mesh(tensors, first):
+        # No numbers have no maximum.
+        layouts = (
+            matched(tensors) if first is not None and all(t.numel() for t in tensors) else None
+        )
+        if first is None or layouts is None or not layouts.are_on_one_mesh:
             return before(tensors, norm_type, error_if_nonfinite, *rest, **options)
-        local, axes = local_tensors(tensors), _axes(tensors, first)
+        local = local_tensors(tensors)
         with torch.no_grad():
-            if any(axes):
-                norms = _norms(local, axes, order, first)
-                local = [*norms] if order == 0 else [norms]  # the norm of a count is 1
+            if any(layouts.axes):
+                local = _reduced_norms(local, layouts.axes, order, first)
             total = before(local, order, error_if_nonfinite, *rest, **options)
         return _replicated(total, first)
 
     return norm
 
 
-def _are_on_one_mesh(tensors: Sequence[Tensor], first: DTensor) -> bool:
-    """Whether all tensors have elements, and are plain or on one mesh of ours."""
-    mesh = first._spec.mesh
-    return (
-        have_same_layouts(tensors)
-        and all(t._spec.mesh is mesh for t in tensors if type(t) is DTensor)
-        and all(t.numel() for t in tensors)  # no numbers have no maximum
-    )
-
-
-def _axes(tensors: Sequence[Tensor], first: DTensor) -> list[tuple[str, ...]]:
-    """Return the axes that shard each tensor. first: one on the mesh."""
-    names = groups_of_ours(first).mesh.names
-    known: dict[tuple, tuple[str, ...]] = {(): ()}
-    layouts = [t._spec.placements if type(t) is DTensor else () for t in tensors]
-    for layout in {*layouts}:
-        known[layout] = tuple(a for a, p in zip(names, layout) if p.is_shard())
-    return [known[layout] for layout in layouts]
-
-
-def _norms(
+def _reduced_norms(
     local: Sequence[Tensor], axes: Sequence[tuple[str, ...]], order: float, first: DTensor
-) -> Tensor:
-    """Return the norm of each whole tensor, in one tensor."""
+) -> list[Tensor]:
+    """Return tensors with the norm of all: those that no axis shards, and norms of the others."""
     # A shard may have no numbers, and adds nothing to a sum of powers then.
     nothing = math.inf if order < 0 else 0.0
-    norms = aten._foreach_norm.Scalar(
-        [t if t.numel() else t.new_full((1,), nothing) for t in local], order
-    )
+    shards = [t if t.numel() else t.new_full((1,), nothing) for t, of in zip(local, axes) if of]
     alike: dict[tuple, list[Tensor]] = {}
-    for each, norm in zip(axes, norms):
-        alike.setdefault((each, norm.dtype), []).append(norm)
-    vectors = [_reduced(torch.stack(n), order, each, first) for (each, _), n in alike.items()]
-    return torch.cat(vectors) if len(vectors) > 1 else vectors[0]
+    for of, norm in zip(filter(None, axes), aten._foreach_norm.Scalar(shards, order)):
+        alike.setdefault((of, norm.dtype), []).append(norm)
+    whole = [t for t, of in zip(local, axes) if not of]
+    for (of, _), norms in alike.items():
+        whole += _reduced(torch.stack(norms), order, of, first)
+    return whole
 
 
-def _reduced(norms: Tensor, order: float, axes: tuple[str, ...], first: DTensor) -> Tensor:
-    """Return whole tensors' norms, from the norms of shards over some axes."""
-    if not axes:
-        return norms
+def _reduced(
+    norms: Tensor, order: float, axes: tuple[str, ...], first: DTensor
+) -> Sequence[Tensor]:
+    """Return tensors with the norm of whole tensors, from the norms of shards over some axes."""
     # Powers of half-precision norms would overflow or round away before the sum.
     terms = norms.to(torch.promote_types(norms.dtype, torch.float32))
-    if order in (-math.inf, 0, math.inf):
-        kind = {0: "sum", math.inf: "max"}.get(order, "min")
-        return _all_reduce(terms, kind, axes, first).to(norms.dtype)
-    return _all_reduce(terms.pow(order), "sum", axes, first).pow(1 / order).to(norms.dtype)
+    if order == 0:  # counts, whose norms are 1 each
+        return [*_all_reduce(terms, "sum", axes, first).to(norms.dtype)]
+    if order in (-math.inf, math.inf):
+        kind, most = ("max", terms.amax()) if order > 0 else ("min", terms.amin())
+        return [_all_reduce(most, kind, axes, first).to(norms.dtype)]
+    total = _all_reduce(terms.pow(order).sum(), "sum", axes, first)
+    return [total.pow(1 / order).to(norms.dtype)]
 
 
 def _all_reduce(
     values: Tensor, kind: str, axes: tuple[str, ...], like: DTensor, norms: bool = True
 ) -> Tensor:
     """Return values reduced over some axes of the mesh that a DTensor is on."""
-    groups = groups_of_ours(like)
-    name = groups.group(axes)[0]
+    groups, shape = groups_of_ours(like), tuple(values.shape)
     call = "the norms of DTensors (clip_grad_norm_)" if norms else "GradScaler.unscale_"
-    meet(groups, call, values.shape, kind, axes)
+    # A number travels with the comparison of the ranks, which takes a tenth of gloo's time.
+    if kind == "sum" and fits(groups, shape, values.dtype, groups.mesh.count(axes)):
+        return groups.watcher.run(lambda: meeting(groups, call, shape, axes).begin(values).total())
+    name = groups.group(axes)[0]
+    meet(groups, call, shape, kind, axes)
     return groups.watcher.run(
         lambda: c10d.wait_tensor.default(c10d.all_reduce.default(values, kind, name))
     )
@@ -204,8 +195,14 @@ def _all_reduce(
 
 def _replicated(number: Tensor, like: DTensor) -> DTensor:
     """Return a number that every rank has as a DTensor on another one's mesh."""
-    everywhere = [Replicate()] * like.device_mesh.ndim
-    return DTensor.from_local(number, like.device_mesh, everywhere, run_check=False)
+    numbers, mesh = groups_of_ours(like).numbers, like._spec.mesh
+    known = numbers.get(number.dtype)
+    # from_local takes 100 us, for a layout that is the same at each step.
+    if known is None or known._spec.mesh is not mesh:
+        everywhere = [Replicate()] * mesh.ndim
+        known = DTensor.from_local(torch.zeros_like(number), mesh, everywhere, run_check=False)
+        numbers[number.dtype] = known
+    return gradient_like(number, known)
 
 
 def with_local_gradients(before: Callable) -> Callable:
@@ -261,7 +258,9 @@ def _found_on_any(gradients: Sequence[DTensor], found: Tensor) -> Tensor:
     for gradient in gradients:
         meshes.setdefault(gradient._spec.mesh, []).append(gradient)
     for each in meshes.values():
-        shards = {axis for axes in _axes(each, each[0]) for axis in axes}
+        layouts = matched(each)
+        assert layouts is not None, "_can_unscale has looked"
+        shards = {axis for axes in layouts.axes for axis in axes}
         if shards:
             axes = tuple(a for a in groups_of_ours(each[0]).mesh.names if a in shards)
             found = _all_reduce(found, "max", axes, each[0], norms=False)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.process_groups import ProcessGroups, find_groups
-from ..comm.rank_mismatch import agree
+from ..comm.rank_check import RankCheck
+from ..comm.rank_mismatch import agree, agreement
 from ..comm.watcher import explain, say_farewell, watched_ranks
 from ..compat.private_apis import get_proxy_mode
 from ..errors import ShardingError
@@ -145,7 +146,12 @@ def meet(groups: ProcessGroups, call: str, *same: object) -> None:
     if groups.device_type == "cuda":
         groups.watcher.note(call)
     else:
-        agree(groups, call, [("the DTensors", str(same))])
+        meeting(groups, call, *same).begin().check()
+
+
+def meeting(groups: ProcessGroups, call: str, *same: object) -> RankCheck:
+    """Return the comparison that `meet` makes on the CPU; it may carry a sum."""
+    return agreement(groups, call, [("the DTensors", str(same))])
 
 
 def _communicates(spec: Any) -> bool:

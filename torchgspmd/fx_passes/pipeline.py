@@ -29,6 +29,7 @@ from .lower.functional_reductions import functional_reductions
 from .lower.gloo_all_to_all import gloo_all_to_all
 from .lower.index_rows import index_rows
 from .lower.insert_rank_check import insert_rank_check
+from .lower.interleave_rows import interleave_rows
 from .lower.lower_collectives import lower_collectives
 from .lower.lower_einsum import lower_einsum
 from .lower.nll_backward import nll_backward
@@ -357,11 +358,21 @@ PIPELINE: tuple[Step, ...] = (
     ),
     Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, in_loops=True),
     Pass(
+        "interleave_rows",
+        _of(interleave_rows),
+        RUNNABLE,
+        RUNNABLE,
+        when=_is_torch,
+        in_loops=True,
+        after=("reuse_buffers",),
+        because="weights that are freed one by one can be written over one by one",
+    ),
+    Pass(
         "verify_owned",
         lambda p: verify_owned(p.graph, changed_inputs(p)),
         RUNNABLE,
         in_loops=True,
-        after=("reuse_buffers", "reduce_in_bucket", "gloo_all_to_all", "wire_dtypes"),
+        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes", "interleave_rows"),
         because="it checks the writes that they add, by the schemas of their operations",
     ),
     Pass(

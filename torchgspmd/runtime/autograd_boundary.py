@@ -77,7 +77,7 @@ def saved_tensors_for(ctx: Any, groups: dict[int, int], outputs: set[int]) -> Se
 def tensors_of_rows(saved: Sequence[object]) -> tuple[Sequence[object], object]:
     """Return values with each row list replaced by its rows; and the way back."""
     # Autograd saves tensors only.
-    if not any(isinstance(value, list) for value in saved):
+    if list not in map(type, saved):  # in C: a hundred values at each call
         return saved, None
     return pytree.tree_flatten([*saved])
 

@@ -145,7 +145,8 @@ class MeshModule(ModuleProxy):
             return self._plain_forward(*args, **kwargs)
         call = self._call(args, kwargs)
         try:
-            program = self._program_for(call.key, lambda: self._timed_build(call))
+            shapes = call.shapes if call.sizes.dims else ()
+            program = self._program_for(call.key, lambda: self._timed_build(call), shapes)
         except Stored:  # inputs of the call are others now
             return self.forward(*args, **kwargs)
         except Exception as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -191,12 +191,18 @@ class ModuleProxy(nn.Module):
     def _attribute_prefixes(self) -> dict[int, str]:
         return {id(m): f"{name}." for name, m in self._model.named_modules() if name}
 
-    def _program_for(self, key: object, compile_program: Callable[[], Any]) -> Any:
-        """Return the program for a call key; compile one if no cached one's guards hold."""
+    def _program_for(
+        self, key: object, compile_program: Callable[[], Any], shapes: Sequence[Sequence[int]] = ()
+    ) -> Any:
+        """Return the program for a call key; compile one if no cached one's guards hold.
+
+        shapes: the call's, if some of its sizes are symbols.
+        """
         _refuse_transforms()
         programs = self._programs.setdefault(key, [])
         for program in programs:
-            if program.captured.holds():
+            captured = program.captured
+            if captured.holds() and (not shapes or captured.dynamic.has_branches_of(shapes)):
                 return program
         for program in self._all_programs():
             for source, value in program.captured.reads.changed():

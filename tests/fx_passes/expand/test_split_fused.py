@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from expecttest import assert_expected_inline
 from helpers import assert_same
-from torch import Tensor
+from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
@@ -181,3 +181,40 @@ def test_parts_of_a_product_that_are_joined_again(specs: tuple[str, ...]) -> Non
     arguments = [torch.randn(shape) for shape in ((64, 4), (4, 16), (8, 3), (16,))]
     plan = gspmd.plan(step, *arguments, mesh=Mesh(m=2), in_specs=specs)
     assert_same(plan.simulate(*arguments, _poison=True), step(*arguments), terms=2048)
+
+
+NORMS = {
+    "layer_norm": lambda m: nn.LayerNorm(m),
+    "without a bias": lambda m: nn.LayerNorm(m, bias=False),
+    "softmax": lambda m: nn.Softmax(-1),
+}
+
+
+class Loss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.model(x).square().mean()
+
+
+@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize("mesh", [Mesh(data=2), Mesh(data=2, model=2)], ids=str)
+def test_norms_of_a_batch_stay_fused(name: str, mesh: Mesh) -> None:
+    """Gradients of biases are stored over the axis of the batch; the norm keeps its rows."""
+    layers = nn.Sequential(nn.Linear(M, M), NORMS[name](M), nn.Linear(M, M))
+    model = Loss(layers).double()
+    for p in model.parameters():
+        gspmd.mark_sharding(p, mesh, " ".join(["data"] + ["_"] * (p.dim() - 1)))
+    x = torch.randn(B, S, M, dtype=torch.float64)
+    plan = gspmd.plan(model, x, mesh=mesh, in_specs="data _ _", grad=True)
+    text = plan.text(full=True)
+    fused = "_softmax_backward_data(" if name == "softmax" else "native_layer_norm_backward("
+    assert fused in text
+    result, gradients = plan.simulate(x)
+    wanted = model(x)
+    wanted.backward()
+    assert_same(result, wanted.detach())
+    for key, p in model.named_parameters():
+        assert_same(gradients[key], p.grad)

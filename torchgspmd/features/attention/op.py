@@ -92,14 +92,12 @@ def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
     if call.mask is not None:
         lse = torch.where(upstream.lse == -math.inf, math.inf, upstream.lse)
         upstream = upstream._replace(lse=lse)
+    if len(blocks) == 1 and _is_whole(call, blocks[0], s):
+        return backward_kernel(_block(call, blocks[0], s), upstream)
     results = [
         backward_kernel(_block(call, block, s), upstream.in_rows(slice(block.row, s)))
         for block in blocks
     ]
-    sizes = (call.q.shape[-2], call.k.shape[-2])
-    # One block is all of the call, so nothing is added up.
-    if len(blocks) == 1 and (blocks[0][:3], (s, t)) == ((0, 0, t), sizes):
-        return results[0]
     totals = [
         torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (call.q, call.k, call.v)
     ]
@@ -120,8 +118,16 @@ def _extent(call: AttentionCall) -> tuple[int, int, int]:
 
 
 def _block(call: AttentionCall, block: Block, s: int) -> AttentionCall:
+    if _is_whole(call, block, s):
+        return call if call.region is None else call._replace(causal=block.causal, region=None)
     some = call.in_block(slice(block.row, s), slice(block.start, block.stop))
     return some._replace(causal=block.causal, region=None)
+
+
+def _is_whole(call: AttentionCall, block: Block, s: int) -> bool:
+    """Return whether a block is all of the call: nothing is cut, or added up."""
+    sizes = call.q.shape[-2], call.k.shape[-2]
+    return (block.row, block.start, s, block.stop) == (0, 0, *sizes)
 
 
 # ----------------------------------------------------------------------------------- the operators

@@ -7,6 +7,7 @@ needs    a propagated graph, rules
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
@@ -122,15 +123,10 @@ def _whole_shards(op: Op, layouts: Layouts) -> int:
         [(along, across) for value, along, across in tensors if value in of]
         for of in (op.operands, op.results)
     )
-    if (
-        len(operand_axes) == 1
-        and result_axes
-        and all(
-            operand_axes[0][0] & across or along & operand_axes[0][1]
-            for along, across in result_axes
-        )
-    ):
-        return 1  # The operand is resharded to the results anyhow, and can be whole then.
+    if operand_axes and result_axes:
+        pairs = itertools.product(operand_axes, result_axes)
+        if all(of[0] & across or along & of[1] for of, (along, across) in pairs):
+            return 1  # Operands are resharded to the results anyhow, and can be whole then.
     return max(layouts.mesh.count(tuple(along)) for _, along, _ in tensors)
 
 

@@ -7,6 +7,8 @@ needs    nothing; uses meta["shape"] where it is known
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import fx
 
 from ...compat.fx_nodes import drop_unused
@@ -38,11 +40,7 @@ def fold_views(graph: fx.Graph) -> fx.Graph:
         if node.target is _RESHAPE and source.target is _RESHAPE:
             source = source.args[0]
             node.replace_input_with(node.args[0], source)
-        if (
-            node.target is _RESHAPE
-            and source.meta.get("shape") is not None
-            and list(source.meta["shape"]) == list(node.args[1])
-        ):
+        if node.target is _RESHAPE and _keeps_shape(source.meta.get("shape"), list(node.args[1])):
             node.replace_all_uses_with(source)
             continue
         same = seen.setdefault(
@@ -52,3 +50,7 @@ def fold_views(graph: fx.Graph) -> fx.Graph:
             node.replace_all_uses_with(same)
     drop_unused(graph)
     return graph
+
+
+def _keeps_shape(shape: Sequence[object] | None, wanted: list) -> bool:
+    return shape is not None and (list(shape) == wanted or len(shape) == 1 and wanted == [-1])
