@@ -143,9 +143,8 @@ class ArgumentSizes:
                 f"{name} from {low}" + f" to {high}" * (high < UNBOUNDED)
                 for name, (low, high) in self.bounds.items()
             ]
-            raise ShardingError(
+            raise ShardingError.here(
                 f"the plan is for sizes {', '.join(ranges)}",
-                where=user_line(),
                 why="forward compares a size with a number, and takes another branch here",
                 fix="make a plan for these sizes",
             )

@@ -132,7 +132,7 @@ class TestGolden(TestCase):
             """\
 def forward(self, x, dy):
     transpose_int = torch.ops.aten.transpose.int(dy, 0, 1)
-    empty = torchgspmd_comm_bucket_memory_empty(transpose_int, 44, torch.float32)
+    empty = torchgspmd_fx_passes_lower_reduce_in_bucket_empty(transpose_int, 44, torch.float32)
     split_with_sizes_default_1 = torch.ops.aten.split_with_sizes.default(empty, [32, 8, 4])
     getitem_3 = split_with_sizes_default_1[0]
     getitem_4 = split_with_sizes_default_1[1]
