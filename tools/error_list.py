@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchgspmd"
-CLASSES = ("ShardingError", "RankError", "ValueError")  # parsers raise ValueError, others wrap it
+# Parsers raise ValueError, and others wrap it.
+MAKERS = ("ShardingError", "user_error", "RankError", "ValueError")
 
 
 class Message(NamedTuple):
@@ -56,7 +57,7 @@ def messages() -> Iterator[Message]:
             if (
                 isinstance(node, ast.Call)
                 and isinstance(node.func, ast.Name)
-                and node.func.id in CLASSES
+                and node.func.id in MAKERS
                 and node.args
             ):
                 options = {each.arg: each.value for each in node.keywords}

@@ -74,6 +74,13 @@ class RankError(ShardingError):
     """A ShardingError for ranks that differ, or for one that is not there."""
 
 
+def user_error(
+    what: str, *, why: str | None = None, fix: str | None = None, tried: str | None = None
+) -> ShardingError:
+    """Return the error for a mistake in the innermost user frame."""
+    return ShardingError(what, where=user_line(), why=why, fix=fix, tried=tried)
+
+
 def user_line() -> str | None:
     """Return the innermost user frame as `file:line`.
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_error
 
 ABSENT: dict[str, AbsentOperator] = {}  # operators looked up in vain, by name
 
@@ -36,9 +36,8 @@ class AbsentOperator:
         raise self._error()
 
     def _error(self) -> ShardingError:
-        return ShardingError(
+        return user_error(
             f"torch {torch.__version__} has no operator {self._name}",
-            where=user_line(),
             fix="run `python -m torchgspmd doctor`, which lists what is missing in this version "
             "of torch",
         )

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_error
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from torch._ops import OpOverload, OpOverloadPacket  # noqa: F401
@@ -344,9 +344,8 @@ def error_without(*apis: PrivateApi) -> ShardingError:
     """Return the error for using missing APIs."""
     names = ", ".join(a.path for a in apis)
     lost = next((a.needed_for or a.lost for a in apis if a.needed_for or a.lost), "")
-    return ShardingError(
+    return user_error(
         f"torch {torch.__version__} lacks {names}",
-        where=user_line(),
         why=f"needed for {lost}" if lost else None,
         fix=f"install a torch that torchgspmd was checked on: {', '.join(CHECKED)}; `python -m "
         "torchgspmd doctor` says what is missing",

@@ -27,7 +27,7 @@ from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import _pytree as pytree
 from ..compat.versions import check_plan
-from ..errors import ShardingError, did_you_mean, is_misspelt, user_line
+from ..errors import did_you_mean, is_misspelt, user_error
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
 from ..fx_passes.partition.cost_constants import CostConstants
@@ -178,9 +178,8 @@ def _options_among(
             takes = {}
         if takes is None or name in takes or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
             continue
-        raise ShardingError(
+        raise user_error(
             f"plan has no option '{name}', and the function no such argument",
-            where=user_line(),
             fix=did_you_mean(name, [*known, *takes]),
         )
     return {name: given[name] for name in names if name in given}, keywords
@@ -189,15 +188,12 @@ def _options_among(
 def _check_of_function(options: Options) -> None:
     """Raise ShardingError for options that only modules have."""
     if options.grad:
-        raise ShardingError(
-            "plan(grad=True) takes a module",
-            where=user_line(),
-            fix="call torch.autograd.grad inside of the function",
+        raise user_error(
+            "plan(grad=True) takes a module", fix="call torch.autograd.grad inside of the function"
         )
     if options.param_dtype or options.reduce_dtype:
-        raise ShardingError(
+        raise user_error(
             "param_dtype and reduce_dtype are options for modules: a function has no parameters",
-            where=user_line(),
             fix="pass the module, or cast inside of the function",
         )
 

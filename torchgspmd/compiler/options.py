@@ -16,7 +16,7 @@ from ..capture.rewrites.microbatches import check_count
 from ..comm.collective_builder import CARRIERS
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import did_you_mean, user_error
 from ..fx_passes.units import parse_size
 
 T = TypeVar("T")
@@ -209,9 +209,8 @@ class Options:
         known = [row.name for row in rows_for(reader)]
         for name in given:
             if name not in known:
-                raise ShardingError(
+                raise user_error(
                     f"{reader} has no option '{name}'",
-                    where=user_line(),
                     fix=did_you_mean(name, [*known, *NAMED.get(reader, ())]),
                 )
         options = cls(**given)
@@ -230,31 +229,27 @@ class Options:
         check_count(self.microbatches)
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
-            raise ShardingError(
+            raise user_error(
                 f"audit is {self.audit!r}",
-                where=user_line(),
                 fix="give the calls from one comparison to the next, 1 or more, such as "
                 "audit=100; None for never",
             )
         limit = self.time_limit
         if limit is not None and limit <= timedelta():
-            raise ShardingError(
+            raise user_error(
                 f"timeout is {limit.total_seconds():g} s",
-                where=user_line(),
                 fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
             )
 
     def _check_budget(self) -> None:
         if self.recompute != "auto" and self.offload == "never":
-            raise ShardingError(
+            raise user_error(
                 "memory_budget is set, and nothing keeps to it",
-                where=user_line(),
                 fix='set recompute="auto" or offload="activations" as well',
             )
         if self.budget is None or self.budget <= 0:
-            raise ShardingError(
+            raise user_error(
                 f"memory_budget is {self.memory_budget!r}",
-                where=user_line(),
                 fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
             )
 
@@ -266,25 +261,21 @@ class Options:
     def check_backend(self) -> None:
         """Raise ShardingError for an option that the backend does not read."""
         if self.compiler == "inductor" and self.offload != "never":
-            raise ShardingError(
+            raise user_error(
                 f"backend '{self.backend}' cannot offload",
-                where=user_line(),
                 why="Inductor compiles no copies to the memory of the host",
                 fix='set backend="torch", or recompute="auto" alone',
             )
         if self.captures and isinstance(self.dynamic, Mapping):
-            raise ShardingError(
+            raise user_error(
                 f"backend '{self.backend}' has no option dynamic",
-                where=user_line(),
                 why="each size has a program and CUDA graphs of its own",
                 fix="leave it out, and pad arguments to a few sizes",
             )
         reader = "xla" if self.backend == "xla" else "parallelize"
         for row in OPTIONS:
             if reader not in row.readers and self._is_set(row):
-                raise ShardingError(
-                    f"backend '{self.backend}' has no option {row.name}", where=user_line()
-                )
+                raise user_error(f"backend '{self.backend}' has no option {row.name}")
 
     @property
     def compiler(self) -> str:
@@ -364,10 +355,7 @@ def rows_for(reader: Reader) -> list[Option]:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ShardingError for a value outside a closed set."""
     if value not in choices:
-        raise ShardingError(
-            f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}",
-            where=user_line(),
-        )
+        raise user_error(f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}")
 
 
 def documented(reader: Reader) -> Callable[[F], F]:

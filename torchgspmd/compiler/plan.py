@@ -25,7 +25,7 @@ from ..capture import (
 from ..comm.collective import Collective
 from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..features import tables  # noqa: F401 (rows of the core's tables)
 from ..fx_passes import Layouts
 from ..fx_passes.digest import fits_page, page_text
@@ -111,9 +111,8 @@ class Plan(PlanFiles):
     def layouts(self) -> Layouts:
         """The propagated layouts and their reasons, which a plan's text lacks."""
         if self._layouts is None:
-            raise ShardingError(
+            raise user_error(
                 "this plan was planned by another process, which has the reasons for its layouts",
-                where=user_line(),
                 fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or call "
                 "torchgspmd.plan()",
             )
@@ -312,9 +311,8 @@ class Plan(PlanFiles):
         self.check_complete()
         for place in self.captured.state_inputs:
             if not place.holds():
-                raise ShardingError(
+                raise user_error(
                     f"there is no {place.kind} at '{place.name}' any more, where the plan had one",
-                    where=user_line(),
                     fix="make a plan of the module as it is now",
                 )
         leaves, tree = pytree.tree_flatten(opened((args, kwargs)))
@@ -322,9 +320,8 @@ class Plan(PlanFiles):
         arguments += self.captured.state_tensors()
         expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(arguments) != len(expected):
-            raise ShardingError(
+            raise user_error(
                 "the arguments have another structure than those that the plan was made for",
-                where=user_line(),
                 fix="call simulate as the function itself was called in plan()",
             )
         self.captured.check_unchanged(leaves)
@@ -332,10 +329,9 @@ class Plan(PlanFiles):
         sizes = self.captured.dynamic
         for i, (tensor, inp) in enumerate(zip(arguments, expected)):
             if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:
-                raise ShardingError(
+                raise user_error(
                     f"argument '{inp.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
                     f"the plan was made for {dtype_name(inp.dtype)}{list(inp.shape)}",
-                    where=user_line(),
                     fix="make a plan for these shapes",
                 )
         sizes.check([t.shape for t in arguments])

@@ -9,7 +9,7 @@ import difflib
 import os
 import sys
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from .program import Program
 
 
@@ -17,9 +17,8 @@ def dump_level() -> int:
     """Return the level in TORCHGSPMD_DUMP, 0 without one."""
     text = os.environ.get("TORCHGSPMD_DUMP") or "0"
     if not text.isdecimal():
-        raise ShardingError(
+        raise user_error(
             f"TORCHGSPMD_DUMP is {text!r}",
-            where=user_line(),
             fix="set it to 1 (the final graph), 2 (each pass's changes) or 3 (reasons, too)",
         )
     return int(text)

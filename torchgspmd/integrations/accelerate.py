@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..runtime.checkpoint import load, save
 from ..runtime.full_state import full_state_dict
 from ..runtime.module_proxy import ModuleProxy
@@ -61,9 +61,8 @@ def as_first_process() -> Iterator[None]:
 def check_precision(accelerator: Any) -> None:
     """Raise ShardingError if autocast would be put around a model that is on a mesh already."""
     if accelerator.mixed_precision != "no":
-        raise ShardingError(
+        raise user_error(
             f"mixed precision '{accelerator.mixed_precision}' is set for a model that is on a mesh",
-            where=user_line(),
             why="autocast has to be part of the program, which parallelize makes",
             fix="pass the model of one device with its marks, or leave mixed precision out and "
             "parallelize(..., param_dtype=torch.bfloat16)",

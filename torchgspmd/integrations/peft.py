@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compiler.options import Options
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..layout.annotate import annotate
 from ..runtime.full_state import Gather, groups_of_state, tables_of
 from ..runtime.parallelize import parallelize
@@ -48,9 +48,8 @@ def get_peft_model(
         ShardingError: The model is not on a mesh.
     """
     if not isinstance(model, ShardedModule):
-        raise ShardingError(
+        raise user_error(
             "the model is on no mesh",
-            where=user_line(),
             fix="call peft.get_peft_model, then mark the model, then call parallelize",
         )
     with _whole_weights(model):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..layout.annotate import annotate
 from ..layout.mesh import Mesh
 from ..runtime.parallelize import parallelize, shard_batch
@@ -52,9 +52,8 @@ def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
     """
     for name in ("cp", "pp", "ep"):
         if getattr(parallel_dims, name) > 1:
-            raise ShardingError(
+            raise user_error(
                 f"parallel_dims has {name}={getattr(parallel_dims, name)}",
-                where=user_line(),
                 fix="use marks of your own and parallelize: docs/parallelize.md, docs/pipelines.md",
             )
     sizes = {name: getattr(parallel_dims, name) for name in ("dp_replicate", "dp_shard", "tp")}

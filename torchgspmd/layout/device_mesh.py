@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from .layout_rules import MeshLayout
 from .mesh import Mesh
 
@@ -20,8 +20,7 @@ def mesh_of(mesh: Mesh | DeviceMesh | MeshLayout) -> Mesh:
         return mesh.mesh
     if isinstance(mesh, DeviceMesh):
         return Mesh.from_device_mesh(mesh)
-    raise ShardingError(
+    raise user_error(
         f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
-        where=user_line(),
         fix="pass a mesh such as Mesh(data=2, model=4)",
     )

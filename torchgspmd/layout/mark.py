@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compat.operators import custom_op
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_error, user_line
 from .device_mesh import mesh_of
 from .layout_rules import MeshLayout, Unmarked, bound_layout
 from .mesh import Mesh
@@ -126,9 +126,8 @@ def _no_tensor(given: object, spec: object) -> ShardingError:
         )
     else:
         fix = "mark its results: annotate(model, mesh, {name of the module: spec})"
-    return ShardingError(
+    return user_error(
         f"mark_sharding gets a {type(given).__name__} and '{spec}', and marks tensors alone",
-        where=user_line(),
         fix=fix,
     )
 
@@ -138,10 +137,9 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, names)
     if len(names.split()) != tensor.dim():
-        raise ShardingError(
+        raise user_error(
             f"the mark '{names}' has {len(names.split())} names, but the tensor has "
             f"{tensor.dim()} dimensions, {list(tensor.shape)}",
-            where=user_line(),
             fix="write one word per dimension; use _ for a dimension without a name",
         )
     return _record(tensor, None, names)
@@ -150,9 +148,8 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
 def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
     # The same mark twice is no conflict: a forward that marks its parameters runs many times.
     if isinstance(tensor, DTensor) and (raw_mark(tensor) or ())[:2] != (mesh, spec):
-        raise ShardingError(
+        raise user_error(
             f"a tensor that is on a mesh already is marked '{spec}'",
-            where=user_line(),
             why="parallelize lays parameters and buffers out once, as they are marked by then",
             fix="mark the model before parallelize, or an activation in its forward",
         )
@@ -175,9 +172,7 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike | None) -> ShardSpec:
     """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
     parsed = ShardSpec.parse(cast(SpecLike, spec)).check(mesh, tensor.shape)  # refuses None
     if parsed.pending:
-        raise ShardingError(
-            f"a mark cannot ask for a pending reduction ('{parsed}')", where=user_line()
-        )
+        raise user_error(f"a mark cannot ask for a pending reduction ('{parsed}')")
     return parsed
 
 
@@ -242,10 +237,9 @@ def layout_of(module: object, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayou
         return mesh
     layout = getattr(module, LAYOUT, None)
     if layout is not None and layout.mesh != mesh_of(mesh):
-        raise ShardingError(
+        raise user_error(
             f"the model's layout is on mesh {layout.mesh}, but the program runs on mesh "
             f"{mesh_of(mesh)}",
-            where=user_line(),
             fix="use one Mesh for all marks of a program",
         )
     return layout

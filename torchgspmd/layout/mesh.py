@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..errors import ShardingError, did_you_mean, user_line
+from ..errors import did_you_mean, user_error
 from .sub_axes import (
     check_named_size,
     common_splits,
@@ -82,9 +82,8 @@ class Mesh:
             >>> dist.destroy_process_group()
         """
         if device_mesh.mesh_dim_names is None:
-            raise ShardingError(
+            raise user_error(
                 "the DeviceMesh has no dimension names",
-                where=user_line(),
                 fix="call init_device_mesh(..., mesh_dim_names=('data', 'model'))",
             )
         return cls(**dict(zip(device_mesh.mesh_dim_names, map(int, device_mesh.mesh.shape))))
@@ -112,12 +111,10 @@ class Mesh:
                 for name, size in (entry.split("=") for entry in text.split(",") if entry)
             ]
         except ValueError:
-            raise ShardingError(
-                f"'{text}' is not a mesh; write it as 'data=2,model=4'", where=user_line()
-            ) from None
+            raise user_error(f"'{text}' is not a mesh; write it as 'data=2,model=4'") from None
         twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
         if twice is not None:
-            raise ShardingError(f"'{twice}' occurs twice in mesh '{text}'", where=user_line())
+            raise user_error(f"'{twice}' occurs twice in mesh '{text}'")
         return cls(**dict(axes))
 
     def __str__(self) -> str:
@@ -179,10 +176,7 @@ class Mesh:
             >>> Mesh(data=2).check_axis("data")
         """
         if axis not in self._sizes:
-            raise ShardingError(
-                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}",
-                where=user_line(),
-            )
+            raise user_error(f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}")
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a device's position on each axis.

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Union
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from .halo_window import Window
 from .interned import Interned
 from .mesh import Mesh
@@ -375,19 +375,17 @@ class ShardSpec(metaclass=Interned):
             'data _'
         """
         if self.rank != len(shape):
-            raise ShardingError(
+            raise user_error(
                 f"spec '{self}' has {self.rank} entries, "
                 f"but {what} has {len(shape)} dimensions {list(shape)}",
-                where=user_line(),
                 fix=f"write one entry per dimension, such as '{self.of_rank(len(shape))}'",
             )
         seen: set[str] = set()
         for axis in self.sharding_axes + self.pending:
             mesh.check_axis(axis)
             if axis in seen:
-                raise ShardingError(
+                raise user_error(
                     f"'{axis}' occurs twice in spec '{self}'",
-                    where=user_line(),
                     why="an axis shards at most one dimension of a tensor",
                     fix="remove one of the two",
                 )

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from .halo_window import Window
 from .sub_axes import sub_axis
 
@@ -48,15 +48,13 @@ def parse_string(text: str) -> SpecFields:
         reduction, _, names = words.pop().partition("@")
         pending = tuple(names.split("+"))
         if reduction not in REDUCTIONS:
-            raise ShardingError(
+            raise user_error(
                 f"'{reduction}' in spec '{text}' is not a reduction; "
-                f"use one of {', '.join(REDUCTIONS)}",
-                where=user_line(),
+                f"use one of {', '.join(REDUCTIONS)}"
             )
         if not all(map(_is_axis, pending)):
-            raise ShardingError(
+            raise user_error(
                 f"'{names}' in spec '{text}' is not an axis name",
-                where=user_line(),
                 fix="write an axis behind '@', or axes joined by '+'",
             )
     dims, opens, windows, priorities = [], [], [], []
@@ -70,9 +68,8 @@ def parse_string(text: str) -> SpecFields:
         word = word[:-1] if is_open else word
         axes = () if word in ("", "_") else tuple(word.split("+"))
         if not all(map(_is_axis, axes)):
-            raise ShardingError(
+            raise user_error(
                 f"'{word}' in spec '{text}' is not an axis name",
-                where=user_line(),
                 fix="write one word per dimension: '_', '?', an axis, or axes joined by '+'",
             )
         dims.append(axes)
@@ -118,9 +115,8 @@ def check_no_placement(entry: Any, entries: Any, names: Sequence[str] = ()) -> N
             dims.setdefault(dim, []).append(name)
     words = ["+".join(dims.get(d, ())) or "_" for d in range(max(dims, default=-1) + 1)]
     spec = f"'{' '.join(words)}', and '_' for each further dimension," if words else "'data _'"
-    raise ShardingError(
+    raise user_error(
         f"{entries!r} are placements of DTensor, one for each axis of a mesh",
-        where=user_line(),
         why="a spec has one word for each dimension of the tensor: the axes that shard it",
         fix=f"write {spec} in place of {entries!r}",
     )
@@ -131,10 +127,9 @@ def parse_sequence(entries: object) -> SpecFields:
     for entry in entries if isinstance(entries, (tuple, list)) else [entries]:
         check_no_placement(entry, entries)
     if not isinstance(entries, Sequence):
-        raise ShardingError(
+        raise user_error(
             "a spec is a string such as 'data _' or a tuple such as ('data', None), "
-            f"not {entries!r}",
-            where=user_line(),
+            f"not {entries!r}"
         )
     dims, opens = [], []
     for entry in entries:
@@ -146,9 +141,8 @@ def parse_sequence(entries: object) -> SpecFields:
         elif isinstance(entry, (tuple, list)) and all(map(_is_axis, entry)):
             dims.append(tuple(entry))
         else:
-            raise ShardingError(
+            raise user_error(
                 f"{entry!r} is not an entry of a spec; "
-                "use None, an axis name, a tuple of axis names or UNCONSTRAINED",
-                where=user_line(),
+                "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
             )
     return tuple(dims), tuple(opens), (), "sum", (), ()

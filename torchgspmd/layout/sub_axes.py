@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError, user_error
 
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
@@ -99,14 +99,12 @@ def check_named_size(axis: str, size: object) -> None:
     """Raise ShardingError for a size, or a name, that no mesh axis may have."""
     # bool is a subclass of int: True would pass as size 1.
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise ShardingError(
-            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1",
-            where=user_line(),
+        raise user_error(
+            f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1"
         )
     if not axis.isidentifier() or axis == "_":
-        raise ShardingError(
-            f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'",
-            where=user_line(),
+        raise user_error(
+            f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'"
         )
 
 
@@ -117,8 +115,7 @@ def unnamed_axes(given: tuple[object, ...]) -> ShardingError:
     if isinstance(first, dict):
         named = cast("dict[str, Any]", first)
     axes = ", ".join(f"{name}={size}" for name, size in named.items())
-    return ShardingError(
+    return user_error(
         f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
-        where=user_line(),
         fix=f"write Mesh({axes})",
     )

@@ -30,7 +30,7 @@ from ..compiler.api import Plan, compile_plan
 from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, whole_of
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
@@ -72,9 +72,8 @@ def compare(
     """
     args, kwargs = _arguments(*batch)
     if not isinstance(model, (Plan, ShardedModule)):
-        raise ShardingError(
+        raise user_error(
             f"compare gets a {type(model).__name__}",
-            where=user_line(),
             fix="pass the module that parallelize returned, or a Plan",
         )
     if isinstance(model, ShardedModule):
@@ -143,9 +142,8 @@ def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict)
         if each.kind in (PARAMETER, BUFFER):
             tensor = state.get(each.name)
             if tensor is None or tuple(tensor.shape) != tuple(each.shape):
-                raise ShardingError(
+                raise user_error(
                     f"the reference has no '{each.name}' of shape {list(each.shape)}",
-                    where=user_line(),
                     fix="pass the same model, as it was before parallelize: copy.deepcopy(model)",
                 )
             found.append(whole_of(tensor).detach().clone())

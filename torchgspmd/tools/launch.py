@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from ..errors import RankError, ShardingError, user_line
+from ..errors import RankError, ShardingError, user_error
 
 GRACE = 1.0  # seconds in which a rank that failed earlier may still say so
 END = 5.0  # seconds from SIGTERM to SIGKILL
@@ -115,17 +115,15 @@ class _Rank:
 
 def _check(processes: int) -> None:
     if processes < 1:
-        raise ShardingError(f"launch gets {processes} processes", where=user_line())
+        raise user_error(f"launch gets {processes} processes")
     if dist.is_initialized():
-        raise ShardingError(
+        raise user_error(
             "launch is called in a process that is part of a process group",
-            where=user_line(),
             fix="call it where no process group is: under torchrun the processes are there",
         )
     if torch.cuda.is_initialized():
-        raise ShardingError(
+        raise user_error(
             "this process uses a GPU already, and its forks cannot",
-            where=user_line(),
             fix="restart the notebook, and create tensors on GPUs inside of the function alone",
         )
 

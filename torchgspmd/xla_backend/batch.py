@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import ShardingError, user_line
+from ..errors import user_error
 from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from .runtime import start
@@ -54,10 +54,9 @@ def parts(
     for d, (size, axes) in enumerate(zip(local.shape, spec.dims)):
         # A host with all shards may have a short last one: the global size is its own.
         if len(own[d]) < mesh.count(axes) and size % len(own[d]):
-            raise ShardingError(
+            raise user_error(
                 f"dimension {d} of a host's batch has {size} rows, "
                 f"which its {len(own[d])} shards do not divide",
-                where=user_line(),
                 fix="give every device the same number of rows, on every host",
             )
         shape.append(size * mesh.count(axes) // len(own[d]))

@@ -16,7 +16,7 @@ from ...capture import BUFFER, PARAMETER, Input
 from ...capture.state.guards import Guards
 from ...capture.without_gc import without_gc
 from ...comm.json_rows import conforms
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 from ...fx_passes import Layouts
 from ...fx_passes.program import Request
 from ...fx_passes.runnable_plan import RunnablePlan
@@ -88,9 +88,8 @@ class PlanFiles(Later, RunnablePlan):
         try:
             text = self._text()
         except Unshareable as error:
-            raise ShardingError(
+            raise user_error(
                 "this plan cannot be written to a file",
-                where=user_line(),
                 why=str(error),
                 fix="register large tensors as buffers; name operations by torch.library",
             ) from error
@@ -158,15 +157,12 @@ class PlanFiles(Later, RunnablePlan):
             except Malformed as fault:
                 raise fault.located(text) from None
         except FileNotFoundError as error:
-            raise ShardingError(
-                f"there is no file {path}",
-                where=user_line(),
-                fix="write it by plan.save(path), or correct the path",
+            raise user_error(
+                f"there is no file {path}", fix="write it by plan.save(path), or correct the path"
             ) from error
         except (Stale, OSError, *REFUSALS) as error:
-            raise ShardingError(
+            raise user_error(
                 f"{path} is no plan for this program",
-                where=user_line(),
                 why=str(error) or type(error).__name__,
                 fix="plan it again, and save it",
             ) from error
@@ -177,9 +173,8 @@ class PlanFiles(Later, RunnablePlan):
         The file's program has to be the one that its source is planned to.
         """
         if self._lacks:
-            raise ShardingError(
+            raise user_error(
                 "this plan was read from a file, and cannot be simulated",
-                where=user_line(),
                 why=self._lacks,
                 fix="call torchgspmd.plan() with the model",
             )
@@ -199,9 +194,8 @@ class PlanFiles(Later, RunnablePlan):
         except Exception as error:  # a source that nobody captured may break any pass
             why = f"its source cannot be planned: {error}"
         if why:
-            raise ShardingError(
+            raise user_error(
                 "this plan was read from a file whose program is not that of its source",
-                where=user_line(),
                 why=f"{why}; another version has saved it, or somebody changed it",
                 fix="plan it again, and save it",
             )

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 from .call import (
     AttentionCall,
     Gradients,
@@ -76,9 +76,8 @@ def _compiled(text: str) -> CodeType:
             return compile(tree, "<flex_attention>", "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pass
-    raise ShardingError(
+    raise user_error(
         "a function of flex_attention is no expression of elementwise operations",
-        where=user_line(),
         why=f"it is {text[:80]!r}",
         fix="plan the model again",
     )

@@ -23,7 +23,7 @@ from ...capture.rewrites.loop_trace import (
     use_in_bodies_around,
 )
 from ...compat.private_apis import _pytree as pytree
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 
 
 def run_branch(goes: Tensor, true: Callable[[], object], false: Callable[[], object]) -> object:
@@ -83,9 +83,8 @@ def run_while(
     record = outer_tensors(iteration, carry)
     _check([[*carry], record.results[1:]])
     if record.seeds:
-        raise ShardingError(
+        raise user_error(
             "the body of a while_loop draws random numbers",
-            where=user_line(),
             why="seeds are drawn before a loop, for as many iterations as it has",
             fix="draw outside and pass the numbers, or use scan",
         )
@@ -110,10 +109,9 @@ def _check(alike: list[list[Tensor]]) -> None:
     """Raise unless both have as many tensors, with the same shapes and dtypes."""
     one, other = ([_type(x) for x in each] for each in alike)
     if one != other:
-        raise ShardingError(
+        raise user_error(
             f"the sides of a branch, or the carry of a loop and the next one, differ: "
             f"{', '.join(one)} and {', '.join(other)}",
-            where=user_line(),
             why="what comes after is one program for both",
             fix="return tensors of the same shapes and dtypes",
         )

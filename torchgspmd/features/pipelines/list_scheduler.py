@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
 
 
@@ -80,10 +80,8 @@ def list_schedule(
         1     F0 B0... F1 B1... F2 B2...
     """
     if memory is not None and memory < rounds:
-        raise ShardingError(
-            f"no schedule can keep only {memory} activations",
-            where=user_line(),
-            fix=f"give memory={rounds}, or more",
+        raise user_error(
+            f"no schedule can keep only {memory} activations", fix=f"give memory={rounds}, or more"
         )
     places = StagePlacement(stages, rounds, split and rounds == 2)
     return _shortest(places, microbatches, "FBW" if split else "FB", memory, times or Times())

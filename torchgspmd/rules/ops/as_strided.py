@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten, prims
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 from ..memory_order import memory_order
 from ..rewrites import DECLINED, Declined, rewrite
 
@@ -158,9 +158,8 @@ def _check_inside(x: Tensor, size: Sequence[int], stride: Sequence[int], offset:
         for sizes, strides in ((size, stride), (x.shape, x.stride()))
     )
     if not numpy.isin(read + offset, own).all():
-        raise ShardingError(
+        raise user_error(
             "as_strided reads memory beside the elements of its tensor",
-            where=user_line(),
             why=f"a program knows the {x.numel()} elements of the tensor, and nothing around them",
             fix="call it on the tensor whose memory it reads, or index that tensor",
         )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...dtensor.storage import spec_of
-from ...errors import ShardingError, user_line
+from ...errors import user_error
 from ...layout.device_mesh import mesh_of
 from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
@@ -191,16 +191,14 @@ def visualize(
     if isinstance(tensor, Tensor):
         mark = recorded_mark(tensor)
         if mark is None:
-            raise ShardingError(
+            raise user_error(
                 f"a tensor of shape {list(tensor.shape)} has no layout",
-                where=user_line(),
                 fix="mark it, or pass a layout, a mesh and a shape",
             )
         return Picture(mark[0], mark[1].closed(), tuple(tensor.shape))
     if mesh is None or shape is None:
-        raise ShardingError(
+        raise user_error(
             "a layout alone does not say who holds what",
-            where=user_line(),
             fix='call visualize("data _", mesh, (8, 4))',
         )
     devices = mesh_of(mesh)
