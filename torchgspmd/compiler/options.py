@@ -379,8 +379,7 @@ def documented(reader: Reader) -> Callable[[F], F]:
         document = cast(Any, function)  # a function has more attributes than its type says
         document.__signature__ = signature.replace(parameters=[*named, *options, *rest])
         document.__doc__ = str(function.__doc__).replace(
-            "        {options}",
-            "\n".join(_paragraph(row, reader) for row in rows),
+            "        {options}", "\n".join(_paragraph(row, reader) for row in rows)
         )
         return function
 

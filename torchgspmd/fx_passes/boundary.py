@@ -7,16 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from ..capture import (
-    ARGUMENT,
-    GRADIENT,
-    MUTATION,
-    OBSERVED,
-    OUTPUT,
-    TANGENT,
-    Captured,
-    Output,
-)
+from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.storage import storable
 from ..errors import ShardingError
@@ -158,11 +149,7 @@ def _input_specs(
 
 
 def _result_specs(
-    captured: Captured,
-    inputs: list[ShardSpec | None],
-    out_specs: object,
-    mesh: Mesh,
-    whole: bool,
+    captured: Captured, inputs: list[ShardSpec | None], out_specs: object, mesh: Mesh, whole: bool
 ) -> list[ShardSpec | None]:
     """Return the required spec, or None, for every flat output.
 

@@ -122,13 +122,7 @@ PIPELINE: tuple[Step, ...] = (
             Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
             # Behind it: sums of a loss are simplified on the operations that the program has.
             Pass("keep_dims", keep_dims, ANNOTATED, ANNOTATED, again=_PROPAGATE),
-            Pass(
-                "split_vectors",
-                split_vectors,
-                ANNOTATED,
-                ANNOTATED,
-                again=_PROPAGATE,
-            ),
+            Pass("split_vectors", split_vectors, ANNOTATED, ANNOTATED, again=_PROPAGATE),
             Pass(
                 "balance_attention",
                 feature_pass("balance_attention"),

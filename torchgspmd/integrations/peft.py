@@ -27,11 +27,7 @@ SPENT = ("shard_updates",)  # it has laid out the weights already
 
 
 def get_peft_model(
-    model: nn.Module,
-    config: Any,
-    *args: Any,
-    marks: Mapping[str, Any] | None = None,
-    **kwargs: Any,
+    model: nn.Module, config: Any, *args: Any, marks: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> nn.Module:
     """Return a model on its mesh with peft's adapters, whose names and shapes are one device's.
 

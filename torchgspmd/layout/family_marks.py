@@ -81,12 +81,7 @@ FAMILIES: dict[str, tuple[Rows, ...]] = {
     "llama": (_LLAMA,),
     "mixtral": (
         {**_WORDS, **_HEADS, **_EXPERTS},
-        {
-            **_WORDS,
-            **_HEADS,
-            "**experts.*.w[13].weight": "M _",
-            "**experts.*.w2.weight": "_ M",
-        },
+        {**_WORDS, **_HEADS, "**experts.*.w[13].weight": "M _", "**experts.*.w2.weight": "_ M"},
     ),
     "nanogpt": ({g: " ".join(reversed(s.split())) if "c_" in g else s for g, s in _GPT2.items()},),
     "qwen3": (_LLAMA, {**_WORDS, **_HEADS, **_EXPERTS}),

@@ -11,13 +11,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import user_error
 from .mesh import Mesh
 from .spec import ShardSpec
-from .spec_notation import (
-    AUTO,
-    SAME,
-    UNCONSTRAINED,
-    check_no_placement,
-    text_of_entries,
-)
+from .spec_notation import AUTO, SAME, UNCONSTRAINED, check_no_placement, text_of_entries
 
 # Names of axes that divide the batch, in the libraries of the field.
 BATCH_AXES = ("data", "batch", "dp", "fsdp", "replica", "dp_replicate", "dp_shard", "replicate")

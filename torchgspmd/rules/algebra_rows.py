@@ -170,12 +170,7 @@ def _full_slice(node: fx.Node) -> fx.Node | Declined:
 Pads = dict[int, tuple[int, int]]  # dimension -> rows added before and behind; negative: removed
 
 
-@rewrite(
-    "simplify",
-    aten.slice.Tensor,
-    aten.slice_backward.default,
-    aten.constant_pad_nd.default,
-)
+@rewrite("simplify", aten.slice.Tensor, aten.slice_backward.default, aten.constant_pad_nd.default)
 def _pad_and_slice(node: fx.Node) -> fx.Node | Declined:
     """Merge a pad at one end and a slice at the other, as pipelines shift their states.
 

@@ -334,9 +334,7 @@ def make_rule(
 
 
 def describe(
-    operands: Sequence[Dims],
-    results: Sequence[Dims],
-    halo: Mapping[Place, Reach] | None = None,
+    operands: Sequence[Dims], results: Sequence[Dims], halo: Mapping[Place, Reach] | None = None
 ) -> str:
     """Return these factors as a sentence."""
 

@@ -40,10 +40,7 @@ from .rank_interpreter import RankInterpreter, interpret
 
 
 def compare(
-    model: nn.Module | Plan,
-    reference: nn.Module,
-    *batch: object,
-    tolerance: float | None = None,
+    model: nn.Module | Plan, reference: nn.Module, *batch: object, tolerance: float | None = None
 ) -> Comparison:
     """Run a model on its mesh and on one device, and find the first value that differs.
 

@@ -69,10 +69,7 @@ class AttentionCall(NamedTuple):
             mask = mask[..., rows if mask.shape[-2] > 1 else slice(None), :]
             mask = mask[..., columns if mask.shape[-1] > 1 else slice(None)]
         return self._replace(
-            q=self.q[..., rows, :],
-            k=self.k[..., columns, :],
-            v=self.v[..., columns, :],
-            mask=mask,
+            q=self.q[..., rows, :], k=self.k[..., columns, :], v=self.v[..., columns, :], mask=mask
         )
 
 

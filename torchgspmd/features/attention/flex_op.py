@@ -27,14 +27,7 @@ from torch import Tensor
 from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
 from ...errors import user_error
-from .call import (
-    AttentionCall,
-    Gradients,
-    Results,
-    Upstream,
-    backward_schema,
-    forward_schema,
-)
+from .call import AttentionCall, Gradients, Results, Upstream, backward_schema, forward_schema
 from .tiles import Place, Tiles, empty_gradients, empty_results
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
@@ -127,12 +120,7 @@ class Flex(NamedTuple):
     gradient: str
 
     def _value(
-        self,
-        text: str,
-        place: Place,
-        shape: Sequence[int],
-        device: torch.device,
-        **values: Tensor,
+        self, text: str, place: Place, shape: Sequence[int], device: torch.device, **values: Tensor
     ) -> Tensor:
         """Evaluate an expression at a tile's positions."""
         of = [
@@ -206,11 +194,7 @@ def flex_attention(*args: Any) -> Results:
 flex_attention.register_fake(empty_results)
 
 
-@custom_op(
-    "flex_attention_backward",
-    schema=backward_schema(_REST),
-    tags=READS_MASKS,
-)
+@custom_op("flex_attention_backward", schema=backward_schema(_REST), tags=READS_MASKS)
 def flex_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
 ) -> Gradients:

@@ -137,10 +137,7 @@ def attention_backward_in_blocks(*args: object) -> Gradients:
     return gradients(*of_backward(*args))
 
 
-@custom_op(
-    "attention",
-    schema=forward_schema(f"bool causal, float scale, {OPTIONS}"),
-)
+@custom_op("attention", schema=forward_schema(f"bool causal, float scale, {OPTIONS}"))
 def attention(*args: object) -> Results:
     """Return softmax(q k^T * scale + mask) v, and the scores' logsumexp.
 
@@ -182,10 +179,7 @@ def _(*args: object) -> Results:
 attention.register_fake(empty_results)
 
 
-@custom_op(
-    "attention_backward",
-    schema=backward_schema(f"bool causal, float scale, {OPTIONS}"),
-)
+@custom_op("attention_backward", schema=backward_schema(f"bool causal, float scale, {OPTIONS}"))
 def attention_backward(*args: object) -> Gradients:
     """Return the gradients for q, k and v."""
     q_grad, k_grad, v_grad = (g.contiguous() for g in attention_backward_in_blocks(*args))

@@ -7,12 +7,7 @@ from torch import fx
 from ...fx_passes.program import Program, Request
 from . import attention_rings as rings
 from .balance_attention import balance
-from .op import (
-    attention,
-    attention_backward,
-    attention_backward_in_blocks,
-    attention_in_blocks,
-)
+from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring_keys import mark_rings
 
 # Direct calls, which skip the overhead of PyTorch's operator registry.

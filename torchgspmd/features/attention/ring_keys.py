@@ -91,12 +91,7 @@ _ours = torch.ops.torchgspmd
 RINGS: dict[Any, Ring] = {
     _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _plain),
     _ours.attention_backward.default: Ring(
-        ring_attention_backward,
-        "s",
-        1,
-        reduce_scatter,
-        None,
-        _plain_backward,
+        ring_attention_backward, "s", 1, reduce_scatter, None, _plain_backward
     ),
     _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
     _ours.flex_attention_backward.default: Ring(

@@ -98,11 +98,7 @@ class _Lists:
         return all(self._takes(v, depth, place.around, totals) for v in place.values())
 
     def _takes(
-        self,
-        value: fx.Node,
-        depth: int,
-        around: Around,
-        totals: dict[_Place, None],
+        self, value: fx.Node, depth: int, around: Around, totals: dict[_Place, None]
     ) -> bool:
         """Return whether all of a value's users in a loop body take its rows."""
         return bool(value.users) and all(
@@ -113,12 +109,7 @@ class _Lists:
         )
 
     def _reads(
-        self,
-        value: fx.Node,
-        user: fx.Node,
-        depth: int,
-        around: Around,
-        totals: dict[_Place, None],
+        self, value: fx.Node, user: fx.Node, depth: int, around: Around, totals: dict[_Place, None]
     ) -> bool:
         """Return whether a user is a loop over a value's rows."""
         call = user.target

@@ -257,11 +257,7 @@ def _emit_weight_gradient(local: LocalBuilder, args: tuple, kwargs: dict) -> lis
 
 @rewrite("decompose", aten.convolution_backward.default)
 def _backward(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    bias_sizes: Sequence[int] | None,
-    *rest: Any,
+    grad: Tensor, x: Tensor, w: Tensor, bias_sizes: Sequence[int] | None, *rest: Any
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients for input, weight and bias. The input's is a convolution."""
     *options, mask = rest

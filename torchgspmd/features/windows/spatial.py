@@ -177,8 +177,5 @@ def _grid_backward(call: Call) -> FactorRule:
     dims = [["n", "c", *outer], ["n", "c", *inner], ["n", *outer, "t"]]
     asked = [dims[1 if r.shape == image.shape else 2] for r in call.results]
     return call.rule(
-        dims,
-        dims[1:] if len(asked) == 2 else asked,
-        replicated=[*inner, "t"],
-        reduce=["c", *outer],
+        dims, dims[1:] if len(asked) == 2 else asked, replicated=[*inner, "t"], reduce=["c", *outer]
     )

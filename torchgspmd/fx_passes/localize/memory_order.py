@@ -23,11 +23,7 @@ from ...rules.memory_order import Orders, declares_order, is_packed, map_ordered
 
 
 def restored(
-    op: object,
-    args: tuple,
-    kwargs: Mapping[str, Any],
-    orders: Orders,
-    add: Callable[..., fx.Node],
+    op: object, args: tuple, kwargs: Mapping[str, Any], orders: Orders, add: Callable[..., fx.Node]
 ) -> tuple[tuple, dict[str, Any]]:
     """Return a call's arguments, with the operands in their orders.
 

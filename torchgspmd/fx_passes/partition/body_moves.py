@@ -150,10 +150,7 @@ class FactorMove(Move):
 
     def _situation(self, body: Body) -> int:
         """Return a number that is equal for like bodies in like neighborhoods."""
-        state = (
-            self.assignment.stamp(self.neighbor_nodes[body]),
-            self.search.costs.pending_bonus,
-        )
+        state = (self.assignment.stamp(self.neighbor_nodes[body]), self.search.costs.pending_bonus)
         before, situation = self.situations.get(body, (None, 0))
         if before != state:
             content = (

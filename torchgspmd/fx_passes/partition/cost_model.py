@@ -90,11 +90,7 @@ class CostModel:
         return self.pending_bonus, self.resharder.constants.message_price
 
     def cost(
-        self,
-        op: Op,
-        strategy: Strategy,
-        neighborhood: Neighborhood,
-        limit: float = math.inf,
+        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float = math.inf
     ) -> float:
         """Return one operation's cost; may return early with any value >= limit."""
         cost = strategy.work - self.pending_bonus * strategy.pending
@@ -144,12 +140,7 @@ class CostModel:
         return best
 
     def _at_least(
-        self,
-        op: Op,
-        strategy: Strategy,
-        neighborhood: Neighborhood,
-        limit: float,
-        bounds: Bounds,
+        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float, bounds: Bounds
     ) -> float:
         """Bound `cost` from below, without a search; may return early with any value >= limit.
 

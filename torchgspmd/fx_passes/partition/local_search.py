@@ -37,11 +37,7 @@ class LocalSearch:
     """
 
     def __init__(
-        self,
-        assignment: Assignment,
-        memory: SearchMemory,
-        ends: Ends,
-        moves: Iterable[Row],
+        self, assignment: Assignment, memory: SearchMemory, ends: Ends, moves: Iterable[Row]
     ) -> None:
         self.assignment, self.memory, self.ends = assignment, memory, ends
         self.strategies, self.constants = memory.strategies, memory.constants

@@ -30,10 +30,7 @@ class Resharder:
     """Computes and caches the steps between layouts on one mesh."""
 
     def __init__(
-        self,
-        mesh: Mesh,
-        constants: CostConstants | None = None,
-        counts: SearchCounts | None = None,
+        self, mesh: Mesh, constants: CostConstants | None = None, counts: SearchCounts | None = None
     ) -> None:
         self.mesh, self.constants = mesh, constants or CostConstants()
         self.counts = no_counts() if counts is None else counts
@@ -167,12 +164,7 @@ class Resharder:
         )
 
     def _path_to_terms(
-        self,
-        shape: tuple[int, ...],
-        itemsize: int,
-        before: ShardSpec,
-        after: ShardSpec,
-        new: Axes,
+        self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec, new: Axes
     ) -> Path:
         """Return a path that ends with a value as the only term in a sum over the `new` axes."""
         whole = after.with_pending(tuple(a for a in after.pending if a not in new))

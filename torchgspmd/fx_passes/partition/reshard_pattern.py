@@ -199,11 +199,7 @@ def _divides(size: int, devices: int) -> bool:
 
 
 def _has_room(
-    mesh: Mesh,
-    shape: tuple[int, ...],
-    before: ShardSpec,
-    after: ShardSpec,
-    pieces: Sequence[Axes],
+    mesh: Mesh, shape: tuple[int, ...], before: ShardSpec, after: ShardSpec, pieces: Sequence[Axes]
 ) -> bool:
     """Return whether dimensions can take all other pieces beside the axes before and after.
 

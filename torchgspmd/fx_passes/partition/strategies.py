@@ -87,11 +87,7 @@ class Strategies:
         return [s for s in self.lists[key] if _has_terms(s, neighborhood.operands)]
 
     def _strategies(
-        self,
-        op: Op,
-        rows: Mapping[str, int],
-        options: dict[Axes, tuple],
-        starts: tuple[Start, ...],
+        self, op: Op, rows: Mapping[str, int], options: dict[Axes, tuple], starts: tuple[Start, ...]
     ) -> list[Strategy]:
         """Return the strategies in which each piece takes one of its options."""
         choices = self._choices(rows, options, starts)

@@ -100,14 +100,7 @@ def _largest(local: Any, table: Any, index: Any, counts: Any, bag: Any, bags: in
 
 
 def _first(
-    local: Any,
-    table: Any,
-    index: Any,
-    counts: Any,
-    bag: Any,
-    best: Any,
-    places: Any,
-    none: int,
+    local: Any, table: Any, index: Any, counts: Any, bag: Any, best: Any, places: Any, none: int
 ) -> Any:
     """Compute bag_first. places: the positions of index in its last dimension."""
     rows = local.call(aten.embedding.default, table, index)

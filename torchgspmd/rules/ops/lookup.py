@@ -278,12 +278,7 @@ def _nll_loss_backward(
     return torch.full_like(x, 0.0).scatter(dim, safe, grad * scale.unsqueeze(dim))
 
 
-_CHOOSING = (
-    aten.index.Tensor,
-    aten.embedding.default,
-    aten.index_select.default,
-    aten.select.int,
-)
+_CHOOSING = (aten.index.Tensor, aten.embedding.default, aten.index_select.default, aten.select.int)
 
 
 def _as_bytes(op: Callable[..., Tensor], table: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -163,11 +163,7 @@ def _all(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -
 
 @rewrite("decompose", aten.var_mean.correction)
 def _var_mean(
-    x: Tensor,
-    dim: list[int] | None = None,
-    *,
-    correction: float | None = 1,
-    keepdim: bool = False,
+    x: Tensor, dim: list[int] | None = None, *, correction: float | None = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
     dims, dtype = list(range(x.dim())) if dim is None else dim, x.dtype
     x, count = x.to(accumulation_dtype(dtype)), _count(x, dims)

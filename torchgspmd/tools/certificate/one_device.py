@@ -19,17 +19,7 @@ from ...comm.local_ops import as_ordered
 from ...features.pipelines.op import SEND
 from ...features.pipelines.order import Order
 from ...rules import RENAMED
-from ...rules.custom_ops.loops import (
-    CARRY,
-    ENTRIES,
-    EXITS,
-    NEXT,
-    ROW,
-    STACK,
-    Loop,
-    Nest,
-    nest_of,
-)
+from ...rules.custom_ops.loops import CARRY, ENTRIES, EXITS, NEXT, ROW, STACK, Loop, Nest, nest_of
 from ...rules.memory_order import Orders, map_ordered, traced_orders
 
 Rows = tuple[int, ...]
