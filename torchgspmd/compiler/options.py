@@ -225,7 +225,16 @@ class Options:
             check_choice("carrier", carrier, CARRIERS)
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         if self.memory_budget is not None:
-            self._check_budget()
+            if self.recompute != "auto" and self.offload == "never":
+                raise user_error(
+                    "memory_budget is set, and nothing keeps to it",
+                    fix='set recompute="auto" or offload="activations" as well',
+                )
+            if self.budget is None or self.budget <= 0:
+                raise user_error(
+                    f"memory_budget is {self.memory_budget!r}",
+                    fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
+                )
         check_count(self.microbatches)
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
@@ -239,18 +248,6 @@ class Options:
             raise user_error(
                 f"timeout is {limit.total_seconds():g} s",
                 fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
-            )
-
-    def _check_budget(self) -> None:
-        if self.recompute != "auto" and self.offload == "never":
-            raise user_error(
-                "memory_budget is set, and nothing keeps to it",
-                fix='set recompute="auto" or offload="activations" as well',
-            )
-        if self.budget is None or self.budget <= 0:
-            raise user_error(
-                f"memory_budget is {self.memory_budget!r}",
-                fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
             )
 
     @property

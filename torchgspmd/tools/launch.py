@@ -237,7 +237,10 @@ def _follow(ranks: list[_Rank]) -> None:
             until = time.monotonic() + GRACE
             while (left := until - time.monotonic()) > 0 and any(not r.has_ended for r in ranks):
                 _turn(ranks, left)
-            _raise_first(ranks)
+            # By time, since the first failure is often the cause of others.
+            failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
+            (_, text), number = failed[0]
+            raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
 
 
 def _turn(ranks: list[_Rank], timeout: float | None) -> None:
@@ -249,7 +252,11 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
         if rank.output in ready:
             _print(rank)
         if rank.answer in ready:
-            _take_answer(rank)
+            # Read a rank's result or error; a process that was killed sends neither.
+            rank.has_answered = True
+            with contextlib.suppress(EOFError, OSError):
+                is_result, value = pickle.loads(rank.answer.recv_bytes())
+                rank.result, rank.error = (value, None) if is_result else (None, value)
         if rank.process.sentinel in ready:
             rank.process.join()
             _print(rank, is_last=True)
@@ -260,14 +267,6 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
                     f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
                 )
                 rank.error = time.monotonic(), ended
-
-
-def _take_answer(rank: _Rank) -> None:
-    """Read a rank's result or error; a process that was killed sends neither."""
-    rank.has_answered = True
-    with contextlib.suppress(EOFError, OSError):
-        is_result, value = pickle.loads(rank.answer.recv_bytes())
-        rank.result, rank.error = (value, None) if is_result else (None, value)
 
 
 def _print(rank: _Rank, is_last: bool = False) -> None:
@@ -281,13 +280,6 @@ def _print(rank: _Rank, is_last: bool = False) -> None:
         lines.append(rank.line)
     for line in lines:
         print(f"[{rank.number}] {line.decode(errors='replace')}", flush=True)
-
-
-def _raise_first(ranks: list[_Rank]) -> NoReturn:
-    # By time, since the first failure is often the cause of others.
-    failed = sorted((rank.error, rank.number) for rank in ranks if rank.error)
-    (_, text), number = failed[0]
-    raise RankError(f"rank {number} of {len(ranks)} failed\n\n{text}")
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

@@ -87,7 +87,14 @@ class _Naming:
         """Return a part of the dump with names."""
         if isinstance(value, dict):
             if {"filename", "line", "name"} <= value.keys():
-                return self._frame(value)
+                key = key_of(str(value["filename"]))
+                if not key:
+                    return value
+                if key not in self.names:
+                    self.unknown.add(key)
+                    return value
+                self.is_known = True
+                return {**value, "name": self.names[key].get(str(value["line"]), value["name"])}
             return {key: self.named(part) for key, part in value.items()}
         if not isinstance(value, (list, tuple)):
             return value
@@ -95,13 +102,3 @@ class _Naming:
             parts = [self.named(part) for part in value]
             self.done[id(value)] = parts if isinstance(value, list) else tuple(parts)
         return self.done[id(value)]
-
-    def _frame(self, frame: dict) -> dict:
-        key = key_of(str(frame["filename"]))
-        if not key:
-            return frame
-        if key not in self.names:
-            self.unknown.add(key)
-            return frame
-        self.is_known = True
-        return {**frame, "name": self.names[key].get(str(frame["line"]), frame["name"])}

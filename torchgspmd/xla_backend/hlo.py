@@ -80,7 +80,19 @@ class HloModule:
                 current = self.computations[head[1]] = {}
             match = _LINE.match(line)
             if match:
-                instruction = _instruction(match)
+                shapes = tuple(
+                    (kind, tuple(int(n) for n in dims.split(",") if n))
+                    for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", match["shape"])
+                )
+                number = match["args"] if match["op"] == "parameter" else ""
+                instruction = Instruction(
+                    match["name"],
+                    match["op"],
+                    shapes,
+                    tuple(re.findall(r"%([\w.\-]+)", match["args"])),
+                    number,
+                    match["rest"] or "",
+                )
                 current[instruction.name] = instruction
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
@@ -112,22 +124,6 @@ class HloModule:
             if i.op == "parameter" and i.number in places
         ]
         return all(self.is_scattered(called[1], parameter, group) for parameter in inner)
-
-
-def _instruction(match: re.Match) -> Instruction:
-    shapes = tuple(
-        (kind, tuple(int(n) for n in dims.split(",") if n))
-        for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", match["shape"])
-    )
-    number = match["args"] if match["op"] == "parameter" else ""
-    return Instruction(
-        match["name"],
-        match["op"],
-        shapes,
-        tuple(re.findall(r"%([\w.\-]+)", match["args"])),
-        number,
-        match["rest"] or "",
-    )
 
 
 def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:

@@ -79,7 +79,10 @@ def write(key: str, plan: str) -> None:
         parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_owner(parent, os.lstat(parent), stat.S_ISDIR)
         _replace(_file(parent, key), _checksum(parent, text) + b"\n" + text)
-        _remove_oldest(parent)
+        # Remove the oldest files beyond the limit.
+        files = sorted(parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
+        for file in files[_MOST:]:
+            file.unlink(missing_ok=True)
     except OSError as error:
         _log(f"no plan is written to {parent}", error)
 
@@ -155,10 +158,3 @@ def _log(what: str, error: Exception) -> None:
 
 def _file(parent: Path, key: str) -> Path:
     return parent / f"{hashlib.sha256(key.encode()).hexdigest()[:40]}.json"
-
-
-def _remove_oldest(parent: Path) -> None:
-    """Remove the oldest files beyond the limit."""
-    files = sorted(parent.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True)
-    for file in files[_MOST:]:
-        file.unlink(missing_ok=True)

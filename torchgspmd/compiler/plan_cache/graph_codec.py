@@ -116,12 +116,7 @@ def _add_node(
     # fx renames what it takes for a keyword or a builtin; texts refer to the name as it was.
     if node.name != name:
         node.name = name
-    _add_metadata(node, row, decoder)
-    return node
-
-
-def _add_metadata(node: fx.Node, row: list, decoder: Decoder) -> None:
-    """Decode a node's metadata."""
+    # Decode a node's metadata.
     for key, value in typed(row, 5, dict, "metadata", of=row).items():
         known = META.get(key)
         if known is None:
@@ -130,6 +125,7 @@ def _add_metadata(node: fx.Node, row: list, decoder: Decoder) -> None:
         kinds = _VALUES if known.type is object else known.type
         if not isinstance(decoded, kinds):
             raise Malformed(row[5], key, f"metadata: {known.meaning}")
+    return node
 
 
 def _arity_fault(op: OpOverload, args: tuple, kwargs: dict) -> str | None:
@@ -173,7 +169,13 @@ def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> A
     tag = target[0] if type(target) is list and target else None
     try:
         if tag == "loop":
-            return _decode_loop(target, decoder)
+            # The loop for a target.
+            _, loop, *counts, empty, rows = target
+            others = dict(zip(COUNTS, map(natural, counts), strict=True))
+            shapes = decoder.decode(empty)
+            if not conforms(shapes, field_types(LoopCall)["empty"]):
+                raise ValueError(shapes)
+            return LoopCall(_loop(loop), decode_graph(rows, decoder), **others, empty=shapes)
         if tag in BODY_CALLS:
             return _decode_call(BODY_CALLS[tag], target, decoder)
     except Stale:
@@ -188,16 +190,6 @@ def _decode_target(row: list, decoder: Decoder, constants: Collection[str]) -> A
     ):
         raise Malformed(row, 2, "a call of an operator on flattened dimensions")
     return decoded
-
-
-def _decode_loop(target: list[Any], decoder: Decoder) -> LoopCall:
-    """Return the loop for a target."""
-    _, loop, *counts, empty, rows = target
-    others = dict(zip(COUNTS, map(natural, counts), strict=True))
-    shapes = decoder.decode(empty)
-    if not conforms(shapes, field_types(LoopCall)["empty"]):
-        raise ValueError(shapes)
-    return LoopCall(_loop(loop), decode_graph(rows, decoder), **others, empty=shapes)
 
 
 def _loop(text: Any) -> Loop:
@@ -220,17 +212,13 @@ def _decode_call(kind: type[BodyCall], target: list[Any], decoder: Decoder) -> B
     )
     call = kind.decode(target, read)
     for part in call.checked:
-        _check_fields(part)
+        # Raise ValueError if a pipeline's field has another type than it declares.
+        for each in fields(part):
+            hint = field_types(type(part))[each.name]
+            # The transport belongs to processes, and is made when they run.
+            if each.name != "transport" and not conforms(getattr(part, each.name), hint):
+                raise ValueError(each.name)
     return call
-
-
-def _check_fields(part: Any) -> None:
-    """Raise ValueError if a pipeline's field has another type than it declares."""
-    for each in fields(part):
-        hint = field_types(type(part))[each.name]
-        # The transport belongs to processes, and is made when they run.
-        if each.name != "transport" and not conforms(getattr(part, each.name), hint):
-            raise ValueError(each.name)
 
 
 def identifier(row: list, key: int) -> str:

@@ -79,7 +79,16 @@ def encode_plan(plan: RunnablePlan, model: nn.Module) -> str:
         Unshareable: Its program depends on a value that has no text.
     """
     captured, encoder = plan.captured, Encoder()
-    _check_functions(captured)
+    # Raise Unshareable if a function may read unseen values that differ between processes.
+    for function in captured.functions:
+        if is_installed(function.__module__):
+            continue
+        # An import in a function reads a module that no guard has seen.
+        if imports_own_modules(function.__code__):
+            raise Unshareable(f"{function.__qualname__} imports")
+        for names in dotted_names(function.__code__):
+            if not _UNSEEN.isdisjoint(names) or not _UNSEEN_MODULES.isdisjoint(names[:-1]):
+                raise Unshareable(f"{function.__qualname__} names {'.'.join(names)}")
     guards = GuardEncoder(model, captured).encode()
     fields = {name: encoder.encode(getattr(captured, name)) for name in FIELDS}
     constants = dict(constants_of(captured, plan.program_graph, LARGEST))
@@ -281,19 +290,6 @@ def _boundary(text: dict[str, object], decoder: Decoder) -> Boundary:
     if len(values) != len(hints) or not all(map(conforms, values, hints.values())):
         raise Malformed(text, "boundary", "layouts of inputs and results, and shapes of these")
     return Boundary(*values)
-
-
-def _check_functions(captured: Captured) -> None:
-    """Raise Unshareable if a function may read unseen values that differ between processes."""
-    for function in captured.functions:
-        if is_installed(function.__module__):
-            continue
-        # An import in a function reads a module that no guard has seen.
-        if imports_own_modules(function.__code__):
-            raise Unshareable(f"{function.__qualname__} imports")
-        for names in dotted_names(function.__code__):
-            if not _UNSEEN.isdisjoint(names) or not _UNSEEN_MODULES.isdisjoint(names[:-1]):
-                raise Unshareable(f"{function.__qualname__} names {'.'.join(names)}")
 
 
 def constants_of(

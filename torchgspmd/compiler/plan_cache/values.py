@@ -114,7 +114,10 @@ class Encoder:
         if isinstance(value, Kind):
             return ["kind", value.name]
         if cls in (FunctionType, BuiltinFunctionType):
-            return self._encode_function(value)
+            key = value.__module__, value.__name__
+            if FUNCTIONS.get(key) is not value:
+                raise Unshareable(f"it calls {'.'.join(key)}")
+            return ["function", *key]
         if cls is slice:
             return ["slice", *map(self.encode, (value.start, value.stop, value.step))]
         if cls is complex:
@@ -137,12 +140,6 @@ class Encoder:
             number = self._numbers[key] = len(self.records)
             self.records.append(row)
         return number
-
-    def _encode_function(self, function: Any) -> object:
-        key = function.__module__, function.__name__
-        if FUNCTIONS.get(key) is not function:
-            raise Unshareable(f"it calls {'.'.join(key)}")
-        return ["function", *key]
 
     def _encode_tree(self, tree: Any) -> object:
         """Return a structure: for each node its class, its context, and its children."""

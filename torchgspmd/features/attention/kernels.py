@@ -166,10 +166,12 @@ def _on_gpu(call: AttentionCall) -> Results:
 def _backward_on_gpu(call: AttentionCall, up: Upstream) -> Gradients:
     # exp(score - inf) is 0, so padded rows add nothing to a gradient.
     padded = torch.nn.functional.pad(up.lse, (0, -up.lse.shape[-1] % LSE_ROWS), value=float("inf"))
+    # A result in the memory [b, s, h, e], as the memory-efficient kernel writes it. Its half-
+    # precision backward reads it so, whatever the strides are.
     return aten._scaled_dot_product_efficient_attention_backward(
         *_contiguous_rows(up.grad, call.q, call.k, call.v),
         _aligned(call),
-        _heads_inside(up.out),
+        up.out.transpose(1, 2).contiguous().transpose(1, 2),
         padded,
         *_no_dropout(call.q),
         0.0,
@@ -234,14 +236,6 @@ def _no_dropout(q: Tensor) -> Iterator[Tensor]:
 def _contiguous_rows(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Make rows contiguous, which kernels need and do not check."""
     return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
-
-
-def _heads_inside(out: Tensor) -> Tensor:
-    """Return a result in the memory [b, s, h, e], as the memory-efficient kernel writes it.
-
-    Its half-precision backward reads it so, whatever the strides are.
-    """
-    return out.transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def _aligned(call: AttentionCall) -> Tensor | None:

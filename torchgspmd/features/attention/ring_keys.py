@@ -128,7 +128,21 @@ def mark_rings(
             and (memory or _is_hidden(node, ring, mesh, flops_per_byte))
         ):
             for stack in stacks:
-                _stack_shards(graph, stack)
+                # Stack key shards in a loop, and gather them where its backward takes a row.
+                gather: Any = mark_of(stack).value
+                shard = gather.args[0]
+                spec: ShardSpec = shard.meta["spec"]
+                # The iterations come first in a stack, and no axis shards them.
+                rows = ShardSpec(((), *spec.dims))
+                stack.replace_input_with(gather, shard)
+                _lay_out(stack, spec, rows)
+                for row in list(stack.users):
+                    _lay_out(row, rows, spec)
+                    with graph.inserting_after(row):
+                        own = graph.node_copy(gather)
+                    row.replace_all_uses_with(own)
+                    own.args = (row, *gather.args[1:])
+                    own.meta = {**gather.meta, "backward": row.meta["backward"]}
             _mark(graph, users, gathers)
             for user in users if lends else ():
                 _lend(user, RINGS[user.target], mesh, flops_per_byte)
@@ -251,24 +265,6 @@ def _returns(stack: fx.Node) -> bool:
     return all(row.target is ROW for row in stack.users) and all(
         user.target in RINGS and row in _gathers(user, RINGS[user.target]) for row, user in users
     )
-
-
-def _stack_shards(graph: fx.Graph, stack: fx.Node) -> None:
-    """Stack key shards in a loop, and gather them where its backward takes a row."""
-    gather: Any = mark_of(stack).value
-    shard = gather.args[0]
-    spec: ShardSpec = shard.meta["spec"]
-    # The iterations come first in a stack, and no axis shards them.
-    rows = ShardSpec(((), *spec.dims))
-    stack.replace_input_with(gather, shard)
-    _lay_out(stack, spec, rows)
-    for row in list(stack.users):
-        _lay_out(row, rows, spec)
-        with graph.inserting_after(row):
-            own = graph.node_copy(gather)
-        row.replace_all_uses_with(own)
-        own.args = (row, *gather.args[1:])
-        own.meta = {**gather.meta, "backward": row.meta["backward"]}
 
 
 def _lay_out(node: fx.Node, operand: ShardSpec, result: ShardSpec) -> None:

@@ -69,7 +69,17 @@ def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -
         if mode == "constant":
             input = _pad_dim(input, dim, before, after, 0 if value is None else value)
         elif _is_number(before, after):
-            input = _mirror(input, dim, before, after, mode)
+            # Add x's own rows before and after it: reflect, replicate, circular.
+            size = input.shape[dim]
+            rows = arange_of(input, size + before + after) - before
+            if mode == "circular":
+                rows = rows.remainder(size)
+            elif mode == "replicate":
+                rows = rows.clamp(0, size - 1)
+            else:
+                # Mirrored at row 0 and at row size - 1.
+                rows = (size - 1) - ((size - 1) - rows.abs()).abs()
+            input = input.index_select(dim, rows)
     return input
 
 
@@ -92,20 +102,6 @@ def _pad_dim(x: Tensor, dim: int, before: Any, after: Any, value: float) -> Tens
     ]
     pieces = [piece for piece in (rows[0], x, rows[1]) if piece is not None]
     return torch.cat(pieces, dim) if len(pieces) > 1 else x
-
-
-def _mirror(x: Tensor, dim: int, before: Any, after: Any, mode: str) -> Tensor:
-    """Add x's own rows before and after it: reflect, replicate, circular."""
-    size = x.shape[dim]
-    rows = arange_of(x, size + before + after) - before
-    if mode == "circular":
-        rows = rows.remainder(size)
-    elif mode == "replicate":
-        rows = rows.clamp(0, size - 1)
-    else:
-        # Mirrored at row 0 and at row size - 1.
-        rows = (size - 1) - ((size - 1) - rows.abs()).abs()
-    return x.index_select(dim, rows)
 
 
 @rewrite("value", torch.diff, Tensor.diff)

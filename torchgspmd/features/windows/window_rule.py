@@ -137,12 +137,8 @@ def pool_rule(
 def forward_windows(call: Call) -> list[PoolWindow]:
     """Return the windows in a pooling call that is no gradient."""
     options = call.argument(2, "stride", ()), call.argument(3, "padding", (0,))
-    more = () if _averages(call.target) else (call.argument(4, "dilation", (1,)),)
+    more = () if "avg" in call.target._schema.name else (call.argument(4, "dilation", (1,)),)
     return pool_windows(call.tensors[0].shape, call.results[0].shape, call.args[1], *options, *more)
-
-
-def _averages(target: Any) -> bool:
-    return "avg" in target._schema.name
 
 
 def remaining_padding(local: LocalBuilder, windows: Sequence[PoolWindow]) -> list[int]:

@@ -77,11 +77,6 @@ def _dtype(value: fx.Node) -> torch.dtype:
     return value.meta["val"].dtype
 
 
-def _widens(value: fx.Node, dtype: torch.dtype) -> bool:
-    """Return whether the dtype has every number in the value's dtype."""
-    return torch.promote_types(_dtype(value), dtype) == dtype
-
-
 def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules: Rules) -> Chain:
     """Return the values that gradients are computed from by operations that pass on their sums."""
     output = graph.output_node()
@@ -98,7 +93,8 @@ def _chain(graph: fx.Graph, gradients: frozenset[int], dtype: torch.dtype, rules
                 continue
             if splits or behind:
                 shared.add(value)
-            if output not in followers or _widens(value, dtype):
+            # Whether the dtype has every number in the value's dtype.
+            if output not in followers or torch.promote_types(_dtype(value), dtype) == dtype:
                 chain[value] = _summed_operands(op, dtype)
             elif not splits and followers == [output]:
                 chain[value] = frozenset()

@@ -208,17 +208,6 @@ def _window_shards(op: Op, layouts: Layouts) -> int:
     return max(counts)
 
 
-def _merged_shards(op: Op, layouts: Layouts) -> int:
-    """Return into how many shards propagation cuts a factor along which results are merged.
-
-    1 if the results use its axes otherwise.
-    """
-    axes = {a for along in axes_along(op, _split_of(op).merges, layouts) for a in along}
-    if any(axes & {*layouts.spec[v].sharding_axes} for v in op.results if v is not None):
-        return 1
-    return layouts.mesh.count(tuple(axes))
-
-
 def axes_along(op: Op, factor: str | None, layouts: Layouts) -> list[tuple[str, ...]]:
     """Return the axes along a factor, for each tensor that has it alone in a dimension."""
     return [
@@ -233,6 +222,11 @@ def _shards_of(op: Op, layouts: Layouts) -> int:
     """Return over how many devices an operation that is sharded along `split` is split."""
     split = _split_of(op)
     if split.merges:
-        return _merged_shards(op, layouts)
+        # Into how many shards propagation cuts a factor along which results are merged. 1 if the
+        # results use its axes otherwise.
+        axes = {a for along in axes_along(op, _split_of(op).merges, layouts) for a in along}
+        if any(axes & {*layouts.spec[v].sharding_axes} for v in op.results if v is not None):
+            return 1
+        return layouts.mesh.count(tuple(axes))
     ways = (_whole_shards, _uneven_shards, _multi_factor_shards, _window_shards)
     return max(shards(op, layouts) for shards in ways)

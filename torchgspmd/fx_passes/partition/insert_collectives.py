@@ -43,7 +43,18 @@ class _Inserter:
         """Copy all nodes to the new graph, with the steps that their operands need."""
         for node in self.assignment.graph.nodes:
             if node.op == "output":
-                self._copy_output(node)
+                # Copy the output node; its values get their layouts.
+                specs = [
+                    self.assignment.required[v][node, i] if isinstance(v, fx.Node) else None
+                    for i, v in enumerate(node.args[0])
+                ]
+                self.graph.output(
+                    tuple(
+                        self.value(v, spec, node) if spec is not None else v
+                        for v, spec in zip(node.args[0], specs)
+                    )
+                )
+                self.graph.output_node().meta["specs"] = tuple(specs)
             elif node in self.assignment.omitted_marks:
                 # Its users take the unmarked value, with the copies that exist or will.
                 (value,) = self.assignment.ops[node].operands
@@ -55,20 +66,6 @@ class _Inserter:
                 self._copy_node(node)
         self._erase_unused_moves()
         return self.graph
-
-    def _copy_output(self, node: fx.Node) -> None:
-        """Copy the output node; its values get their layouts."""
-        specs = [
-            self.assignment.required[v][node, i] if isinstance(v, fx.Node) else None
-            for i, v in enumerate(node.args[0])
-        ]
-        self.graph.output(
-            tuple(
-                self.value(v, spec, node) if spec is not None else v
-                for v, spec in zip(node.args[0], specs)
-            )
-        )
-        self.graph.output_node().meta["specs"] = tuple(specs)
 
     def _copy_node(self, node: fx.Node) -> None:
         """Copy an operation or an input, with its operands resharded."""

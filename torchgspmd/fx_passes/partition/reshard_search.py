@@ -79,7 +79,11 @@ class ReshardSearch:
             for move in self._moves(before, 0.0):
                 if move.spec == self.after and step_cost(move, self.constants) <= least:
                     return (move,)  # no path sends less
-        direct = self._direct(before)
+        # The direct path: reduce, then permute.
+        steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
+        spec = steps[-1].spec if steps else before
+        self.permutes += spec != self.after
+        direct = steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
         bound = sum(step_cost(step, self.constants) for step in direct)
         # Most reshards end here: the queue is for the few that one collective cannot do.
         return direct if bound <= least else self._search(before, direct, bound)
@@ -174,13 +178,6 @@ class ReshardSearch:
             whole = math.prod(self.shape) * self.itemsize
             sent = max(sent, (terms + holders - 2) * whole / self.mesh.size)
         return sent + fees + slices * constants.local_step_fee, count + slices
-
-    def _direct(self, before: ShardSpec) -> tuple[Step, ...]:
-        """Return the direct path: reduce, then permute."""
-        steps = tuple(itertools.islice(all_reduce.moves(self, before, math.inf), 1))
-        spec = steps[-1].spec if steps else before
-        self.permutes += spec != self.after
-        return steps if spec == self.after else (*steps, permute_step(self, spec, self.after))
 
     def fee(self, kind: CollectiveKind) -> float:
         """Return a step's cost besides the bytes sent."""

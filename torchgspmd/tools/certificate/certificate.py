@@ -165,7 +165,9 @@ def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], Trial]) -> 
 
 def _claimed(plan: Plan) -> list[str]:
     """Return the values that nodes in the programs claim. A body's inputs repeat others."""
-    without = _without_content(plan)
+    # Values in the partitioned graph that are memory without content.
+    blank = {node.name for node in plan.captured.graph.nodes if is_blank(node)}
+    without = {n.name for n in plan.sharded.nodes if is_blank(n) or n.meta.get("captured") in blank}
     claims = (n for graph in programs_of(plan.program_graph) for n in graph.nodes)
     top = set(plan.program_graph.nodes)
     names = dict.fromkeys(
@@ -174,9 +176,3 @@ def _claimed(plan: Plan) -> list[str]:
         if {"value", "spec"} <= n.meta.keys() and (n in top or n.op != "placeholder")
     )
     return [name for name in names if name not in without]
-
-
-def _without_content(plan: Plan) -> set[str]:
-    """Return values in the partitioned graph that are memory without content."""
-    blank = {node.name for node in plan.captured.graph.nodes if is_blank(node)}
-    return {n.name for n in plan.sharded.nodes if is_blank(n) or n.meta.get("captured") in blank}

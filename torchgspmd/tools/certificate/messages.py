@@ -131,7 +131,16 @@ def _exchange(calls: Sequence[Call]) -> None:
     """Compute the results of a collective. calls: in the order of the group."""
     op, xs, n = calls[0].op, [c.sent for c in calls], len(calls)
     if op is _EXCHANGE:
-        _check_matched(calls)
+        # Raise RankFault unless each rank expects the rows that others send to it.
+        for i, sender in enumerate(calls):
+            for j, receiver in enumerate(calls):
+                if (sent := sender.args[1][j]) != (expected := receiver.args[0][i]):
+                    raise RankFault(
+                        sender.node,
+                        sender.rank,
+                        f"sends {sent} rows to rank {receiver.rank}, which expects {expected}",
+                        "a rank receives the rows that are sent to it",
+                    )
         parts = [x.split(c.args[1]) for c, x in zip(calls, xs)]
         results = [torch.cat([each[i] for each in parts]) for i in range(n)]
     elif op is c10d.all_gather_into_tensor.default:
@@ -142,19 +151,6 @@ def _exchange(calls: Sequence[Call]) -> None:
         results = [*total.chunk(n)] if is_cut else [total] * n
     for call, result in zip(calls, results):
         call.arrived = result
-
-
-def _check_matched(calls: Sequence[Call]) -> None:
-    """Raise RankFault unless each rank expects the rows that others send to it."""
-    for i, sender in enumerate(calls):
-        for j, receiver in enumerate(calls):
-            if (sent := sender.args[1][j]) != (expected := receiver.args[0][i]):
-                raise RankFault(
-                    sender.node,
-                    sender.rank,
-                    f"sends {sent} rows to rank {receiver.rank}, which expects {expected}",
-                    "a rank receives the rows that are sent to it",
-                )
 
 
 # ------------------------------------------------------------------------------- memory in flight

@@ -91,7 +91,10 @@ class Judge:
         self.stacks = {groups[i.name].pattern: i.shape[0] for i in expert_stacks(programs[-1])}
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
         sizes = [_state_bytes(program) for program in programs]
-        self.dtype = _smallest_dtype(programs[-1].graph)
+        # The smallest dtype that products have; its rate is the highest.
+        products = [node for node in programs[-1].graph.nodes if flops(node, ONE_DEVICE)]
+        dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
+        self.dtype = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)
         results = returned(programs[-1])
         self.has_loss = any(not x.dim() and x.is_floating_point() for x in results)
         self.returns_more = any(x.dim() for x in results)
@@ -386,10 +389,3 @@ def _state_bytes(captured: Captured) -> float:
     """Return the bytes of the parameters and of an optimizer's states."""
     inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
     return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))
-
-
-def _smallest_dtype(graph: fx.Graph) -> torch.dtype:
-    """Return the smallest dtype that products have; its rate is the highest."""
-    products = [node for node in graph.nodes if flops(node, ONE_DEVICE)]
-    dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
-    return min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float32)

@@ -106,7 +106,16 @@ class CodeNames:
         if isinstance(value, (bool, int, float, str, type(None), torch.dtype)):
             return repr(value)
         if isinstance(value, Tensor):
-            return _random(value)
+            # Code that makes a tensor like this one, with random values.
+            shape, dtype = tuple(value.shape), value.dtype
+            if dtype.is_floating_point or dtype.is_complex:
+                return f"torch.randn({shape}, dtype={dtype}, device=device)"
+            if dtype == torch.bool:
+                # A mask that lets everything through.
+                return f"torch.ones({shape}, dtype={dtype}, device=device)"
+            # At most the largest given value: a token has to be in the vocabulary.
+            most = 2 if value.is_meta or not value.numel() else max(int(value.max()) + 1, 2)
+            return f"torch.randint({most}, {shape}, dtype={dtype}, device=device)"
         if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
             parts = ", ".join(map(self.code, value))
             comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
@@ -152,19 +161,6 @@ class CodeNames:
             elif default is parameter.empty or value is not default and value != default:
                 given[name] = value
         return self._call(type(module), [], given)
-
-
-def _random(value: Tensor) -> str:
-    """Return code that makes a tensor like this one, with random values."""
-    shape, dtype = tuple(value.shape), value.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        return f"torch.randn({shape}, dtype={dtype}, device=device)"
-    if dtype == torch.bool:
-        # A mask that lets everything through.
-        return f"torch.ones({shape}, dtype={dtype}, device=device)"
-    # At most the largest given value: a token has to be in the vocabulary.
-    most = 2 if value.is_meta or not value.numel() else max(int(value.max()) + 1, 2)
-    return f"torch.randint({most}, {shape}, dtype={dtype}, device=device)"
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,16 @@ class Search:
                     break
             if self.microbatches > 1:
                 self._search(meshes)
-        self._recheck()
+        # Leave the best proposals, planned again with one layer more.
+        keys = self._best_keys()
+        if self.judge.layers.length > self.judge.first + 1:
+            self.judge.first += 1
+            self.tried = {}
+            self.tight.clear()
+            self.unhelpful.clear()
+            for key in keys:
+                if not self.tried or time.monotonic() < self.recheck:
+                    self.tried[key] = self._plan(*key)
         self.deadline = (time.monotonic() + self.end) / 2
         put_into_stages(self, self._best_keys()[:STAGED])
         self.deadline = self.end
@@ -188,18 +197,6 @@ class Search:
         last = [self.propose(*pair) for pair in found[-PAST:]]
         scores = [self.order(each) for each in last]
         return len(last) == PAST and all(map(self._is_hopeless, last)) and scores == sorted(scores)
-
-    def _recheck(self) -> None:
-        """Leave the best proposals, planned again with one layer more."""
-        keys = self._best_keys()
-        if self.judge.layers.length > self.judge.first + 1:
-            self.judge.first += 1
-            self.tried = {}
-            self.tight.clear()
-            self.unhelpful.clear()
-            for key in keys:
-                if not self.tried or time.monotonic() < self.recheck:
-                    self.tried[key] = self._plan(*key)
 
     def _refine(self) -> None:
         """Try other ways to save memory, for the best proposals that save some at a cost."""
