@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from ...capture import BUFFER, MUTATION, PARAMETER, Captured, Input, capture
 from ...comm.hardware import Hardware
