@@ -266,7 +266,6 @@ def _replanner(request: Request) -> Callable[[Captured], Plan]:
 
 
 def _replan(request: Request, marked: Captured) -> Plan:
-    """Replan a request's program with other marks."""
     marks = {
         new.name: new.mark
         for old, new in zip(request.captured.inputs, marked.inputs)
@@ -301,7 +300,6 @@ Plan._plan_again = staticmethod(_plan)  # the passes stand above Plan
 
 
 def _device_of(captured: Captured) -> str:
-    """Return the inputs' device type."""
     inputs = captured.graph.find_nodes(op="placeholder")
     # In alphabetical order cpu, cuda, meta: one input on a GPU makes it a program for GPUs.
     return max((n.meta["val"].device.type for n in inputs), default="cpu")

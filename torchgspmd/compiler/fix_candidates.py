@@ -94,7 +94,6 @@ def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
 
 
 def _insert_mark(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
-    """Return the program with a mark on one value, as mark_sharding inserts it."""
     graph, new = fx.Graph(), {}
     for node in captured.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)

@@ -73,7 +73,6 @@ def features(request: Request) -> list[str]:
 
 
 def _options(request: Request) -> list[str]:
-    """Return the options that differ from their defaults."""
     plain = Request(request.captured, request.mesh, regather="auto")
     values = {
         each.name: (getattr(request, each.name), getattr(plain, each.name))

@@ -70,7 +70,6 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
 
 
 def _run_passes(passes: Sequence[Pass], program: Program) -> None:
-    """Run passes in their order."""
     for each in passes:
         _run_pass(each, program, passes)
 

@@ -26,7 +26,6 @@ def rule_of(call: Call) -> FactorRule:
 
 
 def _lookup(call: Call) -> FactorRule | Declined:
-    """Return a call's registered rule."""
     if isinstance(call.target, FlatCall):
         return flat_rule(call, rule_of)
     function = rule_function(call.target)

@@ -204,7 +204,6 @@ def _terms(x: fx.Node) -> Counter[fx.Node]:
 
 
 def _with_one(shape: Sequence[int], dim: int) -> list[int]:
-    """Return a shape with size 1 along a dimension."""
     sizes = list(shape)
     sizes[dim] = 1
     return sizes

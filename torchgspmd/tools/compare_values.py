@@ -133,7 +133,6 @@ def _one_device(
 
 
 def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
-    """Return the captured program's inputs, with the reference's weights."""
     state, found = dict(named_tensors(reference)), list[Tensor]()
     for each in captured.inputs:
         if each.kind in (PARAMETER, BUFFER):

@@ -64,7 +64,6 @@ class ShownValues:
             self._stop_in_forward(self.waiting.pop(0))
 
     def _begin(self) -> None:
-        """Begin a run."""
         mesh = self.plan.mesh
         place = " ".join(f"{k}={v}" for k, v in mesh.coordinates(self.rank).items())
         print(f"rank {self.rank} of {mesh.size}: {place}")
@@ -134,7 +133,6 @@ class ShownValues:
     # --------------------------------------------------------------------------------------- stops
 
     def _nodes_of(self, stop: str) -> list[fx.Node]:
-        """Return the nodes behind which a stop is."""
         named = [node for node in self.rows if stop.lstrip("%") == self.names[node]]
         if named:
             return named[:1]

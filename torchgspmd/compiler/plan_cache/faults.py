@@ -28,7 +28,6 @@ class Malformed(Stale):
         super().__init__(f"{self._part()}, not {expected}")
 
     def _part(self) -> str:
-        """Return the part as text."""
         value = self.holder
         if self.key is not None:
             try:

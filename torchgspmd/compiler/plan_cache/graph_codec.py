@@ -53,7 +53,6 @@ def encode_graph(graph: fx.Graph, encoder: Encoder) -> list[object]:
 
 
 def _encode_target(node: fx.Node, encoder: Encoder) -> object:
-    """Encode a node's target, with its body for a loop."""
     call = node.target
     if isinstance(call, BodyCall) and not isinstance(call, LoopCall):
         return call.encode(lambda graph: encode_graph(graph, encoder), encoder.encode)
@@ -93,7 +92,6 @@ def decode_graph(rows: Any, decoder: Decoder, constants: Collection[str] = ()) -
 def _add_node(
     graph: fx.Graph, row: list, decoder: Decoder, names: set[str], constants: Collection[str]
 ) -> fx.Node:
-    """Add the node for a row. names: those before it."""
     op, name = row[0], identifier(row, 1)
     # A placeholder's target is the argument in the generated code: a node there would shadow it.
     if name in names or op == "placeholder" and row[2] in names:
@@ -202,7 +200,6 @@ def _loop(text: Any) -> Loop:
 
 
 def _decode_call(kind: type[BodyCall], target: list[Any], decoder: Decoder) -> BodyCall:
-    """Return the call for a target, such as a pipeline."""
     read = BodyReader(
         lambda rows: decode_graph(rows, decoder),
         decoder.decode,

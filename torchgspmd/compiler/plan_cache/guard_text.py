@@ -267,13 +267,11 @@ def _keys_and_items(contents: Contents) -> tuple[tuple, tuple]:
 
 
 def _class(module: str, name: str) -> object:
-    """Return a class from a loaded module."""
     found = _named(module, name)
     return found if isinstance(found, type) else None
 
 
 def _function(module: str, name: str) -> Any:
-    """Return a function or method from a loaded module."""
     found = function_in(_named(module, name))
     return found if isinstance(found, FunctionType) else None
 
@@ -287,6 +285,5 @@ def _named(module: str, name: str) -> Any:
 
 
 def _defaults(function: FunctionType) -> tuple:
-    """Return a function's defaults; empty if it has none."""
     table = function.__kwdefaults__
     return (function.__defaults__, table) if function.__defaults__ or table else ()

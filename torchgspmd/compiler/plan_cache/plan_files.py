@@ -96,7 +96,6 @@ class PlanFiles(Later, RunnablePlan):
         Path(path).write_bytes(with_checksum(text.encode()))
 
     def _text(self) -> str:
-        """Return the plan as JSON."""
         encoder, lacks = Encoder(), self._lacks
         fields: dict[str, Any] = {}
         for name in FIELDS:

@@ -263,7 +263,6 @@ def _fields(text: dict[str, object], decoder: Decoder) -> dict[str, Any]:
 def _decode_fields(
     text: dict[str, object], part: str, decoder: Decoder, names: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the values in a part that has these names."""
     table = typed(text, part, dict, "a table of fields")
     if table.keys() != {*names}:
         raise Malformed(text, part, f"the fields {', '.join(names)}")

@@ -140,7 +140,6 @@ def check_source(captured: Captured, sharded: fx.Graph) -> None:
 
 
 def _results_of(graph: fx.Graph) -> int:
-    """Count a graph's results."""
     values: Any = graph.output_node().args[0]
     return len(values)
 

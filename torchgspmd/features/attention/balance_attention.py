@@ -177,7 +177,6 @@ class _Reordering:
     # --------------------------------------------------------------------------------- the cut
 
     def _add_values(self, begin: list[Tokens]) -> list[TokenDim]:
-        """Add all values that tokens reach from `begin`, and return them."""
         seen, places, queue = set(begin), dict[TokenDim, None](), [*begin]
         while queue:
             for place in self._places(queue.pop()):
@@ -286,7 +285,6 @@ class _Reordering:
             user.replace_input_with(now, self.operands[user, value])
 
     def _exchanged(self, value: fx.Node, place: TokenDim, users: list[fx.Node]) -> fx.Node:
-        """Return a value with its tokens exchanged."""
         key = value, place
         if key not in self.exchanged:
             # An exchange belongs to the backward only if all its users do.

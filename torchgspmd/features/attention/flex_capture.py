@@ -136,7 +136,6 @@ _PLACEMENT = ("device", "pin_memory", "layout", "memory_format")
 def _expression(
     function: Callable, dtype: torch.dtype, names: Sequence[str], buffers: dict[int, Tensor]
 ) -> str:
-    """Return the expression of a function for one element."""
 
     def run(*args: Tensor) -> Tensor:
         own, rest = args[: len(names)], args[len(names) :]

@@ -141,7 +141,6 @@ class Blocks:
 
 
 def _joined(slices: Sequence[slice]) -> list[slice]:
-    """Join adjacent slices."""
     result: list[slice] = []
     for each in slices:
         if result and result[-1].stop == each.start:

@@ -260,7 +260,6 @@ def _ones(index: Tensor, like: Tensor) -> Tensor:
 
 
 def _ordered(x: Tensor, letters: str, order: str) -> Tensor:
-    """Return x with its dimensions in another order."""
     return x if letters == order else x.permute([letters.index(c) for c in order])
 
 

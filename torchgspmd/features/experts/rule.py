@@ -51,7 +51,6 @@ def _emit_groups(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
 
 
 def _emit_blocks(local: LocalBuilder, args: tuple, kwargs: dict) -> object:
-    """Compute the device's blocks."""
     # The block range goes behind `groups`, which a call may leave out.
     count = [local.size("d")] if local.target is take_blocks._opoverload else []
     groups = [0] if len(args) == len(local.rule.operands) + 1 else []

@@ -254,7 +254,6 @@ class _Cut:
         return [node for node in self.nodes[piece] if node in used]
 
     def _piece(self, piece: int) -> StageBody:
-        """Return a piece's body."""
         inputs, nodes, outputs = self.inputs[piece], self.nodes[piece], self._outputs(piece)
         graph, new = fx.Graph(), {}
         for node in (*self.coordinates, *inputs):
@@ -311,7 +310,6 @@ class _Cut:
 
 
 def _with_loops(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield a graph's nodes, and those in its loops."""
     for node in graph.nodes:
         yield node
         if isinstance(node.target, LoopCall):

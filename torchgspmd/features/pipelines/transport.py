@@ -80,7 +80,6 @@ def key_of(link: StageLink, sender: int, receiver: int) -> Key:
 
 
 def _keys(order: Order, links: Sequence[StageLink]) -> list[Key]:
-    """Return all messages' keys."""
     places = order.places
     keys: dict[Key, None] = {}
     for link in links:

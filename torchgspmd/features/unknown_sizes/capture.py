@@ -84,7 +84,6 @@ def _padded(input: Tensor, pad: Sequence[Any], mode: str, value: float | None) -
 
 
 def _is_number(*counts: Any) -> bool:
-    """Return whether any count is not 0."""
     return any(isinstance(n, torch.SymInt) or n != 0 for n in counts)
 
 

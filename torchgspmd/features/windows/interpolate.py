@@ -42,7 +42,6 @@ _INTERPOLATIONS = (  # name, spatial dimensions, whether it takes align_corners
 
 
 def _register(name: str, count: int, aligned: bool) -> None:
-    """Register an interpolation and its gradient."""
 
     def lines(
         before: Sequence[int], after: Sequence[int], rest: Sequence[Any], back: bool

@@ -156,7 +156,6 @@ def _retype(value: fx.Node, summed: Collection[int], dtype: torch.dtype) -> fx.N
 
 
 def _cast(value: fx.Node, dtype: torch.dtype, op: OpOverload = aten._to_copy.default) -> fx.Node:
-    """Insert a cast behind a value."""
     with value.graph.inserting_after(value):
         if op is aten._to_copy.default:
             cast = value.graph.call_function(op, (value,), {"dtype": dtype})

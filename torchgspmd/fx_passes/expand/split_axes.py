@@ -115,7 +115,6 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 
 def _merge_step(step: Step, mesh: Mesh) -> Step:
-    """Return the step with merged axis names."""
     return replace(
         step,
         args=step.target.rename(step.args, step.axes, mesh.merge),

@@ -284,7 +284,6 @@ class _Splitter:
         return min(here, _union(frontiers), key=lambda frontier: frontier.elements)
 
     def _depends_on(self, value: fx.Node, source: fx.Node) -> bool:
-        """Return whether a value is `source`, or computed from it."""
         stack, seen = [value], set()
         while stack:
             node = stack.pop()
@@ -362,7 +361,6 @@ def _passes_parts(op: Op, factor: str) -> bool:
 
 
 def _operands_with(op: Op, factor: str | None) -> list[Place]:
-    """Return the operands that have a factor, with the dimension."""
     return [
         (v, dims.index((factor,)))
         for v, dims in zip(op.operands, op.rule.operands)

@@ -261,7 +261,6 @@ class _Localizer:
     def _local_shapes(
         self, node: fx.Node, specs: Sequence[ShardSpec]
     ) -> tuple[tuple[int, ...], ...]:
-        """Return the local shapes that a node's tensors have in these layouts."""
         each = zip(tensors_of(node), other_shapes(node), specs)
         return tuple(local_shape(*tensor, self.mesh) for tensor in each)
 

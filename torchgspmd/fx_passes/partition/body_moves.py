@@ -62,7 +62,6 @@ class FactorMove(Move):
         return self.option_lists[body][1]
 
     def _new_axis_options(self, body: Body) -> list[tuple[str, int | None]]:
-        """Return the options for `axis_options`, not cached."""
         options: dict[tuple[str, int | None], None] = {}
         if (place := self.places.get(body)) is None:
             place = self.places[body] = {

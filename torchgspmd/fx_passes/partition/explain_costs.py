@@ -147,7 +147,6 @@ def _explain_input(costs: CostModel, value: fx.Node) -> str:
 
 
 def _table(rows: Sequence[CandidateRow], constants: CostConstants) -> list[str]:
-    """Return a table's lines."""
     shown = [row for i, row in enumerate(rows) if i < MAX_ROWS or row.chosen]
     cells = [("strategy", "result", *COLUMNS, "total")]
     cells += [(r.name, r.result, *(f"{c:,.1f}" for c in (*r.costs, r.total))) for r in shown]

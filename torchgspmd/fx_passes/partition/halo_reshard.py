@@ -72,7 +72,6 @@ def _in_order(
     after: ShardSpec,
     order: Sequence[int],
 ) -> tuple[Step, ...]:
-    """Return the steps with the dimensions in this order."""
     spec, steps = start, []
     for d in order:
         # Before the window is added: a later exchange also sends the halos of earlier ones.

@@ -80,7 +80,6 @@ def _seconds(steps: tuple[Step, ...], mesh: Mesh, hardware: Hardware) -> float:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, steps: tuple[Step, ...]) -> None:
-    """Put the steps in a node's place."""
     value = node.args[0]
     with graph.inserting_before(node):
         for step in steps:

@@ -181,7 +181,6 @@ class _Inserter:
 
 
 def _step_meta(value: fx.Node, user: fx.Node) -> dict[str, object]:
-    """Return the meta for a node that is inserted between a value and its user."""
     # A step for the backward runs there, although its value is from the forward.
     backward = (
         user.meta.get("backward", value.meta.get("backward", False))

@@ -58,7 +58,6 @@ class Resharder:
     def _compute_cost(
         self, shape: tuple[int, ...], itemsize: int, before: ShardSpec, after: ShardSpec
     ) -> float:
-        """Return the cost, not cached."""
         if before == after:
             return 0.0
         if (
@@ -135,7 +134,6 @@ class Resharder:
         return self.paths[key]
 
     def _path(self, steps: tuple[Step, ...]) -> Path:
-        """Return the steps with their cost."""
         return sum(step_cost(step, self.constants) for step in steps if step.collective), steps
 
     def _instance(self, key: ReshardKey) -> Instance:

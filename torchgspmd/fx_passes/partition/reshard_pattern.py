@@ -137,17 +137,14 @@ class Instance(NamedTuple):
             yield Step(kind, args, new, axes, step.payload, step.sent)
 
     def _own_mesh(self) -> Mesh:
-        """Return the mesh of pieces."""
         return _mesh(tuple(map(self.mesh.count, self.pieces.values())))
 
     def _rename(self, pieces: Axes) -> Axes:
-        """Return the axes of some pieces."""
         return tuple(axis for piece in pieces for axis in self.pieces[piece])
 
 
 @lru_cache(maxsize=4096)
 def _mesh(sizes: tuple[int, ...]) -> Mesh:
-    """Return a mesh of pieces with these sizes."""
     return Mesh(**{f"p{i}": n for i, n in enumerate(sizes)})
 
 

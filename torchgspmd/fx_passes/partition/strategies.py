@@ -105,7 +105,6 @@ class Strategies:
         return self.option_cache[key]
 
     def _options(self, op: Op, neighborhood: Neighborhood) -> dict[str, tuple]:
-        """Return the result for `options`, not cached."""
         rule, available, required = op.rule, neighborhood.operands, neighborhood.required
         options: dict[str, dict] = {name: {None: None} for name, size in self.mesh.axes if size > 1}
         tensors = [
@@ -217,7 +216,6 @@ class Strategies:
     def _cached_strategy(
         self, op: Op, assignment: Entries[Axes], through: Entries[int]
     ) -> Strategy | None:
-        """Return `_strategy`, cached by operation and assignment."""
         key = (op.key, assignment, through)
         if key not in self.cached_strategies:
             self.cached_strategies[key] = self._strategy(op, dict(assignment), dict(through))

@@ -53,7 +53,6 @@ def verify_partition(graph: fx.Graph, mesh: Mesh) -> None:
 
 
 def _value_faults(node: fx.Node, mesh: Mesh) -> list[str]:
-    """Return the faults in a value's layout."""
     value, spec, step = node.meta.get("val"), node.meta.get("spec"), node.meta.get("step")
     if node.op == "output" or not isinstance(value, Tensor):
         return []
@@ -88,7 +87,6 @@ def _open_size_faults(node: fx.Node) -> list[str]:
 
 
 def _operand_faults(node: fx.Node) -> list[str]:
-    """Return the faults in the layouts for an operation's operands."""
     rule: FactorRule | None = node.meta.get("rule")
     if rule is None:
         return []

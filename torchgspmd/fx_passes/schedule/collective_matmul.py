@@ -115,7 +115,6 @@ def _is_returned(node: fx.Node) -> bool:
 
 
 def _other(product: fx.Node, operand: fx.Node) -> fx.Node:
-    """Return a product's operand that is not `operand`."""
     return product.args[1] if product.args[2] is operand else product.args[2]
 
 

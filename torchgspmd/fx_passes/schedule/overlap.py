@@ -244,7 +244,6 @@ def _profile(graph: fx.Graph, order: Sequence[fx.Node]) -> list[int]:
 
 
 def _relink(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    """Move the nodes of the graph into this order."""
     end = graph.output_node()
     for node in order:
         if node is not end:

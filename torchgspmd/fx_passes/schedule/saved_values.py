@@ -155,7 +155,6 @@ class SavedValues:
         }
 
     def _price(self, node: fx.Node) -> Price:
-        """Return the costs of a value."""
         saved, moved = self._bytes(node), None
         # What is not saved by itself, such as a view, follows from others at no cost.
         may_repeat = self.request.recompute == "auto" or saved is None
@@ -277,7 +276,6 @@ class _Copies:
         return self.copies[node, nest]
 
     def _again(self, node: fx.Node, nest: Nest) -> fx.Node:
-        """Return a copy of a value that is recomputed."""
         operands = {x: self.in_nest(x, nest) for x in node.all_input_nodes}
         copy = copy_node(self.graph, node, operands.__getitem__)
         if node.target in ENTRIES:

@@ -121,7 +121,6 @@ def _draw(
 
 
 def _wide(dtype: torch.dtype | None) -> torch.dtype:
-    """Return the type to compute in."""
     # float16 has 2048 uniform numbers: too few for a logarithm's tail.
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 

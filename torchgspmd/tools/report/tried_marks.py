@@ -43,7 +43,6 @@ def _marks(tensor: WholeTensor, mesh: Mesh) -> list[str]:
 
 
 def _marked(captured: Captured, tensor: WholeTensor, mark: str) -> Captured:
-    """Return a program with a mark on a tensor, in all layers."""
     inputs = [
         replace(inp, mark=ShardSpec.parse(mark))
         if inp.kind in (PARAMETER, BUFFER) and tensor.is_like(inp.name, inp.shape)

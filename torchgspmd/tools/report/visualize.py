@@ -84,7 +84,6 @@ class Picture:
             yield line
 
     def _devices(self, holders: dict[tuple[Rows, ...], list[int]], rows: dict[int, Rows]) -> str:
-        """Return the devices that hold the block with these rows."""
         ranks = next(
             ranks for block, ranks in holders.items() if all(block[d] == r for d, r in rows.items())
         )

@@ -386,6 +386,5 @@ class Judge:
 
 
 def _state_bytes(captured: Captured) -> float:
-    """Return the bytes of the parameters and of an optimizer's states."""
     inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
     return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))
