@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -15,18 +15,13 @@ Run = Callable[[Program], fx.Graph | None]
 FEATURE_PASSES: dict[str, Run] = {}  # by a row's name; each feature adds its own at import
 
 
-def feature_pass(name: str) -> Run:
-    """Return the `run` of a feature's row: the pass that the feature has added."""
-    return lambda program: FEATURE_PASSES[name](program)
-
-
 @dataclass(frozen=True)
 class Pass:
     """A rewrite of a program.
 
     run: takes the program, and returns the rewritten graph; None if it changed nothing. From
     `split_joint` on it is called for the forward, and for the backward.
-    needs, ensures: the stages before and after it.
+    needs, ensures: the stages before and after it; it ensures the one that it needs by default.
     optional: names for `skip_passes`; a pass whose names are all skipped is left out.
     when: whether the pass is for this program.
     again: passes before it, or itself, that run next if it changed the program.
@@ -40,7 +35,7 @@ class Pass:
     name: str
     run: Run
     needs: Stage
-    ensures: Stage
+    ensures: Stage = cast(Stage, None)
     optional: tuple[str, ...] = ()
     when: Callable[[Program], bool] = lambda p: True
     again: tuple[str, ...] = ()
@@ -50,6 +45,10 @@ class Pass:
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()
     because: str = ""
+
+    def __post_init__(self) -> None:
+        if self.ensures is None:
+            object.__setattr__(self, "ensures", self.needs)
 
 
 @dataclass(frozen=True)

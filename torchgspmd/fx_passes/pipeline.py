@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any
 
 from torch import fx
 
@@ -38,7 +39,7 @@ from .lower.torch_bindings import torch_bindings
 from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
 from .pass_runner import run_steps
-from .pass_types import Alternatives, Pass, Step, feature_pass, rows_of, with_row, without_rows
+from .pass_types import FEATURE_PASSES, Alternatives, Pass, Step, rows_of, with_row, without_rows
 from .program import Program, Rank, Request
 from .program_passes import (
     bucket,
@@ -93,6 +94,11 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
+def _feature(feature: str, name: str, stage: Stage, **row: Any) -> Pass:
+    """Return the row for a pass that a feature adds."""
+    return Pass(name, lambda p: FEATURE_PASSES[name](p), stage, feature=feature, **row)
+
+
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
@@ -109,35 +115,30 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
-            Pass(
+            _feature(
+                "experts",
                 "split_groups",
-                feature_pass("split_groups"),
-                ANNOTATED,
                 ANNOTATED,
                 again=("propagate",),
-                feature="experts",
                 before=("split_fused",),
                 because="split_fused would decompose the blocked products of these groups",
             ),
-            Pass("split_fused", split_fused, ANNOTATED, ANNOTATED, again=("propagate",)),
+            Pass("split_fused", split_fused, ANNOTATED, again=("propagate",)),
             # Behind it: sums of a loss are simplified on the operations that the program has.
-            Pass("keep_dims", keep_dims, ANNOTATED, ANNOTATED, again=_PROPAGATE),
-            Pass("split_vectors", split_vectors, ANNOTATED, ANNOTATED, again=_PROPAGATE),
-            Pass(
+            Pass("keep_dims", keep_dims, ANNOTATED, again=_PROPAGATE),
+            Pass("split_vectors", split_vectors, ANNOTATED, again=_PROPAGATE),
+            _feature(
+                "attention",
                 "balance_attention",
-                feature_pass("balance_attention"),
-                ANNOTATED,
                 ANNOTATED,
                 optional=("balance_attention",),
                 again=("propagate",),
-                feature="attention",
                 after=("split_fused",),
                 because="its cut needs the operations as they will run",
             ),
             Pass(
                 "split_products",
                 split_products,
-                ANNOTATED,
                 ANNOTATED,
                 again=("propagate",),
                 changes=splits_products,
@@ -149,7 +150,6 @@ PIPELINE: tuple[Step, ...] = (
                 "split_axes",
                 split_axes,
                 ANNOTATED,
-                ANNOTATED,
                 again=("propagate", "split_axes"),
                 before=("partition",),
                 because="the partition chooses among the parts of an axis",
@@ -157,7 +157,6 @@ PIPELINE: tuple[Step, ...] = (
             Pass(
                 "reduce_dtype",
                 reduce_dtype,
-                ANNOTATED,
                 ANNOTATED,
                 when=lambda p: p.request.reduce_dtype is not None,
                 again=("propagate",),
@@ -169,78 +168,65 @@ PIPELINE: tuple[Step, ...] = (
                 "merge_axes",
                 merge_axes,
                 PARTITIONED,
-                PARTITIONED,
                 after=("partition",),
                 because="the partition may use a part of an axis; later passes see whole ones",
             ),
-            Pass(
+            _feature(
+                "pipelines",
                 "stage_sends",
-                feature_pass("stage_sends"),
                 PARTITIONED,
-                PARTITIONED,
-                feature="pipelines",
                 after=("merge_axes",),
                 because="a step names an axis of the mesh that the user asked for",
             ),
         ),
     ),
-    Pass("draw_natively", _of(natively), PARTITIONED, PARTITIONED, when=_is_native),
+    Pass("draw_natively", _of(natively), PARTITIONED, when=_is_native),
     # The program of one device. Weights are gathered again if a GPU's memory would not suffice.
     Alternatives(
         order=lambda p: _REGATHER[p.request.regather],
         enough=fits_device,
         cost=None,
         passes=(
-            Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, PARTITIONED, when=has_hosts),
-            Pass("regather_weights", regather_weights, PARTITIONED, PARTITIONED),
-            Pass(
+            Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, when=has_hosts),
+            Pass("regather_weights", regather_weights, PARTITIONED),
+            _feature(
+                "attention",
                 "ring_keys",
-                feature_pass("ring_keys"),
-                PARTITIONED,
                 PARTITIONED,
                 optional=("attention_rings",),
-                feature="attention",
                 after=("regather_weights",),
                 because="a gather of keys that is repeated already is not repeated again",
             ),
             Pass("localize", localize_program, PARTITIONED, LOCAL),
-            Pass(
+            _feature(
+                "attention",
                 "attention_rings",
-                feature_pass("attention_rings"),
                 LOCAL,
-                LOCAL,
-                feature="attention",
                 after=("ring_keys",),
                 before=("outline_loops", "start_wait"),
                 because="it replaces gathers that ring_keys marked, wherever a loop has them",
             ),
-            Pass(
+            _feature(
+                "loops",
                 "sink_exits",
-                feature_pass("sink_exits"),
                 LOCAL,
-                LOCAL,
-                feature="loops",
                 before=("outline_loops",),
                 because="moves at a body's end leave it before it becomes a program of its own",
             ),
             # It copies operations from a loop of the forward to one of the backward.
-            Pass("recompute", recompute, LOCAL, LOCAL, when=lambda p: p.request.has_budget),
-            Pass(
+            Pass("recompute", recompute, LOCAL, when=lambda p: p.request.has_budget),
+            _feature(
+                "loops",
                 "outline_loops",
-                feature_pass("outline_loops"),
                 LOCAL,
-                LOCAL,
-                feature="loops",
                 before=("outline_stages", "collective_matmul", "bucket", "start_wait"),
                 because="these passes run once on each body",
             ),
-            Pass(
+            _feature(
+                "pipelines",
                 "outline_stages",
-                feature_pass("outline_stages"),
-                LOCAL,
                 LOCAL,
                 in_loops=True,
-                feature="pipelines",
                 after=("stage_sends", "outline_loops"),
                 before=("collective_matmul", "bucket", "start_wait"),
                 because="it cuts the body of a loop into pieces, each a program for these passes",
@@ -248,7 +234,6 @@ PIPELINE: tuple[Step, ...] = (
             Pass(
                 "collective_matmul",
                 lambda p: collective_matmul(p.graph, p.mesh, p.hardware),
-                LOCAL,
                 LOCAL,
                 optional=("collective_matmul",),
                 in_loops=True,
@@ -259,31 +244,27 @@ PIPELINE: tuple[Step, ...] = (
                 "bucket",
                 bucket,
                 LOCAL,
-                LOCAL,
-                ("bucket",),
+                optional=("bucket",),
                 in_loops=True,
                 before=("start_wait",),
                 because="one start sends a bucket",
             ),
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
-            Pass(
+            _feature(
+                "loops",
                 "prefetch_rows",
-                feature_pass("prefetch_rows"),
-                SCHEDULED,
                 SCHEDULED,
                 optional=("prefetch",),
-                feature="loops",
                 before=("overlap",),
                 because="overlap moves the starts that stay in their iteration",
             ),
-            Pass("overlap", overlap, SCHEDULED, SCHEDULED, optional=("overlap", "prefetch")),
+            Pass("overlap", overlap, SCHEDULED, optional=("overlap", "prefetch")),
         ),
     ),
     # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
     Pass(
         "elide_copies",
         _of(elide_copies),
-        SCHEDULED,
         SCHEDULED,
         in_loops=True,
         before=("lower_collectives",),
@@ -296,13 +277,11 @@ PIPELINE: tuple[Step, ...] = (
         LOWERED,
         in_loops=True,
     ),
-    Pass(
+    _feature(
+        "attention",
         "attention_kernels",
-        feature_pass("attention_kernels"),
-        LOWERED,
         LOWERED,
         in_loops=True,
-        feature="attention",
         before=("reuse_buffers",),
         because="reuse_buffers writes over operands of operators, not of these functions",
     ),
@@ -310,27 +289,23 @@ PIPELINE: tuple[Step, ...] = (
         "lower_einsum",
         _of(lower_einsum),
         LOWERED,
-        LOWERED,
         in_loops=True,
         before=("fold_views",),
         because="a product of matrices comes with views that fold_views removes",
     ),
-    Pass("fold_views", _of(fold_views), LOWERED, LOWERED, in_loops=True),
-    Pass(
+    Pass("fold_views", _of(fold_views), LOWERED, in_loops=True),
+    _feature(
+        "loops",
         "list_rows",
-        feature_pass("list_rows"),
         LOWERED,
-        LOWERED,
-        feature="loops",
         before=("split_joint",),
         because="a loop of the forward stacks rows for a loop of the backward",
     ),
-    Pass("convert_inputs", convert_inputs, LOWERED, LOWERED),
-    Pass("convert_outputs", convert_outputs, LOWERED, LOWERED),
+    Pass("convert_inputs", convert_inputs, LOWERED),
+    Pass("convert_outputs", convert_outputs, LOWERED),
     Pass(
         "split_joint",
         split_joint,
-        LOWERED,
         LOWERED,
         after=("convert_inputs", "convert_outputs"),
         because="both halves share the converted inputs",
@@ -340,7 +315,6 @@ PIPELINE: tuple[Step, ...] = (
         "insert_rank_check",
         insert_rank_check,
         LOWERED,
-        LOWERED,
         when=_is_torch,
         after=("split_joint",),
         because="the check rides on the first collective of the forward",
@@ -349,13 +323,12 @@ PIPELINE: tuple[Step, ...] = (
         "nll_backward",
         _of(nll_backward),
         LOWERED,
-        LOWERED,
         when=_is_torch,
         in_loops=True,
         before=("reuse_buffers",),
         because="reuse_buffers then writes its products over their operands",
     ),
-    Pass("index_rows", _of(index_rows), LOWERED, LOWERED, when=_is_torch, in_loops=True),
+    Pass("index_rows", _of(index_rows), LOWERED, when=_is_torch, in_loops=True),
     Pass("reuse_buffers", reuse_memory, LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
     Pass(
         "functional_reductions",
@@ -365,11 +338,10 @@ PIPELINE: tuple[Step, ...] = (
         when=_is_inductor,
         in_loops=True,
     ),
-    Pass("separate_sums", _of(separate_sums), RUNNABLE, RUNNABLE, when=_is_inductor, in_loops=True),
+    Pass("separate_sums", _of(separate_sums), RUNNABLE, when=_is_inductor, in_loops=True),
     Pass(
         "reduce_in_bucket",
         _of(reduce_in_bucket),
-        RUNNABLE,
         RUNNABLE,
         when=_is_torch,
         before=("gloo_all_to_all",),
@@ -379,16 +351,14 @@ PIPELINE: tuple[Step, ...] = (
         "gloo_all_to_all",
         lambda p: gloo_all_to_all(p.graph, p.rank.groups),
         RUNNABLE,
-        RUNNABLE,
         in_loops=True,
         before=("wire_dtypes",),
         because="gloo has no all_to_all of its own; its messages get their dtypes afterwards",
     ),
-    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, RUNNABLE, in_loops=True),
+    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, in_loops=True),
     Pass(
         "verify_owned",
         lambda p: verify_owned(p.graph, changed_inputs(p)),
-        RUNNABLE,
         RUNNABLE,
         in_loops=True,
         after=("reuse_buffers", "reduce_in_bucket", "gloo_all_to_all", "wire_dtypes"),
@@ -397,7 +367,6 @@ PIPELINE: tuple[Step, ...] = (
     Pass(
         "torch_bindings",
         _of(torch_bindings),
-        RUNNABLE,
         RUNNABLE,
         when=_is_torch,
         in_loops=True,
