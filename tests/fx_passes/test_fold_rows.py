@@ -7,7 +7,7 @@ from expecttest import TestCase
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.fx_passes.fold_rows import MIN_REPEATS, like, repetitions
+from torchgspmd.fx_passes.printer import MIN_REPEATS, like, repetitions
 
 
 class TestFolding(TestCase):

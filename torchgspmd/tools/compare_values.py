@@ -36,7 +36,7 @@ from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.sharded_module import ShardedModule
 from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_of
-from .rank_interpreter import RankInterpreter, interpret
+from .debug import RankInterpreter, interpret
 
 
 def compare(

@@ -32,7 +32,6 @@ from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall
 from ..runtime.sharded_module import ShardedModule
-from .rank_interpreter import RankInterpreter, interpret
 from .shown_values import ShownValues
 
 
@@ -141,6 +140,28 @@ def _shown_program(
     interpret(shown, plan.captured.constants, lambda half: _ShownProgram(values, half))
     shown.in_pieces = lambda: None
     return shown
+
+
+class RankInterpreter(fx.Interpreter):
+    """Interpreter for a rank's forward or backward."""
+
+    def call(self, inputs: Sequence[object]) -> Any:
+        """Run on inputs; a list is emptied, as a backward does."""
+        values = [*inputs]
+        if isinstance(inputs, list):
+            inputs.clear()
+        return self.run(*values, enable_io_processing=False)
+
+
+def interpret(
+    program: JointProgram, owner: nn.Module, make: Callable[[fx.GraphModule], RankInterpreter]
+) -> None:
+    """Replace both halves of a program by an interpreter. owner: has the constants."""
+    # Modules around the owner, where an Interpreter looks constants up.
+    forward = fx.GraphModule(owner, program.forward.__self__.graph)
+    backward = fx.GraphModule(owner, program.backward_graph)
+    program.forward = lambda *inputs: make(forward).call(inputs)
+    program.backward = lambda boxed: make(backward).call(boxed)
 
 
 class _ShownProgram(RankInterpreter):

@@ -20,13 +20,13 @@ the cut is exchanged. Attention on the natural side costs the time that devices 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from ...compat.fx_nodes import add_node, copy_node, origin_of
-from ...fx_passes.expand.min_cut import Cut
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Op, Rules, runs, values
 from ...fx_passes.partition.cost_constants import CostConstants
@@ -342,3 +342,54 @@ class _Reordering:
         )
         mark.meta = {**meta, "val": value.meta["val"]}
         return mark
+
+
+# The cheapest cut through a graph: Edmonds and Karp's algorithm (1972).
+
+
+Node = Hashable
+
+
+class Cut:
+    """Edges between nodes, each with the cost of having its source and target apart."""
+
+    def __init__(self) -> None:
+        self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left
+
+    def add(self, source: Node, target: Node, cost: float) -> None:
+        """Add `cost` to the edge source -> target."""
+        self.left[source][target] = self.left[source].get(target, 0.0) + cost
+        # The way back, without capacity: flow on the edge can be taken back by it.
+        self.left[target].setdefault(source, 0.0)
+
+    def tie(self, one: Node, other: Node) -> None:
+        """Keep two nodes on one side."""
+        self.add(one, other, math.inf)
+        self.add(other, one, math.inf)
+
+    def first_side(self, source: Node, sink: Node) -> set[Node]:
+        """Return the nodes on `source`'s side if `sink` is on the other; as few as can be."""
+        while sink in (before := self._reached(source, sink)):
+            path, at = [], sink
+            while at != source:
+                path.append((before[at], at))
+                at = before[at]
+            flow = min(self.left[a][b] for a, b in path)
+            if flow == math.inf:
+                # A path without any finite edge: no cut keeps them apart.
+                raise AssertionError("the two sides of a cut are tied")
+            for a, b in path:
+                self.left[a][b] -= flow
+                self.left[b][a] += flow
+        return set(before)
+
+    def _reached(self, source: Node, sink: Node) -> dict[Node, Node]:
+        """Return the nodes that more can flow to, up to `sink`, each with the one before it."""
+        before, queue = {source: source}, deque([source])
+        while queue and sink not in before:
+            at = queue.popleft()
+            for target, left in self.left[at].items():
+                if left > 0 and target not in before:
+                    before[target] = at
+                    queue.append(target)
+        return before

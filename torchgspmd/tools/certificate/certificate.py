@@ -11,17 +11,28 @@ no value inside claims anything. docs/certificate.md has the method and its limi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
-from torch import Tensor
+import torch
+from torch import Tensor, fx
 
+from ...comm.loop_call import loop_calls
+from ...compat.operators import aten
 from ...compiler.plan import Plan
-from .dtypes import check_dtypes, programs_of
+from ...errors import ShardingError
+from ...fx_passes.pass_runner import observing
+from ...fx_passes.program import Program
+from ...fx_passes.stages import LOCAL
+from .claimed_layouts import cut
+from .devices import At, DeviceError, Devices
 from .eager import check_eager
+from .inputs import Rewritten, device_of
 from .ranks import NotLowered, check_ranks
-from .trial import NoNumbers, Trial, elements, is_blank
+from .trial import NoNumbers, Trial, constants_of, elements, is_blank
+from .wrong_values import fails, other_dtype
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"
@@ -176,3 +187,100 @@ def _claimed(plan: Plan) -> list[str]:
         if {"value", "spec"} <= n.meta.keys() and (n in top or n.op != "placeholder")
     )
     return [name for name in names if name not in without]
+
+
+# Which pass has made a program wrong: plan again, and compare the program behind each pass.
+
+
+def blamed(plan: Plan, error: ShardingError) -> ShardingError:
+    """Add to a plan's error the pass that made it wrong, if planning again shows it.
+
+    A plan from a file has no passes: its error stays as it is. A pass is named if its program and
+    all later ones are wrong: between `localize` and `outline_loops` a pipeline with several rounds
+    runs in another order than the devices will.
+    """
+    if plan._replanner is None:
+        return error
+    found = list[tuple[str, ShardingError | None]]()
+    with observing(lambda name, program: found.append((name, _difference(program)))):
+        plan._replanner()(plan.captured)
+    wrong = [*takewhile(lambda row: row[1] is not None, reversed(found))]
+    if not wrong or (first := wrong[-1][1]) is None:
+        return error
+    made = f"pass {wrong[-1][0]} made it so: the program before it is right"
+    return ShardingError(first.what, where=first.where, why=f"{made}; {first.why}", fix=first.fix)
+
+
+def _difference(program: Program) -> ShardingError | None:
+    """Return the error of a program that computes other values than one device."""
+    is_local = program.stage >= LOCAL
+    graph = program.sharded if is_local else program.graph
+    plan = Plan(program.mesh, program.captured, graph, program.graph, None, {})
+    for seed, positive in TRIALS:
+        for wide in (True, False):
+            try:
+                trial = Trial(plan, seed, positive, wide)
+                if is_local:
+                    trial.run(program.graph)
+            except NoNumbers:
+                continue
+            except ShardingError as error:
+                return error
+            break
+    return None
+
+
+# Whether a program's values have the plan's dtypes: trials compute in 64 bits.
+
+
+def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
+    """Raise ShardingError if a value has another dtype than in the plan.
+
+    inputs: a trial's, in the plan's dtypes.
+    """
+    allowed = {
+        node.name: {node.meta["val"].dtype, node.meta.get("computed", node.meta["val"].dtype)}
+        for node in plan.sharded.nodes
+        if isinstance(node.meta.get("val"), Tensor)
+    }
+
+    def claim(path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
+        # A value that the plan lacks has no dtype to compare with.
+        known = allowed.get(node.meta["value"], {shards[0].dtype})
+        if shards[0].dtype not in known:
+            raise other_dtype(node, shards[0].dtype, known)
+
+    shards = [cut(t, spec, plan.mesh) for t, spec in zip(inputs, plan.input_layouts)]
+    # Not widened: dtypes are what is checked here.
+    graph = Rewritten(False, device_of(plan.captured)).graph(plan.program_graph)
+    devices = Devices(constants_of(plan, wide=False), plan.mesh, graph, claim)
+    sizes = plan.sizes_of_run([tuple(t.shape) for t in inputs])
+    try:
+        devices.run_devices(shards, plan.size_inputs(sizes))
+    except DeviceError as error:
+        raise fails(error.node, error, "the devices", "it") from error
+    for graph in programs_of(plan.program_graph):
+        for node in graph.nodes:
+            _check_rounding(node)
+
+
+def programs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
+    """Yield a program, and the programs in its loops' bodies."""
+    yield graph
+    for _, call in loop_calls(graph):
+        for body in call.bodies:
+            yield from programs_of(body.graph)
+
+
+def _check_rounding(node: fx.Node) -> None:
+    """Raise ShardingError if a value is rounded to a narrow dtype and back, which no value says."""
+    back, cast = node, aten._to_copy.default
+    narrow = back.args[0] if back.target is cast else None
+    if not isinstance(narrow, fx.Node) or narrow.target is not cast or "value" in narrow.meta:
+        return
+    wide, small = back.kwargs.get("dtype"), narrow.kwargs.get("dtype")
+    if wide is None or small is None or not (wide.is_floating_point and small.is_floating_point):
+        return
+    # Only a loss of digits is wrong: a cast to a wider dtype and back changes nothing.
+    if torch.finfo(small).eps > torch.finfo(wide).eps:
+        raise other_dtype(narrow, small, {wide})
