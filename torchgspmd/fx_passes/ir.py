@@ -202,7 +202,6 @@ class Rules:
         self.known: dict[fx.Node, tuple[Op, tuple[Any, ...]]] = {}  # its operations
 
     def op(self, node: fx.Node) -> Op:
-        """Return a node's operation."""
         cache_key = signature(node)
         if cache_key not in self.cache:
             self.cache[cache_key] = (self.lookup(call_of(node)), len(self.cache))
@@ -210,7 +209,6 @@ class Rules:
         return Op(node, rule, operands_of(node), results_of(node), key)
 
     def ops(self, graph: fx.Graph) -> Iterator[Op]:
-        """Return a graph's operations, in its order."""
         if graph is not self.graph:
             self.graph, self.known = graph, {}
         return (self._known_op(node) for node in graph.nodes if is_operation(node))

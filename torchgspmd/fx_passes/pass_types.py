@@ -79,7 +79,6 @@ def rows_of(steps: Sequence[Step]) -> tuple[Pass, ...]:
 
 
 def without_rows(steps: Sequence[Step], feature: str) -> Iterator[Step]:
-    """Yield the steps without a feature's rows."""
     for step in steps:
         if isinstance(step, Alternatives):
             rows = tuple(each for each in step.passes if each.feature != feature)

@@ -137,7 +137,6 @@ class _Calibration:
         self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
 
     def run(self) -> Hardware:
-        """Return the measured hardware."""
         launch, step, product, moved, attention, score = self._device()
         groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
         reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))

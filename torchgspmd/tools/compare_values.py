@@ -264,7 +264,6 @@ class _OnRanks:
                 parameter.grad = before
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the findings on each rank."""
         return all_gather_rows(self.groups, own)
 
 

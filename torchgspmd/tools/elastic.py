@@ -288,7 +288,6 @@ class _Worker:
     threads: int
 
     def run(self) -> object:
-        """Run the function."""
         ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGKILL))  # no process outlives its agent
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the agent's: the others start anew
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback: the agent has one

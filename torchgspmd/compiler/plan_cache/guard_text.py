@@ -256,7 +256,6 @@ def module_names(model: nn.Module) -> dict[int, str]:
 
 
 def content_of(value: object, has_attributes: bool, names: dict[int, str]) -> str:
-    """Return the content of a value, or of an object's attributes."""
     if has_attributes:
         value = {str(k): v for k, v in zip(*_keys_and_items(snapshot_components(value)))}
     return content(value, names)

@@ -109,7 +109,6 @@ def signature_of(captured: Captured) -> list[str]:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """Return a tensor's content."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
 
 

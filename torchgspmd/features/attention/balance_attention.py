@@ -357,7 +357,6 @@ class Cut:
         self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left
 
     def add(self, source: Node, target: Node, cost: float) -> None:
-        """Add `cost` to the edge source -> target."""
         self.left[source][target] = self.left[source].get(target, 0.0) + cost
         # The way back, without capacity: flow on the edge can be taken back by it.
         self.left[target].setdefault(source, 0.0)

@@ -174,7 +174,6 @@ class Tiles:
         return self._grouped(mask) if mask.shape[-3] > 1 else mask.unsqueeze(-3)
 
     def forward(self) -> Results:
-        """Return the result and its logsumexp."""
         q, v, lead, heads = self.call.q, self.call.v, self.lead, self.heads
         out = q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=self.dtype)
         lse = q.new_full(q.shape[:-1], -math.inf, dtype=self.dtype)
@@ -266,5 +265,4 @@ def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
 def empty_gradients(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object
 ) -> tuple[Tensor, ...]:
-    """Return tensors like the gradients for q, k and v."""
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v))

@@ -160,7 +160,6 @@ class _Lifter:
 
 
 def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
-    """Add a node that takes a value's blocks."""
     target = torch.ops.torchgspmd.take_blocks.default
     node = graph.call_function(target, (value, *cut.arguments))
     val = _with_blocks(value.meta["val"], cut.blocks, cut.lead)

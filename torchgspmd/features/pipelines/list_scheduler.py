@@ -34,16 +34,13 @@ class StagePlacement:
         return self.devices * self.rounds
 
     def device(self, stage: int) -> int:
-        """Return a stage's device."""
         round_, at = divmod(stage, self.devices)
         return self.devices - 1 - at if self.vee and round_ % 2 else at
 
     def round(self, stage: int) -> int:
-        """Return a stage's round."""
         return stage // self.devices
 
     def stage(self, device: int, round_: int) -> int:
-        """Return the stage that a device has in a round."""
         at = self.devices - 1 - device if self.vee and round_ % 2 else device
         return round_ * self.devices + at
 
@@ -101,7 +98,6 @@ def _shortest(
 
 
 def forward_schedule(places: StagePlacement, microbatches: int, times: Times) -> Schedule:
-    """Return the schedule for forwards alone."""
     return timed(_Order(places, microbatches, "F", None, _RULES[-1]).run(), times)
 
 
@@ -160,7 +156,6 @@ class _Order:
         return self.rows
 
     def add(self, device: int, piece: Piece) -> None:
-        """Assign a piece to a device."""
         self.rows[device].append(piece)
         self.next[device][piece.kind, piece.stage] += 1
         # The last kind of piece frees the activation: B, or W where gradients of weights come

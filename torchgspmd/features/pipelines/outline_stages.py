@@ -154,7 +154,6 @@ class _Cut:
     # ----------------------------------------------------------------------------------- the pieces
 
     def run(self) -> StageCall:
-        """Return the pipeline."""
         self._check()
         # The order depends on the bytes that a stage keeps, and these depend on the pieces.
         self._fill()

@@ -72,7 +72,6 @@ class LossSize:
     factors: tuple[str, ...]
 
     def rows(self, others: Mapping[str, Any]) -> int:
-        """Return the size in a run."""
         # The first factor is sharded, with its last shard padded.
         first, *rest = (others[name] for name in self.factors)
         return self.times * -(-first // self.devices) * math.prod(rest)

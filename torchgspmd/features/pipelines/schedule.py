@@ -211,7 +211,6 @@ def timed(table: Sequence[Sequence[Piece]], times: Times) -> Schedule:
 
 
 def needed_by(piece: Piece, last: int) -> tuple[Piece, ...]:
-    """Return the pieces that one needs. last: the last stage."""
     kind, stage, microbatch = piece.kind, piece.stage, piece.microbatch
     if kind == "F":
         return (Piece("F", stage - 1, microbatch),) if stage else ()

@@ -135,11 +135,9 @@ class StageRun:
         self.values[piece.microbatch][carry] = x
 
     def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
-        """Return a body's inputs."""
         return [self.value(piece.microbatch, name) for name in body.inputs]
 
     def value(self, microbatch: int, name: str) -> Any:
-        """Return a microbatch's value."""
         if name in (own := self.values[microbatch]):
             return own[name]
         if name in self.rows:
@@ -185,7 +183,6 @@ class StageRun:
             del own[name]
 
     def results(self) -> list[Tensor]:
-        """Return the pipeline's results."""
         stacked = [self.stacked[name] for name in self.call.stacks]
         added = {name: stack_rows(x) for name, x in self.added.items()}
         return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]

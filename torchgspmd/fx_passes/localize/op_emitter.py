@@ -224,7 +224,6 @@ class Emitter:
         return self.localizer.shapes.get(node)
 
     def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
-        """Note a node's local shape."""
         self.localizer.shapes[node] = shape
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:

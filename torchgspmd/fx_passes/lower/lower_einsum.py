@@ -158,7 +158,6 @@ class _Product:
         return product
 
     def matrix(self, x: object, matrix: Matrix) -> Any:
-        """Return an operand as a matrix."""
         if matrix.order is not None:
             x = self.call(aten.permute.default, x, list(matrix.order))
         if matrix.shape is not None:

@@ -129,7 +129,6 @@ class Assignment:
         return layout_of
 
     def in_order(self, ops: Iterable[Op]) -> list[Op]:
-        """Return operations in program order."""
         return sorted(ops, key=lambda op: self.order[op.node])
 
     # ------------------------------------------------------------------------------------- changes
@@ -195,7 +194,6 @@ class Assignment:
             self.assign(op, strategy)
 
     def set_layout(self, value: fx.Node, spec: ShardSpec) -> None:
-        """Set the layout in which a value is produced."""
         before = self.layout_of.get(value)
         if before != spec:
             if (trial := self.trial) is not None:

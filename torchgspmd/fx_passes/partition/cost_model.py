@@ -28,7 +28,6 @@ from .reshard import Resharder
 
 
 def local_bytes(val: Tensor, spec: ShardSpec, mesh: Mesh) -> float:
-    """Return the bytes in one device's shard."""
     return math.prod(spec.local_shape(val.shape, mesh)) * val.element_size()
 
 

@@ -62,7 +62,6 @@ class Decisions:
         )
 
     def assignment(self, memory: SearchMemory) -> Assignment:
-        """Return the assignment with these decisions."""
         at = Assignment(
             self.graph, self.mesh, self.inputs, Rules(), memory.interner, self.constants
         )

@@ -86,7 +86,6 @@ class PatternSolution:
     limited: bool
 
     def add_to(self, counts: SearchCounts) -> None:
-        """Add the search effort."""
         counts[RESHARD_SEARCHES] += 1
         counts[RESHARD_STATES] += self.states
         counts[RESHARD_PERMUTES] += self.permutes

@@ -192,7 +192,6 @@ class ReshardSearch:
         return bound
 
     def shard_bytes(self, spec: ShardSpec) -> float:
-        """Return the bytes in one shard."""
         if spec.dims not in self.bytes_of_shards:
             self.bytes_of_shards[spec.dims] = (
                 math.prod(spec.local_shape(self.shape, self.mesh)) * self.itemsize

@@ -33,7 +33,6 @@ class Strided(NamedTuple):
         return cls(tuple(x.shape), x.dtype, None if x.is_contiguous() else x.stride())
 
     def meta(self) -> Tensor:
-        """Return it on the meta device."""
         empty = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return empty if self.strides is None else empty.as_strided(self.shape, self.strides)
 

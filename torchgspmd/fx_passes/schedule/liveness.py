@@ -26,7 +26,6 @@ def bytes_of(node: fx.Node) -> int:
 
 
 def inputs_bytes(graph: fx.Graph) -> int:
-    """Return all inputs' bytes."""
     return sum(map(bytes_of, graph.find_nodes(op="placeholder")))
 
 

@@ -155,7 +155,6 @@ class _Search:
         return self.measured(minimum_cut(self.values, ends, price))
 
     def measured(self, saving: Saving) -> _Choice:
-        """Return a choice with its peak."""
         if saving not in self.known:
             found = _peak_of(self.program, self.values.rewritten(saving))
             self.known[saving] = _Choice(saving, found, self.values.seconds(saving))

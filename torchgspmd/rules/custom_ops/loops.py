@@ -75,7 +75,6 @@ def nest_of(text: str) -> Nest:
 
 
 def nest_text(nest: Nest) -> str:
-    """Return loops as text."""
     return "/".join(map(str, nest))
 
 

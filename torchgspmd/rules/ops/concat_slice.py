@@ -94,7 +94,6 @@ def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta
 
 
 def add(graph: fx.Graph, values: Sequence[fx.Node], val: Tensor, meta: dict) -> fx.Node:
-    """Insert nodes that add values."""
     total = values[0]
     for value in values[1:]:
         total = _call(graph, aten.add.Tensor, (total, value), val, meta)

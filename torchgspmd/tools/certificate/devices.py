@@ -207,7 +207,6 @@ class Devices(Simulator):
         return COLLECTIVES.get(kind.name, kind.simulate)(self.mesh, x, *arguments)
 
     def call(self, target: Any, args: tuple, kwargs: dict) -> Any:
-        """Call an operation for one device."""
         # Seeded by the value's name, as on one device: both draw the same numbers.
         return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)
 

@@ -169,7 +169,6 @@ class RankRun:
     # -------------------------------------------------------------------------------- collectives
 
     def begin(self, op: Any, args: tuple) -> Tensor:
-        """Begin a collective of this rank."""
         name, rank, held = args[-1], self.rank, self.held
         check_access(held, self.node, rank, lambda: iter([(args[0], op._schema.is_mutable)]))
         groups = self.program.rank.groups

@@ -154,7 +154,6 @@ class _Streams:
         self.arrival: dict[fx.Node, float] = {}
 
     def run(self, program: fx.Graph) -> Iterator[Event]:
-        """Yield a program's events."""
         for node in program.nodes:
             alive = self.ledger.emit(node)
             if node.target is start:
@@ -184,7 +183,6 @@ class _Streams:
         alive: int,
         steps: tuple[Step, ...] = (),
     ) -> Event:
-        """Return an event for a node."""
         source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
         return Event(
             name=node.name,

@@ -59,7 +59,6 @@ class _Explainer:
         self.decisions: Decisions | None = plan.sharded.output_node().meta.get("decisions")
 
     def lines(self, name: str, costs: bool) -> list[str]:
-        """Explain a name."""
         inputs = zip(self.plan.captured.inputs, self.values.values())
         # Inputs have two names: the user's, such as blocks.0.weight, and the graph's.
         alias = {inp.name: value.name for inp, value in inputs}

@@ -123,7 +123,6 @@ class _Values:
         self.costs: dict[tuple[str, str], str] = {}
 
     def row(self, node: fx.Node) -> dict[str, Any]:
-        """Return the page's row for a value."""
         spec = node.meta.get("spec") or ShardSpec.replicated(node.meta["val"].dim())
         val = node.meta["val"]
         return {

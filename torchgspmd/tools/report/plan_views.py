@@ -51,9 +51,7 @@ class PlanViews(Plan):
             ShardingError: There is no such preset.
 
         Example:
-            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
-            >>> specs = ("data model", "model _")
-            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result = plan(torch.sum, torch.ones(4, 8), mesh=Mesh(data=2), in_specs="data _")
             >>> result.estimate("h100").seconds > result.estimate("h100").busy("compute")
             True
         """
@@ -140,9 +138,7 @@ class PlanViews(Plan):
             ShardingError: There is no such preset.
 
         Example:
-            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
-            >>> specs = ("data model", "model _")
-            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result = plan(torch.sum, torch.ones(4, 8), mesh=Mesh(data=2), in_specs="data _")
             >>> "all_reduce" in result.trace()
             True
         """
@@ -186,9 +182,7 @@ class PlanViews(Plan):
             ShardingError: There is no such preset.
 
         Example:
-            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
-            >>> specs = ("data model", "model _")
-            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result = plan(torch.sum, torch.ones(4, 8), mesh=Mesh(data=2), in_specs="data _")
             >>> import os, tempfile
             >>> path = os.path.join(tempfile.mkdtemp(), "plan.html")
             >>> result.html(path)
@@ -222,11 +216,9 @@ class PlanViews(Plan):
             ShardingError: There is no such preset.
 
         Example:
-            >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
-            >>> specs = ("data model", "model _")
-            >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
+            >>> result = plan(torch.sum, torch.ones(4, 8), mesh=Mesh(data=2), in_specs="data _")
             >>> result.report("h100").memory.inputs
-            144
+            64
         """
         alone = report(
             self.captured,

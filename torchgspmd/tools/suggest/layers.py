@@ -86,7 +86,6 @@ class Layers:
         return [name for name, child in children if not isinstance(child, nn.ModuleList)]
 
     def globs(self) -> list[str]:
-        """Return a glob for the layers in each list."""
         return [f"{path}.*" if path else "*" for path in self.lists]
 
     def named_parts(self) -> Iterator[tuple[str, nn.Module]]:

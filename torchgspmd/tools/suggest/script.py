@@ -246,7 +246,6 @@ def _is_like(code: str, model: nn.Module) -> bool:
 
 
 def returned(captured: Captured) -> list[Tensor]:
-    """Return the tensors that a call returns."""
     results: Any = captured.graph.output_node().args[0]
     return [
         node.meta["val"]
