@@ -19,6 +19,7 @@ from ..box_exchange import MAX_COUNTED_DEVICES, Box, elements, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering
 from .all_to_all import ALL_TO_ALL
 from .kind import CollectiveKind, LocalSteps, Step, rename_specs
+from .permute import send_boxes
 
 _Piece = tuple[int, Box, Box]  # (owner's place in the group, rows of its shard, rows of the window)
 
@@ -114,24 +115,13 @@ def _lower(
     """Lower to an all_to_all on boxes. The device's own rows are one among them."""
     mesh, spec = build.mesh, ShardSpec.parse(after)
     axes, windows = _windows(mesh, tuple(size), ShardSpec.parse(before), spec)
-    name, _ = build.groups.group(axes)
     me = int(mesh.index(axes, build.groups.coordinates))
     sends = [[rows for owner, rows, _ in pieces if owner == me] for pieces in windows]
     receives = [
         [box for owner, _, box in windows[me] if owner == place] for place in range(len(windows))
     ]
-    flat = build.call(pack, build.contiguous(x), tuple(itertools.chain(*sends)))
-    received, sent = ([sum(map(elements, b)) for b in side] for side in (receives, sends))
-    moved = yield build.exchange(flat, received, sent, name)
-    return build.call(
-        unpack,
-        x,
-        moved,
-        tuple(itertools.chain(*receives)),
-        None,
-        spec.local_shape(tuple(size), mesh),
-        next(iter(_fills(spec)), 0.0),
-    )
+    rest = None, spec.local_shape(tuple(size), mesh), next(iter(_fills(spec)), 0.0)
+    return (yield from send_boxes(build, x, axes, sends, receives, *rest))
 
 
 halos = CollectiveKind(

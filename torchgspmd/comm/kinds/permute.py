@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ...layout.mesh import Mesh
-from ...shard_spec import ShardSpec
-from ..box_exchange import busiest, elements, exchange, lacking, pack, unpack
+from ...shard_spec import Axes, ShardSpec
+from ..box_exchange import Box, busiest, elements, exchange, lacking, pack, unpack
 from ..collective_builder import CollectiveBuilder, Lowering
 from .all_to_all import ALL_TO_ALL
 from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step, rename_specs
@@ -71,24 +72,26 @@ def _lower(
 ) -> Lowering:
     """Lower to an all_to_all on boxes of any size, empty for most peers. Gloo and NCCL have it."""
     plan = exchange(build.mesh, tuple(size), ShardSpec.parse(before), ShardSpec.parse(after))
-    name, _ = build.groups.group(plan.axes)
     mine = plan.transfer(build.groups.coordinates)
     sends, receives = (
-        [0 if box is None else elements(box) for box in boxes]
-        for boxes in (mine.sends, mine.receives)
+        [[] if box is None else [box] for box in boxes] for boxes in (mine.sends, mine.receives)
     )
-    flat = build.call(
-        pack, build.contiguous(x), tuple(box for box in mine.sends if box is not None)
-    )
-    moved = yield build.exchange(flat, receives, sends, name)
-    return build.call(
-        unpack,
-        x,
-        moved,
-        tuple(box for box in mine.receives if box is not None),
-        mine.keep,
-        mine.shape,
-    )
+    return (yield from send_boxes(build, x, plan.axes, sends, receives, mine.keep, mine.shape))
+
+
+def send_boxes(
+    build: CollectiveBuilder,
+    x: Any,
+    axes: Axes,
+    sends: Sequence[Sequence[Box]],
+    receives: Sequence[Sequence[Box]],
+    *rest: Any,
+) -> Lowering:
+    """Exchange boxes by an all_to_all, given those to and from each member. rest: of `unpack`."""
+    flat = build.call(pack, build.contiguous(x), tuple(itertools.chain(*sends)))
+    received, sent = ([sum(map(elements, b)) for b in side] for side in (receives, sends))
+    moved = yield build.exchange(flat, received, sent, build.groups.group(axes)[0])
+    return build.call(unpack, x, moved, tuple(itertools.chain(*receives)), *rest)
 
 
 permute = CollectiveKind(

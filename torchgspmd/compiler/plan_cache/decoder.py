@@ -23,8 +23,7 @@ from ...layout.mesh import Mesh
 from ...layout.sub_axes import sub_axis
 from ...shard_spec import ShardSpec
 from .faults import Malformed, Stale
-from .known_operators import operator_of
-from .values import FUNCTIONS, OF_TORCH, RECORDS, class_name
+from .values import FUNCTIONS, OF_TORCH, RECORDS, class_name, operator_of
 
 # What parsers and constructors raise for values that they do not take.
 REFUSALS = (

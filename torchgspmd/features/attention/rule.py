@@ -77,21 +77,41 @@ class Names:
         return LocalForm(emit, when=[*along.split(), *self.before], positional=along)
 
 
+def _rule(
+    call: Call,
+    names: Names,
+    others: Sequence[Any] = (),
+    whole: Sequence[str] = (),
+    is_gradient: bool = False,
+    **keywords: Any,
+) -> FactorRule:
+    """Return the rule for (q, k, v, *others), or (gradient, q, k, v, result, logsumexp, *others).
+
+    whole: factors of the others that no axis may shard.
+    """
+    q, k, _ = call.tensors[is_gradient : 3 + is_gradient]
+    inputs, rows = [names.q, names.k, names.v], [names.out, names.rows]
+    keywords |= {"contraction": True, "instead": instead(q, k)}
+    if is_gradient:
+        operands, replicated = [names.out, *inputs, *rows, *others], ["d", "e", *whole]
+        return call.rule(
+            operands, inputs, names.sizes, reduce="s t g", replicated=replicated, **keywords
+        )
+    replicated = ["t", "d", "e", *whole]
+    return call.rule([*inputs, *others], rows, names.sizes, replicated=replicated, **keywords)
+
+
 @rule_for(ours.attention.default)
 def _attention(call: Call) -> FactorRule:
-    q, k, *_ = call.tensors
-    names, operands = Names(q.shape, k.shape), AttentionCall(*call.args)
-    return call.rule(
-        [names.q, names.k, names.v, *names.others(operands)],
-        [names.out, names.rows],
-        names.sizes,
-        replicated="t d e",
-        contraction=True,
-        split=_split_of(call),
-        instead=instead(q, k),
-        balance=_balance(call, 3),
-        local=names.local(_emit_queries, "s t", operands),
-    )
+    names, operands = _names_of(call, 0), AttentionCall(*call.args)
+    local = names.local(_emit_queries, "s t", operands)
+    options = {"split": _split_of(call), "balance": _balance(call, 3), "local": local}
+    return _rule(call, names, names.others(operands), **options)
+
+
+def _names_of(call: Call, q: int) -> Names:
+    """Return the factors of a call. q: the index of the queries among its tensors."""
+    return Names(call.tensors[q].shape, call.tensors[q + 1].shape)
 
 
 def _split_of(call: Call) -> Split | None:
@@ -130,50 +150,20 @@ def instead(q: Tensor, k: Tensor) -> Instead:
 
 @rule_for(ours.attention_backward.default)
 def _attention_backward(call: Call) -> FactorRule:
-    _, q, k, *_ = call.tensors
-    names, operands = Names(q.shape, k.shape), of_backward(*call.args)[0]
-    return call.rule(
-        [names.out, names.q, names.k, names.v, names.out, names.rows, *names.others(operands)],
-        [names.q, names.k, names.v],
-        names.sizes,
-        reduce="s t g",
-        replicated="d e",
-        contraction=True,
-        instead=instead(q, k),
-        balance=_balance(call, 6),
-        local=names.local(_emit_backward, "s t", operands),
-    )
+    names, operands = _names_of(call, 1), of_backward(*call.args)[0]
+    options = {"balance": _balance(call, 6), "local": names.local(_emit_backward, "s t", operands)}
+    return _rule(call, names, names.others(operands), is_gradient=True, **options)
 
 
 @rule_for(ours.zigzag_attention.default)
 def _zigzag_attention(call: Call) -> FactorRule:
-    q, k, _ = call.tensors
-    names = Names(q.shape, k.shape)
-    return call.rule(
-        [names.q, names.k, names.v],
-        [names.out, names.rows],
-        names.sizes,
-        replicated="t d e",
-        contraction=True,
-        instead=instead(q, k),
-        local=LocalForm(_emit_zigzag, when="s t"),
-    )
+    return _rule(call, _names_of(call, 0), local=LocalForm(_emit_zigzag, when="s t"))
 
 
 @rule_for(ours.zigzag_attention_backward.default)
 def _zigzag_attention_backward(call: Call) -> FactorRule:
-    _, q, k, *_ = call.tensors
-    names = Names(q.shape, k.shape)
-    return call.rule(
-        [names.out, names.q, names.k, names.v, names.out, names.rows],
-        [names.q, names.k, names.v],
-        names.sizes,
-        reduce="s t g",
-        replicated="d e",
-        contraction=True,
-        instead=instead(q, k),
-        local=LocalForm(_emit_zigzag, when="s t"),
-    )
+    local = LocalForm(_emit_zigzag, when="s t")
+    return _rule(call, _names_of(call, 1), is_gradient=True, local=local)
 
 
 def _emit_zigzag(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
@@ -284,33 +274,16 @@ def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
 
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
-    q, k, _, *buffers = call.tensors
-    names, (dims, whole) = Names(q.shape, k.shape), _buffers(buffers)
-    return call.rule(
-        [names.q, names.k, names.v, *dims],
-        [names.out, names.rows],
-        names.sizes,
-        replicated=["t", "d", "e", *whole],
-        contraction=True,
-        instead=instead(q, k),
-        local=LocalForm(_emit_flex, when=["s", "t", *names.before], positional="s t"),
-    )
+    names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
+    local = LocalForm(_emit_flex, when=["s", "t", *names.before], positional="s t")
+    return _rule(call, names, dims, whole, local=local)
 
 
 @rule_for(ours.flex_attention_backward.default)
 def _flex_attention_backward(call: Call) -> FactorRule:
-    _, q, k, _, _, _, *buffers = call.tensors
-    names, (dims, whole) = Names(q.shape, k.shape), _buffers(buffers)
-    return call.rule(
-        [names.out, names.q, names.k, names.v, names.out, names.rows, *dims],
-        [names.q, names.k, names.v],
-        names.sizes,
-        reduce="s t g",
-        replicated=["d", "e", *whole],
-        contraction=True,
-        instead=instead(q, k),
-        local=LocalForm(_emit_flex_backward, when=["s", "t", *names.before], positional="s t"),
-    )
+    names, (dims, whole) = _names_of(call, 1), _buffers(call.tensors[6:])
+    local = LocalForm(_emit_flex_backward, when=["s", "t", *names.before], positional="s t")
+    return _rule(call, names, dims, whole, is_gradient=True, local=local)
 
 
 def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:

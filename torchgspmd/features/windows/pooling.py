@@ -60,15 +60,8 @@ def _maximum(call: Call) -> FactorRule:
         ]
 
     has_stages = _has_several_stages(*call.args[1:5])
-    return pool_rule(
-        call,
-        windows,
-        [w.reach(-math.inf) for w in windows],
-        [0],
-        call.results[0].shape,
-        emit,
-        split=Split(hands=1) if has_stages else None,
-    )
+    split = Split(hands=1) if has_stages else None
+    return pool_rule(call, windows, emit, fill=-math.inf, split=split)
 
 
 @rule_for(*BACKWARD)
@@ -85,15 +78,8 @@ def _maximum_backward(call: Call) -> FactorRule:
         index = renumber(local, args[-1], rows, spread.shape[-len(windows) :], moves)
         return spread.gradient(local, args, [*args[5:-1], index])
 
-    return pool_rule(
-        call,
-        windows,
-        [w.reach(0.0).inverse(0.0) for w in windows],
-        [0, 2],
-        call.tensors[1].shape,
-        emit,
-        split=Split(takes=2 if _has_several_stages(*call.args[2:6]) else None),
-    )
+    split = Split(takes=2 if _has_several_stages(*call.args[2:6]) else None)
+    return pool_rule(call, windows, emit, is_gradient=True, windowed=[0, 2], split=split)
 
 
 @rule_for(aten.avg_pool2d.default, aten.avg_pool3d.default)
@@ -112,15 +98,7 @@ def _average(call: Call) -> FactorRule:
         counts = _row_counts(local, windows, local.results[0].shape, padded, None)
         return local.call(aten.div.Tensor, y, counts)
 
-    return pool_rule(
-        call,
-        windows,
-        [w.reach(0.0) for w in windows],
-        [0],
-        call.results[0].shape,
-        emit,
-        linear=[[0]],
-    )
+    return pool_rule(call, windows, emit, linear=[[0]])
 
 
 @rule_for(aten.avg_pool2d_backward.default, aten.avg_pool3d_backward.default)
@@ -138,15 +116,7 @@ def _average_backward(call: Call) -> FactorRule:
             grad = local.call(aten.div.Tensor, grad, counts)
         return spread.gradient(local, (grad, *args[1:]), [ceil, True, uniform or 1])
 
-    return pool_rule(
-        call,
-        windows,
-        [w.reach(0.0).inverse(0.0) for w in windows],
-        [0],
-        call.tensors[1].shape,
-        emit,
-        linear=[[0]],
-    )
+    return pool_rule(call, windows, emit, is_gradient=True, linear=[[0]])
 
 
 def _uniform_divisor(windows: Sequence[PoolWindow], padded: bool) -> int | None:

@@ -113,21 +113,24 @@ def pool_windows(
 def pool_rule(
     call: Call,
     windows: Sequence[PoolWindow],
-    reaches: Sequence[Reach],
-    windowed: Sequence[int],
-    positions: Sequence[int],
     emit: Any,
+    fill: float = 0.0,
+    is_gradient: bool = False,
+    windowed: Sequence[int] = (0,),
     **keywords: Any,
 ) -> FactorRule:
-    """Return a rule in which all tensors have dimensions d0, d1, ... with sizes `positions`.
+    """Return a rule in which all tensors have dimensions d0, d1, ...
 
-    windowed: the operands with a halo along the last dimensions.
+    fill: rows outside of the input. is_gradient: of (gradient, input, ...). windowed: the operands
+    with a halo along the last dimensions.
     """
-    names, lead = factors("d", len(positions)), len(positions) - len(windows)
+    reaches = [w.reach(fill).inverse(fill) if is_gradient else w.reach(fill) for w in windows]
+    after = call.tensors[1].shape if is_gradient else call.results[0].shape
+    names, lead = factors("d", len(after)), len(after) - len(windows)
     return call.rule(
         [names] * len(call.tensors),
         [names] * len(call.results),
-        dict(zip(names, positions)),
+        dict(zip(names, after)),
         row_access={(i, lead + d): reach for i in windowed for d, reach in enumerate(reaches)},
         local=LocalForm(emit),
         **keywords,

@@ -218,6 +218,19 @@ class _Streams:
             yield self.event(node, EXPOSED, self.now, late, alive)
             self.now += late
 
+    def repeated(self, body: fx.Graph, count: int, begin: float, alive: int) -> Iterator[Event]:
+        """Yield the events in a body that runs `count` times. alive: bytes outside of it."""
+        # A body's inputs are alive outside, where they are counted already.
+        outside = inputs_bytes(body)
+        for event in self.run(body):
+            yield replace(
+                event,
+                begin=begin + event.begin * count,
+                seconds=event.seconds * count,
+                alive=alive + event.alive - outside,
+                runs=event.runs * count,
+            )
+
     def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
         """Yield a loop's events: an iteration's, and the rows and sums that it writes."""
         one, count, begin = (
@@ -231,16 +244,7 @@ class _Streams:
             late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
             yield late
             self.now = begin = self.now + late.seconds
-        # A body's inputs are alive outside, where they are counted already.
-        outside = inputs_bytes(call.graph)
-        for event in one.run(call.graph):
-            yield replace(
-                event,
-                begin=begin + event.begin * count,
-                seconds=event.seconds * count,
-                alive=before + event.alive - outside,
-                runs=event.runs * count,
-            )
+        yield from one.repeated(call.graph, count, begin, before)
         self.now += one.now * count
         self.free = max(self.free, begin + one.free * count)
         written = [*call.body_results.stacks, *call.body_results.totals]
@@ -260,15 +264,8 @@ class _Streams:
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
         for body in call.bodies:
             one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
-            outside, begin = inputs_bytes(body.graph), self.now
-            for event in one.run(body.graph):
-                yield replace(
-                    event,
-                    begin=begin + event.begin * count,
-                    seconds=event.seconds * count,
-                    alive=kept + event.alive - outside,
-                    runs=event.runs * count,
-                )
+            begin = self.now
+            yield from one.repeated(body.graph, count, begin, kept)
             self.now = begin + one.now * count
             seconds[call.kind_of(body)] += one.now
         rounds = call.order.rounds  # whose pieces are taken to be alike
