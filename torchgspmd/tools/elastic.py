@@ -118,14 +118,8 @@ class Job:
             yield step
             step += 1
             if step % self.every == 0 or step == total:
-                save(
-                    self.folder / f"step-{step}",
-                    model,
-                    optimizer,
-                    step=step,
-                    states=states,
-                    keep=self.keep,
-                )
+                path = self.folder / f"step-{step}"
+                save(path, model, optimizer, step=step, states=states, keep=self.keep)
             # A checkpoint is as new as a copy would be.
             elif step % self.copies == 0:
                 copies.save(model, optimizer, step, states)
@@ -217,9 +211,8 @@ def elastic(
         if value < 1:
             what = f"elastic gets {value} processes" if option == "processes" else None
             raise user_error(what or f"{option} is {value}", fix=f"give {option}=1, or more")
-    worker = _Worker(
-        fn, args, Path(folder), every, copies, keep=keep, backend=backend, threads=threads
-    )
+    saving = {"folder": Path(folder), "every": every, "copies": copies, "keep": keep}
+    worker = _Worker(fn, args, backend, threads, saving)
     # torchrun has started this process, and starts it anew.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return [worker.run()]
@@ -280,12 +273,9 @@ class _Worker:
 
     fn: Callable[..., object]
     args: tuple
-    folder: Path
-    every: int
-    copies: int
-    keep: int
     backend: str
     threads: int
+    saving: Mapping[str, Any]  # fields of a Job
 
     def run(self) -> object:
         ctypes.CDLL(None).prctl(_PDEATHSIG, int(signal.SIGKILL))  # no process outlives its agent
@@ -302,10 +292,7 @@ class _Worker:
             rank=dist.get_rank(),
             processes=dist.get_world_size(),
             starts=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)),
-            folder=self.folder,
-            every=self.every,
-            copies=self.copies,
-            keep=self.keep,
+            **self.saving,
         )
         result = self.fn(job, *self.args)
         dist.barrier()

@@ -16,7 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -79,19 +79,8 @@ def launch(
     try:
         for rank in range(processes):
             own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-            card = rank % cards if cards else None
-            ranks.append(
-                _start(
-                    rank,
-                    own,
-                    card,
-                    backend=backend,
-                    threads=threads,
-                    fn=fn,
-                    args=args,
-                    others=ranks,
-                )
-            )
+            child = _Child(own, rank % cards if cards else None, backend, threads)
+            ranks.append(_start(rank, child, fn, args, ranks))
         _follow(ranks)
     finally:
         _end(ranks)
@@ -143,10 +132,7 @@ def _cards() -> int:
 
 def _start(
     rank: int,
-    variables: dict[str, object],
-    card: int | None,
-    backend: str | None,
-    threads: int,
+    child: _Child,
     fn: Callable[..., object],
     args: Sequence[object],
     others: Sequence[_Rank],
@@ -156,16 +142,8 @@ def _start(
     output, printing = os.pipe()
     # Ends of pipes that the fork inherits and the parent alone reads.
     unused = [output, answer.fileno(), *(r.output for r in others)]
-    child = _Child(
-        variables=variables,
-        card=card,
-        backend=backend,
-        threads=threads,
-        answer=answering,
-        printing=printing,
-        unused=unused,
-    )
-    process = context.Process(target=child.run, args=(fn, args), daemon=False)
+    pipes = answering, printing, unused
+    process = context.Process(target=child.run, args=(fn, args, *pipes), daemon=False)
     process.start()
     answering.close()
     os.close(printing)
@@ -182,18 +160,22 @@ class _Child:
     card: int | None
     backend: str | None
     threads: int
-    answer: Connection
-    printing: int
-    unused: list[int] = field(default_factory=list)  # the parent's descriptors
 
-    def run(self, fn: Callable[..., object], args: Sequence[object]) -> None:
-        """Run the function, and send its result or its error."""
+    def run(
+        self,
+        fn: Callable[..., object],
+        args: Sequence[object],
+        answer: Connection,
+        printing: int,
+        unused: Sequence[int],
+    ) -> None:
+        """Run the function, and send its result or its error. unused: the parent's descriptors."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-        for descriptor in self.unused:
+        for descriptor in unused:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
         for stream in (1, 2):
-            os.dup2(self.printing, stream)
+            os.dup2(printing, stream)
         sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
         os.environ.update({name: str(value) for name, value in self.variables.items()})
         torch.set_num_threads(self.threads)
@@ -209,7 +191,7 @@ class _Child:
             text = "".join(traceback.format_exception(type(error), error, trace))
             message, code = pickle.dumps((False, (time.monotonic(), text))), 1
         # Connection.send would share the memory of tensors, which ends with this process.
-        self.answer.send_bytes(message)
+        answer.send_bytes(message)
         sys.stdout.flush()
         sys.stderr.flush()
         if not code and dist.is_initialized():
