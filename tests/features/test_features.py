@@ -60,7 +60,7 @@ NAMED = {
         for path, names in {
             "capture/loop_form.py": "carry const next row stack total",
             "capture/rewrites/loop_trace.py": "carry const next row stack total",
-            "fx_passes/expand/draw_seeds.py": "row",
+            "fx_passes/expand/decompose_ops.py": "row",
             "fx_passes/ir.py": "carry next",
             "fx_passes/partition/assignment.py": "carry",
             "fx_passes/partition/insert_collectives.py": "carry next",

@@ -6,7 +6,7 @@
 A trace draws no numbers, but every draw moves the generator to another seed. So code that restores
 the generator (torch.utils.checkpoint, or the user's own) repeats earlier draws, as it does in
 eager PyTorch. meta["draw"] numbers the draws. Equal numbers get one seed when the graph is
-expanded (fx_passes/expand/draw_seeds.py), whatever their operands.
+expanded (fx_passes/expand/decompose_ops.py), whatever their operands.
 """
 
 from __future__ import annotations

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from torchgspmd.features.pipelines import parts
-from torchgspmd.features.pipelines.call import StageCall
+from torchgspmd.features.pipelines.call import StageCall, key_of
 from torchgspmd.features.pipelines.order import Order
 from torchgspmd.features.pipelines.parts import StageLink
-from torchgspmd.features.pipelines.transport import key_of
 from torchgspmd.rules.custom_ops.loops import Loop
 
 Stream = Callable[[StageLink, int, int], Hashable]  # which communicator a message has

@@ -3,7 +3,7 @@
     adaptive_max_pool2d of 9 columns to 4       ... w[2p:2p+2] -> ... w, ... w
 
 The windows are those for adaptive average pooling, so a device needs the same halo. The maximum is
-taken over columns, then over rows; max_pool_stages.py says why ties make no difference. For the
+taken over columns, then over rows; pooling.py says why ties make no difference. For the
 gradient, a device receives the windows around its rows, and their maxima's positions.
 """
 
@@ -67,7 +67,7 @@ def _maximum(call: Call) -> FactorRule:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list:
         value, index, shape, size = args[0], None, list(local.shape(args[0])), 1
-        # Columns first, then rows: a window's first maximum wins (max_pool_stages.py).
+        # Columns first, then rows: a window's first maximum wins (pooling.py).
         for d, line in reversed(list(enumerate(lines, start=len(shape) - len(lines)))):
             value, index = _pool_dimension(
                 local, value, index, shape=shape, d=d, line=line, size=size

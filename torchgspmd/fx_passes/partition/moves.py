@@ -9,8 +9,7 @@ from .body_moves import BodyMove, ThreadMove
 from .course_move import CourseMove
 from .local_search import Row
 from .message_move import MessageMove
-from .small_moves import ChainMove, InputMove, OperationMove
-from .sum_moves import EarlySumMove, SumMove
+from .small_moves import ChainMove, EarlySumMove, InputMove, OperationMove, SumMove
 
 MOVES = (
     Row(

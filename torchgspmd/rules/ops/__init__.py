@@ -18,7 +18,6 @@ from . import (  # noqa: F401
     scatter,
     slicing,
     sort,
-    topk,
     uneven_reshape,
     view,
 )
