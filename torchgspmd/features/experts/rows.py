@@ -14,7 +14,7 @@ from ...fx_passes.pass_types import FEATURE_PASSES
 from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import SHARED_ROWS
 from . import capture, rule  # noqa: F401 (rows of REWRITES and RULES)
-from .group_choices import group_choices
+from .chosen import group_choices
 from .split_groups import keep_blocks
 
 ours = torch.ops.torchgspmd

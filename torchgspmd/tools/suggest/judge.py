@@ -28,8 +28,7 @@ from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from .expert_stacks import expert_stacks
-from .layer_outputs import noted, output_groups, with_marks
-from .layers import Layers, Recomputed
+from .layers import Layers, Recomputed, noted, output_groups, with_marks
 from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
 from .recompute import Way, choose, has_solver
 from .script import ScriptSource, returned
