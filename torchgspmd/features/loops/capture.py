@@ -90,7 +90,7 @@ def _while_loop(
     body_fn: Callable[..., Any],
     carried: Sequence[Any],
     others: Sequence[Any] = (),
-    **_: Any,
+    **_: object,
 ) -> tuple[Any, ...]:
     carry = tuple(carried)
     # A traced loop carries tensors alone; with other values it is unrolled.
