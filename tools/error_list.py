@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parents[1] / "torchgspmd"
 # Parsers raise ValueError, and others wrap it.
-MAKERS = ("ShardingError", "user_error", "RankError", "ValueError")
+MAKERS = ("ShardingError", "ShardingError.here", "RankError", "ValueError")
 
 
 class Message(NamedTuple):

@@ -11,7 +11,10 @@ import traceback
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LIBRARIES = (
@@ -56,29 +59,36 @@ class ShardingError(ValueError):
         tried: str | None = None,
     ) -> None:
         self.what, self.where, self.why, self.fix, self.tried = what, where, why, fix, tried
-        lines = [what]
-        if where:
-            lines.append(f"  where {where}")
-        if why:
-            lines.append(f"  why   {why}")
-        if fix:
-            lines.append(f"  fix   {fix}")
-        if tried:
-            lines.append(f"  tried {tried}")
-        super().__init__("\n".join(lines))
+        rows = {"where": where, "why": why, "fix": fix, "tried": tried}
+        lines = [f"  {name:5} {text}" for name, text in rows.items() if text]
+        super().__init__("\n".join([what, *lines]))
         # of the code whose int() or max() needs a number; capture/builtin_numbers.py replaces them
         self.namespace: dict[str, Any] | None = None
+
+    @classmethod
+    def here(
+        cls, what: str, *, why: str | None = None, fix: str | None = None, tried: str | None = None
+    ) -> Self:
+        """Return the error whose place is the user's innermost line now.
+
+        Args:
+            what: The fault.
+            why: The reason.
+            fix: The way out.
+            tried: The plan with that fix.
+
+        Returns:
+            The error, with `where` filled in.
+
+        Example:
+            >>> ShardingError.here("mesh data=2 has no axis 'dat'").what
+            "mesh data=2 has no axis 'dat'"
+        """
+        return cls(what, where=user_line(), why=why, fix=fix, tried=tried)
 
 
 class RankError(ShardingError):
     """A ShardingError for ranks that differ, or for one that is not there."""
-
-
-def user_error(
-    what: str, *, why: str | None = None, fix: str | None = None, tried: str | None = None
-) -> ShardingError:
-    """Return the error for a mistake in the innermost user frame."""
-    return ShardingError(what, where=user_line(), why=why, fix=fix, tried=tried)
 
 
 def user_line() -> str | None:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from ..errors import ShardingError, user_error
+from ..errors import ShardingError
 
 ABSENT: dict[str, AbsentOperator] = {}  # operators looked up in vain, by name
 
@@ -36,7 +36,7 @@ class AbsentOperator:
         raise self._error()
 
     def _error(self) -> ShardingError:
-        return user_error(
+        return ShardingError.here(
             f"torch {torch.__version__} has no operator {self._name}",
             fix="run `python -m torchgspmd doctor`, which lists what is missing in this version "
             "of torch",

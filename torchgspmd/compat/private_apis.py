@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from ..errors import ShardingError, user_error
+from ..errors import ShardingError
 
 if TYPE_CHECKING:  # the same names, for type checkers
     from torch._ops import OpOverload, OpOverloadPacket  # noqa: F401
@@ -344,7 +344,7 @@ def error_without(*apis: PrivateApi) -> ShardingError:
     """Return the error for using missing APIs."""
     names = ", ".join(a.path for a in apis)
     lost = next((a.needed_for or a.lost for a in apis if a.needed_for or a.lost), "")
-    return user_error(
+    return ShardingError.here(
         f"torch {torch.__version__} lacks {names}",
         why=f"needed for {lost}" if lost else None,
         fix=f"install a torch that torchgspmd was checked on: {', '.join(CHECKED)}; `python -m "

@@ -27,7 +27,7 @@ from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import _pytree as pytree
 from ..compat.versions import check_plan
-from ..errors import did_you_mean, is_misspelt, user_error
+from ..errors import ShardingError, did_you_mean, is_misspelt
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
 from ..fx_passes.partition.cost_constants import CostConstants
@@ -178,7 +178,7 @@ def _options_among(
             takes = {}
         if takes is None or name in takes or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
             continue
-        raise user_error(
+        raise ShardingError.here(
             f"plan has no option '{name}', and the function no such argument",
             fix=did_you_mean(name, [*known, *takes]),
         )
@@ -188,11 +188,11 @@ def _options_among(
 def _check_of_function(options: Options) -> None:
     """Raise ShardingError for options that only modules have."""
     if options.grad:
-        raise user_error(
+        raise ShardingError.here(
             "plan(grad=True) takes a module", fix="call torch.autograd.grad inside of the function"
         )
     if options.param_dtype or options.reduce_dtype:
-        raise user_error(
+        raise ShardingError.here(
             "param_dtype and reduce_dtype are options for modules: a function has no parameters",
             fix="pass the module, or cast inside of the function",
         )

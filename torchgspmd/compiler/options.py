@@ -16,7 +16,7 @@ from ..capture.rewrites.microbatches import check_count
 from ..comm.collective_builder import CARRIERS
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from ..fx_passes.units import parse_size
 
 T = TypeVar("T")
@@ -209,7 +209,7 @@ class Options:
         known = [row.name for row in rows_for(reader)]
         for name in given:
             if name not in known:
-                raise user_error(
+                raise ShardingError.here(
                     f"{reader} has no option '{name}'",
                     fix=did_you_mean(name, [*known, *NAMED.get(reader, ())]),
                 )
@@ -226,26 +226,26 @@ class Options:
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
         if self.memory_budget is not None:
             if self.recompute != "auto" and self.offload == "never":
-                raise user_error(
+                raise ShardingError.here(
                     "memory_budget is set, and nothing keeps to it",
                     fix='set recompute="auto" or offload="activations" as well',
                 )
             if self.budget is None or self.budget <= 0:
-                raise user_error(
+                raise ShardingError.here(
                     f"memory_budget is {self.memory_budget!r}",
                     fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
                 )
         check_count(self.microbatches)
         # bool is a subclass of int: audit=True would compare at every call.
         if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
-            raise user_error(
+            raise ShardingError.here(
                 f"audit is {self.audit!r}",
                 fix="give the calls from one comparison to the next, 1 or more, such as "
                 "audit=100; None for never",
             )
         limit = self.time_limit
         if limit is not None and limit <= timedelta():
-            raise user_error(
+            raise ShardingError.here(
                 f"timeout is {limit.total_seconds():g} s",
                 fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
             )
@@ -258,13 +258,13 @@ class Options:
     def check_backend(self) -> None:
         """Raise ShardingError for an option that the backend does not read."""
         if self.compiler == "inductor" and self.offload != "never":
-            raise user_error(
+            raise ShardingError.here(
                 f"backend '{self.backend}' cannot offload",
                 why="Inductor compiles no copies to the memory of the host",
                 fix='set backend="torch", or recompute="auto" alone',
             )
         if self.captures and isinstance(self.dynamic, Mapping):
-            raise user_error(
+            raise ShardingError.here(
                 f"backend '{self.backend}' has no option dynamic",
                 why="each size has a program and CUDA graphs of its own",
                 fix="leave it out, and pad arguments to a few sizes",
@@ -272,7 +272,7 @@ class Options:
         reader = "xla" if self.backend == "xla" else "parallelize"
         for row in OPTIONS:
             if reader not in row.readers and self._is_set(row):
-                raise user_error(f"backend '{self.backend}' has no option {row.name}")
+                raise ShardingError.here(f"backend '{self.backend}' has no option {row.name}")
 
     @property
     def compiler(self) -> str:
@@ -352,7 +352,9 @@ def rows_for(reader: Reader) -> list[Option]:
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     """Raise ShardingError for a value outside a closed set."""
     if value not in choices:
-        raise user_error(f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}")
+        raise ShardingError.here(
+            f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}"
+        )
 
 
 def documented(reader: Reader) -> Callable[[F], F]:

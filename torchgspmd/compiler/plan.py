@@ -25,7 +25,7 @@ from ..capture import (
 from ..comm.collective import Collective
 from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
-from ..errors import user_error
+from ..errors import ShardingError
 from ..features import tables  # noqa: F401 (rows of the core's tables)
 from ..fx_passes import Layouts
 from ..fx_passes.digest import fits_page, page_text
@@ -111,7 +111,7 @@ class Plan(PlanFiles):
     def layouts(self) -> Layouts:
         """The propagated layouts and their reasons, which a plan's text lacks."""
         if self._layouts is None:
-            raise user_error(
+            raise ShardingError.here(
                 "this plan was planned by another process, which has the reasons for its layouts",
                 fix="ask rank 0, with TORCHGSPMD_CACHE= in the environment; or call "
                 "torchgspmd.plan()",
@@ -311,7 +311,7 @@ class Plan(PlanFiles):
         self.check_complete()
         for place in self.captured.state_inputs:
             if not place.holds():
-                raise user_error(
+                raise ShardingError.here(
                     f"there is no {place.kind} at '{place.name}' any more, where the plan had one",
                     fix="make a plan of the module as it is now",
                 )
@@ -320,7 +320,7 @@ class Plan(PlanFiles):
         arguments += self.captured.state_tensors()
         expected = [i for i in self.captured.inputs if i.kind == ARGUMENT]
         if tree != self.captured.arguments or len(arguments) != len(expected):
-            raise user_error(
+            raise ShardingError.here(
                 "the arguments have another structure than those that the plan was made for",
                 fix="call simulate as the function itself was called in plan()",
             )
@@ -329,7 +329,7 @@ class Plan(PlanFiles):
         sizes = self.captured.dynamic
         for i, (tensor, inp) in enumerate(zip(arguments, expected)):
             if not sizes.fits(i, tensor.shape, inp.shape) or tensor.dtype != inp.dtype:
-                raise user_error(
+                raise ShardingError.here(
                     f"argument '{inp.name}' is {dtype_name(tensor.dtype)}{list(tensor.shape)}, "
                     f"the plan was made for {dtype_name(inp.dtype)}{list(inp.shape)}",
                     fix="make a plan for these shapes",

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 
 from ..capture.trace_context import without_patches
 from ..comm.kinds import without_kinds
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from ..fx_passes.pipeline import without_passes
 from ..rules.registry import without_rules
 from ..rules.rewrites import end_tables, without_rewrites
@@ -32,7 +32,7 @@ def without_feature(name: str) -> Generator[None, None, None]:
     """Remove a feature's rows from all tables while in this context."""
     if name not in FEATURES:
         fix = did_you_mean(name, FEATURES)
-        raise user_error(f"there is no feature '{name}'", fix=fix)
+        raise ShardingError.here(f"there is no feature '{name}'", fix=fix)
     tables = without_rules, without_rewrites, without_kinds, without_patches, without_passes
     with ExitStack() as stack:
         for without in tables:

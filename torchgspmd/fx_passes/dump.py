@@ -9,7 +9,7 @@ import difflib
 import os
 import sys
 
-from ..errors import user_error
+from ..errors import ShardingError
 from .program import Program
 
 
@@ -17,7 +17,7 @@ def dump_level() -> int:
     """Return the level in TORCHGSPMD_DUMP, 0 without one."""
     text = os.environ.get("TORCHGSPMD_DUMP") or "0"
     if not text.isdecimal():
-        raise user_error(
+        raise ShardingError.here(
             f"TORCHGSPMD_DUMP is {text!r}",
             fix="set it to 1 (the final graph), 2 (each pass's changes) or 3 (reasons, too)",
         )

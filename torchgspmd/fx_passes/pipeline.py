@@ -19,7 +19,7 @@ from typing import Any
 from torch import fx
 
 from ..comm.loop_call import copy_loops
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from ..rules import natively
 from .boundary import partition_program, propagate_program
 from .lower.convert_boundary import convert_inputs, convert_outputs
@@ -426,7 +426,7 @@ def with_pass(new: Pass, *, after: str) -> Generator[None, None, None]:
     """
     names = [each.name for each in passes()]
     if after not in names:
-        raise user_error(f"there is no pass '{after}'", fix=did_you_mean(after, names))
+        raise ShardingError.here(f"there is no pass '{after}'", fix=did_you_mean(after, names))
     token = _current.set(tuple(with_row(_current.get(), new, after)))
     try:
         yield

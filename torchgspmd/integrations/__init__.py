@@ -12,7 +12,7 @@ from types import ModuleType
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of
 from ..layout.layout_rules import MeshLayout
 from ..layout.mesh import Mesh
@@ -39,7 +39,7 @@ def library(name: str) -> ModuleType:
         # A missing dependency inside the library is another fault: show that one unchanged.
         if (error.name or "").partition(".")[0] != name.partition(".")[0]:
             raise
-        raise user_error(
+        raise ShardingError.here(
             f"{name.partition('.')[0]} is not installed",
             fix="run pip install 'torchgspmd[integrations]'",
         ) from None

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import user_error
+from ..errors import ShardingError
 from ..runtime.checkpoint import load, save
 from ..runtime.full_state import full_state_dict
 from ..runtime.module_proxy import ModuleProxy
@@ -61,7 +61,7 @@ def as_first_process() -> Iterator[None]:
 def check_precision(accelerator: Any) -> None:
     """Raise ShardingError if autocast would be put around a model that is on a mesh already."""
     if accelerator.mixed_precision != "no":
-        raise user_error(
+        raise ShardingError.here(
             f"mixed precision '{accelerator.mixed_precision}' is set for a model that is on a mesh",
             why="autocast has to be part of the program, which parallelize makes",
             fix="pass the model of one device with its marks, or leave mixed precision out and "

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of
 from ..layout.prefix_specs import BATCH_AXES
 from ..runtime.parallelize import shard_batch
@@ -38,7 +38,7 @@ class OwnRows:
         for rows in self.batches:
             count, rest = divmod(len(rows), self.parts)
             if rest:
-                raise user_error(
+                raise ShardingError.here(
                     f"a batch of {len(rows)} rows is not divided by {self.parts} devices",
                     why="own_rows=True lets each rank read as many rows as any other",
                     fix="use drop_last=True and a batch size that is divided, or own_rows=False",
@@ -52,7 +52,7 @@ class OwnRows:
 def read_own_rows(loader: Any, mesh: Meshes) -> Any:
     """Make a DataLoader read only this rank's rows, and return it."""
     if getattr(loader, "batch_sampler", None) is None:
-        raise user_error(
+        raise ShardingError.here(
             f"own_rows=True is given for a {type(loader).__name__} without a batch sampler",
             why="rows of an iterable data set have no numbers",
             fix="use a data set with __getitem__ and __len__, or own_rows=False",

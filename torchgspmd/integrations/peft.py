@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ..compiler.options import Options
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.annotate import annotate
 from ..runtime.full_state import Gather, groups_of_state, tables_of
 from ..runtime.parallelize import parallelize
@@ -44,7 +44,7 @@ def get_peft_model(
         ShardingError: The model is not on a mesh.
     """
     if not isinstance(model, ShardedModule):
-        raise user_error(
+        raise ShardingError.here(
             "the model is on no mesh",
             fix="call peft.get_peft_model, then mark the model, then call parallelize",
         )

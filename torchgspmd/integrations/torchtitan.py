@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.annotate import annotate
 from ..layout.mesh import Mesh
 from ..runtime.parallelize import parallelize, shard_batch
@@ -52,7 +52,7 @@ def parallelize_llama(model: nn.Module, parallel_dims: Any, job_config: Any) -> 
     """
     for name in ("cp", "pp", "ep"):
         if getattr(parallel_dims, name) > 1:
-            raise user_error(
+            raise ShardingError.here(
                 f"parallel_dims has {name}={getattr(parallel_dims, name)}",
                 fix="use marks of your own and parallelize: docs/parallelize.md, docs/pipelines.md",
             )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from .device_mesh import mesh_of
 from .layout_rules import MeshLayout
 from .mark import LAYOUT, mark_sharding
@@ -87,7 +87,7 @@ def annotate(
         # A stacked tensor also has a name of its own; _mark_stacked marks it, by its rows.
         names = [name for name in names if id(tensors.get(name)) not in stacked]
         if not names and not found:
-            raise user_error(
+            raise ShardingError.here(
                 f"'{pattern}' matches no parameter, buffer or module",
                 fix=_other_pattern(pattern, [*tensors, *filter(None, modules)]),
             )
@@ -129,13 +129,13 @@ def _mark_tensors(
         # Names of one tied tensor share an id: the first name stands for all when specs disagree.
         tensor, first = tensors[name], names.setdefault(id(tensors[name]), name)
         if str(given[first].spec) != str(spec):
-            raise user_error(
+            raise ShardingError.here(
                 f"'{first}' and '{name}' are one tensor, and get '{given[first].spec}' by "
                 f"'{given[first].pattern}' and '{spec}' by '{pattern}'",
                 fix=f"give both one layout: {{'{first}': '{spec}', '{name}': '{spec}'}}",
             )
         if isinstance(spec, ShardSpec) and spec.rank != tensor.dim():
-            raise user_error(
+            raise ShardingError.here(
                 f"'{pattern}' gives '{spec}' to '{name}', which has {tensor.dim()} dimensions "
                 f"{list(tensor.shape)}",
                 fix=("write " if pattern == name else "add an entry behind it: ")
@@ -170,7 +170,7 @@ def _mark_stacked(rows: dict[str, Row], specs: dict[str, Any], mesh: Mesh | None
         wanted = {str(specs.get(name)) for name in group}
         if len(wanted) > 1:
             marked = [name for name in group if name in specs]
-            raise user_error(
+            raise ShardingError.here(
                 f"'{marked[0]}' has another layout than the same weight of another block",
                 why="the weights of all blocks are one tensor, which has one layout",
                 fix=f"mark all of {group[0]!r} to {group[-1]!r} alike, by a glob",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..errors import user_error
+from ..errors import ShardingError
 from .layout_rules import MeshLayout
 from .mesh import Mesh
 
@@ -20,7 +20,7 @@ def mesh_of(mesh: Mesh | DeviceMesh | MeshLayout) -> Mesh:
         return mesh.mesh
     if isinstance(mesh, DeviceMesh):
         return Mesh.from_device_mesh(mesh)
-    raise user_error(
+    raise ShardingError.here(
         f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
         fix="pass a mesh such as Mesh(data=2, model=4)",
     )

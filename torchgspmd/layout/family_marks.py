@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from .annotate import glob_pattern
 
 Rows = Mapping[str, str]  # spec by glob; a glob that ends in "?" may match nothing
@@ -162,7 +162,7 @@ class FamilyMarks:
         # A weight that no glob matches may have the missing one's place under another name.
         others = [name for name in names if not any(_matches(glob, [name]) for glob in globs)]
         fitting = [name for name in FAMILIES if not all(_missing(r, names) for r in FAMILIES[name])]
-        raise user_error(
+        raise ShardingError.here(
             f"the marks of '{self.family}' do not fit this model: '{missing}' matches no parameter",
             fix=" or ".join(f"use gspmd.marks({name!r})" for name in fitting)
             or f"mark it by globs; its parameters are {', '.join(names[:3])}, ...; "
@@ -206,7 +206,7 @@ def marks(family: str, *, model: str = "model", experts: str | None = None) -> F
         >>> model = annotate(torch.nn.ModuleDict(model), Mesh(model=2), marks("vit"))
     """
     if family not in FAMILIES:
-        raise user_error(
+        raise ShardingError.here(
             f"there are no marks for '{family}'; {did_you_mean(family, list(FAMILIES))}",
             fix=f"the families are {', '.join(FAMILIES)}; gspmd.suggest finds marks for any model",
         )

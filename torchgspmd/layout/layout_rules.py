@@ -17,7 +17,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from .mesh import Mesh
 from .spec_notation import AUTO, SAME, split_priority
 
@@ -223,7 +223,7 @@ class MeshLayout:
         used = {name for names in self.seen for name in _words(names)}
         for name in self.layout.rules:
             if name not in used:
-                raise user_error(
+                raise ShardingError.here(
                     f"the layout has a rule for '{name}', which no mark uses",
                     fix=did_you_mean(name, sorted(used)),
                 )
@@ -233,7 +233,7 @@ class MeshLayout:
         words = _words(names)
         for name in words:
             if name not in self.layout.rules:
-                raise user_error(
+                raise ShardingError.here(
                     f"the layout has no rule for '{name}'",
                     fix=did_you_mean(name, self.layout.rules),
                 )
@@ -305,7 +305,7 @@ def _has(mesh: Mesh, axes: Axes) -> bool:
 def _name(name: object) -> str:
     """Check and return an identifier."""
     if not isinstance(name, str) or not name.isidentifier() or name == "_":
-        raise user_error(
+        raise ShardingError.here(
             f"{name!r} is no name of a dimension or an axis",
             fix='write a rule as "heads": "model", "model+data", "data:p1", None, or a sequence '
             "of these",

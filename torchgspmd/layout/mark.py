@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compat.operators import custom_op
-from ..errors import ShardingError, user_error, user_line
+from ..errors import ShardingError, user_line
 from .device_mesh import mesh_of
 from .layout_rules import MeshLayout, Unmarked, bound_layout
 from .mesh import Mesh
@@ -126,7 +126,7 @@ def _no_tensor(given: object, spec: object) -> ShardingError:
         )
     else:
         fix = "mark its results: annotate(model, mesh, {name of the module: spec})"
-    return user_error(
+    return ShardingError.here(
         f"mark_sharding gets a {type(given).__name__} and '{spec}', and marks tensors alone",
         fix=fix,
     )
@@ -137,7 +137,7 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, names)
     if len(names.split()) != tensor.dim():
-        raise user_error(
+        raise ShardingError.here(
             f"the mark '{names}' has {len(names.split())} names, but the tensor has "
             f"{tensor.dim()} dimensions, {list(tensor.shape)}",
             fix="write one word per dimension; use _ for a dimension without a name",
@@ -148,7 +148,7 @@ def _mark_names(tensor: Tensor, names: str) -> Tensor:
 def _record(tensor: Tensor, mesh: Mesh | None, spec: ShardSpec | str) -> Tensor:
     # The same mark twice is no conflict: a forward that marks its parameters runs many times.
     if isinstance(tensor, DTensor) and (raw_mark(tensor) or ())[:2] != (mesh, spec):
-        raise user_error(
+        raise ShardingError.here(
             f"a tensor that is on a mesh already is marked '{spec}'",
             why="parallelize lays parameters and buffers out once, as they are marked by then",
             fix="mark the model before parallelize, or an activation in its forward",
@@ -172,7 +172,7 @@ def check_mark(tensor: Tensor, mesh: Mesh, spec: SpecLike | None) -> ShardSpec:
     """Return the parsed spec of a mark. Raise ShardingError if it does not fit."""
     parsed = ShardSpec.parse(cast(SpecLike, spec)).check(mesh, tensor.shape)  # refuses None
     if parsed.pending:
-        raise user_error(f"a mark cannot ask for a pending reduction ('{parsed}')")
+        raise ShardingError.here(f"a mark cannot ask for a pending reduction ('{parsed}')")
     return parsed
 
 
@@ -237,7 +237,7 @@ def layout_of(module: object, mesh: Mesh | DeviceMesh | MeshLayout) -> MeshLayou
         return mesh
     layout = getattr(module, LAYOUT, None)
     if layout is not None and layout.mesh != mesh_of(mesh):
-        raise user_error(
+        raise ShardingError.here(
             f"the model's layout is on mesh {layout.mesh}, but the program runs on mesh "
             f"{mesh_of(mesh)}",
             fix="use one Mesh for all marks of a program",

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from .sub_axes import (
     check_named_size,
     common_splits,
@@ -82,7 +82,7 @@ class Mesh:
             >>> dist.destroy_process_group()
         """
         if device_mesh.mesh_dim_names is None:
-            raise user_error(
+            raise ShardingError.here(
                 "the DeviceMesh has no dimension names",
                 fix="call init_device_mesh(..., mesh_dim_names=('data', 'model'))",
             )
@@ -111,10 +111,12 @@ class Mesh:
                 for name, size in (entry.split("=") for entry in text.split(",") if entry)
             ]
         except ValueError:
-            raise user_error(f"'{text}' is not a mesh; write it as 'data=2,model=4'") from None
+            raise ShardingError.here(
+                f"'{text}' is not a mesh; write it as 'data=2,model=4'"
+            ) from None
         twice = next((name for name, _ in axes if [n for n, _ in axes].count(name) > 1), None)
         if twice is not None:
-            raise user_error(f"'{twice}' occurs twice in mesh '{text}'")
+            raise ShardingError.here(f"'{twice}' occurs twice in mesh '{text}'")
         return cls(**dict(axes))
 
     def __str__(self) -> str:
@@ -176,7 +178,9 @@ class Mesh:
             >>> Mesh(data=2).check_axis("data")
         """
         if axis not in self._sizes:
-            raise user_error(f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}")
+            raise ShardingError.here(
+                f"mesh {self} has no axis '{axis}'; {did_you_mean(axis, self.names)}"
+            )
 
     def coordinates(self, rank: int) -> Coordinates:
         """Return a device's position on each axis.

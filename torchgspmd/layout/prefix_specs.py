@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from ..compat.private_apis import _pytree as pytree
-from ..errors import user_error
+from ..errors import ShardingError
 from .mesh import Mesh
 from .spec import ShardSpec
 from .spec_notation import AUTO, SAME, UNCONSTRAINED, check_no_placement, text_of_entries
@@ -36,14 +36,14 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
         leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         parsed = None if prefix is None else ShardSpec.parse(prefix)
         if parsed is not None and parsed.pending:
-            raise user_error(f"spec '{parsed}' for {what} asks for a pending reduction")
+            raise ShardingError.here(f"spec '{parsed}' for {what} asks for a pending reduction")
         return [
             parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves
         ]
     if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
         unknown = [key for key in prefix if key not in tree]
         if unknown:
-            raise user_error(
+            raise ShardingError.here(
                 f"{what} has no entry {unknown[0]!r}; it has {', '.join(map(repr, tree))}"
             )
         return [
@@ -55,7 +55,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
     if isinstance(prefix, Sequence) and isinstance(tree, Sequence):
         if len(prefix) != len(tree):
             one = len(tree) == 1 and text_of_entries(prefix)
-            raise user_error(
+            raise ShardingError.here(
                 f"{what} has {len(tree)} entries, but {len(prefix)} specs are given",
                 fix=f"a tuple has one spec an argument; write in_specs='{one}' for one argument"
                 if one
@@ -67,7 +67,7 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
             for i, (p, t) in enumerate(zip(prefix, tree))
             for spec in spread(p, t, mesh, f"{what}[{i}]")
         ]
-    raise user_error(
+    raise ShardingError.here(
         f"the specs given for {what} are a {type(prefix).__name__}, "
         f"where the value is a {type(tree).__name__}",
         fix="write specs as strings, in the containers of the value",
@@ -93,7 +93,7 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     """Return the mesh axes whose names say that they divide the batch."""
     axes = tuple(name for name in mesh.names if name in BATCH_AXES)
     if not axes:
-        raise user_error(
+        raise ShardingError.here(
             f"in_specs='{AUTO}' finds no axis of the batch in {mesh}",
             fix=f"call one {' or '.join(map(repr, BATCH_AXES[:3]))}, "
             f"or name it: in_specs='{mesh.names[0]} _'",
@@ -124,13 +124,13 @@ def spread_inputs(
     if isinstance(prefix, (str, ShardSpec)) and len(args) == 1:
         prefix = (prefix,)
     elif isinstance(prefix, (str, ShardSpec)):
-        raise user_error(
+        raise ShardingError.here(
             f"one spec, '{prefix}', is given for {len(args)} arguments",
             fix="give a tuple with one spec for each",
         )
     elif isinstance(prefix, (tuple, list)) and len(prefix) > len(args) and kwargs:
         names = ", ".join(f"'{name}': ..." for name in (*argument_names(fn, args), *kwargs))
-        raise user_error(
+        raise ShardingError.here(
             f"{len(prefix)} specs are given for {len(args)} positional arguments; "
             f"{', '.join(map(repr, kwargs))} passed by keyword",
             fix=f"name them all: in_specs={{{names}}}",

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, Union
 
-from ..errors import user_error
+from ..errors import ShardingError
 from .halo_window import Window
 from .interned import Interned
 from .mesh import Mesh
@@ -375,7 +375,7 @@ class ShardSpec(metaclass=Interned):
             'data _'
         """
         if self.rank != len(shape):
-            raise user_error(
+            raise ShardingError.here(
                 f"spec '{self}' has {self.rank} entries, "
                 f"but {what} has {len(shape)} dimensions {list(shape)}",
                 fix=f"write one entry per dimension, such as '{self.of_rank(len(shape))}'",
@@ -384,7 +384,7 @@ class ShardSpec(metaclass=Interned):
         for axis in self.sharding_axes + self.pending:
             mesh.check_axis(axis)
             if axis in seen:
-                raise user_error(
+                raise ShardingError.here(
                     f"'{axis}' occurs twice in spec '{self}'",
                     why="an axis shards at most one dimension of a tensor",
                     fix="remove one of the two",

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..errors import user_error
+from ..errors import ShardingError
 from .halo_window import Window
 from .sub_axes import sub_axis
 
@@ -48,12 +48,12 @@ def parse_string(text: str) -> SpecFields:
         reduction, _, names = words.pop().partition("@")
         pending = tuple(names.split("+"))
         if reduction not in REDUCTIONS:
-            raise user_error(
+            raise ShardingError.here(
                 f"'{reduction}' in spec '{text}' is not a reduction; "
                 f"use one of {', '.join(REDUCTIONS)}"
             )
         if not all(map(_is_axis, pending)):
-            raise user_error(
+            raise ShardingError.here(
                 f"'{names}' in spec '{text}' is not an axis name",
                 fix="write an axis behind '@', or axes joined by '+'",
             )
@@ -68,7 +68,7 @@ def parse_string(text: str) -> SpecFields:
         word = word[:-1] if is_open else word
         axes = () if word in ("", "_") else tuple(word.split("+"))
         if not all(map(_is_axis, axes)):
-            raise user_error(
+            raise ShardingError.here(
                 f"'{word}' in spec '{text}' is not an axis name",
                 fix="write one word per dimension: '_', '?', an axis, or axes joined by '+'",
             )
@@ -115,7 +115,7 @@ def check_no_placement(entry: Any, entries: Any, names: Sequence[str] = ()) -> N
             dims.setdefault(dim, []).append(name)
     words = ["+".join(dims.get(d, ())) or "_" for d in range(max(dims, default=-1) + 1)]
     spec = f"'{' '.join(words)}', and '_' for each further dimension," if words else "'data _'"
-    raise user_error(
+    raise ShardingError.here(
         f"{entries!r} are placements of DTensor, one for each axis of a mesh",
         why="a spec has one word for each dimension of the tensor: the axes that shard it",
         fix=f"write {spec} in place of {entries!r}",
@@ -127,7 +127,7 @@ def parse_sequence(entries: object) -> SpecFields:
     for entry in entries if isinstance(entries, (tuple, list)) else [entries]:
         check_no_placement(entry, entries)
     if not isinstance(entries, Sequence):
-        raise user_error(
+        raise ShardingError.here(
             "a spec is a string such as 'data _' or a tuple such as ('data', None), "
             f"not {entries!r}"
         )
@@ -141,7 +141,7 @@ def parse_sequence(entries: object) -> SpecFields:
         elif isinstance(entry, (tuple, list)) and all(map(_is_axis, entry)):
             dims.append(tuple(entry))
         else:
-            raise user_error(
+            raise ShardingError.here(
                 f"{entry!r} is not an entry of a spec; "
                 "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from typing import Any, cast
 
-from ..errors import ShardingError, user_error
+from ..errors import ShardingError
 
 _SUB_AXIS = re.compile(r"(\w+):\((\d+)\)(\d+)")
 
@@ -99,11 +99,11 @@ def check_named_size(axis: str, size: object) -> None:
     """Raise ShardingError for a size, or a name, that no mesh axis may have."""
     # bool is a subclass of int: True would pass as size 1.
     if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-        raise user_error(
+        raise ShardingError.here(
             f"mesh axis '{axis}' has size {size!r}; a size is an integer of at least 1"
         )
     if not axis.isidentifier() or axis == "_":
-        raise user_error(
+        raise ShardingError.here(
             f"'{axis}' cannot name a mesh axis; use a Python identifier other than '_'"
         )
 
@@ -115,7 +115,7 @@ def unnamed_axes(given: tuple[object, ...]) -> ShardingError:
     if isinstance(first, dict):
         named = cast("dict[str, Any]", first)
     axes = ", ".join(f"{name}={size}" for name, size in named.items())
-    return user_error(
+    return ShardingError.here(
         f"Mesh gets {', '.join(map(repr, given))}, and takes the sizes of its axes by name",
         fix=f"write Mesh({axes})",
     )

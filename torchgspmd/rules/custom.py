@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..compat.private_apis import OpOverload, OpOverloadPacket
-from ..errors import ShardingError, user_error, user_line
+from ..errors import ShardingError, user_line
 from .memory_order import ordered
 from .notation import IDENTITY, Call, FactorRule, Sentence
 from .registry import RULES
@@ -96,7 +96,7 @@ def _target(op: object) -> OpOverload | str:
     target = getattr(op, "_opoverload", op)
     if isinstance(target, OpOverload) or isinstance(target, str) and "::" in target:
         return target
-    raise user_error(
+    raise ShardingError.here(
         f"{op!r} is no operation",
         fix="give what torch.library.custom_op returned, or 'library::name'",
     )

@@ -24,7 +24,7 @@ from ..comm.kinds import KINDS, CollectiveKind, all_gather, all_reduce, all_to_a
 from ..comm.process_groups import ProcessGroups, groups_of
 from ..compat.private_apis import OpOverload
 from ..compiler.plan import Plan
-from ..errors import user_error
+from ..errors import ShardingError
 from ..fx_passes.lower.lower_collectives import CollectiveOfAnySize
 from ..fx_passes.schedule.arithmetic import flops, is_attention, traffic
 from ..layout.device_mesh import mesh_of
@@ -66,7 +66,7 @@ def calibrate(mesh: Mesh | DeviceMesh | None = None) -> Hardware:
         >>> dist.destroy_process_group()
     """
     if not dist.is_initialized():
-        raise user_error(
+        raise ShardingError.here(
             "there is no process group to measure",
             fix="call torch.distributed.init_process_group() first, under torchrun",
         )

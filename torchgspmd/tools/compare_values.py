@@ -30,7 +30,7 @@ from ..compiler.api import Plan, compile_plan
 from ..compiler.options import Options
 from ..dtensor.module_tensors import named_tensors
 from ..dtensor.storage import local_of, whole_of
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
@@ -69,7 +69,7 @@ def compare(
     """
     args, kwargs = _arguments(*batch)
     if not isinstance(model, (Plan, ShardedModule)):
-        raise user_error(
+        raise ShardingError.here(
             f"compare gets a {type(model).__name__}",
             fix="pass the module that parallelize returned, or a Plan",
         )
@@ -138,7 +138,7 @@ def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict)
         if each.kind in (PARAMETER, BUFFER):
             tensor = state.get(each.name)
             if tensor is None or tuple(tensor.shape) != tuple(each.shape):
-                raise user_error(
+                raise ShardingError.here(
                     f"the reference has no '{each.name}' of shape {list(each.shape)}",
                     fix="pass the same model, as it was before parallelize: copy.deepcopy(model)",
                 )

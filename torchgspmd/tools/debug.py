@@ -27,7 +27,7 @@ from torch import fx, nn
 from ..capture.breakpoints import wanted
 from ..comm.simulator import Simulator
 from ..compiler.api import Plan
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall
@@ -72,13 +72,13 @@ def debug(
             %einsum : f32[2, 2] of [4@data, 2] = einsum(mk,kn->mn, %arg0, %arg1)  8 to 8
     """
     if not isinstance(model, (Plan, ShardedModule)):
-        raise user_error(
+        raise ShardingError.here(
             f"debug gets a {type(model).__name__}",
             fix="pass the module that parallelize returned for backend='torch' or 'inductor', "
             "or a Plan",
         )
     if isinstance(model, ShardedModule) and model._options.captures:
-        raise user_error(
+        raise ShardingError.here(
             "debug cannot show operations of a CUDA graph",
             why=f"backend '{model._options.backend}' replays them without Python",
             fix="pass a module with backend='torch', or a Plan",

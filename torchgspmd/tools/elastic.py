@@ -31,7 +31,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from ..compat.patches import Patch, apply
-from ..errors import RankError, user_error, user_line
+from ..errors import RankError, ShardingError, user_line
 from ..runtime.checkpoint import FILE, Optimizers, load, newest_whole, parsed, save
 from ..runtime.peer_copies import PeerCopies
 
@@ -202,7 +202,7 @@ def elastic(
         [2, 2]
     """
     if dist.is_initialized():
-        raise user_error(
+        raise ShardingError.here(
             "elastic is called in a process that has a process group",
             fix="call elastic first, before any process group exists: it starts the processes "
             "and makes their groups",
@@ -210,7 +210,9 @@ def elastic(
     for option, value in {"processes": processes, "every": every, "copies": copies}.items():
         if value < 1:
             what = f"elastic gets {value} processes" if option == "processes" else None
-            raise user_error(what or f"{option} is {value}", fix=f"give {option}=1, or more")
+            raise ShardingError.here(
+                what or f"{option} is {value}", fix=f"give {option}=1, or more"
+            )
     saving = {"folder": Path(folder), "every": every, "copies": copies, "keep": keep}
     worker = _Worker(fn, args, backend, threads, saving)
     # torchrun has started this process, and starts it anew.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..errors import RankError, ShardingError, user_error
+from ..errors import RankError, ShardingError
 
 GRACE = 1.0  # seconds in which a rank that failed earlier may still say so
 END = 5.0  # seconds from SIGTERM to SIGKILL
@@ -104,14 +104,14 @@ class _Rank:
 
 def _check(processes: int) -> None:
     if processes < 1:
-        raise user_error(f"launch gets {processes} processes")
+        raise ShardingError.here(f"launch gets {processes} processes")
     if dist.is_initialized():
-        raise user_error(
+        raise ShardingError.here(
             "launch is called in a process that is part of a process group",
             fix="call it where no process group is: under torchrun the processes are there",
         )
     if torch.cuda.is_initialized():
-        raise user_error(
+        raise ShardingError.here(
             "this process uses a GPU already, and its forks cannot",
             fix="restart the notebook, and create tensors on GPUs inside of the function alone",
         )

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from ..comm.code_names import all_lines, key_of
-from ..errors import user_error
+from ..errors import ShardingError
 
 FrameNames = Mapping[str, Mapping[str, str]]
 T = TypeVar("T")
@@ -63,7 +63,7 @@ def name_frames(dump: T, names: FrameNames | None = None) -> T:
     naming = _Naming(frame_names() if names is None else names)
     named = naming.named(dump)
     if naming.unknown and not naming.is_known:
-        raise user_error(
+        raise ShardingError.here(
             f"no frame of the dump is of a known program: {sorted(naming.unknown)[0]} and "
             f"{len(naming.unknown) - 1} more are not",
             why="the process that wrote it had other programs"

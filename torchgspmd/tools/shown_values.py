@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..capture.breakpoints import Breakpoint, LocalValue
 from ..compiler.api import Plan
-from ..errors import did_you_mean, user_error
+from ..errors import ShardingError, did_you_mean
 from ..fx_passes.ir import other_shapes
 from ..fx_passes.lower.verify_in_flight import STARTS
 from ..fx_passes.printer import call_text, dtype_name, type_text
@@ -145,7 +145,7 @@ class ShownValues:
         last = {(p, bool(n.meta.get("backward"))): n for n, p in places.items()}
         if not last:
             words = [p for n in self.rows for p in (self.names[n], *_parents(n))]
-            raise user_error(
+            raise ShardingError.here(
                 f"nothing of the program is called '{stop}'",
                 fix=did_you_mean(stop, dict.fromkeys(words)),
             )

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from ..comm.hardware import Hardware
 from ..comm.rank_mismatch import all_gather_rows
-from ..errors import user_error
+from ..errors import ShardingError
 from ..fx_passes.units import count_text, size_text, time_text
 
 CARDS = ("h200", "h100", "b200", "a100")  # presets of Hardware that a card's name contains
@@ -70,7 +70,7 @@ class StepLog:
         hardware: Hardware | str | None = None,
     ) -> None:
         if every < 1:
-            raise user_error(f"every is {every}", fix="give every=1, or more")
+            raise ShardingError.here(f"every is {every}", fix="give every=1, or more")
         self.total, self.every, self.tokens = total, every, tokens
         self.count, self.rank = 0, dist.get_rank() if dist.is_initialized() else 0
         self._model, self._wandb = model, wandb if self.rank == 0 else None
@@ -230,7 +230,7 @@ def _writer(folder: str | Path) -> Any:
     try:
         return import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
     except ImportError as error:
-        raise user_error(
+        raise ShardingError.here(
             "tensorboard is not installed", fix="run pip install tensorboard"
         ) from error
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
 from ..shard_spec import ShardSpec, SpecLike
 from .runtime import start
@@ -54,7 +54,7 @@ def parts(
     for d, (size, axes) in enumerate(zip(local.shape, spec.dims)):
         # A host with all shards may have a short last one: the global size is its own.
         if len(own[d]) < mesh.count(axes) and size % len(own[d]):
-            raise user_error(
+            raise ShardingError.here(
                 f"dimension {d} of a host's batch has {size} rows, "
                 f"which its {len(own[d])} shards do not divide",
                 fix="give every device the same number of rows, on every host",

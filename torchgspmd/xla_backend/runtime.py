@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ..compat.private_apis import OpOverload
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.mesh import Mesh
 
 _READS = {"aten::_local_scalar_dense"}  # reads a value, computes nothing
@@ -47,7 +47,7 @@ def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
 
     devices = xr.global_runtime_device_count()
     if mesh.size != devices:
-        raise user_error(
+        raise ShardingError.here(
             f"mesh {mesh} has {mesh.size} devices, XLA has {devices}",
             why="torch_xla partitions for all devices at once; a part of them cannot be a mesh",
             fix="add an axis, or set CPU_NUM_DEVICES for virtual devices on the CPU",
@@ -58,7 +58,7 @@ def start(mesh: Mesh, *, backward: bool = True) -> torch.device:
 @cache
 def _start() -> None:
     if not is_available():
-        raise user_error("backend 'xla' needs torch_xla", fix=_INSTALL)
+        raise ShardingError.here("backend 'xla' needs torch_xla", fix=_INSTALL)
     if "torch_xla" not in sys.modules:
         # Philox is partitioned; the default generator draws the whole tensor on every device.
         os.environ.setdefault("XLA_RNG_BIT_GENERATOR", "philox")
@@ -67,7 +67,7 @@ def _start() -> None:
     import torch_xla.runtime as xr
 
     if not xr.is_spmd() and torch_xla._XLAC._xla_get_spmd_config_is_locked():
-        raise user_error(
+        raise ShardingError.here(
             "this process uses XLA already, without SPMD",
             why="tensors that exist on XLA would be copied to every device",
             fix="call parallelize first, "
@@ -88,7 +88,7 @@ def _check_backward() -> None:
     try:
         (x * 1).backward()
     except RuntimeError as error:
-        raise user_error(
+        raise ShardingError.here(
             "backwards on XLA cannot run in this process any more",
             why="a backward ran on another device before XLA was started",
             fix="call parallelize(..., backend='xla') before the first backward",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..dtensor.module_tensors import named_tensors, slot_of
-from ..errors import user_error
+from ..errors import ShardingError
 from ..layout.mark import copy_mark
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -53,7 +53,7 @@ def place_tensor(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device: torch.devi
     import torch_xla.distributed.spmd as xs
 
     if isinstance(tensor, DTensor):
-        raise user_error(
+        raise ShardingError.here(
             "a DTensor is given to a program on XLA",
             fix="pass the global batch as a plain tensor, or call shard_batch",
         )

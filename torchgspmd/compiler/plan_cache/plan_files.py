@@ -16,7 +16,7 @@ from ...capture import BUFFER, PARAMETER, Input
 from ...capture.state.guards import Guards
 from ...capture.without_gc import without_gc
 from ...comm.json_rows import conforms
-from ...errors import user_error
+from ...errors import ShardingError
 from ...fx_passes import Layouts
 from ...fx_passes.program import Request
 from ...fx_passes.runnable_plan import RunnablePlan
@@ -88,7 +88,7 @@ class PlanFiles(Later, RunnablePlan):
         try:
             text = self._text()
         except Unshareable as error:
-            raise user_error(
+            raise ShardingError.here(
                 "this plan cannot be written to a file",
                 why=str(error),
                 fix="register large tensors as buffers; name operations by torch.library",
@@ -156,11 +156,11 @@ class PlanFiles(Later, RunnablePlan):
             except Malformed as fault:
                 raise fault.located(text) from None
         except FileNotFoundError as error:
-            raise user_error(
+            raise ShardingError.here(
                 f"there is no file {path}", fix="write it by plan.save(path), or correct the path"
             ) from error
         except (Stale, OSError, *REFUSALS) as error:
-            raise user_error(
+            raise ShardingError.here(
                 f"{path} is no plan for this program",
                 why=str(error) or type(error).__name__,
                 fix="plan it again, and save it",
@@ -172,7 +172,7 @@ class PlanFiles(Later, RunnablePlan):
         The file's program has to be the one that its source is planned to.
         """
         if self._lacks:
-            raise user_error(
+            raise ShardingError.here(
                 "this plan was read from a file, and cannot be simulated",
                 why=self._lacks,
                 fix="call torchgspmd.plan() with the model",
@@ -193,7 +193,7 @@ class PlanFiles(Later, RunnablePlan):
         except Exception as error:  # a source that nobody captured may break any pass
             why = f"its source cannot be planned: {error}"
         if why:
-            raise user_error(
+            raise ShardingError.here(
                 "this plan was read from a file whose program is not that of its source",
                 why=f"{why}; another version has saved it, or somebody changed it",
                 fix="plan it again, and save it",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
-from ...errors import user_error
+from ...errors import ShardingError
 from .call import AttentionCall, Gradients, Results, Upstream, backward_schema, forward_schema
 from .tiles import Place, Tiles, empty_gradients, empty_results
 
@@ -69,7 +69,7 @@ def _compiled(text: str) -> CodeType:
             return compile(tree, "<flex_attention>", "eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         pass
-    raise user_error(
+    raise ShardingError.here(
         "a function of flex_attention is no expression of elementwise operations",
         why=f"it is {text[:80]!r}",
         fix="plan the model again",

@@ -24,7 +24,7 @@ from ...capture.rewrites.loop_trace import (
 )
 from ...capture.transforms import is_transforming
 from ...compat.private_apis import _pytree as pytree
-from ...errors import user_error
+from ...errors import ShardingError
 from ...rules.rewrites import rewrite
 
 _LOOPS = torch.ops.higher_order
@@ -178,7 +178,7 @@ def run_while(
     record = outer_tensors(iteration, carry)
     _check([[*carry], record.results[1:]])
     if record.seeds:
-        raise user_error(
+        raise ShardingError.here(
             "the body of a while_loop draws random numbers",
             why="seeds are drawn before a loop, for as many iterations as it has",
             fix="draw outside and pass the numbers, or use scan",
@@ -204,7 +204,7 @@ def _check(alike: list[list[Tensor]]) -> None:
     """Raise unless both have as many tensors, with the same shapes and dtypes."""
     one, other = ([_type(x) for x in each] for each in alike)
     if one != other:
-        raise user_error(
+        raise ShardingError.here(
             f"the sides of a branch, or the carry of a loop and the next one, differ: "
             f"{', '.join(one)} and {', '.join(other)}",
             why="what comes after is one program for both",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...errors import user_error
+from ...errors import ShardingError
 from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
 
 
@@ -77,7 +77,7 @@ def list_schedule(
         1     F0 B0... F1 B1... F2 B2...
     """
     if memory is not None and memory < rounds:
-        raise user_error(
+        raise ShardingError.here(
             f"no schedule can keep only {memory} activations", fix=f"give memory={rounds}, or more"
         )
     places = StagePlacement(stages, rounds, split and rounds == 2)

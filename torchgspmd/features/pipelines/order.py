@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ...errors import user_error
+from ...errors import ShardingError
 from .list_scheduler import StagePlacement, curve, forward_schedule, list_schedule
 from .schedule import Schedule, Times, in_ticks
 
@@ -114,7 +114,7 @@ def order_within(order: Order, activation: int, has_backward: bool) -> Order:
         return replace(order, name="zero_bubble") if order.name == "auto" else order
     most = order.memory // activation if activation else m * rounds
     if most < (m if order.name == "gpipe" else rounds):
-        raise user_error(
+        raise ShardingError.here(
             f"a pipeline has memory={order.memory} bytes for activations, and a microbatch takes "
             f"{activation}" + f" in each of {rounds} rounds" * (rounds > 1),
             fix="use more microbatches, recompute=True or more memory"

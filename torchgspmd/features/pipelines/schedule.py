@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from ...errors import did_you_mean, user_error
+from ...errors import ShardingError, did_you_mean
 
 # Without a loss all forwards come first, so 1F1B and zero-bubble need a loss.
 SCHEDULES = ("auto", "gpipe", "circular")
@@ -241,12 +241,12 @@ def check_schedule(
     """Raise ShardingError unless there is such a schedule."""
     names = SCHEDULES if loss is None else WITH_LOSS
     if schedule not in (*SCHEDULES, *WITH_LOSS):
-        raise user_error(
+        raise ShardingError.here(
             f"there is no schedule '{schedule}'",
             fix=did_you_mean(schedule, dict.fromkeys((*SCHEDULES, *WITH_LOSS))),
         )
     if schedule not in names:
-        raise user_error(
+        raise ShardingError.here(
             f"schedule '{schedule}' is used with{'out' if loss is None else ''} a loss",
             why="backwards between forwards need the loss of a microbatch, which is outside"
             if loss is None
@@ -257,13 +257,13 @@ def check_schedule(
         )
     # GPipe's stages are neighboring blocks, which a second round would split.
     if (schedule == "gpipe" and repeats > 1) or min(repeats, microbatches) < 1:
-        raise user_error(
+        raise ShardingError.here(
             f"schedule '{schedule}' is used with {repeats} repeats and {microbatches} microbatches",
             fix="use schedule='circular' for repeats, or with a loss '1f1b' or 'zero_bubble'; "
             "both numbers have to be at least 1",
         )
     if memory is not None and (loss is None or memory < 1):
-        raise user_error(
+        raise ShardingError.here(
             f"a pipeline with{'out' if loss is None else ''} a loss is given memory={memory}",
             fix="give a number of bytes, and loss=fn: without it all forwards come before all "
             "backwards",

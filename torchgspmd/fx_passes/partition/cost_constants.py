@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ...errors import did_you_mean, user_error
+from ...errors import ShardingError, did_you_mean
 
 
 def _constant(value: object, unit: str, reason: str, source: str = "ours") -> Any:
@@ -161,11 +161,13 @@ class CostConstants:
         names = [f.name for f in fields(self)]
         for name, value in (values or {}).items():
             if name not in names:
-                raise user_error(f"costs has no constant '{name}'", fix=did_you_mean(name, names))
+                raise ShardingError.here(
+                    f"costs has no constant '{name}'", fix=did_you_mean(name, names)
+                )
             # Costs are divided by these: zero would be an infinite price.
             divides = name.endswith("_per_byte")
             if not (value > 0 if divides else value >= 0):
-                raise user_error(
+                raise ShardingError.here(
                     f"costs has {name}={value!r}",
                     fix=f"give a number {'above' if divides else 'not below'} 0",
                 )

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ...capture import PARAMETER
-from ...errors import user_error
+from ...errors import ShardingError
 from ..localize.sizes_in_a_run import shard_inputs
 from ..program import Program
 from ..units import size_text
@@ -39,7 +39,7 @@ def check_budget(program: Program) -> None:
         return
     inputs = shard_inputs(program.graph, program.mesh)
     from_outside = sum(map(bytes_of, inputs))
-    raise user_error(
+    raise ShardingError.here(
         f"a device needs {size_text(least)}, more than the memory_budget of {size_text(budget)}",
         why=f"no choice of recomputed values needs less; of it parameters and arguments are "
         f"{size_text(from_outside)}",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten, prims
-from ...errors import user_error
+from ...errors import ShardingError
 from ..memory_order import memory_order
 from ..rewrites import DECLINED, Declined, rewrite
 
@@ -158,7 +158,7 @@ def _check_inside(x: Tensor, size: Sequence[int], stride: Sequence[int], offset:
         for sizes, strides in ((size, stride), (x.shape, x.stride()))
     )
     if not numpy.isin(read + offset, own).all():
-        raise user_error(
+        raise ShardingError.here(
             "as_strided reads memory beside the elements of its tensor",
             why=f"a program knows the {x.numel()} elements of the tensor, and nothing around them",
             fix="call it on the tensor whose memory it reads, or index that tensor",

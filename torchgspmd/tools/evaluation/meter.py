@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ...comm.process_groups import find_groups
 from ...comm.rank_mismatch import agree
 from ...dtensor.storage import whole_of
-from ...errors import user_error
+from ...errors import ShardingError
 from .metrics import Metric
 from .rows import real_part
 
@@ -44,7 +44,7 @@ class Meter:
         self.metrics = dict(metrics)
         for name, metric in self.metrics.items():
             if not isinstance(metric, Metric) and not hasattr(metric, "update"):
-                raise user_error(
+                raise ShardingError.here(
                     f"metric '{name}' is a {type(metric).__name__}",
                     fix="pass a Metric, as accuracy() returns, or an object with update, "
                     "compute, reset",
@@ -78,7 +78,7 @@ class Meter:
         """
         mesh = outputs.device_mesh if isinstance(outputs, DTensor) else None
         if not self._is_empty and mesh != self._mesh:
-            raise user_error(
+            raise ShardingError.here(
                 f"outputs of one batch are on {mesh}, those of another on {self._mesh}",
                 why="rows of a DTensor are summed over devices, and those of plain tensors are not",
                 fix="use evaluation.evaluate, or parallelize(..., out_specs=...) with a layout",
@@ -153,7 +153,7 @@ class Meter:
         """Add up the sums over a mesh's devices, if no metric has failed on any."""
         groups = find_groups(mesh)
         if groups is None:
-            raise user_error("outputs are DTensors on a mesh that is not of parallelize")
+            raise ShardingError.here("outputs are DTensors on a mesh that is not of parallelize")
         failed = torch.tensor([float(self._failure is not None)])
         # Failures travel with the sums: a rank that raised alone would leave the others waiting.
         message = torch.cat([sums, failed]).to(groups.checked_on)
@@ -163,7 +163,7 @@ class Meter:
         if self._failure is not None:
             raise self._failure
         if failed:
-            raise user_error(
+            raise ShardingError.here(
                 f"a metric has failed on {int(failed)} of {groups.mesh.size} processes",
                 fix="read the errors of these processes, which say why",
             )
@@ -173,7 +173,7 @@ class Meter:
 def _check(name: str, metric: Metric, sums: Tensor) -> None:
     """Raise ShardingError if sums have another shape than the metric says."""
     if tuple(sums.shape) != (metric.count,):
-        raise user_error(
+        raise ShardingError.here(
             f"metric '{name}' returned sums of shape {list(sums.shape)}, not [{metric.count}]",
             fix=f"give Metric(sums, count={sums.numel()}), and stack numbers by torch.stack",
         )

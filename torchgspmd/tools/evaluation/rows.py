@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from ...errors import user_error
+from ...errors import ShardingError
 
 
 def pad_rows(batch: Sequence[Tensor], size: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -32,7 +32,7 @@ def pad_rows(batch: Sequence[Tensor], size: int) -> tuple[tuple[Tensor, ...], Te
     """
     rows = count_rows(batch)
     if rows > size:
-        raise user_error(f"a batch has {rows} rows, more than {size}")
+        raise ShardingError.here(f"a batch has {rows} rows, more than {size}")
     padded = []
     for t in batch:
         last = t[-1:] if rows else t.new_zeros(1, *t.shape[1:])
@@ -45,7 +45,7 @@ def count_rows(batch: Sequence[Tensor]) -> int:
     counts = {len(t) if isinstance(t, Tensor) and t.dim() else -1 for t in batch}
     if len(counts) != 1 or -1 in counts:
         kinds = (list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in batch)
-        raise user_error(
+        raise ShardingError.here(
             f"a batch has entries of shapes {', '.join(map(str, kinds))}",
             why="dimension 0 of each is the rows of the batch",
             fix="pass what has no rows by call=lambda model, *batch: ...",
@@ -93,7 +93,7 @@ class Part:
             return self._of_dtensor(target)
         for d, out in enumerate(self.dims[: target.dim()]):
             if target.shape[d] != self.shape[out]:
-                raise user_error(
+                raise ShardingError.here(
                     f"dimension {d} of a target of shape {list(target.shape)} does not have the "
                     f"{self.shape[out]} rows of dimension {out} of outputs {list(self.shape)}",
                     fix="name in `whole` the dimensions of the outputs that targets lack",

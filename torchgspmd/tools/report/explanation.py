@@ -22,7 +22,7 @@ from torch import fx
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind, Step
 from ...compiler.plan import Plan
-from ...errors import did_you_mean, user_error
+from ...errors import ShardingError, did_you_mean
 from ...fx_passes.digest import named_node
 from ...fx_passes.ir import planned_shape, runs
 from ...fx_passes.partition.cost_constants import CostConstants
@@ -70,7 +70,7 @@ class _Explainer:
             node = named_node(self.plan.sharded, names, name)
             if node is not None:
                 return self.lines(node.name, costs)
-            raise user_error(
+            raise ShardingError.here(
                 f"the plan has no value '{name}'",
                 fix=did_you_mean(name, {**self.values, **self.nodes}),
             )

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...dtensor.storage import spec_of
-from ...errors import user_error
+from ...errors import ShardingError
 from ...layout.device_mesh import mesh_of
 from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
@@ -190,13 +190,13 @@ def visualize(
     if isinstance(tensor, Tensor):
         mark = recorded_mark(tensor)
         if mark is None:
-            raise user_error(
+            raise ShardingError.here(
                 f"a tensor of shape {list(tensor.shape)} has no layout",
                 fix="mark it, or pass a layout, a mesh and a shape",
             )
         return Picture(mark[0], mark[1].closed(), tuple(tensor.shape))
     if mesh is None or shape is None:
-        raise user_error(
+        raise ShardingError.here(
             "a layout alone does not say who holds what",
             fix='call visualize("data _", mesh, (8, 4))',
         )

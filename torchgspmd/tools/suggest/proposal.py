@@ -13,7 +13,7 @@ import torch
 from ...capture import PARAMETER, Captured
 from ...comm.hardware import Hardware
 from ...compiler.options import Regather
-from ...errors import user_error
+from ...errors import ShardingError
 from ...fx_passes.printer import dtype_name
 from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
@@ -279,7 +279,7 @@ class Proposal:
     def script(self) -> str:
         """Return a whole script for torchrun: process group, model, marks, loop."""
         if self.source is None:
-            raise user_error("this proposal is not of suggest", fix="use proposal.code")
+            raise ShardingError.here("this proposal is not of suggest", fix="use proposal.code")
         return self.source.script(self._wrapping(), self.mesh.size, self.savings.calls)
 
     def _wrapping(self) -> str:

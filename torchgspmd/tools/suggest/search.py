@@ -24,7 +24,7 @@ from torch import nn
 
 from ...comm.hardware import Hardware
 from ...compiler.options import Options, documented
-from ...errors import user_error
+from ...errors import ShardingError
 from ...fx_passes.units import parse_size
 from ...layout.mesh import Mesh
 from . import candidates
@@ -104,7 +104,7 @@ def suggest(
     judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
     limit = judge.hardware.memory if memory is None else parse_size(memory)
     if limit is None:
-        raise user_error(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
+        raise ShardingError.here(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
     search = Search(judge, limit, deadline, recheck, end)
     search.run(list(candidates.meshes(devices, judge.stacks.values())))
