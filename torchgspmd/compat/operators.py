@@ -32,7 +32,7 @@ class AbsentOperator:
         """Raise as a call does: a graph asks for it to name a node."""
         raise self._error()
 
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+    def __call__(self, *_: object, **__: object) -> NoReturn:
         raise self._error()
 
     def _error(self) -> ShardingError:

@@ -113,6 +113,6 @@ for _op, _draw in (
 
     @rewrite("xla", _op)
     def _draw_like(
-        x: Tensor, draw: Any = _draw, dtype: Any = None, device: Any = None, **_: Any
+        x: Tensor, draw: Any = _draw, dtype: Any = None, device: Any = None, **_: object
     ) -> Tensor:
         return draw(list(x.shape), dtype=dtype or x.dtype, device=device or x.device)

@@ -156,7 +156,7 @@ def _start(
 class _Child:
     """One process that launch runs: its surroundings."""
 
-    variables: dict[str, Any]
+    variables: dict[str, object]
     card: int | None
     backend: str | None
     threads: int

@@ -1,4 +1,4 @@
-"""StepLog: rows about a training loop's steps, by rank 0, from what all ranks measure.
+"""StepLog: rows about a training loop's steps, by rank 0, from all ranks' measurements.
 
 with gspmd.StepLog(model, total=1000, tokens=batch * length, file="log.jsonl") as log:
     for tokens, targets in loader:
@@ -87,7 +87,7 @@ class StepLog:
     def __enter__(self) -> StepLog:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:

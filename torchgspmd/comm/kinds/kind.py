@@ -213,7 +213,7 @@ class Kind:
 
     __repr__ = __str__
 
-    def __call__(self, *_: Any) -> NoReturn:
+    def __call__(self, *_: object) -> NoReturn:
         raise RuntimeError(
             f"{self.name} is a node of a plan's graph; run it with Plan.simulate or parallelize"
         )

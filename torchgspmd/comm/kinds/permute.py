@@ -85,7 +85,7 @@ def send_boxes(
     axes: Axes,
     sends: Sequence[Sequence[Box]],
     receives: Sequence[Sequence[Box]],
-    *rest: Any,
+    *rest: object,
 ) -> Lowering:
     """Exchange boxes by an all_to_all, given those to and from each member. rest: of `unpack`."""
     flat = build.call(pack, build.contiguous(x), tuple(itertools.chain(*sends)))

@@ -51,12 +51,12 @@ def _attention_backward_on_xla(*args: object) -> Gradients:
     return gradients_by_products(*of_backward(*args))
 
 
-def _attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+def _attention_flops(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
     # Two products, each a multiplication and an addition: scores, and weights times v.
     return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
 
 
-def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
     # Five products: the scores again, and the gradients for weights, v, q and k.
     return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 

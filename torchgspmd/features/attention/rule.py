@@ -80,7 +80,7 @@ class Names:
 def _rule(
     call: Call,
     names: Names,
-    others: Sequence[Any] = (),
+    others: Sequence[DimNames] = (),
     whole: Sequence[str] = (),
     is_gradient: bool = False,
     **keywords: Any,

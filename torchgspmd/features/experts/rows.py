@@ -21,13 +21,13 @@ ours = torch.ops.torchgspmd
 
 
 @register_flop_formula([ours.grouped_mm, ours.block_mm])
-def _mm_flops(x: Any, w: Any, *_: Any, **__: Any) -> int:
+def _mm_flops(x: Any, w: Any, *_: object, **__: object) -> int:
     # A row has one matrix. Rows behind the last group are counted: shapes do not say how many.
     return 2 * math.prod(x) * w[-1]
 
 
 @register_flop_formula([ours.grouped_outer, ours.block_outer])
-def _outer_flops(x: Any, y: Any, *_: Any, **__: Any) -> int:
+def _outer_flops(x: Any, y: Any, *_: object, **__: object) -> int:
     return 2 * math.prod(x) * y[-1]
 
 

@@ -21,7 +21,7 @@ from .nd import einsum, split_equation
 _OURS = torch.ops.torchgspmd
 
 
-def einsum_flops(equation: str, a: Any, b: Any, *_: Any, **__: Any) -> int:
+def einsum_flops(equation: str, a: Any, b: Any, *_: object, **__: object) -> int:
     """Return the FLOPs in an einsum with two operands, from their shapes."""
     first, second, _out = split_equation(equation)
     # Each pair of entries that meet is multiplied and added: 2 m k n for a matrix product.
@@ -32,7 +32,7 @@ register_flop_formula(_OURS.einsum)(einsum_flops)
 
 
 @register_flop_formula(_OURS.scaled_mm)
-def scaled_mm_flops(a: Any, b: Any, *_: Any, **__: Any) -> int:
+def scaled_mm_flops(a: Any, b: Any, *_: object, **__: object) -> int:
     """Return the FLOPs in a product of scaled matrices, from their shapes."""
     return 2 * a[0] * a[1] * b[1]
 

@@ -23,7 +23,7 @@ def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> Shar
 
 
 def not_eager(name: str, mine: Tensor, eager: Tensor) -> ShardingError:
-    """Return the error for a captured program that is not what eager PyTorch computes."""
+    """Return the error for a captured program whose values differ from eager PyTorch's."""
     found = f"the program has the shape {list(mine.shape)}, eager PyTorch {list(eager.shape)}"
     if mine.shape == eager.shape:
         error = (mine.to(eager.dtype) - eager).abs() if eager.dtype != torch.bool else mine ^ eager

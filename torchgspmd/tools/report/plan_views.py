@@ -84,7 +84,7 @@ class PlanViews(Plan):
             raise blamed(self, error) from error
 
     def uncapturable(self) -> tuple[Uncapturable, ...]:
-        """List what a CUDA graph cannot compute, where a whole step is captured.
+        """List the values that a CUDA graph cannot compute, where a whole step is captured.
 
         docs/gpu.md has the capture.
 

@@ -11,8 +11,8 @@ from ...fx_passes.ir import Rules
 def expert_stacks(captured: Captured) -> list[Input]:
     """Return the parameters [experts, k, n] whose matrices are multiplied each by its own rows.
 
-    A product may also add up the experts' results. So what stands beside a stack in a module, and
-    is as long, is one too.
+    A product may also add up the experts' results. So a parameter as long as a stack, in the same
+    module, is one too.
     """
     rules, placeholders = Rules(), captured.graph.find_nodes(op="placeholder")
     pairs = [

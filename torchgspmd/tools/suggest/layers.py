@@ -183,7 +183,7 @@ def noted(layers: Layers) -> Generator[None]:
 
 
 def _note(glob: str) -> Callable[[nn.Module, object, object], Any]:
-    """Return a forward hook that marks what annotate would, if all of it has one shape."""
+    """Return a forward hook that marks as annotate would, if all of it has one shape."""
 
     def hook(module: nn.Module, args: object, output: object) -> Any:
         floats = [x for x in pytree.tree_leaves(output) if _is_float(x)]
