@@ -63,6 +63,9 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
                 before[each.name] = way.fork()
             way.behind = partial(_run_passes, passes[number:])
             _run_pass(each, way, passes)
+        limits = [each.limit for each in step.passes if each.name == left_out]
+        if ways and any(limit(way) > limit(ways[0]) for limit in limits):
+            continue
         ways.append(way)
         if step.enough(way):
             break
