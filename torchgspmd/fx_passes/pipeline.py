@@ -50,7 +50,6 @@ from .program_passes import (
     localize_program,
     merge_axes,
     overlap,
-    price,
     reduce_dtype,
     regather_weights,
     sent_bytes,
@@ -60,6 +59,7 @@ from .program_passes import (
     split_products,
     split_vectors,
     splits_products,
+    work,
 )
 from .runnable_plan import RunnablePlan
 from .schedule.collective_matmul import collective_matmul
@@ -131,7 +131,7 @@ PIPELINE: tuple[Step, ...] = (
                 ANNOTATED,
                 again=_PROPAGATE,
                 changes=keeps_dims,
-                limit=price,
+                limit=work,
             ),
             Pass(
                 "split_vectors",

@@ -154,10 +154,10 @@ def sent_bytes(p: Program) -> float:
     return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
 
 
-def price(p: Program) -> float:
-    """Return what the partition minimizes: bytes sent, and work in bytes on the wire."""
+def work(p: Program) -> float:
+    """Return a device's arithmetic and memory traffic, at the partition's prices."""
     decisions = p.graph.output_node().meta["decisions"]
-    return sent_bytes(p) + sum(strategy.work for strategy in decisions.strategies.values())
+    return sum(strategy.work for strategy in decisions.strategies.values())
 
 
 def fits_device(p: Program) -> bool:
