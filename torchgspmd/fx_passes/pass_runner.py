@@ -25,6 +25,8 @@ from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
 
 _observer: ContextVar[Callable[[str, Program], None] | None] = ContextVar("observer", default=None)
 
+_ABOUT = 1.05  # Copies and views differ by less between two ways; replicated products do not.
+
 
 @without_gc()
 def run_steps(program: Program, steps: Sequence[Step], until: Stage | None = None) -> Program:
@@ -63,6 +65,9 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
                 before[each.name] = way.fork()
             way.behind = partial(_run_passes, passes[number:])
             _run_pass(each, way, passes)
+        limits = [each.limit for each in step.passes if each.name == left_out]
+        if ways and any(limit(way) > _ABOUT * limit(ways[0]) for limit in limits):
+            continue
         ways.append(way)
         if step.enough(way):
             break

@@ -27,6 +27,7 @@ class Pass:
     again: passes before it, or itself, that run next if it changed the program.
     in_loops: whether it runs on loop bodies, too.
     changes: whether it will change the program; a way without it then goes on from where it runs.
+    limit: the way without it is taken only if this is about as much as in the first way.
     feature: the features/ folder that the row belongs to; "core" for none.
     after, before: passes, by name, that the row has to follow and to precede.
     because: why it stands there.
@@ -41,6 +42,7 @@ class Pass:
     again: tuple[str, ...] = ()
     in_loops: bool = False
     changes: Callable[[Program], bool] = lambda p: False
+    limit: Callable[[Program], float] = lambda p: 0.0
     feature: str = "core"
     after: tuple[str, ...] = ()
     before: tuple[str, ...] = ()

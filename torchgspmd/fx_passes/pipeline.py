@@ -48,6 +48,7 @@ from .program_passes import (
     has_hosts,
     hierarchical_sums,
     keep_dims,
+    keeps_dims,
     localize_program,
     merge_axes,
     overlap,
@@ -60,6 +61,7 @@ from .program_passes import (
     split_products,
     split_vectors,
     splits_products,
+    work,
 )
 from .runnable_plan import RunnablePlan
 from .schedule.collective_matmul import collective_matmul
@@ -104,7 +106,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("split_products", "split_groups", "split_vectors")
+_TRIED = ("split_products", "split_groups", "split_vectors", "keep_dims")
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -125,8 +127,16 @@ PIPELINE: tuple[Step, ...] = (
                 because="split_fused would decompose the blocked products of these groups",
             ),
             Pass("split_fused", split_fused, ANNOTATED, again=("propagate",)),
-            # Behind it: sums of a loss are simplified on the operations that the program has.
-            Pass("keep_dims", keep_dims, ANNOTATED, again=_PROPAGATE),
+            # Behind it: sums of a loss are simplified on the operations that the program has. By
+            # bytes alone, a way with gathered token ids and a replicated model would win.
+            Pass(
+                "keep_dims",
+                keep_dims,
+                ANNOTATED,
+                again=_PROPAGATE,
+                changes=keeps_dims,
+                limit=work,
+            ),
             Pass("split_vectors", split_vectors, ANNOTATED, again=_PROPAGATE),
             _feature(
                 "attention",
@@ -360,7 +370,6 @@ PIPELINE: tuple[Step, ...] = (
     Pass(
         "interleave_rows",
         _of(interleave_rows),
-        RUNNABLE,
         RUNNABLE,
         when=_is_torch,
         in_loops=True,

@@ -34,6 +34,11 @@ def keep_dims(program: Program) -> fx.Graph | None:
     return dims.keep_dims(program.graph, program.layouts, program.rules)
 
 
+def keeps_dims(program: Program) -> bool:
+    """Return whether `keep_dims` has a reason to change the program."""
+    return any(dims.blocked_dims(program.graph, program.layouts, program.rules))
+
+
 def split_fused(program: Program) -> fx.Graph | None:
     """Decompose operations that are sharded along a dimension which they need whole."""
     splitting = fused.ops_to_split(program.graph, program.layouts, program.rules)
@@ -147,6 +152,12 @@ def split_joint(program: Program) -> fx.Graph:
 def sent_bytes(p: Program) -> float:
     """Return the bytes that a device sends in a partitioned program."""
     return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
+
+
+def work(p: Program) -> float:
+    """Return a device's arithmetic and memory traffic, at the partition's prices."""
+    decisions = p.graph.output_node().meta["decisions"]
+    return sum(strategy.work for strategy in decisions.strategies.values())
 
 
 def fits_device(p: Program) -> bool:

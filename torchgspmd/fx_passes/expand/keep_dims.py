@@ -29,33 +29,46 @@ from ...compat.private_apis import _pytree as pytree
 from ...layout.mesh import Mesh
 from ...rules import Call, FlatCall, rewrite_of
 from ...rules.custom_ops.loops import LOOP_MARKS
+from ...rules.ops.uneven_reshape import join_rows, split_rows
 from ..ir import Op, Rules, tensors_of
 from ..propagate.factors import project
 from ..propagate.layouts import Layouts
 
 Place = tuple[fx.Node, int]  # a value's dimension
 Borders = frozenset[int]  # products of sizes, from the minor end: {2048} cuts 16384 into [8, 2048]
+Seed = tuple[fx.Node, int, Borders]
+
+_JOIN, _SPLIT = join_rows._opoverload, split_rows._opoverload  # split_fused makes them of reshapes
 
 
 def keep_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> fx.Graph | None:
     """Return the graph with the parts of flattened dimensions; None if layouts need none."""
-    ops = [*rules.ops(graph)]
-    seeds = [seed for op in ops if is_view(op) for seed in _blocked(op, layouts)]
-    if not seeds:
+    if not (seeds := [*blocked_dims(graph, layouts, rules)]):
         return None
-    borders = _Spread(ops, layouts).from_seeds(seeds)
+    borders = _Spread([*rules.ops(graph)], layouts).from_seeds(seeds)
     return _Keeper(borders, rules).run(graph) if borders else None
+
+
+def blocked_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> Iterator[Seed]:
+    """Yield flattened dimensions that cannot have the layout of their parts."""
+    return (seed for op in rules.ops(graph) if is_view(op) for seed in _blocked(op, layouts))
 
 
 def is_view(op: Op) -> bool:
     """Return whether an operation is a reshape: rows in their order, in other dimensions."""
-    return isinstance(op.node.target, OpOverload) and op.node.target is aten.reshape.default
+    target = op.node.target
+    return isinstance(target, OpOverload) and target in (aten.reshape.default, _JOIN, _SPLIT)
 
 
-def _blocked(op: Op, layouts: Layouts) -> Iterator[tuple[fx.Node, int, Borders]]:
+def _blocked(op: Op, layouts: Layouts) -> Iterator[Seed]:
     """Yield a reshape's flattened dimensions that cannot have the layout of their parts."""
     (x,), (y,) = op.operands, op.results
     if y is None or op.node.meta.get("dynamic") or 0 in x.meta["val"].shape:
+        return
+    if op.node.target in (_JOIN, _SPLIT):
+        (flat, apart), dim = ((y, x) if op.node.target is _JOIN else (x, y)), op.node.args[1]
+        if layouts.spec[apart].dims[dim + 1]:  # type: ignore[operator]
+            yield flat, dim, Borders({apart.meta["val"].shape[dim + 1]})  # type: ignore[misc]
         return
     sides = ((x, op.rule.operands[0]), (y, op.rule.results[0]))
     for (flat, dims), (apart, others) in (sides, sides[::-1]):
@@ -115,9 +128,7 @@ class _Spread:
                 if value is not None:
                     self.around.setdefault(value, []).append(op)
 
-    def from_seeds(
-        self, seeds: Sequence[tuple[fx.Node, int, Borders]]
-    ) -> dict[Place, Borders] | None:
+    def from_seeds(self, seeds: Sequence[Seed]) -> dict[Place, Borders] | None:
         """Return all borders that some operation keeps; None if there are none."""
         for value, dim, borders in seeds:
             before = dict(self.borders)
