@@ -194,7 +194,7 @@ class BucketMemory:
             self.idle_count = _use_count(self.storage)
         return torch.empty(0, dtype=dtype).set_(self.storage)
 
-    def cat(self, parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    def cat(self, parts: list[Tensor], dim: int = 0) -> Tensor:
         """Return parts with one dtype joined, as torch.cat does."""
         shape = [*parts[0].shape]
         shape[dim] = sum(part.shape[dim] for part in parts)
