@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import torchgspmd as gspmd
-from torchgspmd.comm.symmetric_memory import is_connected, is_turned
+from torchgspmd.comm.carriers import is_connected, is_turned
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from ranks import distributed
 
 import torchgspmd as gspmd
 from torchgspmd import ShardingError
-from torchgspmd.comm import deep_ep
+from torchgspmd.comm import carriers as libraries
 
 
 def close(a, b):
@@ -51,7 +51,7 @@ def test_rows_by_deep_ep(mesh):
     row_exchanges.SENT.clear()
     with (
         patch.dict(sys.modules, deep_ep=row_exchanges.module()),
-        patch.object(deep_ep, "on_gpus", lambda groups: True),
+        patch.object(libraries, "on_gpus", lambda groups: True),
     ):
         for carriers in ([], ["deep_ep"]):
             torch.manual_seed(0)

@@ -13,8 +13,8 @@ from torch.library import Library
 
 import torchgspmd as gspmd
 from torchgspmd.comm import collective_builder, hardware
+from torchgspmd.comm.carriers import fused_einsum_scatter, fused_gather_einsum
 from torchgspmd.comm.kinds import ring_einsum
-from torchgspmd.comm.symmetric_memory import fused_einsum_scatter, fused_gather_einsum
 from torchgspmd.compat import private_apis
 from torchgspmd.fx_passes.schedule import collective_matmul
 

@@ -13,10 +13,9 @@ from torch import fx
 from ..compat.fx_nodes import add_node, allocates, origin_of
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
-from . import deep_ep
+from .carriers import RowExchange, is_connected, takes_rows
 from .collective import split_axes
 from .process_groups import ProcessGroups
-from .symmetric_memory import is_connected
 
 SYMMETRIC_MEMORY, DEEP_EP = CARRIERS = "symmetric_memory", "deep_ep"
 
@@ -55,12 +54,12 @@ class CollectiveBuilder:
         is_shared = is_chosen and is_connected(self.groups, split_axes(axes))
         return name if is_shared and ranks == sorted(ranks) else None
 
-    def row_exchange(self, shape: Sequence[int], name: str) -> deep_ep.RowExchange | None:
+    def row_exchange(self, shape: Sequence[int], name: str) -> RowExchange | None:
         """Return DeepEP's all_to_all for [n, ..., m] in a group, if it was chosen and takes it."""
         dtype = self.node.args[1][0].meta["dtype"]
-        if DEEP_EP not in self.carriers or not deep_ep.takes(self.groups, shape, dtype):
+        if DEEP_EP not in self.carriers or not takes_rows(self.groups, shape, dtype):
             return None
-        return deep_ep.RowExchange(self.groups, name)
+        return RowExchange(self.groups, name)
 
     def to_front(
         self, x: object, shape: list[int], dim: int, count: int
