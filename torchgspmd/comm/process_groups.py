@@ -54,7 +54,7 @@ class ProcessGroups:
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         self.late_checks: Any = None  # see late_check.py
         self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
-        self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see deep_ep.py
+        self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see carriers.py
         self.hosts: list[str] | None = None  # by rank, see hosts.py
         self.has_compared_batch = False  # shard_batch, at its first call
         self._of_all: Any = None
