@@ -72,7 +72,10 @@ class ShardingError(ValueError):
         """Return the error whose place is the user's innermost line now.
 
         Args:
-            what, why, fix, tried: As for the constructor.
+            what: The fault.
+            why: The reason.
+            fix: The way out.
+            tried: The plan with that fix.
 
         Returns:
             The error, with `where` filled in.
