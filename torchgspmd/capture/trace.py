@@ -98,7 +98,7 @@ def capture(
 
 @dataclass
 class _Capture:
-    """One call of `capture`: what is traced, by as many traces as it takes."""
+    """One call of `capture`: a program and its options, traced until a trace is conclusive."""
 
     fn: Any
     args: tuple
