@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu wire venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -138,6 +138,11 @@ test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says 
 bench: venv  ## bytes, memory and calls of small plans and steps, beside peers and bounds: which ratio moved by more than 10 %
 	$(BIN)/python $(INSTALL) -e .
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/ratios.py
+
+wire: venv  ## seconds and bytes of a step over links with a rate, between hosts that are namespaces of this one (root; 15 minutes)
+	$(BIN)/python $(INSTALL) -e .
+	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/steps.py
+	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/steps.py --processes 2 --rates 100mbit --steps 5
 
 CASES ?= ../shared/communication
 bounds: venv  ## bytes that a device sends beside a proven lower bound; CASES=... has the communication suite
