@@ -4,8 +4,8 @@
 
 Variants of benchmarks/step_time.py take turns in one run, in an order drawn anew for each step.
 Printed for each: median wall time of a step; its ratio to the same by hand; MiB that host 0's
-interface sent; how many per cent more than the plan's bytes these are (headers of packets, the
-comparison of ranks); the bound, bytes / rate.
+interface sent; with one process on a host, how many per cent more than the plan's bytes these are
+(headers of packets, the comparison of ranks); the bound, bytes / rate.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def measure(width: int, steps: int, rate: str, names: list[str]) -> None:
             wall, out = (statistics.median(c[name][WARM:]) for c in (seconds, link))
             hand = statistics.median(seconds[name.split(":")[0] + ": hand"][WARM:])
             plan = getattr(trainers[name].model, "plan", None)
-            over = f"{100 * (out / plan.sent_bytes - 1):+5.1f} %" if plan is not None else " " * 7
+            alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # what a device sends crosses the link
+            has = plan is not None and alone
+            over = f"{100 * (out / plan.sent_bytes - 1):+5.1f} %" if has else " " * 7
             bound = out / bytes_per_second(rate)
             print(
                 f"  {rate:8} {name:24} {1e3 * wall:8.0f} ms {wall / hand:5.2f} of hand  "
