@@ -44,7 +44,7 @@ class Ranks:
     """What lowering asks of the process groups of a mesh, on rank 0 and without processes."""
 
     mesh, coordinates, device_type, checked_on = MESH, {"data": 0}, "cpu", torch.device("cpu")
-    is_gloo, is_fake = True, False
+    is_gloo, is_fake, hosts = True, False, None
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
         return "+".join(axes), list(range(MESH.count(axes)))

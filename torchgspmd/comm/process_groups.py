@@ -31,6 +31,8 @@ class ProcessGroups:
     the same order.
     """
 
+    hosts: list[str] | None = None  # by rank; None: not known, see hosts.py
+
     def __init__(self, mesh: Mesh, device_type: str, part: DeviceMesh | None = None) -> None:
         """Make them for a mesh with all processes, or with a part of them.
 
@@ -55,7 +57,6 @@ class ProcessGroups:
         self.late_checks: Any = None  # see late_check.py
         self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
         self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see carriers.py
-        self.hosts: list[str] | None = None  # by rank, see hosts.py
         self.has_compared_batch = False  # shard_batch, at its first call
         self._of_all: Any = None
         # A gloo group compares numbers without waiting for a GPU.
