@@ -11,8 +11,10 @@ import torchgspmd as gspmd
 CASES = {
     "flatten": (lambda x: x.flatten(1), (3, 7, 5), "_ s _", "_ s"),
     "flatten the first": (lambda x: x.flatten(0, 1), (6, 5, 3), "s _ _", "s _"),
+    "flatten a few": (lambda x: x.flatten(), (3, 16), "s _", "s"),
     "flatten three": (lambda x: x.flatten(1), (2, 7, 2, 3), "_ s _ _", "_ s"),
     "unflatten": (lambda x: x.unflatten(1, (7, 5)), (3, 35), "_ s", "_ s _"),
+    "unflatten a few": (lambda x: x.unflatten(0, (3, 16)), (48,), "s", "s _"),
     "unflatten in three": (lambda x: x.view(2, 7, 2, 3), (2, 42), "_ s", "_ s _ _"),
 }
 

@@ -16,7 +16,7 @@ from ...compat.fx_nodes import ORIGIN
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
 from ..notation import FactorRule
-from ..rewrites import DECLINED, Declined
+from ..rewrites import DECLINED, Declined, SplitRequest
 
 MOST = 4  # the most slices along one dimension: q, k, v, and one more
 
@@ -117,19 +117,26 @@ def goes_by_parts(rows: int, others: int, shards: int) -> bool:
     return rows <= MOST and math.gcd(rows, shards) == 1 and others % shards == 0
 
 
-def view_by_slices(x: Tensor, shape: Sequence[int], shards: int) -> Tensor | Declined:
+def view_by_slices(x: Tensor, shape: Sequence[int], cuts: SplitRequest) -> Tensor | Declined:
     """Reshape between [..., a * r, ...] and [..., a, r's dimensions, ...], one slice for each a.
 
-    The mesh divides r, but not the few rows a.
+    The mesh divides r, but not the few rows a, and a device has them all.
     """
-    before, after = ([n for n in s if n > 1] for s in (x.shape, shape))
+    if cuts.results[0] is None:
+        return DECLINED
+    (before, cut), (after, wanted) = (
+        ([n for n in s if n > 1], [count for n, count in zip(s, counts) if n > 1])
+        for s, counts in ((x.shape, cuts.operands[0]), (shape, cuts.results[0]))
+    )
     dim = next((d for d, (m, n) in enumerate(zip(before, after)) if m != n), None)
     if dim is None:
         return DECLINED
     size, rows = max(before[dim], after[dim]), min(before[dim], after[dim])
     short, long = (before, after) if before[dim] == size else (after, before)
     whole = any(math.prod(long[dim:end]) == size for end in range(dim + 2, len(long) + 1))
-    if not whole or not goes_by_parts(rows, size // rows, shards):
+    # Rows that devices share would be sent to all of them.
+    shared = (wanted if long is after else cut)[dim] > 1
+    if not whole or shared or not goes_by_parts(rows, size // rows, cuts.shards):
         return DECLINED
     stacked = [*short[:dim], rows, size // rows, *short[dim + 1 :]]
     if short is before:

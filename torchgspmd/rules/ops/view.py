@@ -15,7 +15,7 @@ from ..local_builder import LocalBuilder
 from ..memory_order import ordered
 from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
 from ..registry import rule_for, shape_argument
-from ..rewrites import DECLINED, Declined, rewrite
+from ..rewrites import DECLINED, Declined, SplitRequest, rewrite
 from .concat_slice import view_by_slices
 from .lookup import zero_outside
 from .pointwise import broadcast_dims
@@ -101,9 +101,9 @@ def _products(shape: Sequence[int]) -> list[int]:
 
 
 @rewrite("split", *VIEWS)
-def _uneven_reshape(x: Tensor, shape: Sequence[int], shards: int) -> Tensor | Declined:
-    """Compute a reshape along dimensions that `shards` does not divide."""
-    result = view_by_slices(x, shape, shards)
+def _uneven_reshape(x: Tensor, shape: Sequence[int], *, cuts: SplitRequest) -> Tensor | Declined:
+    """Compute a reshape along dimensions that the mesh does not divide."""
+    result = view_by_slices(x, shape, cuts)
     return uneven_view(x, shape) if result is DECLINED else result
 
 
