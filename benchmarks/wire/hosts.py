@@ -82,7 +82,7 @@ class Wire:
         self._stack.close()
 
     def set_rate(self, host: int, rate: str | None) -> None:
-        """Limit what a host sends, from now on."""
+        """Set the rate at which a host sends."""
         if rate is not None:
             bucket = f"root tbf rate {rate} burst {BURST} latency {QUEUE}".split()
             _run(
@@ -94,7 +94,7 @@ class Wire:
         _ip("-n", self.names[host], "link", "set", self.devices[host], "up" if up else "down")
 
     def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen:
-        """Start a command on a host. log: what it prints."""
+        """Start a command on a host. log: the file for its output."""
         environment = os.environ | {
             "WIRE": self.devices[host],
             "GLOO_SOCKET_IFNAME": self.devices[host],
@@ -105,7 +105,7 @@ class Wire:
             return subprocess.Popen(whole, env=environment, stdout=out, stderr=subprocess.STDOUT)
 
     def torchrun(self, processes: int, program: Sequence[str], limit: float) -> str:
-        """Run a program under torchrun on all hosts; return what the first one prints.
+        """Run a program under torchrun on all hosts, and return the first host's output.
 
         processes: on each host. limit: seconds. Raises RuntimeError if it fails or takes longer.
         """

@@ -65,7 +65,7 @@ def measure(width: int, steps: int, rate: str, names: list[str]) -> None:
             wall, out = (statistics.median(c[name][WARM:]) for c in (seconds, link))
             hand = statistics.median(seconds[name.split(":")[0] + ": hand"][WARM:])
             plan = getattr(trainers[name].model, "plan", None)
-            alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # what a device sends crosses the link
+            alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # all that is sent crosses the link
             has = plan is not None and alone
             over = f"{100 * (out / plan.sent_bytes - 1):+5.1f} %" if has else " " * 7
             bound = out / bytes_per_second(rate)

@@ -1,4 +1,4 @@
-"""What a gather brings is the same, however many copies bring its shards together."""
+"""Gathered weights are the same, by one copy or by one for each weight."""
 
 from __future__ import annotations
 
