@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import faulthandler
 import linecache
-import os
-import re
 import sys
-import tempfile
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, BinaryIO, NamedTuple
+from itertools import accumulate, chain, repeat, starmap
+from operator import attrgetter, itemgetter
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -37,7 +37,7 @@ _WAITS = {
 _NOWHERE = NodeLine("", "", "", "")
 # Calls that look are no place to tell.
 _OWN = tuple(__file__.replace("places.py", name) for name in ("places.py", "watcher.py"))
-_ROW = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_ROW: Any = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 class StackRow(NamedTuple):
@@ -130,38 +130,26 @@ def stack_of_main() -> tuple[str, ...]:
 
 
 def stacks() -> dict[int, tuple[StackRow, ...]]:
-    """Return the stack of each thread, without the calls of this file.
-
-    Another thread's frame objects may not be read while it runs: Python 3.11 has crashed in f_back.
-    faulthandler writes all stacks at once, while this thread holds the interpreter's lock. It also
-    leaves no reference to frames, which would keep the tensors in their variables.
-    """
-    with _scratch_file() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        text = file.read().decode(errors="replace")
-    found: dict[int, tuple[StackRow, ...]] = {}
-    for part in re.split(r"^(?:Current thread|Thread) ", text, flags=re.M)[1:]:
-        ident, _, lines = part.partition(" ")
-        rows = [StackRow(*_unescaped(*row)) for row in _ROW.findall(lines)]
+    """Return the stack of each thread, without the calls of this file."""
+    found = {}
+    for thread in sys._current_frames():
+        rows = _rows_of(thread)
         while rows and rows[0].file in _OWN:
             rows.pop(0)
-        found[int(ident, 16)] = tuple(rows)
+        found[thread] = tuple(rows)
     return found
 
 
-def _scratch_file() -> BinaryIO:
-    """Open a file without a name, in memory where the system has such files."""
-    if sys.platform == "linux":
-        return os.fdopen(os.memfd_create("stacks"), "w+b")
-    return tempfile.TemporaryFile()
+def _rows_of(thread: int) -> list[StackRow]:
+    """Return a thread's stack in one call of C, in which no other thread runs Python.
 
-
-def _unescaped(file: str, line: str, function: str) -> tuple[str, int, str]:
-    """Return a row of faulthandler's with the characters that it escapes, outside ASCII."""
-    escape = re.compile(r"\\(?:x(..)|u(....)|U(........))")
-
-    def plain(text: str) -> str:
-        return escape.sub(lambda m: chr(int(m[1] or m[2] or m[3], 16)), text)
-
-    return plain(file), int(line) if line.isdigit() else 0, plain(function)
+    A frame of a thread that runs meanwhile may end, and Python 3.11 has crashed in its f_back.
+    faulthandler takes no lock on the list of threads: it has crashed on one that was just begun.
+    No reference to a frame remains, which would keep the tensors in its variables.
+    """
+    innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
+    frames = accumulate(chain(innermost, repeat("f_back")), getattr)
+    rows: deque[tuple[str, int | None, str]] = deque()
+    with suppress(AttributeError, KeyError):  # the outermost frame's f_back; an ended thread
+        rows.extend(map(_ROW, frames))
+    return [StackRow(file, line or 0, function) for file, line, function in rows]
