@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .runtime.load_full_state import load_full_state_dict
     from .runtime.load_safetensors import load_safetensors as load_safetensors
     from .runtime.parallelize import parallelize, shard_batch
+    from .runtime.transfer import transfer as transfer
     from .tools import calibrate, compare_with_xla, doctor, evaluation, suggest, visualize
     from .tools.compare_values import compare as compare
     from .tools.debug import debug as debug
@@ -89,6 +90,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     **dict.fromkeys(["load", "save"], "runtime.checkpoint"),
     "load_full_state_dict": "runtime.load_full_state",
     "load_safetensors": "runtime.load_safetensors",
+    "transfer": "runtime.transfer",
     **dict.fromkeys(
         ["collectives", "manual", "moe", "pipeline", "pipeline_model", "stack", "train_step"], "nn"
     ),
