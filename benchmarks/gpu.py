@@ -10,7 +10,7 @@ the share of the card's peak rate (MFU) that the products of the model's shard r
     step        a Llama of some layers: dp=8, tp=8, fsdp=8, and the hand-cut shard in eager mode
                 and by torch.compile; FSDP2; DTensor's tensor parallelism
     attention   torchgspmd::attention against each kernel of F.scaled_dot_product_attention
-    dropout     rng="global" and rng="native" against F.dropout
+    dropout     advanced={"rng": "global"} and advanced={"rng": "native"} against F.dropout
 
 --tiny: sizes that a CPU runs in seconds; all branches are the same.
 """
@@ -398,7 +398,9 @@ def dropouts(tiny: bool, rounds: int) -> list[Row]:
         model: nn.Module = Dropped()
         if name != "torch":
             mesh = gspmd.Mesh(data=RANKS)  # shards nothing: this rank draws the whole tensor
-            model = gspmd.parallelize(model, mesh, in_specs="_ _ _", rng=name, check="never")
+            model = gspmd.parallelize(
+                model, mesh, in_specs="_ _ _", advanced={"rng": name}, check="never"
+            )
         row = Row("dropout", str(list(shape)), name)
         rows.append(
             attempt(

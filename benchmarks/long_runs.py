@@ -57,7 +57,7 @@ def open_files(look: int) -> int:
 
 def wrapped(mesh: gspmd.Mesh) -> nn.Module:
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    return gspmd.parallelize(net, mesh, in_specs=f"{mesh.names[0]} _", audit=7)
+    return gspmd.parallelize(net, mesh, in_specs=f"{mesh.names[0]} _", check={"audit": 7})
 
 
 class Work:

@@ -223,7 +223,9 @@ def main() -> None:
     variants = {
         "by hand": by_hand(modules["by hand"], rank, n),
         "torchgspmd": trained(
-            gspmd.parallelize(Whole(modules["torchgspmd"], mesh), mesh, regather="all")
+            gspmd.parallelize(
+                Whole(modules["torchgspmd"], mesh), mesh, advanced={"regather": "all"}
+            )
         ),
     }
     batch = tuple(torch.randint(VOCABULARY, (2, 1, args.tokens)).unbind(0))

@@ -162,10 +162,9 @@ def of_model(published: Model) -> tuple[Tensor, str]:
                 mesh=mesh,
                 in_specs=published.in_specs,
                 grad=True,
-                regather="always",
                 param_dtype=torch.bfloat16,
                 hardware=published.hardware,
-                rng="native",
+                advanced={"regather": "always", "rng": "native"},
             )
         return numbers(plan, published.hardware)
 

@@ -154,7 +154,9 @@ def main() -> None:
         model = copy.deepcopy(whole)
         mark(model, mesh, options.layout)
         specs = None if options.layout == "tp" else ("data _", "data _")
-        models[name] = gspmd.parallelize(model, mesh, in_specs=specs, skip_passes=skipped)
+        models[name] = gspmd.parallelize(
+            model, mesh, in_specs=specs, advanced={"skip_passes": skipped}
+        )
     batch = torch.randint(VOCABULARY, (2, BATCH, SEQUENCE))
     times: dict[str, list] = {name: [] for name in models}
     traces: dict[str, list[Trace]] = {name: [] for name in models}

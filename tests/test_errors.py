@@ -192,11 +192,11 @@ ERRORS = {
         "  fix   make a plan for these shapes",
     ),
     "an unknown constant of the cost model": (
-        lambda: plan(lambda x: x.sin(), X, mesh=MESH, costs={"flops_per_bite": 20}),
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, advanced={"costs": {"flops_per_bite": 20}}),
         f"costs has no constant 'flops_per_bite'{WHERE}\n  fix   did you mean 'flops_per_byte'?",
     ),
     "a constant of the cost model that divides": (
-        lambda: plan(lambda x: x.sin(), X, mesh=MESH, costs={"flops_per_byte": 0}),
+        lambda: plan(lambda x: x.sin(), X, mesh=MESH, advanced={"costs": {"flops_per_byte": 0}}),
         f"costs has flops_per_byte=0{WHERE}\n  fix   give a number above 0",
     ),
     "explain an unknown value": (

@@ -24,7 +24,11 @@ def case(stage, layers, dtype=None, optimizer=torch.optim.AdamW):
     if stage == "1":
         gspmd.annotate(step, {"exp_avg*.**": "embed _"})
     regather = "always" if stage == "3" else "never"
-    return step, torch.ones(BATCH, WIDTH), {"in_specs": "batch _", "regather": regather}
+    return (
+        step,
+        torch.ones(BATCH, WIDTH),
+        {"in_specs": "batch _", "advanced": {"regather": regather}},
+    )
 
 
 def expected_bytes(stage, layers, n, dtype=None):

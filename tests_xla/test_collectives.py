@@ -120,7 +120,7 @@ def test_no_all_gather_in_tensor_parallelism():
 
 @pytest.mark.parametrize("name", ["gpt 2d", "moe"])
 def test_pinned_to_our_decisions(name):
-    """With pin="all" XLA sends less than left to itself, and still finds nothing to save."""
+    """With pin "all" XLA sends less than left to itself, and still finds nothing to save."""
     plan = planned(name)
     pinned, alone = (gspmd.compare_with_xla(plan, pin).bytes[1] for pin in ("all", "user"))
     assert plan.sent_bytes <= pinned < alone

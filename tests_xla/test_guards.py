@@ -49,7 +49,7 @@ mesh data=4 has 4 devices, XLA has 8
 
 def test_an_unknown_pin():
     assert_expected_inline(
-        message(lambda: on_xla(nn.Linear(2, 2), pin="some")),
+        message(lambda: on_xla(nn.Linear(2, 2), advanced={"pin": "some"})),
         """\
 there is no pin 'some'; there are 'user', 'all', 'none'
   where test_guards.py:N""",
@@ -86,7 +86,7 @@ def test_values_of_six_dimensions_without_a_mark(pin):
             return (x.reshape(8, 1, 1, 2, 2, 2) * 2).sum((1, 2)).flatten(1)
 
     x = torch.randn(8, 8)
-    model = gspmd.parallelize(Deep(), MESH, backend="xla", in_specs="data _", pin=pin)
+    model = gspmd.parallelize(Deep(), MESH, backend="xla", in_specs="data _", advanced={"pin": pin})
     torch.testing.assert_close(model(x).cpu(), x * 2)
 
 

@@ -81,7 +81,7 @@ PROGRAMS = {
 )
 def test_pin_changes_no_number(pin, program):
     module, batches = PROGRAMS[program]()
-    model, reference = on_both(module, pin=pin)
+    model, reference = on_both(module, advanced={"pin": pin})
     assert (
         furthest(
             train(model, batches(), primed(adam(model))),

@@ -105,7 +105,7 @@ def program_of(seed: int) -> Subject:
             "mesh": program.mesh,
             "out_specs": program.out_specs,
             "strict": "strict" in ways,
-            "regather": "always" if "regather" in ways else "auto",
+            "advanced": {"regather": "always" if "regather" in ways else "auto"},
         }
         if "module" not in ways:
             return gspmd.plan(program.function, *inputs, in_specs=tuple(specs), **options)

@@ -37,7 +37,7 @@ def numbers(size: str, mesh: gspmd.Mesh, layers: int) -> dict[str, float]:
     with torch.device("meta"):
         model, batch = example(mesh, size, layers=layers)
         count = sum(p.numel() for p in model.parameters())
-    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True, regather="always")
+    plan = gspmd.plan(model, *batch, mesh=mesh, grad=True, advanced={"regather": "always"})
     report = plan.report("tpu_v3")
     sent: dict[str, float] = defaultdict(float)
     for row in report.collectives:

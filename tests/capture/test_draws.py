@@ -246,7 +246,7 @@ def test_recomputed_draws_are_the_first_ones(draw, mesh, ways):
 @pytest.mark.parametrize("draw", ("dropout", "attention", "rrelu"))
 def test_gradients_are_those_of_the_loss(draw, rng):
     net = Net(draw, "nested")
-    plan, (_, gradients) = simulated(net, "data=2", "data _ _", rng=rng)
+    plan, (_, gradients) = simulated(net, "data=2", "data _ _", advanced={"rng": rng})
     assert_gradients(net, plan, gradients)
 
 

@@ -186,7 +186,7 @@ def test_native_dropout_differs_between_microbatches():
     for rng in ("global", "native"):
         plan = gspmd.plan(
             Dropped(), torch.ones(4, 64), mesh=Mesh(data=2), in_specs="data _", grad=True,
-            microbatches=2, rng=rng,
+            microbatches=2, advanced={"rng": rng},
         )  # fmt: skip
         gradient = plan.simulate(torch.ones(4, 64))[1]["weight"] * 4 * 64 / 2
         assert len(gradient.unique()) > 3  # 0 to 4 of the rows are kept; 3 if parts draw alike

@@ -14,7 +14,7 @@ from certificate.judge import CAUGHT, CRASHED, MISSED, Judge
 from certificate.models import MODELS
 from torchgspmd import Mesh, ShardingError, mark_sharding, parallelize, plan
 from torchgspmd.comm.loop_call import copy_of
-from torchgspmd.compiler.options import rows_for
+from torchgspmd.compiler.options import settings_for
 
 GUARDS = ("zero3+uneven", "ring+half", "dropless+stack", "zero_bubble+tied", "spatial+dropout")
 PENDING = {"zero_bubble+tied": 3}  # parts of the loss, which one stage alone computes
@@ -79,9 +79,9 @@ def test_it_is_an_option_of_plan_and_parallelize(monkeypatch):
     seen = []
     monkeypatch.setattr(plan_views, "certify", lambda p: seen.append(p) or _complete())
     mesh = Mesh(data=2)
-    plan(torch.tanh, torch.ones(4), mesh=mesh, in_specs=("data",), verify=True)
+    plan(torch.tanh, torch.ones(4), mesh=mesh, in_specs=("data",), check={"verify": True})
     assert len(seen) == 1
-    assert "verify" in {row.name for row in rows_for("parallelize")}
+    assert ("check", "verify") in {(g, row.name) for g, row in settings_for("parallelize")}
 
 
 def _complete() -> gspmd.tools.certificate.Certificate:

@@ -75,7 +75,7 @@ def f(x, w, v):
 def right() -> gspmd.Plan:
     x, w, v = torch.ones(4, 6), torch.ones(4, 6), torch.ones(6, 4)
     specs = {"in_specs": ("data _", "model _", "_ data"), "out_specs": ("_ _", "_ _", "_ _", "")}
-    return gspmd.plan(f, x, w, v, mesh=MESH, skip_passes=("bucket",), **specs)
+    return gspmd.plan(f, x, w, v, mesh=MESH, advanced={"skip_passes": ("bucket",)}, **specs)
 
 
 def test_right_programs_have_no_fault(right):

@@ -56,7 +56,7 @@ ROWS = (
     _row("zero3", "data", {"batch": "data", "embed": "data"}),
     _row("zero1", "data", {"batch": "data", "states": "data"}, step=True),
     _row("context", "seq", ALONG),
-    _row("ring", "seq", ALONG, keys=1, options={"regather": "all"}),
+    _row("ring", "seq", ALONG, keys=1, options={"advanced": {"regather": "all"}}),
     _row("dropless", "expert", EXPERT, feed_forward="dropless"),
     _row("capacity", "expert", EXPERT, feed_forward="capacity"),
     _stages("circular"),

@@ -309,7 +309,7 @@ def long_model() -> tuple[nn.Module, Batch]:
 
 LONG: dict[str, Any] = {
     "in_specs": ("data seq", "data seq"),
-    "regather": "all",
+    "advanced": {"regather": "all"},
     "dynamic": {"tokens": {1: "length"}, "targets": {1: "length"}},
 }
 

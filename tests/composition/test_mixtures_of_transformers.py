@@ -104,7 +104,7 @@ def mixtral(mesh: gspmd.Mesh | None) -> Training:
         whole = {"**.[qkvo]_proj.weight": "data _", "**.embed_tokens.weight": "data _"}
         gspmd.annotate(model, mesh, whole | OF_EXPERTS)
         specs = {"input_ids": "data+expert _"}
-        model = gspmd.parallelize(model, mesh, in_specs=specs, regather="always")
+        model = gspmd.parallelize(model, mesh, in_specs=specs, advanced={"regather": "always"})
     return loop(model.train())
 
 

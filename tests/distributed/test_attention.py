@@ -46,7 +46,10 @@ def test_numbers(mesh: gspmd.Mesh, kind: str) -> None:
 def test_rings(mesh: gspmd.Mesh, kind: str, length: int) -> None:
     """One head of keys, so that nothing but queries is sharded."""
     plan = compare(
-        mesh, Attention(mesh, kind, 1), length, regather="all", costs={"message_price": 0}
+        mesh,
+        Attention(mesh, kind, 1),
+        length,
+        advanced={"regather": "all", "costs": {"message_price": 0}},
     ).plan
     targets = {n.target for n in plan.program.graph.nodes}
     assert {ring_attention, ring_attention_backward} <= targets, plan
@@ -71,7 +74,7 @@ def test_dropout(mesh: gspmd.Mesh, regather: str) -> None:
     """Of whole keys, and in a ring."""
     alone = Dropout(mesh, "causal", 1)
     alone.alone = True
-    compare(mesh, alone, 14, regather=regather)
+    compare(mesh, alone, 14, advanced={"regather": regather})
 
 
 def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

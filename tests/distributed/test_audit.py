@@ -41,7 +41,7 @@ def test_a_flipped_bit_is_named_with_its_rank(mesh):
     model = net()
     gspmd.mark_sharding(model[0].weight, mesh, "model _")
     gspmd.mark_sharding(model[2].weight, mesh, "_ data+model")
-    model = gspmd.parallelize(model, mesh, in_specs="data _", audit=EVERY)
+    model = gspmd.parallelize(model, mesh, in_specs="data _", check={"audit": EVERY})
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 8)).sum().backward()
     optimizer.step()
@@ -74,7 +74,7 @@ def test_a_flipped_bit_is_named_with_its_rank(mesh):
 @on_cpu
 def test_other_harm(mesh):
     """NaN on all ranks, a loss that differs, an optimizer that one rank has."""
-    model = gspmd.parallelize(net(), mesh, in_specs="data _", audit=1)
+    model = gspmd.parallelize(net(), mesh, in_specs="data _", check={"audit": 1})
     model(torch.ones(4, 8)).sum().backward()
     copied = copy.deepcopy(model)
     with torch.no_grad():
@@ -165,4 +165,4 @@ def test_every_bit_counts(tensor):
 def test_an_audit_of_no_call_is_refused():
     for wrong in (0, -1, 2.0, True):
         with pytest.raises(gspmd.ShardingError, match="audit is"):
-            gspmd.parallelize(nn.Linear(2, 2), gspmd.Mesh(data=1), audit=wrong)
+            gspmd.parallelize(nn.Linear(2, 2), gspmd.Mesh(data=1), check={"audit": wrong})

@@ -272,7 +272,11 @@ def test_a_sharded_sequence_of_any_length(mesh):
     """Keys travel round a ring; the second program is that of all other lengths."""
     alone = Layer().double()
     model = gspmd.parallelize(
-        copy.deepcopy(alone), mesh, in_specs=("_ seq _",), out_specs="_ seq _", regather="all"
+        copy.deepcopy(alone),
+        mesh,
+        in_specs=("_ seq _",),
+        out_specs="_ seq _",
+        advanced={"regather": "all"},
     )
     for length in (8, 7, 2, 13):
         x = torch.randn(2, length, 8, dtype=torch.float64)

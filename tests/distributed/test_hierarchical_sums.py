@@ -25,7 +25,11 @@ def test_gradients_are_those_of_one_process(mesh):
     torch.set_default_dtype(torch.float64)
     one = nn.Sequential(nn.Linear(33, 64), nn.ReLU(), nn.Linear(64, 65))
     many = gspmd.parallelize(
-        copy.deepcopy(one), mesh, in_specs="data+model _", hardware=HOSTS, skip_passes=["bucket"]
+        copy.deepcopy(one),
+        mesh,
+        in_specs="data+model _",
+        hardware=HOSTS,
+        advanced={"skip_passes": ["bucket"]},
     )
     x = torch.randn(512, 33)
     for model in (one, many):
@@ -56,7 +60,7 @@ def test_parallelize_finds_the_hosts_of_its_processes(mesh):
                 model = copy.deepcopy(torch_model)
                 model.zero_grad()
                 many = gspmd.parallelize(
-                    model, mesh, in_specs="data+model _", skip_passes=["bucket"]
+                    model, mesh, in_specs="data+model _", advanced={"skip_passes": ["bucket"]}
                 )
                 many(x).square().sum().backward()
             torch.testing.assert_close(

@@ -48,7 +48,11 @@ def test_native_random_numbers(mesh):
     axis = mesh.names[0]
     torch.manual_seed(0)
     model = gspmd.parallelize(
-        nn.Dropout(0.5), mesh, in_specs=f"{axis} _", out_specs=f"{axis} _", rng="native"
+        nn.Dropout(0.5),
+        mesh,
+        in_specs=f"{axis} _",
+        out_specs=f"{axis} _",
+        advanced={"rng": "native"},
     )
     x = torch.ones(8 * mesh.size, 8)
     whole_result = whole(model(x))

@@ -58,7 +58,7 @@ def test_rows_by_deep_ep(mesh):
             model = Experts(8, 512, 8, shards=4, capacity=2.0, overflow="count").bfloat16()
             gspmd.annotate(model, mesh, {"*": "expert _ _"})
             specs = ("expert _",) * 3
-            model = gspmd.parallelize(model, mesh, in_specs=specs, carriers=carriers)
+            model = gspmd.parallelize(model, mesh, in_specs=specs, advanced={"carriers": carriers})
             for kind in ("skewed", "to one"):
                 x, chosen, weights = batch(kind, 64, 512, 8)
                 x = x.detach().bfloat16().requires_grad_()

@@ -37,7 +37,9 @@ def test_gradients_of_recomputed_dropout(mesh):
     for rng in ("global", "native"):
         found, trained = [], []
         for recompute in (False, True):
-            model = gspmd.parallelize(Net(recompute), mesh, in_specs="data _ _", rng=rng)
+            model = gspmd.parallelize(
+                Net(recompute), mesh, in_specs="data _ _", advanced={"rng": rng}
+            )
             torch.manual_seed(5)
             model(x).backward()
             found.append([p.grad.full_tensor() for p in model.parameters()])

@@ -62,7 +62,7 @@ def test_symmetric_memory(mesh):
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(torch_own, f"_{name}_fallback"), "CPU")
     with patch.object(collective_builder, "is_connected", lambda groups, axes: True):
-        model = trained_as_one_device(mesh, carriers=["symmetric_memory"])
+        model = trained_as_one_device(mesh, advanced={"carriers": ["symmetric_memory"]})
     (program,) = model._all_programs()
     targets = {node.target for node in program.forward.__self__.graph.nodes}
     assert {fused_gather_einsum, fused_einsum_scatter} <= targets, targets

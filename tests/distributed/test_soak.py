@@ -46,7 +46,7 @@ ENDS = {
     "no destroy_process_group": """
         import torch, torch.distributed as dist, torchgspmd as gspmd
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        model = gspmd.parallelize(torch.nn.Linear(4, 4), gspmd.Mesh(data=1), audit=1)
+        model = gspmd.parallelize(torch.nn.Linear(4, 4), gspmd.Mesh(data=1), check={"audit": 1})
         model(torch.ones(2, 4)).sum().backward()
         print("done")
     """,

@@ -53,7 +53,7 @@ def test_sharded_updates(mesh):
         mesh,
         in_specs=specs(mesh),
         shard_updates=axis,
-        regather="always",
+        advanced={"regather": "always"},
     )
     assert all(axis in spec_of(p, mesh).sharding_axes for p in model.parameters())
     optimizers = [torch.optim.AdamW(m.parameters(), 1e-2, fused=True) for m in (model, reference)]

@@ -82,7 +82,11 @@ def test_each_pass_begins_at_the_stage_where_the_one_before_it_ends(
     program = SimpleNamespace(
         rank=SimpleNamespace(backend=backend),
         request=SimpleNamespace(
-            rng="native", reduce_dtype=torch.float32, hardware=None, hosts=0, has_budget=True
+            rng="native",
+            reduce_dtype=torch.float32,
+            hardware=None,
+            hosts=0,
+            has_budget=True,
         ),
     )
     stage = CAPTURED
@@ -181,11 +185,11 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "prefetch",
     ]
     assert pipeline.skippable() == names
-    plan = planned(skip_passes=["bucket", "overlap"])
+    plan = planned(advanced={"skip_passes": ["bucket", "overlap"]})
     assert "bucket" not in plan.seconds and "overlap" in plan.seconds  # prefetch is done there
-    assert "overlap" not in planned(skip_passes=["overlap", "prefetch"]).seconds
+    assert "overlap" not in planned(advanced={"skip_passes": ["overlap", "prefetch"]}).seconds
     with pytest.raises(ShardingError, match="there is no pass 'partition'; there are 'attention_"):
-        planned(skip_passes=["partition"])
+        planned(advanced={"skip_passes": ["partition"]})
 
 
 # -------------------------------------------------------------------------------------- the runner
@@ -302,7 +306,7 @@ def test_passes_are_inserted_while_in_the_context_only() -> None:
     mine = Pass("mine", lambda p: seen.append(p.stage.name), LOCAL, LOCAL, optional=("mine",))
     with with_pass(mine, after="localize"):
         assert planned().seconds["mine"] > 0
-        assert "mine" not in planned(skip_passes=["mine"]).seconds
+        assert "mine" not in planned(advanced={"skip_passes": ["mine"]}).seconds
     planned()
     assert seen == ["LOCAL"]
 
@@ -319,7 +323,7 @@ def test_weights_are_gathered_again_where_a_device_is_too_small(
         with with_pass(
             Pass("count", lambda p: counted.update(["localized"]), LOCAL, LOCAL), after="localize"
         ):
-            assert ("regather_weights" in planned(regather=regather).seconds) == (
+            assert ("regather_weights" in planned(advanced={"regather": regather}).seconds) == (
                 regather != "never"
             )
     finally:

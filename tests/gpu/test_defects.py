@@ -157,7 +157,14 @@ def test_planning_opens_no_context_on_a_card() -> None:
     gspmd.annotate(model, {"*.weight": "weights _"})
     names = ("mem_get_info", "_lazy_init", "get_device_properties", "current_device")
     with patch.multiple(torch.cuda, **dict.fromkeys(names, refuse)):
-        gspmd.plan(model, x, mesh=layout.on(MESH), grad=True, in_specs="batch _", regather="auto")
+        gspmd.plan(
+            model,
+            x,
+            mesh=layout.on(MESH),
+            grad=True,
+            in_specs="batch _",
+            advanced={"regather": "auto"},
+        )
 
 
 def test_the_watcher_has_the_limit_of_nccl() -> None:

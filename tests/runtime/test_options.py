@@ -3,7 +3,7 @@
 import argparse
 import inspect
 from pathlib import Path
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -11,7 +11,16 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.compiler import option_types
-from torchgspmd.compiler.options import OPTIONS, Options, options_table, rows_for
+from torchgspmd.compiler.option_docs import options_table
+from torchgspmd.compiler.options import (
+    MOVED,
+    OPTIONS,
+    Advanced,
+    Checks,
+    Memory,
+    Options,
+    rows_for,
+)
 from torchgspmd.tools import plan_command
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -26,10 +35,12 @@ FUNCTIONS = {"plan": gspmd.plan, "parallelize": gspmd.parallelize, "suggest": gs
 
 @pytest.mark.parametrize("reader", TYPES)
 def test_type_checkers_know_the_table(reader):
-    declared = get_type_hints(Options)
-    assert get_type_hints(TYPES[reader]) == {
-        row.name: declared[row.name] for row in rows_for(reader)
-    }
+    declared, found = get_type_hints(Options), get_type_hints(TYPES[reader])
+    for row in rows_for(reader):
+        types = found.pop(row.name)
+        # A group is also a mapping, or what stands for one.
+        assert types == declared[row.name] or declared[row.name] in get_args(types), row.name
+    assert not found
 
 
 @pytest.mark.parametrize("reader", TYPES)
@@ -63,10 +74,10 @@ def test_plan_knows_options_from_arguments_of_the_function():
         return x * scale
 
     x = torch.ones(4)
-    plan = gspmd.plan(f, x, mesh=MESH, scale=2.0, rng="native")
+    plan = gspmd.plan(f, x, mesh=MESH, scale=2.0, advanced={"rng": "native"})
     torch.testing.assert_close(plan.simulate(x, scale=2.0), 2 * x)
-    text = refused(lambda: gspmd.plan(f, x, mesh=MESH, scale=2.0, regahter="never"))
-    assert "no such argument" in text and "did you mean 'regather'?" in text
+    text = refused(lambda: gspmd.plan(f, x, mesh=MESH, scale=2.0, advancd={}))
+    assert "no such argument" in text and "did you mean 'advanced'?" in text
 
 
 @pytest.mark.parametrize("row", [r for r in rows_for("parallelize") if r.choices], ids=str)
@@ -82,7 +93,7 @@ def test_unmarked_weights_are_stored_as_parallelize_stores_them():
     x = torch.ones(2, 4)
     found = {}
     for way in ("propagated", "replicated"):
-        plan = gspmd.plan(model, x, mesh=MESH, unmarked=way)
+        plan = gspmd.plan(model, x, mesh=MESH, advanced={"unmarked": way})
         found[way] = [str(spec) for spec in plan.input_layouts]
         plan_of = plan.simulate(x)
         torch.testing.assert_close(plan_of, model(x))
@@ -102,3 +113,44 @@ def test_the_command_line_takes_the_options_of_plan():
     assert given.skip_passes == ["bucket"] and given.strict is None
     with pytest.raises(SystemExit):
         parser.parse_args("f.py --mesh data=2 --reduce-dtype bfloat17".split())
+
+
+def test_a_group_is_a_mapping_a_record_or_its_short_form():
+    read = Options.read
+    for value in ("8GiB", {"recompute": "auto", "budget": "8GiB"}, Memory("auto", "never", "8GiB")):
+        assert read("plan", {"memory": value}).memory == Memory("auto", "never", "8GiB")
+    for value in ("first", {"arguments": "first"}, Checks("first")):
+        assert read("parallelize", {"check": value}).check == Checks("first")
+    assert read("plan", {"advanced": {"rng": "native"}}).advanced == Advanced(rng="native")
+    for group, value, message in (
+        ("memory", {"recmpute": "auto"}, "did you mean 'recompute'?"),
+        ("memory", {"budget": "8GiB"}, "nothing keeps to it"),
+        ("check", "once", "there is no arguments 'once'"),
+        ("advanced", 3, "give a mapping"),
+        ("advanced", {"pn": "all"}, "did you mean 'pin'?"),
+    ):
+        assert message in refused(lambda g=group, v=value: read("parallelize", {g: v}))
+
+
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_an_old_name_works_with_a_warning(name):
+    group, setting = MOVED[name]
+    value = {"carriers": ["deep_ep"], "skip_passes": ("bucket",), "costs": {"tie_break": 0.5}}
+    value |= {"audit": 3, "verify": True, "memory_budget": "1GiB", "rng": "native", "pin": "all"}
+    value |= {"recompute": "auto", "offload": "activations", "regather": "all"}
+    value |= {"unmarked": "replicated"}
+    reader = {"unmarked": "plan"}.get(name, "parallelize")
+    beside = {"memory": {"recompute": "auto"}} if name == "memory_budget" else {}
+    with pytest.warns(FutureWarning, match=f'{name}= is {group}={{"{setting}": ...}}'):
+        options = Options.read(reader, {name: value[name], **beside})
+    assert getattr(getattr(options, group), setting) == value[name]
+
+
+def test_an_argument_that_has_an_options_name():
+    """A TransformerDecoder's memory is a tensor."""
+    decoder, x = nn.TransformerDecoderLayer(8, 2, 16, 0.0).eval(), torch.randn(3, 2, 8)
+    memory = torch.randn(5, 2, 8)
+    plan = gspmd.plan(decoder, x, memory=memory, mesh=MESH)
+    torch.testing.assert_close(plan.simulate(x, memory=memory), decoder(x, memory))
+    plan = gspmd.plan(decoder, x, memory, mesh=MESH, memory={"recompute": "auto"}, grad=True)
+    assert plan.memory.peak

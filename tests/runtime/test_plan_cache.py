@@ -333,24 +333,24 @@ def test_options_of_parallelize_are_in_the_key(planned):
         "out_specs": "data _",
         "param_dtype": torch.float32,
         "reduce_dtype": torch.float32,
-        "rng": "native",
-        "regather": "always",
-        "skip_passes": ("bucket",),
-        "costs": {"tie_break": 0.5},
+        "advanced.rng": "native",
+        "advanced.regather": "always",
+        "advanced.skip_passes": ("bucket",),
+        "advanced.costs": {"tie_break": 0.5},
         "strict": True,
-        "verify": True,
+        "check.verify": True,
         "hardware": "h100",
-        "recompute": "auto",
-        "offload": "activations",
-        "memory_budget": "1GiB",
+        "memory.recompute": "auto",
+        "memory.offload": "activations",
+        "memory": "1GiB",
     }
-    together = {"memory_budget": {"recompute": "auto"}}
-    neither = {"model", "mesh", "backend", "pin", "shard_updates", "plan"}
+    neither = {"model", "mesh", "backend", "shard_updates", "plan", "check", "advanced"}
     neither.add("microbatches")  # below
     missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
-    assert missing <= {"timeout", "check", "dynamic", "audit", "carriers"}, missing
+    assert missing <= {"timeout", "dynamic"}, missing
     for count, (name, value) in enumerate(others.items(), 2):
-        options = {name: value, **together.get(name, {})}
+        group, _, setting = name.partition(".")
+        options = {group: {setting: value} if setting else value}
         gspmd.parallelize(Net(), gspmd.Mesh(data=1), **options)(torch.ones(3, 4))
         assert len(planned) == count, name
     for count, parts in enumerate((1, 3), len(planned) + 1):  # for a model with a loss

@@ -125,10 +125,14 @@ backend 'xla' needs torch_xla
 
 
 @pytest.mark.parametrize(
-    "backend, option",
-    [("xla", {"strict": True}), ("xla", {"rng": "native"}), ("torch", {"pin": "all"})],
+    "backend, option, name",
+    [
+        ("xla", {"strict": True}, "strict"),
+        ("xla", {"advanced": {"rng": "native"}}, "rng"),
+        ("torch", {"advanced": {"pin": "all"}}, "pin"),
+    ],
 )
-def test_options_of_the_other_backend(backend, option):
+def test_options_of_the_other_backend(backend, option, name):
     assert message(
         lambda: gspmd.parallelize(torch.nn.Linear(2, 2), Mesh(data=8), backend=backend, **option)
-    ) == (f"backend '{backend}' has no option {next(iter(option))}\n  where test_xla_text.py:N")
+    ) == (f"backend '{backend}' has no option {name}\n  where test_xla_text.py:N")

@@ -44,7 +44,8 @@ from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .fix_candidates import report_replicated
-from .options import NAMED, Options, check_choice, documented, rows_for
+from .option_docs import documented
+from .options import NAMED, Options, check_choice, is_an_option, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
 from .planned_call import PlannedCall, SmallSizes
@@ -166,12 +167,13 @@ def _options_among(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split keyword arguments into plan's options and fn's own arguments."""
     names = [row.name for row in rows_for("plan")]
-    keywords = {name: value for name, value in given.items() if name not in names}
     try:
         function = fn.forward if isinstance(fn, nn.Module) else fn
         takes = inspect.signature(function).parameters
     except (TypeError, ValueError):  # of C: nobody knows its arguments
         takes = None
+    options = {n: v for n, v in given.items() if is_an_option(n, v, n in (takes or ()))}
+    keywords = {name: value for name, value in given.items() if name not in options}
     for name in keywords:
         known = [*NAMED["plan"], *names]
         if takes is None and is_misspelt(name, known):
@@ -182,7 +184,7 @@ def _options_among(
             f"plan has no option '{name}', and the function no such argument",
             fix=did_you_mean(name, [*known, *takes]),
         )
-    return {name: given[name] for name in names if name in given}, keywords
+    return options, keywords
 
 
 def _check_of_function(options: Options) -> None:
@@ -220,7 +222,8 @@ def compile_plan(
     shared: results that equal programs' plans share, filled here. hosts: the devices on a host, if
     there are several hosts and options do not say it.
     """
-    for name in options.skip_passes:
+    advanced, memory = options.advanced, options.memory
+    for name in advanced.skip_passes:
         check_choice("pass", name, skippable())
     axis, hardware = options.shard_updates, options.hardware
     request = Request(
@@ -231,18 +234,18 @@ def compile_plan(
         stored=stored if stored is not None else _stored_unmarked(captured, options),
         on_processes=stored is not None,
         plain=plain,
-        rng=options.rng,
-        regather=options.regather,
-        skip_passes=frozenset(options.skip_passes),
-        constants=CostConstants().override(options.costs),
+        rng=advanced.rng,
+        regather=advanced.regather,
+        skip_passes=frozenset(advanced.skip_passes),
+        constants=CostConstants().override(advanced.costs),
         device=device or _device_of(captured),
         reduce_dtype=options.reduce_dtype,
         stored_over=frozenset([axis] if axis else []),
         hardware=None if hardware is None else Hardware.of(hardware),
         hosts=hosts,
-        recompute=options.recompute,
-        offload=options.offload,
-        memory_budget=options.budget,
+        recompute=memory.recompute,
+        offload=memory.offload,
+        memory_budget=memory.bytes,
         shared=shared or Shared(),
     )
     result = _plan(request)
@@ -251,8 +254,8 @@ def compile_plan(
         raise report_replicated(result, partial(_replan, request))
     # Without Shared: a plan may live long, and would keep the caches of its planning alive.
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
-    certificate = result.verify() if options.verify or verifies(2) else None
-    if options.verify and certificate is not None and not certificate.complete:
+    certificate = result.verify() if options.check.verify or verifies(2) else None
+    if options.check.verify and certificate is not None and not certificate.complete:
         warnings.warn(f"verify: {certificate}", stacklevel=2)
     return result
 
@@ -307,7 +310,7 @@ def _device_of(captured: Captured) -> str:
 
 def _stored_unmarked(captured: Captured, options: Options) -> dict[str, ShardSpec]:
     """Return layouts, by name, for weights without a mark, if the options ask for any."""
-    if options.unmarked == "propagated":
+    if options.advanced.unmarked == "propagated":
         return {}
     weights = [each for each in captured.inputs if each.kind in (PARAMETER, BUFFER)]
     return {w.name: ShardSpec.replicated(len(w.shape)) for w in weights if w.mark is None}

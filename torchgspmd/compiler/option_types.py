@@ -5,7 +5,7 @@ Only type checkers read this file: `extra_items` is younger than Python 3.10.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 from typing_extensions import TypedDict
 
 from ..comm.hardware import Hardware
-from .options import Backend, Check, Dynamic, Offload, Pin, Recompute, Regather, Rng, Unmarked
+from .options import Advanced, Backend, Checks, Dynamic, Memory
 
 
 class Precision(TypedDict, total=False):
@@ -25,15 +25,10 @@ class Precision(TypedDict, total=False):
 
 class _Planned(Precision, total=False):
     strict: bool
-    rng: Rng
-    regather: Regather
-    recompute: Recompute
-    offload: Offload
-    memory_budget: int | str | None
+    memory: Memory | Mapping[str, Any] | int | str
     microbatches: int
-    verify: bool
-    skip_passes: Iterable[str]
-    costs: Mapping[str, float] | None
+    check: Checks | Mapping[str, Any] | str
+    advanced: Advanced | Mapping[str, Any]
     hardware: Hardware | str | None
     dynamic: Dynamic
 
@@ -42,7 +37,6 @@ class PlanOptions(_Planned, total=False, extra_items=Any):
     """Options for plan, and keyword arguments for the planned function."""
 
     grad: bool
-    unmarked: Unmarked
 
 
 class ParallelizeOptions(_Planned, total=False):
@@ -50,8 +44,4 @@ class ParallelizeOptions(_Planned, total=False):
 
     backend: Backend
     shard_updates: str | None
-    carriers: Iterable[str]
-    check: Check
     timeout: float | timedelta | None
-    audit: int | None
-    pin: Pin

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -20,7 +19,6 @@ from ..errors import ShardingError, did_you_mean
 from ..fx_passes.units import parse_size
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., object])
 Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
 # Keyword arguments besides options, which a misspelt name may mean.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -40,9 +38,150 @@ Pin = Literal["user", "all", "none"]
 Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
 
 
+PLANNED = "plan parallelize"
+
+
 def _option(default: T, readers: str, doc: str) -> T:
     """Return a field for Options. readers: their names, as in Reader."""
     return cast(T, field(default=default, metadata={"readers": (*readers.split(),), "doc": doc}))
+
+
+@dataclass(frozen=True)
+class Memory:
+    """How the peak of a device's memory is kept low."""
+
+    recompute: Recompute = _option(
+        "model",
+        PLANNED,
+        'Values of the forward that the backward computes again: "model": those of checkpoints; '
+        '"auto": besides, those that take least time, until the peak of a device fits the budget.',
+    )
+    offload: Offload = _option(
+        "never",
+        PLANNED,
+        'Whether values of the forward wait for the backward on the host: "never", or '
+        '"activations", until the peak of a device fits the budget. With recompute="auto" those '
+        "for which that takes less time than computing them again.",
+    )
+    budget: int | str | None = _option(
+        None,
+        PLANNED,
+        'Bytes of a device that the peak of a run may have: a number, or a text such as "8GiB". '
+        "None: those of the device or of hardware, without two float32 values a parameter for an "
+        "optimizer.",
+    )
+
+    @property
+    def bytes(self) -> int | None:
+        """The budget as a number; None for the device's own, or if it is no size."""
+        return parse_size(self.budget)
+
+    def check(self) -> None:
+        if self.budget is None:
+            return
+        if self.recompute != "auto" and self.offload == "never":
+            raise ShardingError.here(
+                "memory has a budget, and nothing keeps to it",
+                fix='set recompute="auto" or offload="activations" as well',
+            )
+        if self.bytes is None or self.bytes <= 0:
+            raise ShardingError.here(
+                f"the memory budget is {self.budget!r}",
+                fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
+            )
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Checks of the plan, of arguments and of values that ranks share."""
+
+    arguments: Check = _option(
+        "always",
+        "parallelize",
+        'When ranks compare the values of plain tensor arguments. "always": at every call, by '
+        'checksums over all integers and small tensors and samples from large ones. "first": at '
+        'each program\'s first call. "never": later calls do not compare programs either. On GPUs '
+        "each eighth call is compared, and no rank waits (docs/gpu.md).",
+    )
+    audit: int | None = _option(
+        None,
+        "parallelize",
+        "Compare the values that ranks share at each k-th call. If one rank has other bits in a "
+        "weight or optimizer state, a RankError names both. It also names a loss or gradient norm "
+        "that differs, and NaN. None: never.",
+    )
+    verify: bool = _option(
+        False,
+        PLANNED,
+        "Check each value of a new plan against the one-device program, as Plan.verify does. "
+        "It takes about as long as planning, and memory for all devices' values.",
+    )
+
+    def check(self) -> None:
+        # bool is a subclass of int: audit=True would compare at every call.
+        if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
+            raise ShardingError.here(
+                f"audit is {self.audit!r}",
+                fix="give the calls from one comparison to the next, 1 or more, such as "
+                'check={"audit": 100}; None for never',
+            )
+
+
+@dataclass(frozen=True)
+class Advanced:
+    """Settings that ordinary programs leave as they are."""
+
+    rng: Rng = _option(
+        "global",
+        PLANNED,
+        '"global": random numbers are those on one device, by an element\'s position; all ranks '
+        'need the same torch.manual_seed. "native": they are PyTorch\'s, and each shard draws '
+        "its own.",
+    )
+    regather: Regather = _option(
+        "auto",
+        PLANNED,
+        'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
+        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as a long '
+        "context's keys.",
+    )
+    unmarked: Unmarked = _option(
+        "propagated",
+        "plan",
+        'Layouts of parameters and buffers without a mark: chosen by propagation ("propagated"), '
+        'or "replicated", as parallelize stores them.',
+    )
+    skip_passes: Iterable[str] = _option(
+        (),
+        PLANNED,
+        'Passes to leave out, such as "prefetch"; the same on all ranks. docs/schedule.md has the '
+        "names.",
+    )
+    costs: Mapping[str, float] | None = _option(
+        None,
+        PLANNED,
+        "Other values for the cost model's constants, by name, the same on all ranks; "
+        "docs/debugging_a_layout.md lists them.",
+    )
+    carriers: Iterable[str] = _option(
+        (),
+        "parallelize",
+        'Libraries that carry messages of GPUs where they can: "symmetric_memory" (products with a '
+        'gathered operand or a scattered result), "deep_ep" (rows of experts); docs/gpu.md.',
+    )
+    pin: Pin = _option(
+        "user",
+        "xla",
+        'The layouts that XLA gets besides those for inputs and results: the marks ("user"), every '
+        'layout that our partitioner chose ("all"), or nothing ("none").',
+    )
+
+    def check(self) -> None:
+        for carrier in self.carriers:
+            check_choice("carrier", carrier, CARRIERS)
+
+
+Group = Memory | Checks | Advanced
 
 
 @dataclass(frozen=True)
@@ -62,51 +201,16 @@ class Options:
     grad: bool = _option(
         False, "plan", "Compile forward and backward together. fn is a module then."
     )
-    unmarked: Unmarked = _option(
-        "propagated",
-        "plan",
-        'Layouts of parameters and buffers without a mark: chosen by propagation ("propagated"), '
-        'or "replicated", as parallelize stores them.',
-    )
     strict: bool = _option(
         False,
         "plan parallelize",
         "Raise an error where plan.replicated_ops would list an operation.",
     )
-    rng: Rng = _option(
-        "global",
-        "plan parallelize",
-        '"global": random numbers are those on one device, by an element\'s position; all ranks '
-        'need the same torch.manual_seed. "native": they are PyTorch\'s, and each shard draws '
-        "its own.",
-    )
-    regather: Regather = _option(
-        "auto",
-        "plan parallelize",
-        'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
-        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as a long '
-        "context's keys.",
-    )
-    recompute: Recompute = _option(
-        "model",
-        "plan parallelize",
-        'Values of the forward that the backward computes again: "model": those of checkpoints; '
-        '"auto": besides, those that take least time, until the peak of a device fits '
-        "memory_budget.",
-    )
-    offload: Offload = _option(
-        "never",
-        "plan parallelize",
-        'Whether values of the forward wait for the backward on the host: "never", or '
-        '"activations", until the peak of a device fits memory_budget. With recompute="auto" those '
-        "for which that takes less time than computing them again.",
-    )
-    memory_budget: int | str | None = _option(
-        None,
-        "plan parallelize",
-        'Bytes of a device that the peak of a run may have, with recompute="auto" or '
-        'offload="activations": a number, or a text such as "8GiB". None: those of the device or '
-        "of hardware, without two float32 values a parameter for an optimizer.",
+    memory: Memory = _option(
+        Memory(),
+        PLANNED,
+        'How the peak of a device\'s memory is kept low. A size, such as "8GiB", is '
+        '{"budget": "8GiB", "recompute": "auto"}.',
     )
     microbatches: int = _option(
         1,
@@ -114,24 +218,6 @@ class Options:
         "Parts that a training module's batch is divided into. Forward and backward run for one "
         "after the other, and parameter gradients are reduced once. The module returns its mean "
         "loss, alone or first; tensor arguments with as many rows as the first one are divided.",
-    )
-    verify: bool = _option(
-        False,
-        "plan parallelize",
-        "Check each value of a new plan against the one-device program, as Plan.verify does. "
-        "It takes about as long as planning, and memory for all devices' values.",
-    )
-    skip_passes: Iterable[str] = _option(
-        (),
-        "plan parallelize",
-        'Passes to leave out, such as "prefetch"; the same on all ranks. docs/schedule.md has the '
-        "names.",
-    )
-    costs: Mapping[str, float] | None = _option(
-        None,
-        "plan parallelize",
-        "Other values for the cost model's constants, by name, the same on all ranks; "
-        "docs/debugging_a_layout.md lists them.",
     )
     param_dtype: torch.dtype | None = _option(
         None,
@@ -153,12 +239,6 @@ class Options:
         "a host are reduced within hosts first, where that takes less time, and collectives are "
         "scheduled by these numbers. None: round numbers, and the processes' hosts.",
     )
-    carriers: Iterable[str] = _option(
-        (),
-        "parallelize",
-        'Libraries that carry messages of GPUs where they can: "symmetric_memory" (products with a '
-        'gathered operand or a scattered result), "deep_ep" (rows of experts); docs/gpu.md.',
-    )
     dynamic: Dynamic = _option(
         True,
         "plan parallelize",
@@ -174,14 +254,6 @@ class Options:
         'An axis, such as "data". Every parameter, its gradient and its optimizer state are stored '
         "sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).",
     )
-    check: Check = _option(
-        "always",
-        "parallelize",
-        'When ranks compare the values of plain tensor arguments. "always": at every call, by '
-        'checksums over all integers and small tensors and samples from large ones. "first": at '
-        'each program\'s first call. "never": later calls do not compare programs either. On GPUs '
-        "each eighth call is compared, and no rank waits (docs/gpu.md).",
-    )
     timeout: float | timedelta | None = _option(
         None,
         "parallelize",
@@ -189,60 +261,43 @@ class Options:
         "limit for the mesh's process groups; a one-axis mesh has the default group. None: as "
         "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
     )
-    audit: int | None = _option(
-        None,
-        "parallelize",
-        "Compare the values that ranks share at each k-th call. If one rank has other bits in a "
-        "weight or optimizer state, a RankError names both. It also names a loss or gradient norm "
-        "that differs, and NaN. None: never.",
+
+    check: Checks = _option(
+        Checks(),
+        PLANNED,
+        'Checks of the plan and of the ranks. A text, such as "first", is {"arguments": "first"}.',
     )
-    pin: Pin = _option(
-        "user",
-        "xla",
-        'The layouts that XLA gets besides those for inputs and results: the marks ("user"), every '
-        'layout that our partitioner chose ("all"), or nothing ("none").',
+    advanced: Advanced = _option(
+        Advanced(), f"{PLANNED} xla", "Settings that ordinary programs leave as they are."
     )
 
     @classmethod
     def read(cls, reader: Reader, given: Mapping[str, Any]) -> Options:
         """Return the options given to a function, checked against this table."""
         known = [row.name for row in rows_for(reader)]
-        for name in given:
+        chosen = dict[str, Any](_in_groups(given))
+        for name in chosen:
             if name not in known:
                 raise ShardingError.here(
                     f"{reader} has no option '{name}'",
                     fix=did_you_mean(name, [*known, *NAMED.get(reader, ())]),
                 )
-        options = cls(**given)
+        for name in GROUPS.keys() & chosen.keys():
+            chosen[name] = _group(reader, name, chosen[name])
+        options = cls(**chosen)
         options._check()
         return options
 
     def _check(self) -> None:
-        for row in OPTIONS:
-            if row.choices:
-                check_choice(row.name, getattr(self, row.name), row.choices)
-        for carrier in self.carriers:
-            check_choice("carrier", carrier, CARRIERS)
+        for owner in (self, self.memory, self.check, self.advanced):
+            for row in ROWS[type(owner)]:
+                if row.choices:
+                    check_choice(row.name, getattr(owner, row.name), row.choices)
+        self.memory.check()
+        self.check.check()
+        self.advanced.check()
         check_dtypes(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype)
-        if self.memory_budget is not None:
-            if self.recompute != "auto" and self.offload == "never":
-                raise ShardingError.here(
-                    "memory_budget is set, and nothing keeps to it",
-                    fix='set recompute="auto" or offload="activations" as well',
-                )
-            if self.budget is None or self.budget <= 0:
-                raise ShardingError.here(
-                    f"memory_budget is {self.memory_budget!r}",
-                    fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
-                )
         check_count(self.microbatches)
-        # bool is a subclass of int: audit=True would compare at every call.
-        if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
-            raise ShardingError.here(
-                f"audit is {self.audit!r}",
-                fix="give the calls from one comparison to the next, 1 or more, such as "
-                "audit=100; None for never",
-            )
         limit = self.time_limit
         if limit is not None and limit <= timedelta():
             raise ShardingError.here(
@@ -250,18 +305,13 @@ class Options:
                 fix="give seconds or a timedelta, more than 0; None for that of init_process_group",
             )
 
-    @property
-    def budget(self) -> int | None:
-        """The bytes of memory_budget; None for those of the device, or if it is no size."""
-        return parse_size(self.memory_budget)
-
     def check_backend(self) -> None:
         """Raise ShardingError for an option that the backend does not read."""
-        if self.compiler == "inductor" and self.offload != "never":
+        if self.compiler == "inductor" and self.memory.offload != "never":
             raise ShardingError.here(
                 f"backend '{self.backend}' cannot offload",
                 why="Inductor compiles no copies to the memory of the host",
-                fix='set backend="torch", or recompute="auto" alone',
+                fix='set backend="torch", or memory={"recompute": "auto"} alone',
             )
         if self.captures and isinstance(self.dynamic, Mapping):
             raise ShardingError.here(
@@ -270,9 +320,10 @@ class Options:
                 fix="leave it out, and pad arguments to a few sizes",
             )
         reader = "xla" if self.backend == "xla" else "parallelize"
-        for row in OPTIONS:
-            if reader not in row.readers and self._is_set(row):
-                raise ShardingError.here(f"backend '{self.backend}' has no option {row.name}")
+        for owner in (self, self.memory, self.check, self.advanced):
+            for row in ROWS[type(owner)]:
+                if reader not in row.readers and _is_set(owner, row):
+                    raise ShardingError.here(f"backend '{self.backend}' has no option {row.name}")
 
     @property
     def compiler(self) -> str:
@@ -283,12 +334,6 @@ class Options:
     def captures(self) -> bool:
         """Whether CUDA graphs run the program."""
         return self.backend.endswith("cudagraphs")
-
-    def _is_set(self, row: Option) -> bool:
-        value = getattr(self, row.name)
-        if row.name == "dynamic":  # XLA compiles a program for each size, as False asks for
-            return isinstance(value, Mapping)
-        return bool(value) if row.default == () else value != row.default
 
     @property
     def time_limit(self) -> timedelta | None:
@@ -306,8 +351,77 @@ class Options:
         A call's key covers the others.
         """
         # These change no plan, or are in the key of a call.
-        beside = ("check", "timeout", "dynamic", "audit", "carriers")
-        return {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
+        beside = ("timeout", "dynamic", *GROUPS)
+        found = {row.name: getattr(self, row.name) for row in OPTIONS if row.name not in beside}
+        found |= {**vars(self.memory), **vars(self.advanced), "verify": self.check.verify}
+        del found["carriers"]
+        return found
+
+
+GROUPS: dict[str, type[Group]] = {"memory": Memory, "check": Checks, "advanced": Advanced}
+_SHORT_TYPES = {"memory": "int | str", "check": "str", "advanced": ""}
+# What a value means that is no mapping.
+_SHORT: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "memory": lambda size: {"budget": size, "recompute": "auto"},
+    "check": lambda when: {"arguments": when},
+}
+
+
+def _is_set(owner: object, row: Option) -> bool:
+    value = getattr(owner, row.name)
+    if row.name == "dynamic":  # XLA compiles a program for each size, as False asks for
+        return isinstance(value, Mapping)
+    if row.name in GROUPS:  # Its own rows are read by the backend, or not.
+        return False
+    return bool(value) if row.default == () else value != row.default
+
+
+def _in_groups(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with those that had names of their own before 0.3 in their groups."""
+    found = {name: value for name, value in given.items() if name not in MOVED}
+    for old, value in given.items():
+        if old not in MOVED:
+            continue
+        group, name = MOVED[old]
+        shown = f'{group}={{"{name}": ...}}'
+        warnings.warn(
+            f"the option {old}= is {shown} from now on; the next release has only that",
+            FutureWarning,
+            stacklevel=4,
+        )
+        found[group] = {**_mapping(group, found.get(group, {})), name: value}
+    return found
+
+
+def _mapping(group: str, value: Any) -> Mapping[str, Any]:
+    """Return a group's settings by name."""
+    if isinstance(value, GROUPS[group]):
+        return vars(value)
+    if isinstance(value, Mapping):
+        return value
+    if value is not None and group in _SHORT:
+        return _SHORT[group](value)
+    raise ShardingError.here(
+        f"{group} is {value!r}", fix=f'give a mapping, such as {group}={{"{_first(group)}": ...}}'
+    )
+
+
+def _first(group: str) -> str:
+    return fields(GROUPS[group])[0].name
+
+
+def _group(reader: Reader, group: str, value: Any) -> Group:
+    """Return a group's settings, checked against its table."""
+    given = _mapping(group, value)
+    known = [row.name for row in rows_of(GROUPS[group], reader)]
+    if isinstance(value, GROUPS[group]):
+        return value
+    for name in given:
+        if name not in known:
+            raise ShardingError.here(
+                f"{group} of {reader} has no setting '{name}'", fix=did_you_mean(name, known)
+            )
+    return GROUPS[group](**given)
 
 
 class Option(NamedTuple):
@@ -324,6 +438,8 @@ class Option(NamedTuple):
     def values(self) -> str:
         """The type as a user writes its values."""
         text = " | ".join(f'"{choice}"' for choice in self.choices) or self.type
+        if self.name in GROUPS:
+            text = f"Mapping | {_SHORT_TYPES[self.name]}".removesuffix(" | ")
         return text.replace("Dynamic", "bool | Mapping[str, Dims]")
 
     def backends(self) -> str:
@@ -333,20 +449,52 @@ class Option(NamedTuple):
         return "" if "xla" in self.readers else ' Not for "xla".'
 
 
-def _rows() -> Iterator[Option]:
-    types = field_types(Options)
-    for each in fields(Options):
+def _rows(owner: type) -> Iterator[Option]:
+    types = field_types(owner)
+    for each in fields(owner):
         choices = get_args(types[each.name]) if get_origin(types[each.name]) is Literal else ()
         yield Option(each.name, str(each.type), each.default, choices, **each.metadata)
 
 
-OPTIONS = tuple(_rows())
+ROWS = {owner: (*_rows(owner),) for owner in (Options, *GROUPS.values())}
+OPTIONS = ROWS[Options]
+# Options that had names of their own before 0.3: group and name.
+MOVED = {
+    "memory_budget" if row.name == "budget" else row.name: (group, row.name)
+    for group, owner in GROUPS.items()
+    for row in ROWS[owner]
+    if row.name != "arguments"
+}
 
 
 def rows_for(reader: Reader) -> list[Option]:
     """List the options that a function reads; parallelize takes those for all backends."""
+    return rows_of(Options, reader)
+
+
+def settings_for(reader: Reader) -> Iterator[tuple[str, Option]]:
+    """Yield what a function reads one by one: group ("" for none) and row."""
+    for row in rows_for(reader):
+        if row.name not in GROUPS:
+            yield "", row
+        else:
+            yield from ((row.name, each) for each in rows_of(GROUPS[row.name], reader))
+
+
+def is_an_option(name: str, value: object, is_argument: bool) -> bool:
+    """Whether plan takes a keyword for itself, though the planned function may have such a name.
+
+    A TransformerDecoder's `memory` is a tensor.
+    """
+    if name in GROUPS and is_argument:
+        return isinstance(value, (str, int, Mapping, GROUPS[name]))
+    return name in MOVED or any(row.name == name for row in rows_for("plan"))
+
+
+def rows_of(owner: type, reader: Reader) -> list[Option]:
+    """List the rows that a function reads: options, or the settings in a group of them."""
     readers = {reader, "xla"} if reader == "parallelize" else {reader}
-    return [row for row in OPTIONS if readers.intersection(row.readers)]
+    return [row for row in ROWS[owner] if readers.intersection(row.readers)]
 
 
 def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
@@ -355,47 +503,3 @@ def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
         raise ShardingError.here(
             f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}"
         )
-
-
-def documented(reader: Reader) -> Callable[[F], F]:
-    """Write a function's options into its signature and its docstring.
-
-    The docstring has a line "{options}" where they belong.
-    """
-
-    def decorate(function: F) -> F:
-        # **kwargs hides the options from help(): the signature names them, as if they stood there.
-        signature = inspect.signature(function)
-        *named, last = signature.parameters.values()
-        rows = rows_for(reader)
-        options = [
-            inspect.Parameter(
-                row.name, inspect.Parameter.KEYWORD_ONLY, default=row.default, annotation=row.type
-            )
-            for row in rows
-        ]
-        rest = [last] if last.name == "kwargs" else []
-        document = cast(Any, function)  # a function has more attributes than its type says
-        document.__signature__ = signature.replace(parameters=[*named, *options, *rest])
-        document.__doc__ = str(function.__doc__).replace(
-            "        {options}", "\n".join(_paragraph(row, reader) for row in rows)
-        )
-        return function
-
-    return decorate
-
-
-def options_table() -> str:
-    """Return the table with all options, as docs/parallelize.md shows it."""
-    lines = ["| option | values, default | read by | meaning |", "|---|---|---|---|"]
-    for row in OPTIONS:
-        default = f'"{row.default}"' if isinstance(row.default, str) else repr(row.default)
-        values = f"`{row.values}`".replace(" | ", "`, `")
-        readers = ", ".join(row.readers).replace("xla", '"xla"')
-        lines.append(f"| `{row.name}` | {values}; `{default}` | {readers} | {row.doc} |")
-    return "\n".join(lines)
-
-
-def _paragraph(row: Option, reader: Reader) -> str:
-    text = f"{row.name}: {row.doc}{row.backends() if reader == 'parallelize' else ''}"
-    return textwrap.fill(text, 100, initial_indent=" " * 8, subsequent_indent=" " * 12)

@@ -141,7 +141,7 @@ def limits_text(counts: Mapping[str, int]) -> list[str]:
     searches = "1 search" if limited == 1 else f"{limited} searches"
     line = (
         f"{searches} of steps between layouts ended at the limit, with the best steps up to there; "
-        "costs={'max_layouts': ...} raises it"
+        "advanced={'costs': {'max_layouts': ...}} raises it"
     )
     return [line] if limited else []
 

@@ -65,7 +65,14 @@ class JointProgram(CompiledProgram):
         }
         program = lower_plan(
             plan,
-            Rank(groups, backend, parameters, self.settle, self.carry, frozenset(options.carriers)),
+            Rank(
+                groups,
+                backend,
+                parameters,
+                self.settle,
+                self.carry,
+                frozenset(options.advanced.carriers),
+            ),
             [not isinstance(t, DTensor) for t in tensors],
         )
         owner, targets = self.captured.constants, {n.target for n in program.graph.nodes}

@@ -19,7 +19,8 @@ from ..comm.rank_mismatch import all_gather_rows
 from ..comm.value_check import hash_of_bits
 from ..compat.private_apis import _patch_step_function, is_missing
 from ..compat.versions import check_parallelize
-from ..compiler.options import Options, documented
+from ..compiler.option_docs import documented
+from ..compiler.options import Options
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError
 from ..layout.device_mesh import mesh_of

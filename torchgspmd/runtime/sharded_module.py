@@ -105,7 +105,7 @@ class ShardedModule(MeshModule):
             _marked={},
             _has_warned=False,
             _cast_to=frozenset(),
-            _audit=None if options.audit is None else Audit(model, groups, options.audit),
+            _audit=None if (every := options.check.audit) is None else Audit(model, groups, every),
         )
         if hooks:
             for module in model.modules():  # behind hooks that rename what is loaded
@@ -115,7 +115,8 @@ class ShardedModule(MeshModule):
 
     def _submodule(self, module: nn.Module) -> nn.Module:
         dynamic = self._options.dynamic is not False  # names are those of the whole call
-        options = replace(self._options, dynamic=dynamic, timeout=None, audit=None)
+        unaudited = replace(self._options.check, audit=None)
+        options = replace(self._options, dynamic=dynamic, timeout=None, check=unaudited)
         with bound(self._layout):
             submodule = ShardedModule(
                 module, self._mesh, None, None, options, hooks=False, part=self._part
@@ -178,7 +179,7 @@ class ShardedModule(MeshModule):
     def _run(self, program: JointProgram, call: ModuleCall) -> Any:
         self.__dict__["plan"] = program.plan
         rank_check = compared(
-            self._groups, program, call, self._options.check, self._raise_difference
+            self._groups, program, call, self._options.check.arguments, self._raise_difference
         )
         program.checked = True
         if self._audit is None:
@@ -280,12 +281,12 @@ class ShardedModule(MeshModule):
             program = program or with_bodies(plan.program.code, plan.program_graph)
             guards = [guard.described() for guard in captured.looks]
             options = self._options
-            how = options.check, options.captures, sorted(options.carriers)
+            how = options.check.arguments, options.captures, sorted(options.advanced.carriers)
             return hash_of(as_text((text, guards, program, how)))
 
         # If one rank has planned for itself, all of them compare what they have planned.
         signature = compare(self._groups, signature_of(checksum), signature_of, raise_on_difference)
-        if self._options.check != "never":
+        if self._options.check.arguments != "never":
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         if self._graphs is not None:
             check_capturable(plan, self._options.backend)

@@ -108,8 +108,8 @@ class XlaModule(MeshModule):
                 if i.kind in (PARAMETER, BUFFER)
             },
         )
-        annotated = annotate_for_xla(request, self._options.pin)
-        return _Program(annotated, self._model, mesh, self._device, self._options.pin)
+        annotated = annotate_for_xla(request, self._options.advanced.pin)
+        return _Program(annotated, self._model, mesh, self._device, self._options.advanced.pin)
 
     def _pin_changed(self) -> None:
         """Pin parameter and buffer layouts again if any was assigned or loaded."""

@@ -54,7 +54,7 @@ def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:
         there is no pin 'most'; there are 'user', 'all', 'none'
         >>> print(compare_with_xla(ours))  # doctest: +SKIP
     """
-    Options.read("xla", {"pin": pin})
+    Options.read("xla", {"advanced": {"pin": pin}})
     return XlaComparison(plan, pin)
 
 

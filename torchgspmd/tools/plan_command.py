@@ -17,7 +17,7 @@ from torch import nn
 
 from ..comm.hardware import PRESETS
 from ..compiler.api import plan
-from ..compiler.options import Option, Reader, rows_for
+from ..compiler.options import Option, Reader, settings_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
     """Add those options in the table that a function reads."""
-    for row in rows_for(reader):
+    for _, row in settings_for(reader):
         if how := _argument(row):
             name = f"--{row.name.replace('_', '-')}"
             parser.add_argument(name, help=row.doc.replace("%", "%%"), **how)
@@ -56,9 +56,12 @@ def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
 
 def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
     """Return those options that the command line has."""
-    given = {row.name: vars(args)[row.name] for row in rows_for(reader) if _argument(row)}
-    # None: not on the command line, so plan's default holds.
-    return {name: value for name, value in given.items() if value is not None}
+    given: dict[str, Any] = {}
+    for group, row in settings_for(reader):
+        value = vars(args)[row.name] if _argument(row) else None
+        if value is not None:  # None: not on the command line, so plan's default holds.
+            (given.setdefault(group, {}) if group else given)[row.name] = value
+    return given
 
 
 def run(args: argparse.Namespace) -> str:

@@ -34,7 +34,7 @@ def step(causal: bool):
     return attend
 
 
-def planned(mesh: Mesh, inputs: list, causal: bool = True, costs: Any = ALWAYS, **options):
+def planned(mesh: Mesh, inputs: list, causal: bool = True, costs: Any = ALWAYS, **advanced):
     spec = " ".join(word if word in mesh.names else "_" for word in SPEC.split())
     return plan(
         step(causal),
@@ -42,8 +42,7 @@ def planned(mesh: Mesh, inputs: list, causal: bool = True, costs: Any = ALWAYS, 
         mesh=mesh,
         in_specs=(spec,) * 4 + (None,),
         out_specs=(spec,) * 4,
-        costs=costs,
-        **options,
+        advanced={"costs": costs, **advanced},
     )
 
 
@@ -72,7 +71,7 @@ def test_numbers(mask: str, length: int, mesh: Mesh, heads: tuple[int, int]) -> 
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout_is_that_of_one_device(causal: bool) -> None:
     case = Case("causal" if causal else "window", "seq", 2, even=False, dropout=0.3)
-    result = check(case, costs=ALWAYS)
+    result = check(case, advanced={"costs": ALWAYS})
     assert names(result) == ["ring_attention", "ring_attention_backward"]
 
 

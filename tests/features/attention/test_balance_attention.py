@@ -86,7 +86,7 @@ def planned(model, **options):
 @pytest.mark.parametrize("model", [unrolled, looped])
 def test_tokens_are_exchanged_and_nothing_else(model) -> None:
     """But the gradient of the table of positions. Targets are whole on every device."""
-    result, args = planned(model, costs=SLOW), inputs()
+    result, args = planned(model, advanced={"costs": SLOW}), inputs()
     for got, want in zip(result.simulate(*args, _poison=True), step(unrolled, *args), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     assert "zigzag_attention" in result.text(full=True)
@@ -111,7 +111,7 @@ def test_positions_stay_with_their_tokens() -> None:
 
     def loss(costs: dict[str, float] | None) -> tuple[Tensor, bool]:
         args = inputs()
-        result = plan(with_dropout, *args, mesh=MESH, costs=costs)
+        result = plan(with_dropout, *args, mesh=MESH, advanced={"costs": costs})
         torch.manual_seed(2)
         return result.simulate(*args), "zigzag_attention" in result.text(full=True)
 

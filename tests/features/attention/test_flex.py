@@ -123,7 +123,7 @@ def test_keys_travel_round_a_ring(mask_mod, score_mod) -> None:
         mesh=Mesh(seq=5),
         in_specs=(spec,) * 4,
         out_specs=(spec,) * 4,
-        costs={"link_flops_per_byte": 1e-6},
+        advanced={"costs": {"link_flops_per_byte": 1e-6}},
     )
     targets = [str(n.target) for n in result.program.graph.nodes]
     assert {"ring_attention", "ring_attention_backward"} <= {*targets}

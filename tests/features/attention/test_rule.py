@@ -201,7 +201,7 @@ def test_heads_take_a_part_of_an_axis(kind: str) -> None:
         mesh=Mesh(seq=8),
         in_specs=(spec,) * 4 + (None,),
         out_specs=(spec,) * 4,
-        costs={"link_flops_per_byte": 1},  # slow devices, worth balancing
+        advanced={"costs": {"link_flops_per_byte": 1}},  # slow devices, worth balancing
     )
     compare(result.simulate(*inputs), attend(*inputs))
     gather = 7 / 8 * 2 * heads * 2 * s * d * 8  # of keys and values; backward, it is as much
@@ -218,8 +218,8 @@ def test_causal_work_is_balanced(devices: int) -> None:
         mesh=Mesh(seq=devices),
         in_specs=(spec,) * 4 + (None,),
         out_specs=(spec,) * 4,
-        costs={"link_flops_per_byte": 1},  # slow devices, worth balancing
-        regather="never",  # in a ring late devices lend queries (test_lending.py)
+        # Slow devices, worth balancing; in a ring late ones lend queries (test_lending.py).
+        advanced={"costs": {"link_flops_per_byte": 1}, "regather": "never"},
     )
     compare(result.simulate(*inputs), attend(*inputs))
     zigzag = [n for n in result.sharded.nodes if "zigzag" in str(n.target)]

@@ -159,7 +159,7 @@ def test_a_constant_decides() -> None:
     options = {"mesh": Mesh(model=4), "in_specs": ("_ model", "_ _"), "out_specs": "_ _"}
     x = torch.ones(64, 64)
     sent = [
-        gspmd.plan(torch.matmul, x, x, **options, costs=costs).sent_bytes
+        gspmd.plan(torch.matmul, x, x, **options, advanced={"costs": costs}).sent_bytes
         for costs in (None, {"flops_per_byte": 500.0})
     ]
     assert sent == [15 * 2**10, 12 * 2**10]

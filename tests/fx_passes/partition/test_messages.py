@@ -77,7 +77,9 @@ def planned(costs: dict[str, float] | None = None) -> tuple[Plan, tuple[Tensor, 
     shapes = [(4, 3, 64, 64), (c, 3, 4, 4), *block, *block]
     inputs = tuple(r(*shape, seed=i) for i, shape in enumerate(shapes))
     layouts = ("_ _ s _", *(" ".join("_" * len(shape)) for shape in shapes[1:]))
-    plan = gspmd.plan(convnext, *inputs, mesh=Mesh(s=4), in_specs=layouts, costs=costs)
+    plan = gspmd.plan(
+        convnext, *inputs, mesh=Mesh(s=4), in_specs=layouts, advanced={"costs": costs}
+    )
     return plan, inputs
 
 
@@ -109,7 +111,7 @@ def test_no_message_is_saved_where_much_more_would_be_sent():
 
     x = r(64, 8)
     plan, by_bytes, without_limit = (
-        gspmd.plan(program, x, mesh=Mesh(s=8), in_specs="s _", costs=costs)
+        gspmd.plan(program, x, mesh=Mesh(s=8), in_specs="s _", advanced={"costs": costs})
         for costs in (None, {"message_price": 0}, {"message_share": 100})
     )
     assert plan.sent_bytes == by_bytes.sent_bytes < without_limit.sent_bytes

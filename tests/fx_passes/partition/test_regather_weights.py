@@ -25,7 +25,7 @@ def planned(regather):
             grad=True,
             in_specs="data _ _",
             out_specs="data _ _",
-            regather=regather,
+            advanced={"regather": regather},
         ),
         model,
         x,
@@ -73,7 +73,13 @@ def test_a_cast_weight_is_gathered_and_cast_again():
     x = torch.randn(4, 8, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
         plan = gspmd.plan(
-            model, x, mesh=MESH, grad=True, in_specs="data _", out_specs="data _", regather="always"
+            model,
+            x,
+            mesh=MESH,
+            grad=True,
+            in_specs="data _",
+            out_specs="data _",
+            advanced={"regather": "always"},
         )
     assert gathers(plan, True) == gathers(plan, False) == 1
 
@@ -134,9 +140,16 @@ def test_keys_of_a_long_context_are_gathered_again():
 
     torch.manual_seed(0)
     model, x = Context().double(), torch.randn(1, 64, 16, dtype=torch.float64)
-    options = {"in_specs": spec, "out_specs": spec, "skip_passes": ("attention_rings",)}
+    options = {"in_specs": spec, "out_specs": spec}
     kept, again = (
-        gspmd.plan(model, x, mesh=mesh, grad=True, regather=regather, **options)
+        gspmd.plan(
+            model,
+            x,
+            mesh=mesh,
+            grad=True,
+            advanced={"regather": regather, "skip_passes": ("attention_rings",)},
+            **options,
+        )
         for regather in ("never", "all")
     )
     for a, b in zip(kept.simulate(x)[1].values(), again.simulate(x)[1].values(), strict=True):
@@ -152,7 +165,7 @@ def test_a_permutation_that_gathers_is_done_again():
     gspmd.annotate(model, mesh, {"*.weight": "data model"})
     x = torch.randn(1024, 16)
     options = dict(mesh=mesh, in_specs="data+model _", out_specs="data+model _", grad=True)
-    plan = gspmd.plan(model, x, regather="always", **options)
+    plan = gspmd.plan(model, x, advanced={"regather": "always"}, **options)
     weights = [n for n in plan.sharded.nodes if "step" in n.meta and n.args[0].op == "placeholder"]
     assert {n.meta["step"].kind for n in weights} == {"permute"}
     # The first weight is needed in the forward alone, the second in both.

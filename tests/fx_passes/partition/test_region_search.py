@@ -374,7 +374,7 @@ def test_a_layout_that_lost_is_not_tried_again_at_once(monkeypatch: pytest.Monke
                 *weights,
                 mesh=mesh,
                 in_specs=specs,
-                costs={"retry_share": share},
+                advanced={"costs": {"retry_share": share}},
             )
         )
         counts.append(len(forced))

@@ -36,8 +36,8 @@ def test_a_plan_says_that_a_search_ended_at_its_limit() -> None:
     mesh = Mesh(a=2, b=3, c=2)
     specs = {"in_specs": ("a b c",), "out_specs": "b+c _ a"}
     free = plan(torch.neg, x, mesh=mesh, **specs)
-    limited = plan(torch.neg, x, mesh=mesh, costs={"max_layouts": 1}, **specs)
-    said = "ended at the limit, with the best steps up to there; costs={'max_layouts': ...} raises"
+    limited = plan(torch.neg, x, mesh=mesh, advanced={"costs": {"max_layouts": 1}}, **specs)
+    said = "ended at the limit, with the best steps up to there; advanced={'costs': {'max_layouts':"
     assert limited.counts["reshard_limited"] > 0
     assert said in str(limited) and said in str(limited.report())
     assert said not in str(free) and said not in str(free.report())

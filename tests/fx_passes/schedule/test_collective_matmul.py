@@ -79,11 +79,14 @@ def test_a_large_model_on_meta_is_planned_so_and_a_small_one_is_not():
     assert counts(large) == (1, 1)
     assert [c.kind for c in large.collectives] == ["all_gather", "reduce_scatter"]
     assert (
-        counts(planned(8192, 16384, skip_passes=("collective_matmul",)))
+        counts(planned(8192, 16384, advanced={"skip_passes": ("collective_matmul",)}))
         == counts(planned(64, 64))
         == (0, 0)
     )
-    assert large.sent_bytes == planned(8192, 16384, skip_passes=("collective_matmul",)).sent_bytes
+    assert (
+        large.sent_bytes
+        == planned(8192, 16384, advanced={"skip_passes": ("collective_matmul",)}).sent_bytes
+    )
 
 
 @pytest.mark.parametrize("size", [2, 4])

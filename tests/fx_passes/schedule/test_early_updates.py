@@ -19,7 +19,8 @@ def test_a_gather_begins_after_the_next_sum(clip, order):
     alone.load_state_dict(step.state_dict())
     step.clip = alone.clip = clip
     mesh = zero_step.LAYOUT.on(Mesh(data=4))
-    plan = gspmd.plan(step, x, mesh=mesh, skip_passes=["bucket"], **options)
+    options["advanced"]["skip_passes"] = ["bucket"]
+    plan = gspmd.plan(step, x, mesh=mesh, **options)
     sent = [n.args[0] for n in plan.program_graph.nodes if n.target is start]
     short = {"reduce_scatter": "rs", "all_gather": "ag", "all_reduce": "ar"}
     kinds = [short[kind] for kind in sent]

@@ -92,7 +92,7 @@ class TestGolden(TestCase):
     maxDiff = None
 
     def test_sharded_weights(self):
-        plan, _, _ = sharded_layers(skip_passes=("bucket",))
+        plan, _, _ = sharded_layers(advanced={"skip_passes": ("bucket",)})
         self.assertExpectedInline(
             text_of(plan),
             """\
@@ -162,7 +162,7 @@ one device
         )
 
     def test_left_out(self):
-        plan, _, _ = sharded_layers(2, skip_passes=("bucket", "overlap", "prefetch"))
+        plan, _, _ = sharded_layers(2, advanced={"skip_passes": ("bucket", "overlap", "prefetch")})
         self.assertExpectedInline(
             text_of(plan),
             """\
@@ -198,12 +198,12 @@ one device
     "skip", [(), ("bucket",), ("overlap",), ("bucket", "overlap", "prefetch")], ids="+".join
 )
 def test_the_numbers_stay_and_memory_is_bounded(layout, skip):
-    plan, model, x = block(layout, skip_passes=skip)
+    plan, model, x = block(layout, advanced={"skip_passes": skip})
     want, grads = eager(model, x)
     got, got_grads = plan.simulate(x)
     assert_same(got, want, terms=512)
     assert_same(got_grads, grads, terms=4096)
-    without = block(layout, skip_passes=(*skip, "overlap", "prefetch"))[0]
+    without = block(layout, advanced={"skip_passes": (*skip, "overlap", "prefetch")})[0]
     assert plan.memory.peak <= (1 + EXTRA) * without.memory.peak
     plan.program.graph.lint()
     assert not [n for n in plan.program.graph.nodes if n.target in collective_kinds().values()]
@@ -213,7 +213,7 @@ def test_one_layer_ahead():
     """Each gather but the first begins before the computation with what was gathered before it; no
     two ahead.
     """
-    plan, _, _ = sharded_layers(6, skip_passes=("bucket",))
+    plan, _, _ = sharded_layers(6, advanced={"skip_passes": ("bucket",)})
     order, gathers = order_of(plan), [s for s in starts(plan) if s.args[0] == "all_gather"]
     waits = [min(order[w] for w in s.users) for s in gathers]
     for i in range(1, len(gathers)):
@@ -222,7 +222,7 @@ def test_one_layer_ahead():
 
 
 def test_without_prefetch_weights_are_gathered_where_they_are_needed():
-    plan, _, _ = sharded_layers(6, skip_passes=("bucket", "prefetch"))
+    plan, _, _ = sharded_layers(6, advanced={"skip_passes": ("bucket", "prefetch")})
     order = order_of(plan)
     for begun in (s for s in starts(plan) if s.args[0] == "all_gather"):
         assert min(order[w] for w in begun.users) == order[begun] + 1
@@ -242,9 +242,9 @@ def test_memory_holds_the_start_back():
     """Outputs of many layers at once are at the limit: then nothing is gathered before it is
     needed.
     """
-    plan, _, _ = sharded_layers(4, width=512, rows=2, skip_passes=("bucket",))
+    plan, _, _ = sharded_layers(4, width=512, rows=2, advanced={"skip_passes": ("bucket",)})
     without, _, _ = sharded_layers(
-        4, width=512, rows=2, skip_passes=("bucket", "overlap", "prefetch")
+        4, width=512, rows=2, advanced={"skip_passes": ("bucket", "overlap", "prefetch")}
     )
     assert plan.memory.peak <= (1 + EXTRA) * without.memory.peak
     order = order_of(plan)
@@ -377,7 +377,7 @@ def test_random_numbers_are_drawn_in_order():
     gspmd.annotate(model, DATA, {"b.weight": "_ data", "c.weight": "_ data"})
     results = []
     for skip in ((), ("overlap", "bucket", "prefetch")):
-        plan = gspmd.plan(model, x, mesh=DATA, skip_passes=skip)
+        plan = gspmd.plan(model, x, mesh=DATA, advanced={"skip_passes": skip})
         torch.manual_seed(1)
         results.append(plan.simulate(x))
     assert_same(*results)
@@ -389,7 +389,7 @@ def test_unknown_pass():
         "'prefetch'"
     )
     with pytest.raises(gspmd.ShardingError, match=f"there is no pass 'buckets'; there are {known}"):
-        sharded_layers(skip_passes=("buckets",))
+        sharded_layers(advanced={"skip_passes": ("buckets",)})
 
 
 # --------------------------------------------------------------------------------- memory in flight

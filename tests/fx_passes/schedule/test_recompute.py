@@ -66,7 +66,8 @@ class MLP(nn.Module):
 def planned(model, x, mesh=MESH, **options):
     if isinstance(model, GPT):
         gspmd.annotate(model, mesh, MARKS)
-    chosen = {"in_specs": "auto", "grad": True, "unmarked": "replicated", **options}
+    chosen = {"in_specs": "auto", "grad": True, **options}
+    chosen["advanced"] = {"unmarked": "replicated", **options.get("advanced", {})}
     return gspmd.plan(model, x, mesh=mesh, **chosen)
 
 
@@ -85,7 +86,7 @@ def test_a_gpt_keeps_to_its_budget_with_the_same_dropout(stacked):
     model, x = GPT(stacked, dropout=0.1), torch.randn(8, 32, WIDTH)
     plain = planned(model, x)
     budget = budget_between(plain, 0.6)
-    plan = planned(model, x, recompute="auto", memory_budget=budget)
+    plan = planned(model, x, memory=budget)
     assert plan.memory.peak <= budget < plain.memory.peak
     assert_same(simulated(plan, x), simulated(plain, x))
     assert "recomputed in the backward" not in plain.summary()
@@ -103,7 +104,7 @@ def test_less_memory_takes_more_time_and_gives_the_numbers_of_eager():
     seconds = [0]
     for share in (0.9, 0.65):
         budget = budget_between(plain, share)
-        plan = planned(model, x, recompute="auto", memory_budget=budget)
+        plan = planned(model, x, memory=budget)
         assert plan.memory.peak <= budget
         assert_same(simulated(plan, x), want)
         seconds.append(plan.counts["recomputed_nanoseconds"])
@@ -113,26 +114,26 @@ def test_less_memory_takes_more_time_and_gives_the_numbers_of_eager():
 def test_what_fits_stays():
     model, x = MLP(), torch.randn(8, 4, WIDTH)
     plain = planned(model, x)
-    plan = planned(model, x, recompute="auto", memory_budget="1 GiB")
+    plan = planned(model, x, memory="1 GiB")
     assert str(plan) == str(plain)
 
 
 def test_a_budget_that_no_choice_reaches_names_the_least():
     model, x = MLP(), torch.randn(64, 32, WIDTH)
     with pytest.raises(ShardingError) as error:
-        planned(model, x, recompute="auto", memory_budget="100 KiB")
+        planned(model, x, memory="100 KiB")
     text = str(error.value)
-    assert "more than the memory_budget of 100.00 KiB" in text
-    least = int(re.search(r"memory_budget=(\d+)", text)[1])
-    assert planned(model, x, recompute="auto", memory_budget=least).memory.peak <= least
+    assert "more than the memory budget of 100.00 KiB" in text
+    least = int(re.search(r"set a budget of (\d+)", text)[1])
+    assert planned(model, x, memory=least).memory.peak <= least
 
 
 def test_a_gather_that_is_recomputed_is_counted():
     model, x, mesh = MLP(), torch.randn(16, 2, WIDTH), Mesh(data=4)
     gspmd.annotate(model, mesh, {"layers.*.weight": "data _"})
-    plain = planned(model, x, mesh, regather="never")
-    budget = {"recompute": "auto", "memory_budget": int(0.8 * plain.memory.peak)}
-    again = planned(model, x, mesh, regather="never", **budget)
+    plain = planned(model, x, mesh, advanced={"regather": "never"})
+    budget = int(0.8 * plain.memory.peak)
+    again = planned(model, x, mesh, advanced={"regather": "never"}, memory=budget)
     gathers = [sum(c.kind == "all_gather" for c in p.collectives) for p in (plain, again)]
     assert gathers[0] < gathers[1] and plain.sent_bytes < again.sent_bytes
     assert_same(simulated(again, x), simulated(plain, x))
@@ -150,9 +151,9 @@ def test_a_step_allocates_what_the_plan_says(world_of_one, monkeypatch, stacked)
     monkeypatch.delenv("TORCHGSPMD_CHECK", raising=False)  # it holds the saved values
     x, mesh, measured, peaks = torch.randn(16, 64, WIDTH), Mesh(data=1), [], []
     budget = None
-    for options in ({}, {"recompute": "auto"}):
+    for options in ({}, {"memory": {"recompute": "auto"}}):
         if options:
-            options["memory_budget"] = budget = int(0.65 * peaks[0])
+            options["memory"]["budget"] = budget = int(0.65 * peaks[0])
         model = gspmd.parallelize(GPT(stacked, dropout=0.1), mesh, in_specs="auto", **options)
         model(x).backward()  # plans
         model.zero_grad()
@@ -175,24 +176,24 @@ def test_sizes_are_read(text, size):
 
 @pytest.mark.parametrize("budget", ["8 GiBs", "much", 0, -1, "", float("inf"), True, [8]])
 def test_what_is_no_size_is_refused(budget):
-    with pytest.raises(ShardingError, match="memory_budget is"):
-        planned(MLP(), torch.randn(4, 2, WIDTH), recompute="auto", memory_budget=budget)
+    with pytest.raises(ShardingError, match="the memory budget is|memory is"):
+        planned(MLP(), torch.randn(4, 2, WIDTH), memory=budget)
 
 
 def test_a_budget_without_recompute_is_refused():
     with pytest.raises(ShardingError, match="nothing keeps to it"):
-        planned(MLP(), torch.randn(4, 2, WIDTH), memory_budget="1 GiB")
+        planned(MLP(), torch.randn(4, 2, WIDTH), memory={"budget": "1 GiB"})
 
 
 def test_stages_of_a_pipeline_keep_their_values():
     mesh = Mesh(stage=2)
     model = nn.Sequential(gspmd.pipeline([Layer() for _ in range(2)], mesh, microbatches=2))
     x = torch.randn(8, 4, WIDTH)
-    options = {"in_specs": "_ _ _", "recompute": "auto"}
+    options = {"in_specs": "_ _ _"}
     plain = planned(model, x, mesh, in_specs="_ _ _")
-    with pytest.raises(ShardingError, match="more than the memory_budget"):
-        planned(model, x, mesh, memory_budget=plain.memory.peak // 2, **options)
-    plan = planned(model, x, mesh, memory_budget=plain.memory.peak, **options)
+    with pytest.raises(ShardingError, match="more than the memory budget"):
+        planned(model, x, mesh, memory=plain.memory.peak // 2, **options)
+    plan = planned(model, x, mesh, memory=plain.memory.peak, **options)
     assert_same(simulated(plan, x), simulated(plain, x))
 
 
@@ -218,7 +219,7 @@ def test_values_wait_on_the_host():
     model, x = GPT(stacked=True, dropout=0.1), torch.randn(8, 32, WIDTH)
     plain = planned(model, x)
     budget = budget_between(plain, 0.6)
-    plan = planned(model, x, offload="activations", memory_budget=budget)
+    plan = planned(model, x, memory={"offload": "activations", "budget": budget})
     assert plan.memory.peak <= budget
     assert on_host(plan) >= LAYERS and "recomputed in the backward: nothing;" in plan.summary()
     assert_same(simulated(plan, x), simulated(plain, x))
@@ -229,8 +230,8 @@ def test_the_faster_way_is_taken(host, moves):
     model, x = GPT(stacked=True), torch.randn(8, 32, WIDTH)
     budget = budget_between(planned(model, x), 0.7)
     hardware = replace(gspmd.Hardware.of("cpu"), host_bandwidth=host, launch=0.0)
-    ways = {"recompute": "auto", "offload": "activations"}
-    plan = planned(model, x, hardware=hardware, memory_budget=budget, **ways)
+    ways = {"recompute": "auto", "offload": "activations", "budget": budget}
+    plan = planned(model, x, hardware=hardware, memory=ways)
     assert (on_host(plan) > 0) is moves
 
 
@@ -239,7 +240,7 @@ def test_a_step_with_values_on_the_host(world_of_one):
     loss = model(x)
     want = torch.autograd.grad(loss, [*model.parameters()])
     budget = int(0.8 * planned(model, x, mesh).memory.peak)
-    ways = {"offload": "activations", "memory_budget": budget}
+    ways = {"memory": {"offload": "activations", "budget": budget}}
     model = gspmd.parallelize(model, mesh, in_specs="auto", **ways)
     model(x).backward()
     assert on_host(model.plan)
@@ -248,4 +249,6 @@ def test_a_step_with_values_on_the_host(world_of_one):
 
 def test_inductor_offloads_nothing():
     with pytest.raises(ShardingError, match="backend 'inductor' cannot offload"):
-        gspmd.parallelize(MLP(), Mesh(data=1), backend="inductor", offload="activations")
+        gspmd.parallelize(
+            MLP(), Mesh(data=1), backend="inductor", memory={"offload": "activations"}
+        )

@@ -97,7 +97,7 @@ def test_seeds():
 
 def test_native_numbers_differ_between_parts_and_agree_between_replicas():
     f, x = (lambda x: x * 0 + torch.rand(64, 8)), torch.ones(64, 8)
-    plan, values = drawn(f, Mesh(a=2, m=2), "m _", x, rng="native")
+    plan, values = drawn(f, Mesh(a=2, m=2), "m _", x, advanced={"rng": "native"})
     assert not torch.equal(values[:32], values[32:])
     torch.manual_seed(7)
     parts = Simulator(plan.program, plan.mesh).run_devices(

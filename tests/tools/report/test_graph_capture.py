@@ -65,8 +65,8 @@ def test_experts_without_a_kernel() -> None:
 
 def test_draws_whose_seed_the_host_reads() -> None:
     dropout = nn.Dropout(0.5)
-    assert [row.why for row in found(dropout, X, rng="native")] == [
-        'with rng="native" the host seeds a generator'
+    assert [row.why for row in found(dropout, X, advanced={"rng": "native"})] == [
+        'with advanced={"rng": "native"} the host seeds a generator'
     ]
     assert found(dropout, X.double()) == ()
     rows = found(torch.rand_like, X.double())

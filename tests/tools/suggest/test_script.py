@@ -246,7 +246,9 @@ def test_the_numbers_are_those_of_the_script():
     model, options = build(), {}
     names = {"gspmd": gspmd, "model": model, "keep": lambda *a, **given: options.update(given)}
     exec(found.code.replace("gspmd.parallelize(", "keep("), names)
-    plan = gspmd.plan(model, *batch, mesh=found.mesh, grad=True, unmarked="replicated", **options)
+    plan = gspmd.plan(
+        model, *batch, mesh=found.mesh, grad=True, advanced={"unmarked": "replicated"}, **options
+    )
     assert plan.sent_bytes == pytest.approx(found.sent_bytes)
 
 

@@ -2,7 +2,8 @@
 
 Costs are in bytes on the wire: bytes that a device sends, and work that is worth as much. Constants
 are chosen by us unless a source is named: they order layouts, and predict no time.
-`plan(costs={"memory_per_byte": 64})` overrides some; docs/debugging_a_layout.md has the table.
+`advanced={"costs": {"memory_per_byte": 64}}` overrides some; docs/debugging_a_layout.md has the
+table.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def check_budget(program: Program) -> None:
     inputs = shard_inputs(program.graph, program.mesh)
     from_outside = sum(map(bytes_of, inputs))
     raise ShardingError.here(
-        f"a device needs {size_text(least)}, more than the memory_budget of {size_text(budget)}",
+        f"a device needs {size_text(least)}, more than the memory budget of {size_text(budget)}",
         why=f"no choice of recomputed values needs less; of it parameters and arguments are "
         f"{size_text(from_outside)}",
-        fix=f"set memory_budget={least}, or divide more: docs/out_of_memory.md",
+        fix=f"set a budget of {least}, or divide more: docs/out_of_memory.md",
     )

@@ -309,7 +309,7 @@ class Proposal:
         if self.keeps_results:
             yield "out_specs", '"same"'
         if self.savings.regather != "auto":
-            yield "regather", f'"{self.savings.regather}"'
+            yield "advanced", f'{{"regather": "{self.savings.regather}"}}'
         if self.savings.microbatches > self.savings.calls and not self.staged:
             yield "microbatches", str(self.savings.microbatches)
         for name, dtype in self.precision.items():

@@ -23,7 +23,8 @@ import torch
 from torch import nn
 
 from ...comm.hardware import Hardware
-from ...compiler.options import Options, documented
+from ...compiler.option_docs import documented
+from ...compiler.options import Options
 from ...errors import ShardingError
 from ...fx_passes.units import parse_size
 from ...layout.mesh import Mesh
