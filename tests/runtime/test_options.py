@@ -15,9 +15,9 @@ from torchgspmd.compiler.option_docs import options_table
 from torchgspmd.compiler.options import (
     MOVED,
     OPTIONS,
-    Advanced,
-    Checks,
-    Memory,
+    AdvancedSettings,
+    CheckSettings,
+    MemorySettings,
     Options,
     rows_for,
 )
@@ -117,11 +117,15 @@ def test_the_command_line_takes_the_options_of_plan():
 
 def test_a_group_is_a_mapping_a_record_or_its_short_form():
     read = Options.read
-    for value in ("8GiB", {"recompute": "auto", "budget": "8GiB"}, Memory("auto", "never", "8GiB")):
-        assert read("plan", {"memory": value}).memory == Memory("auto", "never", "8GiB")
-    for value in ("first", {"arguments": "first"}, Checks("first")):
-        assert read("parallelize", {"check": value}).check == Checks("first")
-    assert read("plan", {"advanced": {"rng": "native"}}).advanced == Advanced(rng="native")
+    for value in (
+        "8GiB",
+        {"recompute": "auto", "budget": "8GiB"},
+        MemorySettings("auto", "never", "8GiB"),
+    ):
+        assert read("plan", {"memory": value}).memory == MemorySettings("auto", "never", "8GiB")
+    for value in ("first", {"arguments": "first"}, CheckSettings("first")):
+        assert read("parallelize", {"check": value}).check == CheckSettings("first")
+    assert read("plan", {"advanced": {"rng": "native"}}).advanced == AdvancedSettings(rng="native")
     for group, value, message in (
         ("memory", {"recmpute": "auto"}, "did you mean 'recompute'?"),
         ("memory", {"budget": "8GiB"}, "nothing keeps to it"),

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import TypedDict
 
 from ..comm.hardware import Hardware
-from .options import Advanced, Backend, Checks, Dynamic, Memory
+from .options import AdvancedSettings, Backend, CheckSettings, Dynamic, MemorySettings
 
 
 class Precision(TypedDict, total=False):
@@ -25,10 +25,10 @@ class Precision(TypedDict, total=False):
 
 class _Planned(Precision, total=False):
     strict: bool
-    memory: Memory | Mapping[str, Any] | int | str
+    memory: MemorySettings | Mapping[str, Any] | int | str
     microbatches: int
-    check: Checks | Mapping[str, Any] | str
-    advanced: Advanced | Mapping[str, Any]
+    check: CheckSettings | Mapping[str, Any] | str
+    advanced: AdvancedSettings | Mapping[str, Any]
     hardware: Hardware | str | None
     dynamic: Dynamic
 

@@ -47,7 +47,7 @@ def _option(default: T, readers: str, doc: str) -> T:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemorySettings:
     """How the peak of a device's memory is kept low."""
 
     recompute: Recompute = _option(
@@ -92,7 +92,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Checks:
+class CheckSettings:
     """Checks of the plan, of arguments and of values that ranks share."""
 
     arguments: Check = _option(
@@ -128,7 +128,7 @@ class Checks:
 
 
 @dataclass(frozen=True)
-class Advanced:
+class AdvancedSettings:
     """Settings that ordinary programs leave as they are."""
 
     rng: Rng = _option(
@@ -181,7 +181,7 @@ class Advanced:
             check_choice("carrier", carrier, CARRIERS)
 
 
-Group = Memory | Checks | Advanced
+Group = MemorySettings | CheckSettings | AdvancedSettings
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ class Options:
         "plan parallelize",
         "Raise an error where plan.replicated_ops would list an operation.",
     )
-    memory: Memory = _option(
-        Memory(),
+    memory: MemorySettings = _option(
+        MemorySettings(),
         PLANNED,
         'How the peak of a device\'s memory is kept low. A size, such as "8GiB", is '
         '{"budget": "8GiB", "recompute": "auto"}.',
@@ -262,13 +262,13 @@ class Options:
         "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
     )
 
-    check: Checks = _option(
-        Checks(),
+    check: CheckSettings = _option(
+        CheckSettings(),
         PLANNED,
         'Checks of the plan and of the ranks. A text, such as "first", is {"arguments": "first"}.',
     )
-    advanced: Advanced = _option(
-        Advanced(), f"{PLANNED} xla", "Settings that ordinary programs leave as they are."
+    advanced: AdvancedSettings = _option(
+        AdvancedSettings(), f"{PLANNED} xla", "Settings that ordinary programs leave as they are."
     )
 
     @classmethod
@@ -358,7 +358,11 @@ class Options:
         return found
 
 
-GROUPS: dict[str, type[Group]] = {"memory": Memory, "check": Checks, "advanced": Advanced}
+GROUPS: dict[str, type[Group]] = {
+    "memory": MemorySettings,
+    "check": CheckSettings,
+    "advanced": AdvancedSettings,
+}
 _SHORT_TYPES = {"memory": "int | str", "check": "str", "advanced": ""}
 # What a value means that is no mapping.
 _SHORT: dict[str, Callable[[Any], dict[str, Any]]] = {

@@ -39,14 +39,14 @@ Names = Mapping[str, str | None] | Callable[[str], str | None]
 
 @dataclass
 class Transferred:
-    """A transfer's traffic on this rank. tensors: those that a callable target wanted, by name."""
+    """The bytes of a transfer on this rank. tensors: those of a callable target, by name."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """The part of a tensor that one rank has, or wants."""
 
     shape: tuple[int, ...]
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     box: Box
 
 
-class Piece(NamedTuple):
+class TransferPiece(NamedTuple):
     """A part of a tensor that one rank sends, or keeps, for one that wants it."""
 
     name: str
@@ -113,7 +113,7 @@ def transfer(
     """
     meet_all("transfer")
     rank = dist.get_rank() if dist.is_initialized() else 0
-    sources, held = dict[str, Tensor](), dict[str, Part]()
+    sources, held = dict[str, Tensor](), dict[str, TensorPart]()
     problem = ""
     try:
         sources = _renamed(_tensors(source), names)
@@ -125,7 +125,12 @@ def transfer(
     hosts, holders = [row[1] for row in rows], [*map(_from_json, (row[2] for row in rows))]
 
     shapes = {name: part for parts in holders for name, part in parts.items()}
-    made, targets, wanted, known = dict[str, Tensor](), dict[str, Tensor](), dict[str, Part](), []
+    made, targets, wanted, known = (
+        dict[str, Tensor](),
+        dict[str, Tensor](),
+        dict[str, TensorPart](),
+        [],
+    )
     try:
         if callable(target) and not isinstance(target, nn.Module):
             wanted, known = _asked(target, rank, shapes), [*shapes]
@@ -185,11 +190,11 @@ def _once(targets: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[st
     return {name: targets[name] for name in by_tensor.values()}
 
 
-def _parts(tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+def _parts(tensors: Mapping[str, Tensor]) -> dict[str, TensorPart]:
     """Return this rank's part in each tensor, if it has one."""
     found = {name: (tensor, _box(tensor)) for name, tensor in tensors.items()}
     return {
-        name: Part(tuple(tensor.shape), tensor.dtype, box)
+        name: TensorPart(tuple(tensor.shape), tensor.dtype, box)
         for name, (tensor, box) in found.items()
         if box is not None
     }
@@ -212,9 +217,9 @@ def _box(tensor: Tensor) -> Box | None:
     return tuple((each.start, each.stop) for each in part)
 
 
-def _asked(target: Wants, rank: int, shapes: Mapping[str, Part]) -> dict[str, Part]:
+def _asked(target: Wants, rank: int, shapes: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
     """Return the parts that a function wants on this rank."""
-    found: dict[str, Part] = {}
+    found: dict[str, TensorPart] = {}
     for name, whole in shapes.items():
         slices = target(rank, name, whole.shape)
         if slices is None:
@@ -226,15 +231,15 @@ def _asked(target: Wants, rank: int, shapes: Mapping[str, Part]) -> dict[str, Pa
             )
         sizes = zip(slices, whole.shape)
         box = tuple((b, max(b, e)) for b, e, _ in (s.indices(size) for s, size in sizes))
-        found[name] = Part(whole.shape, whole.dtype, box)
+        found[name] = TensorPart(whole.shape, whole.dtype, box)
     return found
 
 
-def _empty(part: Part, device: torch.device | None) -> Tensor:
+def _empty(part: TensorPart, device: torch.device | None) -> Tensor:
     return torch.empty([e - b for b, e in part.box], dtype=part.dtype, device=device)
 
 
-def _mismatch(shapes: Mapping[str, Part], wanted: Mapping[str, Part]) -> str:
+def _mismatch(shapes: Mapping[str, TensorPart], wanted: Mapping[str, TensorPart]) -> str:
     """Return the reason why a rank's parts cannot come from the source, or nothing."""
     if missing := [name for name in wanted if name not in shapes]:
         return f"the source has no {names_of(missing)}"
@@ -260,13 +265,13 @@ def _raise_first(problems: Sequence[str]) -> None:
         )
 
 
-def _as_json(parts: Mapping[str, Part]) -> list[list]:
+def _as_json(parts: Mapping[str, TensorPart]) -> list[list]:
     return [[n, p.shape, str(p.dtype).removeprefix("torch."), p.box] for n, p in parts.items()]
 
 
-def _from_json(rows: Iterable[Sequence[Any]]) -> dict[str, Part]:
+def _from_json(rows: Iterable[Sequence[Any]]) -> dict[str, TensorPart]:
     return {
-        name: Part(tuple(shape), getattr(torch, dtype), tuple((b, e) for b, e in box))
+        name: TensorPart(tuple(shape), getattr(torch, dtype), tuple((b, e) for b, e in box))
         for name, shape, dtype, box in rows
     }
 
@@ -275,10 +280,10 @@ def _from_json(rows: Iterable[Sequence[Any]]) -> dict[str, Part]:
 
 
 def _pieces(
-    holders: Sequence[Mapping[str, Part]],
-    wanters: Sequence[Mapping[str, Part]],
+    holders: Sequence[Mapping[str, TensorPart]],
+    wanters: Sequence[Mapping[str, TensorPart]],
     hosts: Sequence[str],
-) -> Iterator[list[Piece]]:
+) -> Iterator[list[TransferPiece]]:
     """Yield each tensor's pieces, the same on every rank."""
     by_box: dict[str, dict[Box, list[int]]] = defaultdict(lambda: defaultdict(list))
     dtypes: dict[str, torch.dtype] = {}
@@ -288,7 +293,7 @@ def _pieces(
             dtypes[name] = part.dtype
     sent = [0] * len(holders)
     for name, boxes in by_box.items():
-        pieces: list[Piece] = []
+        pieces: list[TransferPiece] = []
         for target, part in ((r, parts[name]) for r, parts in enumerate(wanters) if name in parts):
             dtype = min(dtypes[name], part.dtype, key=lambda d: d.itemsize)
             for box, ranks in boxes.items():
@@ -299,14 +304,14 @@ def _pieces(
                 source = min(
                     ranks, key=lambda r: (r != target, hosts[r] != hosts[target], sent[r], r)
                 )
-                pieces.append(Piece(name, source, target, common, dtype))
+                pieces.append(TransferPiece(name, source, target, common, dtype))
                 sent[source] += pieces[-1].bytes * (source != target)
         yield pieces
 
 
-def _rounds(tensors: Iterable[Sequence[Piece]]) -> Iterator[list[Piece]]:
+def _rounds(tensors: Iterable[Sequence[TransferPiece]]) -> Iterator[list[TransferPiece]]:
     """Yield pieces such that a rank sends, and receives, at most BUCKET bytes at once."""
-    chosen: list[Piece] = []
+    chosen: list[TransferPiece] = []
     sent, received = defaultdict[int, int](int), defaultdict[int, int](int)
     for piece in (part for pieces in tensors for whole in pieces for part in _cut(whole)):
         moved = piece.bytes * (piece.source != piece.target)
@@ -320,7 +325,7 @@ def _rounds(tensors: Iterable[Sequence[Piece]]) -> Iterator[list[Piece]]:
         yield chosen
 
 
-def _cut(piece: Piece) -> Iterator[Piece]:
+def _cut(piece: TransferPiece) -> Iterator[TransferPiece]:
     """Yield a piece in parts of at most BUCKET bytes, along its longest dimension."""
     if piece.bytes <= BUCKET or piece.source == piece.target:
         yield piece
@@ -345,12 +350,12 @@ class _Move(NamedTuple):
 
     rank: int
     sources: Mapping[str, Tensor]
-    held: Mapping[str, Part]
+    held: Mapping[str, TensorPart]
     targets: Mapping[str, Tensor]
-    wanted: Mapping[str, Part]
+    wanted: Mapping[str, TensorPart]
     result: Transferred
 
-    def round(self, pieces: Sequence[Piece]) -> None:
+    def round(self, pieces: Sequence[TransferPiece]) -> None:
         """Move pieces: one message for each pair of ranks."""
         sends, receives = defaultdict[int, list](list), defaultdict[int, list](list)
         for piece in pieces:
@@ -379,14 +384,14 @@ class _Move(NamedTuple):
                 value.view(-1).view(torch.uint8).copy_(part)
                 place.copy_(value)
 
-    def _packed(self, piece: Piece) -> Tensor:
+    def _packed(self, piece: TransferPiece) -> Tensor:
         # As bytes, since gloo lacks some dtypes.
         return self._from(piece).to(_carrier(), piece.dtype).contiguous().view(-1).view(torch.uint8)
 
-    def _from(self, piece: Piece) -> Tensor:
+    def _from(self, piece: TransferPiece) -> Tensor:
         return _sliced(self.sources[piece.name], self.held[piece.name], piece.box)
 
-    def _to(self, piece: Piece) -> Tensor:
+    def _to(self, piece: TransferPiece) -> Tensor:
         return _sliced(self.targets[piece.name], self.wanted[piece.name], piece.box)
 
 
@@ -395,7 +400,7 @@ def _carrier() -> str:
     return "cuda" if backend_of("cuda") == "nccl" else "cpu"
 
 
-def _sliced(tensor: Tensor, part: Part, box: Box) -> Tensor:
+def _sliced(tensor: Tensor, part: TensorPart, box: Box) -> Tensor:
     """Return a piece of this rank's part of a tensor."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
     return local[tuple(slice(b - at, e - at) for (b, e), (at, _) in zip(box, part.box))]

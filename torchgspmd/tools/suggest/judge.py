@@ -17,7 +17,7 @@ from ...capture import BUFFER, MUTATION, PARAMETER, Captured, Input, capture
 from ...comm.hardware import Hardware
 from ...compat.private_apis import _pytree as pytree
 from ...compiler.api import compile_plan
-from ...compiler.options import Advanced, Options
+from ...compiler.options import AdvancedSettings, Options
 from ...errors import ShardingError
 from ...fx_passes.ir import tensors_of
 from ...fx_passes.program import Shared
@@ -321,7 +321,7 @@ class Judge:
             program if STAGE in mesh.names else with_marks(program, mesh, spec_of),
             mesh,
             [*inputs, *[None for _ in program.state_inputs]],
-            replace(self.options, advanced=Advanced(regather=savings.regather)),
+            replace(self.options, advanced=AdvancedSettings(regather=savings.regather)),
             device="meta" if self.hardware.beside else "cpu",
             shared=self.shared,
         )
