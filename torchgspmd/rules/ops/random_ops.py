@@ -52,7 +52,7 @@ def _kept_draw(
 def _reads_seed(node: fx.Node) -> str | None:
     """Return why the host reads a draw's seed; None if the kernel for CUDA does."""
     if node.args[-1]:
-        return 'with rng="native" the host seeds a generator'
+        return 'with advanced={"rng": "native"} the host seeds a generator'
     return "the host reads the seed of float64 draws" if _is_double(node) else None
 
 
