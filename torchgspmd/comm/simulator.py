@@ -161,7 +161,7 @@ def split_global(
     poison: pad with NaN to detect leaking padding. groups: for each dimension, how many rows stay
     together.
     """
-    shards, groups = [], groups or [1] * tensor.dim()
+    shards, groups, tensor = [], groups or [1] * tensor.dim(), spec.part_order(tensor, mesh)
     for rank in range(mesh.size):
         shard, c = tensor, mesh.coordinates(rank)
         for d, axes in enumerate(spec.dims):
@@ -186,4 +186,5 @@ def join_global(shards: list[Tensor], spec: ShardSpec, shape: Sequence[int], mes
             for n, axes in zip(rows, spec.dims)
         )
         result[where] = shards[rank]
-    return result[tuple(slice(0, n) for n in shape)].contiguous()
+    result = result[tuple(slice(0, n) for n in shape)]
+    return spec.user_order(result, mesh).contiguous()

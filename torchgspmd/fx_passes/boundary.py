@@ -138,8 +138,9 @@ def _input_specs(
         if spec is None:
             spec = inp.mark
         # A spec says how, a mark in the model says when: its priorities stay.
-        elif inp.mark is not None:
-            spec = spec.with_priorities(inp.mark.priorities)
+        else:
+            spec = spec.plain() if spec.parts else spec  # store_parts reads the parts
+            spec = spec.with_priorities(inp.mark.priorities) if inp.mark is not None else spec
         specs.append(
             _drop_trivial(spec.check(mesh, inp.shape, f"{inp.kind} '{inp.name}'"), mesh)
             if spec is not None

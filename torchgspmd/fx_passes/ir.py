@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from ..layout.open_sizes import product_of, with_open_sizes
 from ..rules import Call, FactorRule, rule_of
 from ..rules.custom_ops.loops import CARRY, NEXT, mark_of, nests, runs_of
+from ..shard_spec import ShardSpec
 
 
 @dataclass(eq=False, slots=True)
@@ -243,6 +244,15 @@ def _follows_from_arguments(op: Op) -> bool:
         and len(inputs) == len({*op.operands})
         and not any("runs" in n.meta or "other" in n.meta for n in (op.node, *inputs))
     )
+
+
+def boundary_spec(node: fx.Node, spec: ShardSpec | None = None) -> ShardSpec:
+    """Return an input's layout as it is stored, or its gradient's: with the parts of a dimension.
+
+    The program itself sees rows in the order of shards.
+    """
+    spec = spec or node.meta["spec"]
+    return spec.with_parts(*node.meta["parts"]) if "parts" in node.meta else spec
 
 
 def values(graph: fx.Graph) -> Iterator[fx.Node]:

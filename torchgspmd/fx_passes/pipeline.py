@@ -61,6 +61,7 @@ from .program_passes import (
     split_products,
     split_vectors,
     splits_products,
+    store_parts,
     work,
 )
 from .runnable_plan import RunnablePlan
@@ -118,6 +119,14 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
+            Pass(
+                "store_parts",
+                store_parts,
+                ANNOTATED,
+                again=("propagate",),
+                before=("keep_dims", "split_products"),
+                because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
+            ),
             _feature(
                 "experts",
                 "split_groups",

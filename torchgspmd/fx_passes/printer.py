@@ -23,7 +23,7 @@ from ..comm.loop_call import loop_calls
 from ..compat.private_apis import OpOverload
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
-from .ir import other_shapes, runs, tensors_of
+from .ir import boundary_spec, other_shapes, runs, tensors_of
 
 _Row = tuple[str, str, str]  # name, type, what it computes
 
@@ -58,11 +58,19 @@ def type_text(
     spec = spec or ShardSpec.replicated(len(shape))
     shape = [n if n == m else f"u{n}" for n, m in zip(shape, shape if other is None else other)]
     dims = [
-        f"{n}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}" if axes else str(n)
+        f"{_size(n, spec, d)}@{'+'.join(axes)}{f'[{w.short}]' if (w := spec.window(d)) else ''}"
+        if axes
+        else str(n)
         for d, (n, axes) in enumerate(zip(shape, spec.dims))
     ]
     pending = f" {spec.reduction}@{'+'.join(spec.pending)}" if spec.pending else ""
     return f"{dtype_name(dtype)}[{', '.join(dims)}]{pending}"
+
+
+def _size(size: int | str, spec: ShardSpec, dim: int) -> int | str:
+    """Return a sharded dimension's size as text: 3*1024 for three parts that are each sharded."""
+    count = spec.parts[dim] if spec.parts else 1
+    return f"{count}*{int(size) // count}" if count > 1 else size
 
 
 def graph_text(graph: fx.Graph, mesh: Mesh, fold: bool = False) -> str:
@@ -172,7 +180,8 @@ def _row(node: fx.Node) -> _Row | None:
         ]
         return name, f"({'; '.join(kinds)})", call_text(node)
     (other,) = other_shapes(node)
-    return name, type_text(val.dtype, val.shape, node.meta.get("spec"), other), call_text(node)
+    spec = boundary_spec(node) if "parts" in node.meta else node.meta.get("spec")
+    return name, type_text(val.dtype, val.shape, spec, other), call_text(node)
 
 
 def call_text(node: fx.Node, names: Mapping[fx.Node, str] | None = None) -> str:

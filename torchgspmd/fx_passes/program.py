@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..capture import ARGUMENT, Captured
+from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
 from ..comm.loop_call import InnerProgram
 from ..comm.process_groups import ProcessGroups
@@ -19,7 +19,7 @@ from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
-from .ir import Rules, other_shapes
+from .ir import Rules, boundary_spec, other_shapes
 from .partition.cost_constants import CostConstants
 from .partition.partition_graph import Memories, Solutions
 from .partition.search_counts import SearchCounts, no_counts
@@ -108,14 +108,20 @@ class Boundary:
     other: tuple[tuple[int, ...] | None, ...]
 
     @classmethod
-    def of(cls, sharded: fx.Graph) -> Boundary:
-        """Extract the boundary from a partitioned graph."""
+    def of(cls, sharded: fx.Graph, outputs: Sequence[Output]) -> Boundary:
+        """Extract the boundary from a partitioned graph. outputs: those of the captured one."""
         output = sharded.output_node()
-        inputs = tuple(n.meta["spec"] for n in sharded.find_nodes(op="placeholder"))
-        values = [*zip(output.meta["specs"], output.args[0])]
+        inputs = tuple(map(boundary_spec, placeholders := sharded.find_nodes(op="placeholder")))
+        specs = [
+            boundary_spec(placeholders[out.input], spec)
+            if spec is not None and out.kind in (GRADIENT, MUTATION)
+            else spec
+            for spec, out in zip(output.meta["specs"], outputs)
+        ]
+        values = [*zip(specs, output.args[0])]
         shapes = (None if spec is None else tuple(n.meta["val"].shape) for spec, n in values)
         other = (None if spec is None else other_shapes(n)[0] for spec, n in values)
-        return cls(inputs, output.meta["specs"], tuple(shapes), tuple(other))
+        return cls(inputs, tuple(specs), tuple(shapes), tuple(other))
 
 
 @dataclass(frozen=True)

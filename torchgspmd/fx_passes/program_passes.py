@@ -16,6 +16,7 @@ from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
+from .expand import store_parts as storage
 from .ir import runs
 from .localize.localize_graph import localize_graph
 from .lower.split_joint import split_joint as split_graph
@@ -60,6 +61,19 @@ def split_products(program: Program) -> fx.Graph | None:
 def splits_products(program: Program) -> bool:
     """Return whether `split_products` will change the program."""
     return products.splits_products(program.graph, program.layouts, program.rules)
+
+
+def store_parts(program: Program) -> fx.Graph | None:
+    """Store weights by the parts into which their products are cut."""
+    changed = storage.store_parts(
+        program.graph,
+        program.layouts,
+        program.rules,
+        program.captured,
+        program.inputs,
+        program.request.stored,
+    )
+    return program.graph if changed else None
 
 
 def split_axes(program: Program) -> fx.Graph | None:

@@ -30,7 +30,7 @@ class RunnablePlan:
     @cached_property
     def boundary(self) -> Boundary:
         """Layouts for all inputs and results, and the results' global shapes."""
-        return Boundary.of(self.sharded)
+        return Boundary.of(self.sharded, self.captured.outputs)
 
     @cached_property
     def program_graph(self) -> fx.Graph:

@@ -10,6 +10,9 @@ Notation (GSPMD, arXiv 2105.04663, section 3.1, with named axes): one word per d
 and, for a value whose devices hold terms in a pending reduction, a last word `sum@model` (or max@,
 min@, prod@). A scalar's layout is the empty string.
 
+A plan may store a weight as `3*model _`: its rows are 3 parts of equal size, such as queries, keys
+and values, and each part is sharded along the axis. Users write `model _`.
+
 A dimension with size d over n devices is stored as ceil(d/n) rows on each. Rows past d are padding.
 If an operation needs other rows, its operand has a Window on that dimension, such as
 `s[8i-1:+10 in 0:64 else 0]`. Users do not write windows.
@@ -20,13 +23,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ..errors import ShardingError
 from .halo_window import Window
 from .interned import Interned
 from .mesh import Mesh
 from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
@@ -43,6 +49,7 @@ class ShardSpec(metaclass=Interned):
         windows: For every dimension None, or the rows that a device holds in place of its shard.
             Empty if there are none.
         priorities: For every dimension, a mark's propagation round; empty if all are 0.
+        parts: For every dimension, the number of parts that are each sharded; empty if all are 1.
 
     Example:
         >>> str(ShardSpec((("data",), ()), pending=("model",)))
@@ -55,6 +62,7 @@ class ShardSpec(metaclass=Interned):
     reduction: str = "sum"
     windows: tuple[Window | None, ...] = ()
     priorities: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         # Defaults in full, so that equal layouts have equal fields.
@@ -66,18 +74,21 @@ class ShardSpec(metaclass=Interned):
             object.__setattr__(self, "windows", ())
         if not any(self.priorities):
             object.__setattr__(self, "priorities", ())
+        if all(count == 1 for count in self.parts):
+            object.__setattr__(self, "parts", ())
 
     def fields(self) -> SpecFields:
         """Return all fields, an interned spec's key.
 
         Returns:
-            (dims, open, pending, reduction, windows, priorities).
+            (dims, open, pending, reduction, windows, priorities, parts).
 
         Example:
             >>> ShardSpec.parse("data _").fields()
-            ((('data',), ()), (False, False), (), 'sum', (), ())
+            ((('data',), ()), (False, False), (), 'sum', (), (), ())
         """
-        return self.dims, self.open, self.pending, self.reduction, self.windows, self.priorities
+        how = self.reduction, self.windows, self.priorities, self.parts
+        return self.dims, self.open, self.pending, *how
 
     def __reduce__(self) -> tuple[type[ShardSpec], SpecFields]:
         # Through the constructor, so that an unpickled spec is the interned one.
@@ -141,15 +152,17 @@ class ShardSpec(metaclass=Interned):
     def __str__(self) -> str:
         # An open dimension without axes is "?" alone.
         words = [
-            ("+".join(axes) or ("" if is_open else "_"))
+            (f"{parts}*" if parts > 1 else "")
+            + ("+".join(axes) or ("" if is_open else "_"))
             + "?" * is_open
             + f":p{priority}" * (priority > 0)
             + (f"[{window}]" if window else "")
-            for axes, is_open, window, priority in zip(
+            for axes, is_open, window, priority, parts in zip(
                 self.dims,
                 self.open,
                 self.windows or (None,) * self.rank,
                 self.priorities or (0,) * self.rank,
+                self.parts or (1,) * self.rank,
             )
         ]
         return " ".join(
@@ -269,7 +282,64 @@ class ShardSpec(metaclass=Interned):
             self.reduction,
             self.windows,
             self.priorities,
+            self.parts,
         )
+
+    def with_parts(self, dim: int, count: int) -> ShardSpec:
+        """Return the same layout with a dimension in parts that are each sharded.
+
+        Args:
+            dim: The dimension.
+            count: The number of its parts; 1 for the dimension as a whole.
+
+        Returns:
+            The spec.
+
+        Example:
+            >>> str(ShardSpec.parse("model _").with_parts(0, 3))
+            '3*model _'
+        """
+        parts = self.parts or (1,) * self.rank
+        return ShardSpec(*self.fields()[:-1], (*parts[:dim], count, *parts[dim + 1 :]))
+
+    def part_order(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """Return a whole tensor with its rows in the order of shards.
+
+        Args:
+            x: The tensor.
+            mesh: The devices.
+
+        Returns:
+            The tensor whose equal blocks of rows are the shards.
+
+        Example:
+            >>> ShardSpec.parse("2*model").part_order(torch.arange(8), Mesh(model=2)).tolist()
+            [0, 1, 4, 5, 2, 3, 6, 7]
+        """
+        for d, count in enumerate(self.parts):
+            shards = mesh.count(self.dims[d])
+            x = x.unflatten(d, (count, shards, -1)).transpose(d, d + 1).flatten(d, d + 2)
+        return x
+
+    def user_order(self, x: Tensor, mesh: Mesh) -> Tensor:
+        """Return a whole tensor with its rows in the user's order: the inverse of part_order.
+
+        Args:
+            x: The tensor, whose equal blocks of rows are the shards.
+            mesh: The devices.
+
+        Returns:
+            The tensor.
+
+        Example:
+            >>> rows = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+            >>> ShardSpec.parse("2*model").user_order(rows, Mesh(model=2)).tolist()
+            [0, 1, 2, 3, 4, 5, 6, 7]
+        """
+        for d, count in enumerate(self.parts):
+            shards = mesh.count(self.dims[d])
+            x = x.unflatten(d, (shards, count, -1)).transpose(d, d + 1).flatten(d, d + 2)
+        return x
 
     def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
         """Return the same layout with other priorities for its dimensions.
@@ -284,10 +354,10 @@ class ShardSpec(metaclass=Interned):
             >>> str(ShardSpec.parse("data _").with_priorities((1, 0)))
             'data:p1 _'
         """
-        return ShardSpec(*self.fields()[:-1], priorities)
+        return ShardSpec(*self.fields()[:-2], priorities, self.parts)
 
     def plain(self) -> ShardSpec:
-        """Return the same axes without windows.
+        """Return the same axes without windows and parts.
 
         Returns:
             The spec.
@@ -297,7 +367,9 @@ class ShardSpec(metaclass=Interned):
             's? _'
         """
         return (
-            ShardSpec(self.dims, self.open, self.pending, self.reduction) if self.windows else self
+            ShardSpec(self.dims, self.open, self.pending, self.reduction)
+            if self.windows or self.parts
+            else self
         )
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
@@ -379,6 +451,12 @@ class ShardSpec(metaclass=Interned):
                 f"spec '{self}' has {self.rank} entries, "
                 f"but {what} has {len(shape)} dimensions {list(shape)}",
                 fix=f"write one entry per dimension, such as '{self.of_rank(len(shape))}'",
+            )
+        if self.parts:
+            raise ShardingError.here(
+                f"spec '{self}' names the parts of a dimension",
+                why="a plan chooses the parts in which it stores a weight, by how forward cuts it",
+                fix=f"write '{self.plain()}'",
             )
         seen: set[str] = set()
         for axis in self.sharding_axes + self.pending:

@@ -11,9 +11,15 @@ from .halo_window import Window
 from .sub_axes import sub_axis
 
 Axes = tuple[str, ...]
-# dims, open, pending, reduction, windows, priorities
+# dims, open, pending, reduction, windows, priorities, parts
 SpecFields = tuple[
-    tuple[Axes, ...], tuple[bool, ...], Axes, str, tuple[Window | None, ...], tuple[int, ...]
+    tuple[Axes, ...],
+    tuple[bool, ...],
+    Axes,
+    str,
+    tuple[Window | None, ...],
+    tuple[int, ...],
+    tuple[int, ...],
 ]
 REDUCTIONS = ("sum", "max", "min", "prod")
 
@@ -39,6 +45,7 @@ def _is_axis(name: object) -> bool:
 # A window in brackets contains spaces (`s[8i-1:+10 in 0:64]`) and is part of its word.
 _WORD = re.compile(r"(?:[^\s\[]|\[[^\]]*\])+")
 _PRIORITY = re.compile(r":p(\d+)$")
+_PARTS = re.compile(r"([2-9]|[1-9]\d+)\*(?=[^\W\d_])")
 
 
 def parse_string(text: str) -> SpecFields:
@@ -57,8 +64,11 @@ def parse_string(text: str) -> SpecFields:
                 f"'{names}' in spec '{text}' is not an axis name",
                 fix="write an axis behind '@', or axes joined by '+'",
             )
-    dims, opens, windows, priorities = [], [], [], []
+    dims, opens, windows, priorities, parts = [], [], [], [], []
     for word in words:
+        count = _PARTS.match(word)
+        parts.append(int(count[1]) if count else 1)
+        word = word[count.end() :] if count else word
         # From the outside in: the window ends a word, before it the priority, before that the "?".
         word, window = _split_window(word)
         windows.append(window)
@@ -74,7 +84,8 @@ def parse_string(text: str) -> SpecFields:
             )
         dims.append(axes)
         opens.append(is_open)
-    return tuple(dims), tuple(opens), pending, reduction, tuple(windows), tuple(priorities)
+    how = tuple(windows), tuple(priorities), tuple(parts)
+    return tuple(dims), tuple(opens), pending, reduction, *how
 
 
 def split_priority(word: str) -> tuple[str, int]:
@@ -145,4 +156,4 @@ def parse_sequence(entries: object) -> SpecFields:
                 f"{entry!r} is not an entry of a spec; "
                 "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
             )
-    return tuple(dims), tuple(opens), (), "sum", (), ()
+    return tuple(dims), tuple(opens), (), "sum", (), (), ()

@@ -45,6 +45,29 @@ def parts_taken(
     return [(d, start, end)] if cuts and reach == Reach(start, start) else []
 
 
+def equal_parts(
+    target: object,
+    args: tuple,
+    rule: FactorRule,
+    shape: Sequence[int],
+    results: Sequence[Sequence[int]],
+) -> tuple[int, int] | None:
+    """Return (dimension, count) for an operation that takes equal parts of the only operand.
+
+    An example is `x.split(64, 2)` of [8, 16, 192]. None for other operations.
+    """
+    if target in (aten.unbind.int, aten.select.int):
+        d = (args[1] if len(args) > 1 else 0) % len(shape)
+        return d, shape[d]
+    taken = parts_taken(target, args, rule, shape, results)
+    widths = {(d, end - start) for d, start, end in taken}
+    if len(widths) != 1:
+        return None
+    ((d, width),) = widths
+    aligned = width and all(n % width == 0 for n in (shape[d], *(start for _, start, _ in taken)))
+    return (d, shape[d] // width) if aligned else None
+
+
 def parts_joined(
     rule: FactorRule, shapes: Sequence[Sequence[int]], result: Sequence[int]
 ) -> tuple[int, list[int]] | None:

@@ -33,7 +33,11 @@ def rows_of(
         else:
             first = int(mesh.index(axes, at)) * rows if axes else 0
             count = max(min(rows, size - first), 0)
-            yield list(range(first, first + count)), list(range(count))
+            held = range(first, first + count)
+            if spec.parts and (parts := spec.parts[d]) > 1:  # rows first to first + n of each part
+                n = rows // parts
+                held = [p * size // parts + first // parts + k for p in range(parts) for k in range(n)]
+            yield list(held), list(range(count))
 
 
 def shard_shape(shape: Sequence[int], spec: ShardSpec, mesh: Mesh) -> list[int]:
