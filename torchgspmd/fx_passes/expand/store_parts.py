@@ -181,6 +181,9 @@ class PartStorage:
                 elif op.results == (value,) and self._is_join(op, dim, count):
                     self._stack(op, dim, shape)
                     done.add(op.node)
+                elif op.results == (value,) and (start := self._placed(op, dim, count)) is not None:
+                    self._select_backward(op, dim, apart, start)
+                    done.add(op.node)
 
     def _unbind(self, op: Op, dim: int, apart: list[int]) -> None:
         """Replace an operation that takes equal parts of a value."""
@@ -214,6 +217,25 @@ class PartStorage:
         with self.graph.inserting_before(op.node):
             x = add_node(self.graph, "call_function", aten.stack.default, (op.operands, dim), {})
             x.meta = {**origin_of(op.node), "val": aten.stack.default(values, dim)}
+            new = self._reshape(x, shape)
+        self._replace(op.node, new)
+
+    def _placed(self, op: Op, dim: int, count: int) -> int | None:
+        """Return where an operation puts one of equal parts among zeros."""
+        if len(op.operands) != 1:
+            return None
+        width = op.operands[0].meta["val"].shape[dim]
+        placed = concat_slice.part_placed(op.node.target, op.node.args, op.operands[0].meta["val"].shape)
+        whole = width * count == op.node.meta["val"].shape[dim]
+        fits = whole and placed is not None and placed[0] == dim and placed[1] % width == 0
+        return placed[1] if fits else None
+
+    def _select_backward(self, op: Op, dim: int, apart: list[int], start: int) -> None:
+        """Replace an operation that puts a part among zeros."""
+        shape = [*op.node.meta["val"].shape]
+        with self.graph.inserting_before(op.node):
+            index = start // apart[dim + 1]
+            x = self._call(aten.select_backward.default, op.operands[0], apart, dim, index)
             new = self._reshape(x, shape)
         self._replace(op.node, new)
 

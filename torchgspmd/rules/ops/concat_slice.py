@@ -68,6 +68,17 @@ def equal_parts(
     return (d, shape[d] // width) if aligned else None
 
 
+def part_placed(target: object, args: tuple, operand: Sequence[int]) -> tuple[int, int] | None:
+    """Return (dimension, start) for an operation that puts rows among zeros, else None.
+
+    The gradient of a slice does so. operand: the shape of the rows.
+    """
+    if target is not aten.slice_backward.default or args[5] != 1:
+        return None
+    d, size = args[2] % len(operand), args[1][args[2]]
+    return d, min(args[3] + size * (args[3] < 0), size)
+
+
 def parts_joined(
     rule: FactorRule, shapes: Sequence[Sequence[int]], result: Sequence[int]
 ) -> tuple[int, list[int]] | None:
