@@ -215,6 +215,18 @@ TABLE: tuple[PrivateApi, ...] = (
         "_fsdp_init",
         "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
     ),
+    *_rows(
+        NOTHING,
+        "torch.distributed.tensor.placement_types",
+        "_StridedShard",
+        "weights are not stored by the parts into which forward cuts their products",
+    ),
+    *_rows(
+        NOTHING,
+        "torch.distributed",
+        "_state_dict_utils",
+        "set_model_state_dict with whole tensors, for weights that are stored by parts",
+    ),
     *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
     *_rows(
         PLAN,

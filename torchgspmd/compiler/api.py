@@ -212,6 +212,7 @@ def compile_plan(
     device: str | None = None,
     shared: Shared | None = None,
     hosts: int = 0,
+    bound: frozenset[str] = frozenset(),
 ) -> Plan:
     """Run the passes over a captured program.
 
@@ -220,7 +221,7 @@ def compile_plan(
     name. plain: for each argument whether every rank has the whole tensor; its gradient is whole
     then. device: the device type to plan for ("meta": GPUs); by default the input tensors' type.
     shared: results that equal programs' plans share, filled here. hosts: the devices on a host, if
-    there are several hosts and options do not say it.
+    there are several hosts and options do not say it. bound: as in Request.
     """
     advanced, memory = options.advanced, options.memory
     for name in advanced.skip_passes:
@@ -232,6 +233,7 @@ def compile_plan(
         arguments=arguments,
         out_specs=out_specs,
         stored=stored if stored is not None else _stored_unmarked(captured, options),
+        bound=bound,
         on_processes=stored is not None,
         plain=plain,
         rng=advanced.rng,

@@ -21,9 +21,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
-from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
+from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, _state_dict_utils, is_missing
 from ..compat.private_apis import _pytree as pytree
-from . import op_handlers, pickling, view_writeback
+from . import op_handlers, parts, pickling, view_writeback
 from .optimizers import (
     total_norm,
     unscale,
@@ -104,6 +104,7 @@ _OTHER_THREAD = "torch.distributed.checkpoint.async_save hangs beside a step of 
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
+_BY_PARTS = "torch.distributed.checkpoint takes a _StridedShard for one interval of rows"
 _SLOW = "optimizer.step() takes ten times as long as with local tensors"
 _WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
 _SLOW_NORMS = "clip_grad_norm_ takes four times as long as with local tensors"
@@ -180,6 +181,19 @@ PATCHES = (
         ("data_ptr",),
         pickling.pointer_method,
         "copy.deepcopy(model) fails if a gradient lies in a bucket; safetensors finds no values",
+    ),
+    *(
+        Patch(DTensor, name, replace, _BY_PARTS)
+        for name, replace in (
+            ("__create_write_items__", parts.write_items),
+            ("__create_chunk_list__", parts.chunk_list),
+            ("__get_tensor_shard__", parts.tensor_shard),
+        )
+    ),
+    *(
+        Patch(owner, "_distribute_tensors", parts.distribute_tensors, _BY_PARTS)
+        for owner in (_state_dict_utils,)
+        if not is_missing(owner) and hasattr(owner, "_distribute_tensors")
     ),
     # operations
     *_handled(

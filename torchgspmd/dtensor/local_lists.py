@@ -117,7 +117,7 @@ class Matched:
 def _axes(spec: Any) -> tuple[str, ...]:
     groups = find_groups(spec.mesh)
     assert groups is not None, "layouts of others do not match"
-    return tuple(a for a, p in zip(groups.mesh.names, spec.placements) if p.is_shard())
+    return tuple(a for a, p in zip(groups.mesh.names, spec.placements) if not p.is_replicate())
 
 
 def matched(first: Sequence[Any] = (), *others: Sequence[Any]) -> Matched | None:

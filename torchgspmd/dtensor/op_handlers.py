@@ -21,6 +21,7 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
 from .ours import Handler, as_before, is_ours
+from .parts import parts_of
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
 from .view_writeback import replace_data
 
@@ -184,14 +185,13 @@ def scan(op: OpOverload, args: tuple, kwargs: dict) -> Any:
 def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Gather along a replicated dimension; on a sharded one DTensor's result is unusable."""
     tensor, dim, *rest = args
-    if isinstance(tensor, DTensor) and any(
-        p.is_shard(dim % max(tensor.dim(), 1)) for p in tensor.placements
-    ):
-        tensor = tensor.redistribute(
-            placements=[
-                Replicate() if p.is_shard(dim % tensor.dim()) else p for p in tensor.placements
-            ]
-        )
+    if isinstance(tensor, DTensor):
+        along = dim % max(tensor.dim(), 1)
+        shards = [parts_of(p) and p.dim == along for p in tensor.placements]
+        if any(shards):
+            tensor = tensor.redistribute(
+                placements=[Replicate() if s else p for s, p in zip(shards, tensor.placements)]
+            )
     return as_before(op, (tensor, dim, *rest), kwargs)
 
 

@@ -30,6 +30,7 @@ from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, matched
 from .ours import acts_on_ours, groups_of_ours, is_ours
+from .parts import states_follow
 from .replicated_fallback import distribute_like
 from .storage import gradient_like
 from .waits import meet, meeting
@@ -58,7 +59,7 @@ def with_local_tensors(before: Callable) -> Callable:
             or torch.compiler.is_compiling()
             or torch.is_grad_enabled()  # differentiable=True
             or not all(map(is_replicated_number, numbers))
-            or (layouts := matched(*lists)) is None
+            or (layouts := _matched_states(*lists)) is None
         ):
             return before(*args, **kwargs)
         parameters: list[Tensor] = lists[0]
@@ -75,6 +76,12 @@ def with_local_tensors(before: Callable) -> Callable:
         return result
 
     return update
+
+
+def _matched_states(*lists: list) -> Any:
+    """Return the layouts of matching lists; states that were loaded follow their parameters."""
+    layouts = matched(*lists)
+    return matched(*lists) if layouts is None and states_follow(*lists) else layouts
 
 
 def _fill(states: list, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:

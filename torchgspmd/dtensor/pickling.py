@@ -80,7 +80,7 @@ def is_sharded(tensor: DTensor) -> bool:
     """Return whether a device has a DTensor's part, or a term in a sum."""
     # An axis with one device leaves a tensor whole, whatever its placement.
     sizes = zip(tensor.placements, tensor.device_mesh.shape)
-    return any(p.is_partial() or p.is_shard() and size > 1 for p, size in sizes)
+    return any(p.is_partial() or not p.is_replicate() and size > 1 for p, size in sizes)
 
 
 def _error(tensor: DTensor) -> ShardingError:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
 from ..comm.local_ops import take_part
 from ..compat.operators import aten
@@ -24,6 +24,7 @@ from ..layout.mark import copy_mark
 from ..layout.mesh import Coordinates, Mesh
 from ..layout.open_sizes import OpenSize
 from ..shard_spec import ShardSpec
+from .parts import parts_of, placement_of
 
 _SMALL = 1 << 20  # bytes in a tensor that travels with others
 _MESSAGE = 1 << 26  # bytes in a message
@@ -60,7 +61,9 @@ def storable_mark(mark: ShardSpec | None, shape: tuple[int, ...], mesh: Mesh) ->
 def placements(spec: ShardSpec, mesh: Mesh) -> list[Placement]:
     """Return a layout's DTensor placements, one per mesh axis."""
     dim_of = {axis: d for d, axes in enumerate(spec.dims) for axis in axes}
-    return [Shard(dim_of[name]) if name in dim_of else Replicate() for name in mesh.names]
+    return [
+        placement_of(spec, dim_of[name]) if name in dim_of else Replicate() for name in mesh.names
+    ]
 
 
 def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
@@ -76,16 +79,23 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
             f"a DTensor on mesh {tensor.device_mesh} is given to a program on mesh {mesh}"
         )
     dims: list[tuple[str, ...]] = [()] * tensor.dim()
+    parts = [1] * tensor.dim()
     for name, placement in zip(mesh.names, tensor.placements):
-        if isinstance(placement, Shard):
+        count = parts_of(placement)
+        # Uneven parts, or parts that several axes divide, are not known to programs.
+        fits = count == 1 or count and not (
+            dims[placement.dim] or tensor.shape[placement.dim] % (count * mesh.count((name,)))
+        )
+        if fits and parts[placement.dim] == 1:
             dims[placement.dim] += (name,)
+            parts[placement.dim] = count
         elif not isinstance(placement, Replicate):
             raise ShardingError.here(
                 f"a DTensor with placement {placement} is given; "
                 "only Shard and Replicate are taken",
                 fix="redistribute it first",
             )
-    return ShardSpec(tuple(dims))
+    return ShardSpec(tuple(dims), parts=tuple(parts))
 
 
 def distribute(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh) -> DTensor:
@@ -103,7 +113,7 @@ def _shard(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh)
     """Return a tensor whose values all ranks have as a DTensor; nothing is sent."""
     # The mesh may be a part of the processes: a rank is no position in it.
     position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
-    coordinates, local = mesh.coordinates(position), tensor
+    coordinates, local = mesh.coordinates(position), spec.part_order(tensor, mesh)
     sizes = stored_shape(spec, tuple(tensor.shape), mesh, coordinates)
     for d, (axes, size) in enumerate(zip(spec.dims, sizes)):
         if axes:

@@ -48,6 +48,7 @@ class Request:
     """A request for a program; compiler/options.py has the options.
 
     arguments: a layout, or None, for each argument. stored: parameter and buffer layouts, by name.
+    bound: parameters that stay as they are stored, since another program takes them so.
     on_processes: results without a layout are replicated, the others become DTensors. plain: for
     each argument whether it is a whole tensor on every rank; its gradient is whole then. expand:
     decomposes a graph's operations, and nodes that are to be decomposed all the same. keep_marks:
@@ -64,6 +65,7 @@ class Request:
     arguments: Sequence[ShardSpec | None] = ()
     out_specs: Any = None
     stored: Mapping[str, ShardSpec] = field(default_factory=dict)
+    bound: frozenset[str] = frozenset()
     on_processes: bool = False
     plain: Sequence[bool] = ()
     expand: Callable[..., fx.Graph] = field(

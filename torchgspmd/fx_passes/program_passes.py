@@ -72,6 +72,7 @@ def store_parts(program: Program) -> fx.Graph | None:
         program.captured,
         program.inputs,
         program.request.stored,
+        program.request.bound,
     )
     return program.graph if changed else None
 

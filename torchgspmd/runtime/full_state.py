@@ -168,7 +168,7 @@ class Gather:
             shard = self.groups.watcher.run(self._shard, rank, local, sizes)
             if result is not None:
                 result[part_of_shard(spec, shape, self.mesh, at)].copy_(shard)
-        return result
+        return result if result is None else spec.user_order(result, self.mesh)
 
     def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
         """Return a rank's shard where it is wanted. It travels as bytes, for all dtypes."""

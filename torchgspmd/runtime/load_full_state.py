@@ -165,6 +165,7 @@ class _Load:
         local = target.to_local() if isinstance(target, DTensor) else target
         if isinstance(target, DTensor):
             spec = spec_of(target, groups.mesh)
+            made = spec.part_order(made, groups.mesh)
             made = made[part_of_shard(spec, shape, groups.mesh, groups.coordinates)]
         local.copy_(made)
 

@@ -144,5 +144,7 @@ def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> Non
         return
     spec, shape = spec_of(target, groups.mesh), tuple(target.shape)
     part = part_of_shard(spec, shape, groups.mesh, groups.coordinates)
-    if (local := target.to_local()).numel():
+    if (local := target.to_local()).numel() and spec.parts:
+        local.copy_(spec.part_order(tensors.get_tensor(name), groups.mesh)[part])
+    elif local.numel():
         local.copy_(tensors.get_slice(name)[part])

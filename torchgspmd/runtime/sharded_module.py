@@ -28,7 +28,8 @@ from ..compiler.plan import Plan
 from ..compiler.plan_cache.identity import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
-from ..dtensor.storage import distribute_state, shard_module, spec_of, storable_mark
+from ..dtensor.parts import bind, is_bound, store_by_parts
+from ..dtensor.storage import distribute_state, placements, shard_module, spec_of, storable_mark
 from ..errors import ShardingError
 from ..fx_passes.dump import dump_level
 from ..fx_passes.pipeline import is_default
@@ -290,6 +291,7 @@ class ShardedModule(MeshModule):
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         if self._graphs is not None:
             check_capturable(plan, self._options.backend)
+        self._store_by_parts(plan)
         return JointProgram(
             plan, self._groups, self._model, tensors, self._options, signature, self._graphs
         )
@@ -318,11 +320,23 @@ class ShardedModule(MeshModule):
         names = "in_specs out_specs device_type hooks hosts"
         options = {name: getattr(self, f"_{name}") for name in names.split()}
         options |= self._options.of_plan()
-        options["layout"] = repr(self._layout)
+        options |= {"layout": repr(self._layout), "bound": self._bound()}
         try:
             return identity_of(self._model, self._mesh, text, options)
         except Unshareable as error:
             return str(error)
+
+    def _bound(self) -> list[str]:
+        """Return the names of the tensors that a program takes as they are stored."""
+        return [name for name, t in named_tensors(self._model) if is_bound(t)]
+
+    def _store_by_parts(self, plan: Plan) -> None:
+        """Store parameters by parts, as their first program takes them."""
+        tensors = plan.captured.module_tensors()
+        for tensor, spec in zip(tensors, plan.input_layouts):
+            if spec.parts and isinstance(tensor, DTensor):
+                store_by_parts(tensor, placements(spec, self._mesh))
+        bind(tensors)
 
     def _tensors(self, call: ModuleCall, captured: Captured) -> list[Tensor]:
         leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -363,6 +377,7 @@ class ShardedModule(MeshModule):
             self._options,
             out_specs=self._out_specs,
             stored={name: _stored_spec(t, self._mesh) for name, t in named_tensors(self._model)},
+            bound=frozenset(self._bound()),
             plain=[not isinstance(t, DTensor) for t in tensors],
             device=self._groups.device_type,
             hosts=self._hosts,

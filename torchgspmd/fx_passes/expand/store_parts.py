@@ -15,13 +15,14 @@ of these views moves data. Gradients go the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
 from ...capture import GRADIENT, MUTATION, PARAMETER, Captured
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
+from ...dtensor.parts import IS_EXACT
 from ...layout.mesh import Mesh
 from ...rules.ops import concat_slice
 from ...shard_spec import ShardSpec
@@ -272,11 +273,12 @@ def store_parts(
     captured: Captured,
     inputs: list[ShardSpec | None],
     known: Mapping[str, ShardSpec],
+    bound: Collection[str],
 ) -> bool:
     """Rewrite the graph in place for weights that are stored by parts; return whether it has some.
 
     inputs: the layouts that inputs are required to have. known: by name, the layouts of weights
-    that are stored by parts already.
+    that are stored by parts already. bound: names of weights that stay as they are.
     """
     placeholders = [n for n in graph.find_nodes(op="placeholder") if "size" not in n.meta]
     if any("parts" in node.meta for node in placeholders):
@@ -287,7 +289,8 @@ def store_parts(
             continue
         if (stored := known.get(inp.name)) is not None and stored.parts:
             parts[node] = next((d, n) for d, n in enumerate(stored.parts) if n > 1)
-        elif (found := storage.wanted(node, spec)) is not None:
-            parts[node] = found
+        elif IS_EXACT and inp.name not in bound:
+            if (found := storage.wanted(node, spec)) is not None:
+                parts[node] = found
     storage.store(parts)
     return bool(parts)
