@@ -111,9 +111,7 @@ def test_loads_into_weights_by_parts(mesh):
     many(batch(0))
     many.load_state_dict(other.state_dict())
     alike(other, many)
-    set_model_state_dict(
-        many, one.state_dict(), options=StateDictOptions(full_state_dict=True)
-    )
+    set_model_state_dict(many, one.state_dict(), options=StateDictOptions(full_state_dict=True))
     alike(one, many)
     folder = shared_folder()
     dcp.save(many.state_dict(), checkpoint_id=folder)

@@ -21,7 +21,13 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
-from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, _state_dict_utils, is_missing
+from ..compat.private_apis import (
+    CHECKED,
+    AsyncCollectiveTensor,
+    _fsdp_init,
+    _state_dict_utils,
+    is_missing,
+)
 from ..compat.private_apis import _pytree as pytree
 from . import op_handlers, parts, pickling, view_writeback
 from .optimizers import (
@@ -104,6 +110,7 @@ _OTHER_THREAD = "torch.distributed.checkpoint.async_save hangs beside a step of 
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
+_PARTS_REFUSED = "w.argmax(0) is an error if w is stored by parts"
 _BY_PARTS = "torch.distributed.checkpoint takes a _StridedShard for one interval of rows"
 _SLOW = "optimizer.step() takes ten times as long as with local tensors"
 _WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
@@ -232,6 +239,10 @@ PATCHES = (
         op_handlers.replicate_first,
         "y.mean() is the mean of uneven shards, y.max(0).indices are those in each shard",
         ("2.9",),
+    ),
+    *(
+        Patch(handlers(), op, op_handlers.replicate_parts, _PARTS_REFUSED, ("2.13", "2.14", "2.15"))
+        for op in (aten.argmax.default, aten.argmin.default)
     ),
     *_losses("", 0),
     *_losses("_backward", 1),

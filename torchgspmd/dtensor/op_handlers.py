@@ -21,7 +21,7 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
 from .ours import Handler, as_before, is_ours
-from .parts import parts_of
+from .parts import is_by_parts, parts_of
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
 from .view_writeback import replace_data
 
@@ -193,6 +193,17 @@ def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 placements=[Replicate() if s else p for s, p in zip(shards, tensor.placements)]
             )
     return as_before(op, (tensor, dim, *rest), kwargs)
+
+
+def replicate_parts(before: Handler | None) -> Handler:
+    """Wrap torch's handler for an operation that refuses tensors by parts: compute on the whole."""
+
+    def handler(op: OpOverload, args: tuple, kwargs: dict) -> Any:
+        if is_by_parts(args[0]):
+            return run_replicated(op, args, kwargs, args[0])
+        return (before or as_before)(op, args, kwargs)
+
+    return handler
 
 
 def replicate_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:

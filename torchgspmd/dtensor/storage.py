@@ -83,8 +83,12 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
     for name, placement in zip(mesh.names, tensor.placements):
         count = parts_of(placement)
         # Uneven parts, or parts that several axes divide, are not known to programs.
-        fits = count == 1 or count and not (
-            dims[placement.dim] or tensor.shape[placement.dim] % (count * mesh.count((name,)))
+        fits = (
+            count == 1
+            or count
+            and not (
+                dims[placement.dim] or tensor.shape[placement.dim] % (count * mesh.count((name,)))
+            )
         )
         if fits and parts[placement.dim] == 1:
             dims[placement.dim] += (name,)

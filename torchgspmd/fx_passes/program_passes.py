@@ -24,6 +24,7 @@ from .partition import regather_weights as weights
 from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
 from .partition.insert_collectives import inserted
 from .program import Program
+from .replication_report import data_axes
 from .schedule.bucket import bucket as bucket_graph
 from .schedule.liveness import peak
 from .schedule.memory_budget import budget_of
@@ -73,6 +74,7 @@ def store_parts(program: Program) -> fx.Graph | None:
         program.inputs,
         program.request.stored,
         program.request.bound,
+        data_axes(program.captured, program.request.arguments) | program.request.stored_over,
     )
     return program.graph if changed else None
 

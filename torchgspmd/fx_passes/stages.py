@@ -84,7 +84,9 @@ _ROWS = (
     Key("runs", CAPTURED, PARTITIONED, int, "how often it runs, if a loop's body has it"),
     Key("value", LOCAL, RUNNABLE, str, "node of the partitioned graph with the same value"),
     Key("spec", ANNOTATED, RUNNABLE, ShardSpec, "layout of the value"),
-    Key("parts", EXPANDED, PARTITIONED, tuple, "of an input: a dimension, and how many parts it has"),
+    Key(
+        "parts", EXPANDED, PARTITIONED, tuple, "of an input: a dimension, and how many parts it has"
+    ),
     Key("pinned", ANNOTATED, PARTITIONED, tuple, "axes, and the factors that each may shard alone"),
     Key("mark", ANNOTATED, PARTITIONED, ShardSpec, "layout that a mark asks for"),
     Key("rule", PARTITIONED, PARTITIONED, FactorRule, "of the operation"),

@@ -45,10 +45,12 @@ class PartStorage:
                 if value is not None:
                     self.around.setdefault(value, []).append(op)
 
-    def wanted(self, node: fx.Node, spec: ShardSpec) -> tuple[int, int] | None:
+    def wanted(
+        self, node: fx.Node, spec: ShardSpec, of_batch: Collection[str]
+    ) -> tuple[int, int] | None:
         """Return (dimension, parts) for a weight whose product is cut into parts; else None."""
         for d, axes in enumerate(spec.dims):
-            if len(axes) == 1 and (shards := self.mesh.count(axes)) > 1:
+            if len(axes) == 1 and axes[0] not in of_batch and (shards := self.mesh.count(axes)) > 1:
                 counts = {*self._cuts((node, d))}
                 if len(counts) == 1 and (count := counts.pop()) > 1:
                     if node.meta["val"].shape[d] % (count * shards) == 0:
@@ -225,11 +227,12 @@ class PartStorage:
         """Return where an operation puts one of equal parts among zeros."""
         if len(op.operands) != 1:
             return None
-        width = op.operands[0].meta["val"].shape[dim]
-        placed = concat_slice.part_placed(op.node.target, op.node.args, op.operands[0].meta["val"].shape)
-        whole = width * count == op.node.meta["val"].shape[dim]
-        fits = whole and placed is not None and placed[0] == dim and placed[1] % width == 0
-        return placed[1] if fits else None
+        part = op.operands[0].meta["val"].shape
+        placed = concat_slice.part_placed(op.node.target, op.node.args, part)
+        if placed is None or placed[0] != dim:
+            return None
+        whole = part[dim] * count == op.node.meta["val"].shape[dim]
+        return placed[1] if whole and placed[1] % part[dim] == 0 else None
 
     def _select_backward(self, op: Op, dim: int, apart: list[int], start: int) -> None:
         """Replace an operation that puts a part among zeros."""
@@ -274,11 +277,13 @@ def store_parts(
     inputs: list[ShardSpec | None],
     known: Mapping[str, ShardSpec],
     bound: Collection[str],
+    of_batch: Collection[str],
 ) -> bool:
     """Rewrite the graph in place for weights that are stored by parts; return whether it has some.
 
     inputs: the layouts that inputs are required to have. known: by name, the layouts of weights
-    that are stored by parts already. bound: names of weights that stay as they are.
+    that are stored by parts already. bound: names of weights that stay as they are. of_batch:
+    axes that divide arguments; weights over these are gathered, and stay too.
     """
     placeholders = [n for n in graph.find_nodes(op="placeholder") if "size" not in n.meta]
     if any("parts" in node.meta for node in placeholders):
@@ -290,7 +295,7 @@ def store_parts(
         if (stored := known.get(inp.name)) is not None and stored.parts:
             parts[node] = next((d, n) for d, n in enumerate(stored.parts) if n > 1)
         elif IS_EXACT and inp.name not in bound:
-            if (found := storage.wanted(node, spec)) is not None:
+            if (found := storage.wanted(node, spec, of_batch)) is not None:
                 parts[node] = found
     storage.store(parts)
     return bool(parts)

@@ -36,7 +36,9 @@ def rows_of(
             held = range(first, first + count)
             if spec.parts and (parts := spec.parts[d]) > 1:  # rows first to first + n of each part
                 n = rows // parts
-                held = [p * size // parts + first // parts + k for p in range(parts) for k in range(n)]
+                held = [
+                    p * size // parts + first // parts + k for p in range(parts) for k in range(n)
+                ]
             yield list(held), list(range(count))
 
 

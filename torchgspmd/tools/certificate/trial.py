@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
-from ...fx_passes.ir import runs
+from ...fx_passes.ir import boundary_spec, runs
 from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut
 from .devices import At, DeviceError, Devices, Microbatches
@@ -108,7 +108,12 @@ class Trial:
         """Return the partitioned program's values, compared with the captured program's."""
         graphs, constants = self.graphs, self.constants
         self.partitioned = partitioned = OneDeviceRun(graphs[1], constants)
-        own = partitioned.run(inputs)
+        mesh, outs = self.plan.mesh, self.plan.out_specs
+        # Weights by parts have their rows in the order of shards in the partitioned program.
+        own = [
+            spec.user_order(x, mesh) if spec is not None and spec.parts else x
+            for x, spec in zip(partitioned.run(self._as_stored(inputs)), outs)
+        ]
         given, unmatched = self._counterparts(partitioned)
         captured = OneDeviceRun(graphs[0], constants, given)
         results = captured.run(inputs)
@@ -130,6 +135,11 @@ class Trial:
                 self._compare(mine_node.name, None, [mine], spec, one, i)
         return partitioned.values, mixed
 
+    def _as_stored(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Return the inputs with rows in the order of shards."""
+        specs = self.plan.input_layouts
+        return [spec.part_order(x, self.plan.mesh) for x, spec in zip(inputs, specs)]
+
     def _counterparts(self, partitioned: OneDeviceRun) -> tuple[Values, set[str]]:
         """Return the captured program's draws, and its values that no other program need have."""
         names = {n.meta["captured"]: n.name for n in self.graphs[1].nodes if "captured" in n.meta}
@@ -148,6 +158,8 @@ class Trial:
                 continue
             expected = captured.get(node.meta.get("captured", ""), {}).get(rows)
             if isinstance(value, Tensor) and isinstance(expected, Tensor):
+                if "parts" in node.meta:
+                    expected = boundary_spec(node).part_order(expected, self.plan.mesh)
                 # A flattened dimension may have its parts apart in the partitioned program.
                 expected = expected.reshape(value.shape) if name in self.apart else expected
                 spec = ShardSpec.replicated(expected.dim())
@@ -162,7 +174,7 @@ class Trial:
         mine, one = list[tuple[str, Rows, Any]](), list[tuple[str, Rows, Any]]()
         partitioned = OneDeviceRun(self.graphs[1], self.constants, history=mine)
         with suppress(Exception):  # the values before that are compared
-            partitioned.run(inputs)
+            partitioned.run(self._as_stored(inputs))
         given, _ = self._counterparts(partitioned)
         OneDeviceRun(self.graphs[0], self.constants, given, one).run(inputs)
         # The time at which a value was computed is one more number of its rows.
