@@ -1,4 +1,4 @@
-"""The diffs of docs/from_other_libraries.md: few lines, and the numbers of the loops before."""
+"""The diffs of docs/from_other_libraries.md and nanogpt.md: few lines, and the numbers before."""
 
 import os
 import re
@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = (ROOT / "docs" / "from_other_libraries.md").read_text()
-DIFFS = dict(re.findall(r"^<!-- test: (\w+) -->\n```diff\n(.*?)^```", PAGE, re.M | re.S))
+PAGES = [(ROOT / "docs" / f"{name}.md").read_text() for name in ("from_other_libraries", "nanogpt")]
+DIFF = r"^<!-- test: (\w+) -->\n```diff\n(.*?)^```"
+DIFFS = {name: diff for page in PAGES for name, diff in re.findall(DIFF, page, re.M | re.S)}
+NANOGPT = (Path(__file__).parent / "nanogpt" / "model.py").read_text()
 IMAGES = """
 import torch
 from torch import nn
@@ -59,7 +61,12 @@ class GPT(nn.Module):
         logits = self.head(h + F.scaled_dot_product_attention(q, k, v, is_causal=True))
         return logits, F.cross_entropy(logits.flatten(0, 1), y.flatten())
 """
-MODELS = {"gpt": (WORDS, 2 * 5 + 8 * 4), "images": (IMAGES, 3 * 6)}  # and words that it prints
+# Words that it prints: for nanogpt 4 steps with 2 losses of validation, 2 steps after a resume.
+MODELS = {
+    "gpt": (WORDS, 2 * 5 + 8 * 4),
+    "images": (IMAGES, 3 * 6),
+    "nanogpt": (NANOGPT, 2 * 5 + 4 * 4 + 11 + 5 + 2 * 4 + 11),
+}
 RUN = """
 import runpy, sys
 import torchgspmd as gspmd
@@ -90,12 +97,18 @@ def test_the_loop_prints_the_same_on_processes(name, processes, tmp_path):
     found = []
     for sign, number in (("-", 1), ("+", processes)):
         (tmp_path / "train.py").write_text(version(diff, sign))
-        command = [sys.executable, "run.py", "train.py", str(number)]
-        done = subprocess.run(
-            command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr
-        lines = re.findall(r"^\[0\] ((?:step|iter|epoch) .*)", done.stdout, re.M)
+        command, lines = [sys.executable, "run.py", "train.py", str(number)], []
+        for begin in ("scratch", "resume")[: 1 + (name == "nanogpt")]:
+            done = subprocess.run(
+                command,
+                env={**env, "INIT_FROM": begin},
+                cwd=tmp_path,
+                capture_output=True,
+                text=True,
+                timeout=300,
+            )
+            assert done.returncode == 0, done.stderr
+            lines += re.findall(r"^\[0\] ((?:step|iter|epoch|text) .*)", done.stdout, re.M)
         words = [word.strip(":,") for line in lines for word in line.split()]
         found.append([float(word) if "." in word else word for word in words])
     before, after = found

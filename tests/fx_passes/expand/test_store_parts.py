@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import runpy
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,3 +150,26 @@ def test_a_file_has_the_parts(tmp_path):
 def test_users_write_no_parts():
     with pytest.raises(gspmd.ShardingError, match="names the parts of a dimension"):
         plan(nn.Linear(4, 6), torch.ones(2, 4), mesh=Mesh(model=2), in_specs=("_ 2*model",))
+
+
+def test_gpt2_in_its_sizes():
+    """nanoGPT's model with the sizes of GPT-2, of which two layers: sums alone are sent."""
+    path = Path(__file__).parents[2] / "examples" / "nanogpt" / "model.py"
+    made = runpy.run_path(str(path))
+    with torch.device("meta"):
+        model = made["GPT"](made["GPTConfig"](1024, 50304, 2, 12, 768))
+    mesh = Mesh(data=2, model=4)
+    gspmd.annotate(model, mesh, gspmd.marks("nanogpt"))
+    words = torch.empty(4, 1024, dtype=torch.long, device="meta")
+    result = plan(model, words, words, mesh=mesh, grad=True, in_specs="auto", out_specs="same")
+    assert {c.kind for c in result.collectives if "model" in str(c.axes)} == {"all_reduce"}
+    specs = {i.name: str(s) for i, s in zip(result.captured.inputs, result.in_specs)}
+    assert specs["transformer.h.1.attn.c_attn.weight"] == "3*model _"
+    assert specs["transformer.h.1.attn.c_attn.bias"] == "3*model"
+
+
+def test_weights_on_both_dimensions():
+    marks = {**MARKS, "c_attn.weight": "model data", "gate_up.weight": "model data"}
+    model, result = planned("split", Mesh(data=2, model=2), marks)
+    assert "3*model data" in map(str, result.in_specs)
+    check_numbers(model, result)
