@@ -65,6 +65,7 @@ _IN_PLACE = {
     "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_",
 }
 _OUT = {"out": "add sub mul div maximum minimum eye full zeros ones", "m_out": "eye"}
+_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_"
 _NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
@@ -239,6 +240,11 @@ PATCHES = (
         op_handlers.replicate_first,
         "y.mean() is the mean of uneven shards, y.max(0).indices are those in each shard",
         ("2.9",),
+    ),
+    *_handled(
+        _operators({"default": _FUSED, "tensor_lr": _FUSED}),
+        op_handlers.fused_update,
+        "torch._fused_adamw_(ps, gs, ...) loses states that lie otherwise than their parameters",
     ),
     *(
         Patch(handlers(), op, op_handlers.replicate_parts, _PARTS_REFUSED, ("2.13", "2.14", "2.15"))

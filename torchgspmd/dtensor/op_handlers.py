@@ -21,7 +21,7 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
 from .ours import Handler, as_before, is_ours
-from .parts import is_by_parts, parts_of
+from .parts import is_by_parts, parts_of, states_follow
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
 from .view_writeback import replace_data
 
@@ -193,6 +193,12 @@ def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 placements=[Replicate() if s else p for s, p in zip(shards, tensor.placements)]
             )
     return as_before(op, (tensor, dim, *rest), kwargs)
+
+
+def fused_update(op: OpOverload, args: tuple, kwargs: dict) -> None:
+    """Update parameters whose states may have been stored before they were stored by parts."""
+    states_follow(*(a for a in args if isinstance(a, (list, tuple)) and a))
+    return as_before(op, args, kwargs)
 
 
 def replicate_parts(before: Handler | None) -> Handler:
