@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
-from ...capture import GRADIENT, MUTATION, PARAMETER, Captured
+from ...capture import BUFFER, GRADIENT, MUTATION, PARAMETER, Captured
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
 from ...dtensor.parts import IS_EXACT
@@ -172,7 +172,7 @@ class PartStorage:
     def _keep_apart(self, starts: Mapping[Place, int]) -> None:
         """Cut values along a dimension with the parts, and join gradients along such a one."""
         done: set[fx.Node] = set()
-        for (value, dim), count in self._places(starts).items():
+        for (value, dim), count in self.places(starts).items():
             shape = [*value.meta["val"].shape]
             apart = [*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :]]
             for op in self.around.get(value, ()):
@@ -248,7 +248,7 @@ class PartStorage:
         old.replace_all_uses_with(new)
         self.graph.erase_node(old)
 
-    def _places(self, starts: Mapping[Place, int]) -> dict[Place, int]:
+    def places(self, starts: Mapping[Place, int]) -> dict[Place, int]:
         """Return all dimensions, in forward and backward, that have the rows of weights.
 
         With each the number of parts.
@@ -297,5 +297,12 @@ def store_parts(
         elif IS_EXACT and inp.name not in bound:
             if (found := storage.wanted(node, spec, of_batch)) is not None:
                 parts[node] = found
+    # An optimizer's states, in a program that updates weights, are stored as these are.
+    places = storage.places({(node, dim): count for node, (dim, count) in parts.items()})
+    for node, inp, spec in zip(placeholders, captured.inputs, inputs):
+        if inp.kind in (PARAMETER, BUFFER) and node not in parts and inp.name not in bound:
+            at = [(d, n) for (value, d), n in places.items() if value is node]
+            if len(at) == 1 and spec in {s for n, s in zip(placeholders, inputs) if n in parts}:
+                parts[node] = at[0]
     storage.store(parts)
     return bool(parts)
