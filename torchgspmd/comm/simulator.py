@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
+from ..layout.part_order import part_order, user_order
 from ..shard_spec import ShardSpec
 from .code_names import limit_of
 from .collective import start
@@ -161,7 +162,7 @@ def split_global(
     poison: pad with NaN to detect leaking padding. groups: for each dimension, how many rows stay
     together.
     """
-    shards, groups, tensor = [], groups or [1] * tensor.dim(), spec.part_order(tensor, mesh)
+    shards, groups, tensor = [], groups or [1] * tensor.dim(), part_order(tensor, spec, mesh)
     for rank in range(mesh.size):
         shard, c = tensor, mesh.coordinates(rank)
         for d, axes in enumerate(spec.dims):
@@ -187,4 +188,4 @@ def join_global(shards: list[Tensor], spec: ShardSpec, shape: Sequence[int], mes
         )
         result[where] = shards[rank]
     result = result[tuple(slice(0, n) for n in shape)]
-    return spec.user_order(result, mesh).contiguous()
+    return user_order(result, spec, mesh).contiguous()

@@ -23,6 +23,7 @@ from ..errors import ShardingError
 from ..layout.mark import copy_mark
 from ..layout.mesh import Coordinates, Mesh
 from ..layout.open_sizes import OpenSize
+from ..layout.part_order import part_order
 from ..shard_spec import ShardSpec
 from .parts import parts_of, placement_of
 
@@ -117,7 +118,7 @@ def _shard(tensor: Tensor, spec: ShardSpec, mesh: Mesh, device_mesh: DeviceMesh)
     """Return a tensor whose values all ranks have as a DTensor; nothing is sent."""
     # The mesh may be a part of the processes: a rank is no position in it.
     position = device_mesh.mesh.flatten().tolist().index(device_mesh.get_rank())
-    coordinates, local = mesh.coordinates(position), spec.part_order(tensor, mesh)
+    coordinates, local = mesh.coordinates(position), part_order(tensor, spec, mesh)
     sizes = stored_shape(spec, tuple(tensor.shape), mesh, coordinates)
     for d, (axes, size) in enumerate(zip(spec.dims, sizes)):
         if axes:

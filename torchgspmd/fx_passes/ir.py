@@ -251,8 +251,8 @@ def boundary_spec(node: fx.Node, spec: ShardSpec | None = None) -> ShardSpec:
 
     The program itself sees rows in the order of shards.
     """
-    spec = spec or node.meta["spec"]
-    return spec.with_parts(*node.meta["parts"]) if "parts" in node.meta else spec
+    found: ShardSpec = spec or node.meta["spec"]
+    return found.with_parts(*node.meta["parts"]) if "parts" in node.meta else found
 
 
 def values(graph: fx.Graph) -> Iterator[fx.Node]:

@@ -114,7 +114,7 @@ class Boundary:
         """Extract the boundary from a partitioned graph. outputs: those of the captured one."""
         output = sharded.output_node()
         inputs = tuple(map(boundary_spec, placeholders := sharded.find_nodes(op="placeholder")))
-        specs = [
+        specs: list[Any] = [
             boundary_spec(placeholders[out.input], spec)
             if spec is not None and out.kind in (GRADIENT, MUTATION)
             else spec

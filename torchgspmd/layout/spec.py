@@ -23,16 +23,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, Union
+from typing import Any, Union
 
 from ..errors import ShardingError
 from .halo_window import Window
 from .interned import Interned
 from .mesh import Mesh
 from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
@@ -301,45 +298,6 @@ class ShardSpec(metaclass=Interned):
         """
         parts = self.parts or (1,) * self.rank
         return ShardSpec(*self.fields()[:-1], (*parts[:dim], count, *parts[dim + 1 :]))
-
-    def part_order(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """Return a whole tensor with its rows in the order of shards.
-
-        Args:
-            x: The tensor.
-            mesh: The devices.
-
-        Returns:
-            The tensor whose equal blocks of rows are the shards.
-
-        Example:
-            >>> ShardSpec.parse("2*model").part_order(torch.arange(8), Mesh(model=2)).tolist()
-            [0, 1, 4, 5, 2, 3, 6, 7]
-        """
-        for d, count in enumerate(self.parts):
-            shards = mesh.count(self.dims[d])
-            x = x.unflatten(d, (count, shards, -1)).transpose(d, d + 1).flatten(d, d + 2)
-        return x
-
-    def user_order(self, x: Tensor, mesh: Mesh) -> Tensor:
-        """Return a whole tensor with its rows in the user's order: the inverse of part_order.
-
-        Args:
-            x: The tensor, whose equal blocks of rows are the shards.
-            mesh: The devices.
-
-        Returns:
-            The tensor.
-
-        Example:
-            >>> rows = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
-            >>> ShardSpec.parse("2*model").user_order(rows, Mesh(model=2)).tolist()
-            [0, 1, 2, 3, 4, 5, 6, 7]
-        """
-        for d, count in enumerate(self.parts):
-            shards = mesh.count(self.dims[d])
-            x = x.unflatten(d, (shards, count, -1)).transpose(d, d + 1).flatten(d, d + 2)
-        return x
 
     def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
         """Return the same layout with other priorities for its dimensions.

@@ -21,6 +21,7 @@ from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
 from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
+from ..layout.part_order import user_order
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
 from .shared_plan import broadcast_text
@@ -168,7 +169,7 @@ class Gather:
             shard = self.groups.watcher.run(self._shard, rank, local, sizes)
             if result is not None:
                 result[part_of_shard(spec, shape, self.mesh, at)].copy_(shard)
-        return result if result is None else spec.user_order(result, self.mesh)
+        return result if result is None else user_order(result, spec, self.mesh)
 
     def _shard(self, rank: int, local: Tensor, sizes: tuple[int, ...]) -> Tensor | None:
         """Return a rank's shard where it is wanted. It travels as bytes, for all dtypes."""

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError
+from ..layout.part_order import part_order
 from .full_state import groups_of_state, part_of_shard, tables_of
 from .shared_plan import broadcast_text
 
@@ -165,7 +166,7 @@ class _Load:
         local = target.to_local() if isinstance(target, DTensor) else target
         if isinstance(target, DTensor):
             spec = spec_of(target, groups.mesh)
-            made = spec.part_order(made, groups.mesh)
+            made = part_order(made, spec, groups.mesh)
             made = made[part_of_shard(spec, shape, groups.mesh, groups.coordinates)]
         local.copy_(made)
 

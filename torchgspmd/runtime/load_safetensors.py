@@ -16,6 +16,7 @@ from ..comm.process_groups import ProcessGroups
 from ..comm.rank_mismatch import all_gather_rows
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError
+from ..layout.part_order import part_order
 from .full_state import groups_of_state, part_of_shard
 from .load_full_state import names_of, problem_with, stored_tensors, without_tied
 
@@ -145,6 +146,6 @@ def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> Non
     spec, shape = spec_of(target, groups.mesh), tuple(target.shape)
     part = part_of_shard(spec, shape, groups.mesh, groups.coordinates)
     if (local := target.to_local()).numel() and spec.parts:
-        local.copy_(spec.part_order(tensors.get_tensor(name), groups.mesh)[part])
+        local.copy_(part_order(tensors.get_tensor(name), spec, groups.mesh)[part])
     elif local.numel():
         local.copy_(tensors.get_slice(name)[part])

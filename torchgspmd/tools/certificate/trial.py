@@ -15,6 +15,7 @@ from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import boundary_spec, runs
+from ...layout.part_order import part_order, user_order
 from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut
 from .devices import At, DeviceError, Devices, Microbatches
@@ -108,12 +109,10 @@ class Trial:
         """Return the partitioned program's values, compared with the captured program's."""
         graphs, constants = self.graphs, self.constants
         self.partitioned = partitioned = OneDeviceRun(graphs[1], constants)
-        mesh, outs = self.plan.mesh, self.plan.out_specs
-        # Weights by parts have their rows in the order of shards in the partitioned program.
-        own = [
-            spec.user_order(x, mesh) if spec is not None and spec.parts else x
-            for x, spec in zip(partitioned.run(self._as_stored(inputs)), outs)
-        ]
+        own = partitioned.run(self._as_stored(inputs))
+        if self._has_parts():
+            mesh, outs = self.plan.mesh, self.plan.out_specs
+            own = [x if s is None else user_order(x, s, mesh) for x, s in zip(own, outs)]
         given, unmatched = self._counterparts(partitioned)
         captured = OneDeviceRun(graphs[0], constants, given)
         results = captured.run(inputs)
@@ -135,10 +134,16 @@ class Trial:
                 self._compare(mine_node.name, None, [mine], spec, one, i)
         return partitioned.values, mixed
 
-    def _as_stored(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """Return the inputs with rows in the order of shards."""
+    def _has_parts(self) -> bool:
+        """Return whether the partitioned program takes a weight by parts."""
+        return any("parts" in n.meta for n in self.graphs[1].find_nodes(op="placeholder"))
+
+    def _as_stored(self, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the inputs; weights by parts have their rows in the order of shards."""
+        if not self._has_parts():
+            return inputs
         specs = self.plan.input_layouts
-        return [spec.part_order(x, self.plan.mesh) for x, spec in zip(inputs, specs)]
+        return [part_order(x, spec, self.plan.mesh) for x, spec in zip(inputs, specs)]
 
     def _counterparts(self, partitioned: OneDeviceRun) -> tuple[Values, set[str]]:
         """Return the captured program's draws, and its values that no other program need have."""
@@ -159,7 +164,7 @@ class Trial:
             expected = captured.get(node.meta.get("captured", ""), {}).get(rows)
             if isinstance(value, Tensor) and isinstance(expected, Tensor):
                 if "parts" in node.meta:
-                    expected = boundary_spec(node).part_order(expected, self.plan.mesh)
+                    expected = part_order(expected, boundary_spec(node), self.plan.mesh)
                 # A flattened dimension may have its parts apart in the partitioned program.
                 expected = expected.reshape(value.shape) if name in self.apart else expected
                 spec = ShardSpec.replicated(expected.dim())
