@@ -34,7 +34,7 @@ def placement_of(spec: ShardSpec, dim: int) -> Placement:
     return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)
 
 
-def parts_of(placement: Placement) -> int:
+def parts_of(placement: Any) -> int:
     """Return the number of parts that a placement shards; 0 if it shards nothing."""
     if IS_EXACT and isinstance(placement, _StridedShard):
         return placement.split_factor

@@ -81,7 +81,8 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
         )
     dims: list[tuple[str, ...]] = [()] * tensor.dim()
     parts = [1] * tensor.dim()
-    for name, placement in zip(mesh.names, tensor.placements):
+    placed: Any = tensor.placements
+    for name, placement in zip(mesh.names, placed):
         count = parts_of(placement)
         # Uneven parts, or parts that several axes divide, are not known to programs.
         fits = (

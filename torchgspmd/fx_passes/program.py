@@ -113,6 +113,7 @@ class Boundary:
     def of(cls, sharded: fx.Graph, outputs: Sequence[Output]) -> Boundary:
         """Extract the boundary from a partitioned graph. outputs: those of the captured one."""
         output = sharded.output_node()
+        returned: Any = output.args[0]
         inputs = tuple(map(boundary_spec, placeholders := sharded.find_nodes(op="placeholder")))
         specs: list[Any] = [
             boundary_spec(placeholders[out.input], spec)
@@ -120,7 +121,7 @@ class Boundary:
             else spec
             for spec, out in zip(output.meta["specs"], outputs)
         ]
-        values = [*zip(specs, output.args[0])]
+        values = [*zip(specs, returned)]
         shapes = (None if spec is None else tuple(n.meta["val"].shape) for spec, n in values)
         other = (None if spec is None else other_shapes(n)[0] for spec, n in values)
         return cls(inputs, tuple(specs), tuple(shapes), tuple(other))
