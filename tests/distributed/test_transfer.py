@@ -5,11 +5,14 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from ranks import distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
 
 import torchgspmd as gspmd
+from torchgspmd.dtensor.parts import IS_EXACT
 from torchgspmd.runtime import transfer as module
 
 
@@ -78,14 +81,17 @@ def test_between_layouts(mesh, seed, monkeypatch):
 def lacking(source, target, dtype):
     """Yield the bytes of a target's tensors that this rank lacks in the source."""
     before, after = (
-        {n: (t, module._box(t)) for n, t in m.state_dict().items()} for m in (source, target)
+        {n: (t, module._views(t)) for n, t in m.state_dict().items()} for m in (source, target)
     )
-    for name, (tensor, box) in after.items():
+    for name, (tensor, boxes) in after.items():
         if name == "head.weight":  # tied
             continue
         own, has = before[name]
         size = min(own.dtype.itemsize, tensor.dtype.itemsize)
-        yield (module._elements(box) - module._elements(module._overlap(has, box))) * size
+        common = sum(
+            module._elements(module._overlap(box, other)) for box in has for other in boxes
+        )
+        yield (sum(map(module._elements, boxes)) - common) * size
 
 
 @distributed("data=2,model=2")
@@ -149,3 +155,38 @@ def test_differences_are_errors_on_every_rank(mesh):
         gspmd.transfer(model, {n: t for n, t in state.items() if n != "counts"})
     with pytest.raises(gspmd.ShardingError, match="two tensors of the source have the name 'a'"):
         gspmd.transfer(model, state, names=lambda name: "a")
+
+
+@distributed("model=2")
+def test_weights_that_are_stored_by_parts(mesh):
+    def model(seed, mark):
+        torch.manual_seed(seed)
+        made = Fused().double()
+        gspmd.annotate(made, mesh, {"qkv.weight": mark})
+        made = gspmd.parallelize(made, mesh)
+        made(torch.ones(2, 4, 8, dtype=torch.float64)).backward()  # decides how weights are stored
+        return made
+
+    source, target = model(1, "model _"), model(2, "_ model")
+    before = source.qkv.weight.placements
+    torch.manual_seed(1)
+    whole = Fused().double().qkv.weight
+    gspmd.transfer(source, target)
+    torch.testing.assert_close(target.qkv.weight.full_tensor(), whole, rtol=0, atol=0)
+    other = model(3, "model _")
+    gspmd.transfer(target, other)
+    torch.testing.assert_close(other.qkv.weight.full_tensor(), whole, rtol=0, atol=0)
+    assert gspmd.transfer(source, other).sent_bytes == 0
+    if IS_EXACT:
+        assert before == other.qkv.weight.placements != (Shard(0),)
+
+
+class Fused(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8, bias=False)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)
+        return self.out(y).square().mean()

@@ -10,6 +10,7 @@ itself, else from its host, else from any.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -47,11 +48,11 @@ class Transferred:
 
 
 class TensorPart(NamedTuple):
-    """The part of a tensor that one rank has, or wants."""
+    """The part of a tensor that one rank has, or wants. boxes: several if it is stored by parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    box: Box
+    boxes: tuple[Box, ...]
 
 
 class TransferPiece(NamedTuple):
@@ -152,7 +153,11 @@ def transfer(
         _raise_first([f"the target has no {names_of(unknown)}"])
 
     result = Transferred(tensors=made)
-    move = _Move(rank, sources, held, targets, wanted, result)
+    if made:
+        written = {name: {wanted[name].boxes[0]: tensor} for name, tensor in made.items()}
+    else:
+        written = {name: _views(tensor) for name, tensor in targets.items()}
+    move = _Move(rank, {n: _views(t) for n, t in sources.items()}, written, result)
     for pieces in _rounds(_pieces(holders, wanters, hosts)):
         run(move.round, pieces)
     return result
@@ -192,29 +197,45 @@ def _once(targets: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[st
 
 def _parts(tensors: Mapping[str, Tensor]) -> dict[str, TensorPart]:
     """Return this rank's part in each tensor, if it has one."""
-    found = {name: (tensor, _box(tensor)) for name, tensor in tensors.items()}
+    found = {name: (tensor, (*_views(tensor),)) for name, tensor in tensors.items()}
     return {
-        name: TensorPart(tuple(tensor.shape), tensor.dtype, box)
-        for name, (tensor, box) in found.items()
-        if box is not None
+        name: TensorPart(tuple(tensor.shape), tensor.dtype, boxes)
+        for name, (tensor, boxes) in found.items()
+        if boxes
     }
 
 
-def _box(tensor: Tensor) -> Box | None:
+def _views(tensor: Tensor) -> dict[Box, Tensor]:
+    """Return this rank's values of a tensor, by the boxes of the whole that they are."""
     if tensor.is_meta:
         raise ShardingError.here(
             "a tensor is on meta: it has no values", fix="call model.to_empty(device=...) first"
         )
-    shape = tuple(tensor.shape)
     if not isinstance(tensor, DTensor):
-        return tuple((0, size) for size in shape)
+        return {tuple((0, size) for size in tensor.shape): tensor.detach()}
     ranks = tensor.device_mesh.mesh.flatten().tolist()
     if dist.get_rank() not in ranks:
-        return None
+        return {}
     mesh = Mesh.from_device_mesh(tensor.device_mesh)
     at = mesh.coordinates(ranks.index(dist.get_rank()))
-    part = part_of_shard(spec_of(tensor, mesh), shape, mesh, at)
-    return tuple((each.start, each.stop) for each in part)
+    spec, shape = spec_of(tensor, mesh), tuple(tensor.shape)
+    whole = tuple((part.start, part.stop) for part in part_of_shard(spec, shape, mesh, at))
+    views = {whole: tensor.to_local()}
+    for d, count in enumerate(spec.parts):
+        # A shard has as many rows of each part, one part after the other.
+        if count > 1:
+            rows = (whole[d][1] - whole[d][0]) // count
+            begin = mesh.index(spec.dims[d], at) * rows
+            views = {
+                (
+                    *box[:d],
+                    (first := i * shape[d] // count + begin, first + rows),
+                    *box[d + 1 :],
+                ): view.narrow(d, i * rows, rows)
+                for box, view in views.items()
+                for i in range(count)
+            }
+    return views
 
 
 def _asked(target: Wants, rank: int, shapes: Mapping[str, TensorPart]) -> dict[str, TensorPart]:
@@ -231,12 +252,12 @@ def _asked(target: Wants, rank: int, shapes: Mapping[str, TensorPart]) -> dict[s
             )
         sizes = zip(slices, whole.shape)
         box = tuple((b, max(b, e)) for b, e, _ in (s.indices(size) for s, size in sizes))
-        found[name] = TensorPart(whole.shape, whole.dtype, box)
+        found[name] = TensorPart(whole.shape, whole.dtype, (box,))
     return found
 
 
 def _empty(part: TensorPart, device: torch.device | None) -> Tensor:
-    return torch.empty([e - b for b, e in part.box], dtype=part.dtype, device=device)
+    return torch.empty([e - b for b, e in part.boxes[0]], dtype=part.dtype, device=device)
 
 
 def _mismatch(shapes: Mapping[str, TensorPart], wanted: Mapping[str, TensorPart]) -> str:
@@ -266,13 +287,16 @@ def _raise_first(problems: Sequence[str]) -> None:
 
 
 def _as_json(parts: Mapping[str, TensorPart]) -> list[list]:
-    return [[n, p.shape, str(p.dtype).removeprefix("torch."), p.box] for n, p in parts.items()]
+    return [[n, p.shape, str(p.dtype).removeprefix("torch."), p.boxes] for n, p in parts.items()]
 
 
 def _from_json(rows: Iterable[Sequence[Any]]) -> dict[str, TensorPart]:
+    def box_of(pairs: Iterable[Sequence[int]]) -> Box:
+        return tuple((begin, end) for begin, end in pairs)
+
     return {
-        name: TensorPart(tuple(shape), getattr(torch, dtype), tuple((b, e) for b, e in box))
-        for name, shape, dtype, box in rows
+        name: TensorPart(tuple(shape), getattr(torch, dtype), tuple(map(box_of, boxes)))
+        for name, shape, dtype, boxes in rows
     }
 
 
@@ -289,15 +313,17 @@ def _pieces(
     dtypes: dict[str, torch.dtype] = {}
     for rank, parts in enumerate(holders):
         for name, part in parts.items():
-            by_box[name][part.box].append(rank)
+            for box in part.boxes:
+                by_box[name][box].append(rank)
             dtypes[name] = part.dtype
     sent = [0] * len(holders)
     for name, boxes in by_box.items():
         pieces: list[TransferPiece] = []
-        for target, part in ((r, parts[name]) for r, parts in enumerate(wanters) if name in parts):
+        wanted = [(r, parts[name]) for r, parts in enumerate(wanters) if name in parts]
+        for target, part in wanted:
             dtype = min(dtypes[name], part.dtype, key=lambda d: d.itemsize)
-            for box, ranks in boxes.items():
-                common = _overlap(box, part.box)
+            for want, (box, ranks) in itertools.product(part.boxes, boxes.items()):
+                common = _overlap(box, want)
                 if not _elements(common):
                     continue
                 # Among equally near ranks, the one that has sent least.
@@ -349,10 +375,8 @@ class _Move(NamedTuple):
     """This rank's tensors, between which pieces move."""
 
     rank: int
-    sources: Mapping[str, Tensor]
-    held: Mapping[str, TensorPart]
-    targets: Mapping[str, Tensor]
-    wanted: Mapping[str, TensorPart]
+    sources: Mapping[str, dict[Box, Tensor]]
+    targets: Mapping[str, dict[Box, Tensor]]
     result: Transferred
 
     def round(self, pieces: Sequence[TransferPiece]) -> None:
@@ -389,10 +413,10 @@ class _Move(NamedTuple):
         return self._from(piece).to(_carrier(), piece.dtype).contiguous().view(-1).view(torch.uint8)
 
     def _from(self, piece: TransferPiece) -> Tensor:
-        return _sliced(self.sources[piece.name], self.held[piece.name], piece.box)
+        return _sliced(self.sources[piece.name], piece.box)
 
     def _to(self, piece: TransferPiece) -> Tensor:
-        return _sliced(self.targets[piece.name], self.wanted[piece.name], piece.box)
+        return _sliced(self.targets[piece.name], piece.box)
 
 
 def _carrier() -> str:
@@ -400,7 +424,7 @@ def _carrier() -> str:
     return "cuda" if backend_of("cuda") == "nccl" else "cpu"
 
 
-def _sliced(tensor: Tensor, part: TensorPart, box: Box) -> Tensor:
-    """Return a piece of this rank's part of a tensor."""
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    return local[tuple(slice(b - at, e - at) for (b, e), (at, _) in zip(box, part.box))]
+def _sliced(views: Mapping[Box, Tensor], box: Box) -> Tensor:
+    """Return a piece of this rank's values of a tensor."""
+    around, view = next((b, v) for b, v in views.items() if _overlap(b, box) == box)
+    return view[tuple(slice(b - at, e - at) for (b, e), (at, _) in zip(box, around))]
