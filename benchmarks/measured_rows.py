@@ -43,7 +43,7 @@ class Config:
 
     shared_hidden: the width of the expert that all tokens have. first_dense: layers without
     experts. window: keys that a query sees in every other layer; 0 for all. norms: of queries and
-    keys. predictions: layers for tokens behind the next one (MTP). aliases: other names.
+    keys. biases: of the experts' products. predictions: layers for tokens behind the next one (MTP). aliases: other names.
     """
 
     source: str
@@ -62,6 +62,7 @@ class Config:
     first_dense: int = 0
     window: int = 0
     norms: bool = False
+    biases: bool = False
     predictions: int = 0
     aliases: tuple[str, ...] = ()
 

@@ -90,10 +90,12 @@ class Axes:
         spec = f"{self.dim(*self.batch)} {self.dim('context', 'model')} _"
         return gspmd.mark_sharding(x, self.mesh, spec)
 
-    def heads(self, x: Tensor) -> Tensor:
-        """Mark values of heads [b, h, s, k]."""
-        spec = f"{self.dim(*self.batch)} {self.dim('model')} {self.dim('context')} _"
-        return gspmd.mark_sharding(x, self.mesh, spec)
+    def along_model(self, x: Tensor, dim: int, sequence: int) -> Tensor:
+        """Mark values [b, ...] whose dimension `dim` is sharded along model."""
+        dims = ["_"] * x.dim()
+        dims[0], dims[sequence] = self.dim(*self.batch), self.dim("context")
+        dims[dim] = self.dim("model")
+        return gspmd.mark_sharding(x, self.mesh, " ".join(dims))
 
 
 def weight(*shape: int) -> nn.Parameter:
@@ -136,7 +138,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config, axes: Axes, rank: int, window: int) -> None:
         super().__init__()
         c, groups = config, config.key_heads
-        self.window, self.heads = window, axes.heads
+        self.window, self.mark = window, axes.along_model
         self.qkv = Product(
             "bsd,dgnk->bgnsk", (c.width, groups, c.heads // groups + 2, c.head), rank
         )
@@ -144,12 +146,13 @@ class Attention(nn.Module):
         self.norm_q, self.norm_k = (Norm(c.head) if c.norms else None for _ in range(2))
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).split([self.o.weight.shape[1], 1, 1], 2)
+        qkv = self.mark(self.qkv(x), 1, 3)
+        q, k, v = qkv.split([self.o.weight.shape[1], 1, 1], 2)
         if self.norm_q is not None and self.norm_k is not None:
             q, k = self.norm_q(q), self.norm_k(k)
         q, k = rotated(q, angles), rotated(k, angles)
         q, k, v = (x.flatten(1, 2) for x in (q, k, v))
-        y = self.heads(attended(q, k, v, self.window))
+        y = self.mark(attended(q, k, v, self.window), 1, 2)
         return self.o(y.unflatten(1, (-1, self.o.weight.shape[1])))
 
 
@@ -177,7 +180,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: Config, latent: Latent, axes: Axes, rank: int) -> None:
         super().__init__()
         d, h, m = config.width, config.heads, latent
-        self.latent, self.heads = m, axes.heads
+        self.latent, self.mark = m, axes.along_model
         self.down_q = Product("bsd,dl->bsl", (d, m.queries), rank)
         self.down_kv = Product("bsd,dl->bsl", (d, m.keys + m.places), rank)
         self.norm_q, self.norm_kv = Norm(m.queries), Norm(m.keys)
@@ -187,48 +190,54 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         m = self.latent
-        q = self.q(self.norm_q(self.down_q(x)))
+        q = self.mark(self.q(self.norm_q(self.down_q(x))), 1, 2)
         short, place = self.down_kv(x).split([m.keys, m.places], -1)
         k, v = self.kv(self.norm_kv(short)).split([m.head, m.value], -1)
         q, turned = q.split([m.head, m.places], -1)
         q = torch.cat([q, rotated(turned, angles)], -1)
         place = rotated(place.unsqueeze(1), angles).expand(-1, k.shape[1], -1, -1)
         y = F.scaled_dot_product_attention(q, torch.cat([k, place], -1), v, is_causal=True)
-        return self.o(self.heads(y))
+        return self.o(self.mark(y, 1, 2))
 
 
 class Feed(nn.Module):
     """A gated feed-forward."""
 
-    def __init__(self, width: int, hidden: int, rank: int) -> None:
+    def __init__(self, width: int, hidden: int, axes: Axes, rank: int) -> None:
         super().__init__()
+        self.mark = axes.along_model
         self.up = Product("bsd,dnh->nbsh", (width, 2, hidden), rank)
         self.down = Product("bsh,hd->bsd", (hidden, width), rank)
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.up(x).unbind(0)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.mark(F.silu(gate) * up, 2, 1))
 
 
 class Experts(nn.Module):
     """The chosen experts of each token, each with as many tokens, and a shared one."""
 
-    def __init__(self, config: Config, cut: tuple[int, int]) -> None:
+    def __init__(self, config: Config, axes: Axes) -> None:
         super().__init__()
         c, h = config, config.expert_hidden
-        self.count, self.chosen, self.cut = c.experts, c.chosen, cut
+        shards = axes.count(axes.owners)
+        groups = axes.count(axes.batch) * axes.count(("context", "model")) // shards
+        self.count, self.chosen, self.cut = c.experts, c.chosen, (groups, shards)
         self.router = Product("bsd,de->bse", (c.width, c.experts), 0)
         self.wide = weight(c.experts, c.width, 2 * h)
         self.narrow = weight(c.experts, h, c.width)
-        self.shared = Feed(c.width, c.shared_hidden, 0) if c.shared_hidden else None
+        self.shared = Feed(c.width, c.shared_hidden, axes, 0) if c.shared_hidden else None
+        self.wide_bias = weight(c.experts, 2 * h) if c.biases else None
+        self.narrow_bias = weight(c.experts, c.width) if c.biases else None
 
     def forward(self, x: Tensor) -> Tensor:
         weights, chosen = self.router(x).softmax(-1).topk(self.chosen)
         groups, shards = self.cut
         capacity = None if shards == 1 else 1.0
         routed = moe.dispatch(x, chosen, self.count, shards, groups, capacity=capacity)
-        gate, up = moe.grouped_mm(routed.rows, self.wide, routed.ends).chunk(2, -1)
-        rows = moe.grouped_mm(F.silu(gate) * up, self.narrow, routed.ends)
+        hidden = moe.grouped_mm(routed.rows, self.wide, routed.ends, self.wide_bias)
+        gate, up = hidden.chunk(2, -1)
+        rows = moe.grouped_mm(F.silu(gate) * up, self.narrow, routed.ends, self.narrow_bias)
         mixed = moe.combine(rows, routed, weights)
         return mixed if self.shared is None else mixed + self.shared(x)
 
@@ -247,11 +256,9 @@ class Layer(nn.Module):
             else LatentAttention(c, c.latent, axes, rank)
         )
         if "experts" in kind:
-            shards = axes.count(axes.owners)
-            groups = axes.count(axes.batch) * axes.count(("context", "model")) // shards
-            self.feed: nn.Module = Experts(c, (groups, shards))
+            self.feed: nn.Module = Experts(c, axes)
         else:
-            self.feed = Feed(c.width, c.hidden, rank)
+            self.feed = Feed(c.width, c.hidden, axes, rank)
         self.marked = axes.between
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:  # [b, s, d], [s, k/2]
@@ -299,6 +306,8 @@ def marks(axes: Axes, config: Config, kinds: Sequence[str]) -> dict[str, str]:
         owners, shard = axes.dim(*axes.owners), axes.dim(*axes.expert_shard)
         found[f"{layer}feed.wide"] = f"{owners} {shard} _"
         found[f"{layer}feed.narrow"] = f"{owners} _ {shard}"
+        if config.biases:
+            found |= {f"{layer}feed.{name}_bias": f"{owners} _" for name in ("wide", "narrow")}
         feeds += ["feed.shared"] if config.shared_hidden else []
     for feed in feeds:
         found[f"{layer}{feed}.up.weight"] = f"{row} _ {model}"

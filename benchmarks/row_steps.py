@@ -23,13 +23,19 @@ from torchgspmd.comm.collective import start, wait
 from torchgspmd.features.pipelines.order import Order
 from torchgspmd.features.pipelines.schedule import Times
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernels import Kernels, KernelTimes, groups_of, module_of
+from torchgspmd.tools.report.kernels import (
+    Kernels,
+    KernelTimes,
+    Routed,
+    groups_of,
+    module_of,
+)
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
 WIDE = ("*router", "head", "")
 GRAPHED = ("200", "300")
 PRESETS = {"B300": "b300", "GB300": "gb300", "B200": "b200", "GB200": "gb200", "H100": "h100"}
-GRADIENT, WEIGHT, STATES = 4, 2, 12  # bytes; float32 weights and Adam's two moments
+GRADIENT, WEIGHT, STATES = 2, 2, 12  # bytes; float32 weights and Adam's two moments
 # Seconds of the host for a kernel of eager PyTorch: 3.4 to 3.6 ms for the 112 of a layer's forward
 # and backward, docs/benchmarks.md, "One rank of eight on an H200".
 HOST = 3.5e-3 / 112
@@ -98,8 +104,17 @@ class Planned:
 
     def __init__(self, row: Row) -> None:
         self.row, self.config, self.hardware = row, config(row.model), hardware_of(row)
+        if "automodel" in row.source.lower():  # its models are those of transformers
+            self.config = replace(self.config, predictions=0)
         self.axes = Axes.of(row, self.config)
-        self.kernels = Kernels(row.precision.lower(), WIDE, accumulates=True)
+        self.kernels = Kernels(
+            row.precision.lower(),
+            WIDE,
+            # The sums of sharded weights' gradients would not fit whole.
+            accumulates=row.fsdp <= 1 and not row.has_adapters,
+            rings=row.precision != "NVFP4",
+            routed=self.routed(),
+        )
         self.plans: dict[tuple[str, ...], gspmd.Plan] = {}
         self.choices: dict[tuple[str, ...], list[Choice]] = {}
         kinds = list(self.config.kinds())
@@ -107,6 +122,13 @@ class Planned:
         one = self.numbers([first])
         self.layers = {kind: self.numbers([first, kind]) + one.times(-1) for kind in kinds}
         self.ends = one + self.layers[first].times(-1)
+
+    def routed(self) -> Routed | None:
+        """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
+        if not self.axes.owners:
+            return None
+        in_order = "automodel" in self.row.source.lower()
+        return Routed(self.config.chosen, self.config.experts, in_order)
 
     def plan(self, kinds: Sequence[str]) -> gspmd.Plan:
         """Plan a microbatch on the devices of a stage."""
@@ -223,6 +245,7 @@ def step(row: Row) -> Step:
     exchange, update = once(planned, slowest)
     parts = {
         "microbatches": row.microbatches * slowest.seconds,
+        "messages": message_seconds(planned),
         "idle": idle_seconds(row, (layers + planned.ends).times(1 / row.pipeline)),
         "exchange": exchange,
         "update": update,
@@ -240,6 +263,16 @@ def within_memory(planned: Planned, layers: Numbers) -> tuple[Numbers, float]:
     states, flight = states_bytes(planned), in_flight(row)
     values = planned.saved()
     memory = states + flight * sum(each.size for each in values)
+    if "automodel" in row.source.lower() and memory > ROOM * speed.memory:
+        # PyTorch's checkpoint: a layer keeps its input.
+        tokens = row.micro_batch * row.sequence / row.context / row.tensor
+        kept = planned.config.layers / row.pipeline * tokens * planned.config.width * 2
+        again = replace(
+            layers,
+            backward=layers.backward + layers.forward,
+            host_backward=layers.host_backward + layers.host_forward,
+        )
+        return again, states + flight * kept + planned.ends.saved
     again = moved = 0.0
     for each in sorted(values, key=lambda each: each.seconds / max(each.size, 1)):
         if memory <= ROOM * speed.memory:
@@ -283,6 +316,21 @@ def idle_seconds(row: Row, stage: Numbers) -> float:
     return order.timed(times).end - few * row.virtual_stages * times.whole
 
 
+def message_seconds(planned: Planned) -> float:
+    """Return how long a stage waits for its neighbours' messages.
+
+    Interleaved stages compute another piece meanwhile; others wait, in both directions.
+    """
+    row, speed = planned.row, planned.hardware
+    if row.pipeline == 1 or row.virtual_stages > 1:
+        return 0.0
+    mesh = gspmd.Mesh(stage=row.pipeline, rank=row.gpus // row.pipeline)
+    tokens = row.micro_batch * row.sequence / row.context / row.tensor
+    sent = tokens * planned.config.width * WEIGHT
+    one = speed.transfer_seconds(mesh, ("stage",), "permute", False, sent / planned.kernels.links)
+    return 2 * row.microbatches * one
+
+
 def once(planned: Planned, stage: Numbers) -> tuple[float, float]:
     """Return the seconds of what comes once a step: exposed exchanges, and the update.
 
@@ -296,7 +344,9 @@ def once(planned: Planned, stage: Numbers) -> tuple[float, float]:
         sent = held.count * (n - 1) / n
         for kind, itemsize in (("reduce_scatter", GRADIENT), ("all_gather", WEIGHT)):
             seconds = (
-                speed.transfer_seconds(mesh, held.axes, kind, True, sent * itemsize)
+                speed.transfer_seconds(
+                    mesh, held.axes, kind, True, sent * itemsize / planned.kernels.links
+                )
                 if n > 1
                 else 0.0
             )

@@ -59,6 +59,7 @@ class Hardware:
         attention: Seconds to start an attention, and operations per second that it reaches; None if
             it runs as other matmuls do.
         exponentials: Per second; attention needs one for each pair of tokens.
+        units: Processors that share a product's tiles; 0 if it has no tiles.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -80,6 +81,7 @@ class Hardware:
     attention: tuple[float, float] | None = None
     host_bandwidth: float = 25 * GB  # PCIe of the fourth generation, 16 lanes
     exponentials: float = math.inf
+    units: int = 0
 
     @property
     def peak(self) -> float:
@@ -247,6 +249,7 @@ def _gpu(
     host_bandwidth: float = 50 * GB,  # PCIe 5
     joined: int = 8,
     exponentials: float = math.inf,
+    units: int = 0,
     source: str = "NVIDIA's data sheets of the SXM module and of the DGX host",
 ) -> Hardware:
     """Return a GPU. joined: how many its fast links join, as a rule those of a host."""
@@ -259,6 +262,7 @@ def _gpu(
         (Link(joined, inside, 5 * US), Link(math.inf, across, 15 * US)),
         host_bandwidth=host_bandwidth,
         exponentials=exponentials,
+        units=units,
         source=f"{source}; latencies are ours",
     )
 
@@ -312,14 +316,29 @@ PRESETS = {
             (300 * GB, 25 * GB),
             25 * GB,
         ),
-        _gpu("h100", _HOPPER, (3350 * GB, 80 * GB), (450 * GB, 50 * GB), exponentials=_EXP[9]),
-        _gpu("h200", _HOPPER, (4800 * GB, 141 * GB), (450 * GB, 50 * GB), exponentials=_EXP[9]),
+        _gpu(
+            "h100",
+            _HOPPER,
+            (3350 * GB, 80 * GB),
+            (450 * GB, 50 * GB),
+            exponentials=_EXP[9],
+            units=132,
+        ),
+        _gpu(
+            "h200",
+            _HOPPER,
+            (4800 * GB, 141 * GB),
+            (450 * GB, 50 * GB),
+            exponentials=_EXP[9],
+            units=132,
+        ),
         _gpu(
             "b200",
             {0.5: 9000e12, 1: 4500e12, 2: 2250e12, 4: 75e12, 8: 37e12},
             (7700 * GB, 180 * GB),
             (900 * GB, 50 * GB),
             exponentials=_EXP[10],
+            units=148,
         ),
         _gpu(
             "gb200",
@@ -329,6 +348,7 @@ PRESETS = {
             225 * GB,  # two share the link to their Grace CPU
             joined=72,
             exponentials=_EXP[10],
+            units=148,
             source="NVIDIA's data sheet of the GB200 NVL72, without sparsity; quoted from memory",
         ),
         _gpu(

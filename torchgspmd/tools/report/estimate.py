@@ -25,7 +25,7 @@ from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_secon
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
-from .kernels import Kernels, KernelTimes
+from .kernels import Kernels, KernelTimes, exchange_seconds
 
 COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
 
@@ -219,8 +219,9 @@ class _Streams:
 
     def transfer(self, steps: Sequence[Step]) -> float:
         """Return the seconds for collectives that are sent as one."""
-        share = 1.0 if self.kernels is None else self.kernels.links
-        return step_seconds(steps, self.mesh, self.hardware) / share
+        if self.kernels is None:
+            return step_seconds(steps, self.mesh, self.hardware)
+        return exchange_seconds(steps, self.mesh, self.hardware, self.kernels)
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
         """Return the event for a collective that starts now."""
@@ -303,7 +304,9 @@ class _Streams:
         step = node.meta["step"]
         n = self.mesh.count(step.axes)
         products = self.seconds(node)
-        chunk = max(products / n, self.transfer([step]) / (n - 1))
+        transfer = self.transfer([step]) / (n - 1)
+        is_hidden = self.kernels is None or self.kernels.rings
+        chunk = max(products / n, transfer) if is_hidden else products / n + transfer
         # n chunks and n - 1 transfers: nothing is sent beside the last product.
         seconds = (n - 1) * chunk + products / n
         self.now, begin = self.now + seconds, self.now

@@ -22,12 +22,18 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
+from ...comm.kinds import Step
 from ...compat.private_apis import OpOverload
-from ...fx_passes.schedule.arithmetic import flops, is_attention, is_view
+from ...fx_passes.schedule.arithmetic import flops, is_attention, is_view, step_seconds
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
 
 aten = torch.ops.aten
+TILE = 128 * 256  # numbers of a result that a multiprocessor computes at once
+# DeepGEMM's README, FP8 on an H800, sums of 1,536, 2,048, 7,168 and 16,384: 990, 1,025, 1,304 and
+# 1,358 of 1,979 TFLOP/s. These two numbers give 985, 1,069, 1,307 and 1,376.
+DEEP, DEPTH = 0.725, 700
+ROWS = 128  # queries and keys of a tile of attention
 # Besides pointwise operations: what a compiler fuses with them.
 FUSED = {
     aten.sum.dim_IntList,
@@ -71,13 +77,45 @@ RECIPES = {
 
 
 @dataclass(frozen=True)
+class Routed:
+    """A dispatcher that sends a token once to each host of its experts, then to each device there.
+
+    chosen: experts of a token. experts: all of them. in_order: a token's experts are neighbours, as
+    a balanced gate for benchmarks chooses them; else they are random. Source: DeepEP.
+    """
+
+    chosen: int
+    experts: int
+    in_order: bool = False
+
+    def reached(self, parts: int) -> float:
+        """Return how many of so many parts of the experts a token is sent to, the own one too."""
+        if self.in_order:
+            return max(1.0, self.chosen * parts / self.experts)
+        return parts * (1 - (1 - 1 / parts) ** self.chosen)
+
+    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
+        """Return the seconds of an exchange without its start; sent: all choices' bytes."""
+        token = sent * devices / (devices - 1) / self.chosen
+        inside, *across = hardware.links
+        found = token * self.reached(devices) * (1 - 1 / devices) / inside.bandwidth
+        hosts = math.ceil(devices / inside.devices)
+        if hosts > 1 and across:
+            crossing = token * self.reached(hosts) * (1 - 1 / hosts)
+            found = max(found, crossing / across[0].bandwidth)
+        return found
+
+
+@dataclass(frozen=True)
 class Kernels:
     """A framework's kernels.
 
     products: a name in RECIPES. wide: globs of the modules whose products stay in bfloat16.
     gap: seconds between two kernels. accumulates: the program is one of several microbatches, whose
-    gradients are added up in float32: sums over devices that are only returned come once a step.
-    is_fused: whether elementwise operations are fused. links, memory: shares of the bandwidths that
+    gradients are added up: sums over devices that are only returned come once a step.
+    is_fused: whether elementwise operations are fused. rings: whether products hide the transfers
+    of their operands and results. routed: how the dispatcher sends tokens to experts; None for the
+    plan's exchanges. links, memory: shares of the bandwidths that
     kernels reach: DeepEP's README has 726 and 740 of 900 GB/s on SM100; BabelStream 3.07 of 3.35
     TB/s on an H100.
     """
@@ -88,6 +126,8 @@ class Kernels:
     accumulates: bool = False
     is_fused: bool = True
     links: float = 0.8
+    rings: bool = True
+    routed: Routed | None = None
     memory: float = 0.92
 
     @property
@@ -217,8 +257,8 @@ class KernelTimes:
         operands = sum(map(least_bytes, node.all_input_nodes))
         moved -= operands * (1 - narrow)
         if kernels.accumulates and node in self.returned:
-            moved += 3 * bytes_of(node)  # float32: read and written
-        product = count / (speed.efficiency * speed.rate(recipe.itemsize))
+            moved += bytes_of(node)  # the sum is read, too
+        product = count / self.product_rate(node, count, recipe.itemsize)
         seconds = max(product, moved / self.bandwidth)
         if not recipe.passes:
             return seconds
@@ -230,6 +270,26 @@ class KernelTimes:
             self.quantized.add(base)
             seconds += kernels.gap + recipe.passes * least_bytes(x) / 2 / self.bandwidth
         return seconds
+
+    def product_rate(self, node: fx.Node, count: int, itemsize: float) -> float:
+        """Return the operations per second of a product, by the depth of its sums.
+
+        A tile's result costs as much time as DEPTH bytes of its operands' rows.
+        """
+        peak = self.hardware.rate(itemsize)
+        if not (size := bytes_of(node)):  # a ring's
+            return self.hardware.efficiency * peak
+        depth = count * node.meta["dtype"].itemsize / size / 2 * itemsize  # bytes of a row
+        return DEEP * peak / ((1 + DEPTH / depth) * self.waves(node))
+
+    def waves(self, node: fx.Node) -> float:
+        """Return how much longer a product takes as its last wave of tiles is not full.
+
+        Source: NVIDIA's Matrix Multiplication Background User's Guide.
+        """
+        units = self.hardware.units
+        tiles = math.ceil(math.prod(node.meta["shape"]) / TILE)
+        return math.ceil(tiles / units) * units / tiles if tiles > units > 0 else 1.0
 
     @cached_property
     def quantized(self) -> set[fx.Node]:
@@ -243,7 +303,9 @@ class KernelTimes:
         first = 1 if "backward" in str(node.target) else 0  # behind the result's gradient
         queries, keys = (node.args[first + i].meta["shape"] for i in (0, 1))
         pairs = math.prod(queries[:-1]) * keys[-2]
-        share = 0.5 if any(each is True for each in node.args) else 1.0
+        # The tiles on the diagonal are computed whole.
+        is_causal = any(each is True for each in node.args)
+        share = 0.5 + min(ROWS / keys[-2], 1) / 2 if is_causal else 1.0
         speed = self.hardware
         product = count / (speed.efficiency * speed.rate(2))
         # In the backward a tile of 128 x 128 reads shared memory for 3,328 cycles where its
@@ -357,3 +419,15 @@ def _is_fused(node: fx.Node) -> bool:
     return isinstance(target, OpOverload) and (
         torch.Tag.pointwise in target.tags or target in FUSED
     )
+
+
+def exchange_seconds(
+    steps: Sequence[Step], mesh: Mesh, hardware: Hardware, kernels: Kernels
+) -> float:
+    """Return the seconds of collectives that are sent as one, by a framework's kernels."""
+    first, sent = steps[0], sum(step.sent for step in steps)
+    if kernels.routed is None or first.target.name != "all_to_all":
+        return step_seconds(steps, mesh, hardware) / kernels.links
+    start = hardware.transfer_seconds(mesh, first.axes, "all_to_all", False, 0.0)
+    moved = kernels.routed.seconds(sent, hardware, mesh.count(first.axes))
+    return start + moved / kernels.links
