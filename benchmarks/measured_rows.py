@@ -43,7 +43,9 @@ class Config:
 
     shared_hidden: the width of the expert that all tokens have. first_dense: layers without
     experts. window: keys that a query sees in every other layer; 0 for all. norms: of queries and
-    keys. biases: of the experts' products. predictions: layers for tokens behind the next one (MTP). aliases: other names.
+    keys. biases: of the experts' products. predictions: layers for tokens behind the next one
+    (MTP). graphs: globs of a layer's modules that CUDA graphs start in its recipe for Blackwell,
+    but for experts' products (Megatron-Bridge, scripts/performance/configs). aliases: other names.
     """
 
     source: str
@@ -64,6 +66,7 @@ class Config:
     norms: bool = False
     biases: bool = False
     predictions: int = 0
+    graphs: tuple[str, ...] = ("*first", "*second", "*attention*", "*feed*")
     aliases: tuple[str, ...] = ()
 
     def kinds(self) -> dict[str, int]:
@@ -219,9 +222,10 @@ def configs() -> dict[str, Config]:
     for path in sorted(MODELS.glob("*.json")):
         values = json.loads(path.read_text())
         latent = values.pop("latent", None)
-        aliases = tuple(values.pop("aliases", ()))
-        one = Config(**values, latent=latent and Latent(**latent), aliases=aliases)
-        found |= dict.fromkeys(map(_plain, (path.name.removesuffix(".json"), *aliases)), one)
+        lists = {name: tuple(x) for name, x in values.items() if isinstance(x, list)}
+        one = Config(**{**values, **lists}, latent=latent and Latent(**latent))
+        names = (path.name.removesuffix(".json"), *one.aliases)
+        found |= dict.fromkeys(map(_plain, names), one)
     return found
 
 

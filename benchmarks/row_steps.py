@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 
 import torch
 from measured_rows import Row, config
@@ -19,17 +20,11 @@ from torch import fx
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
-from torchgspmd.comm.collective import start, wait
 from torchgspmd.features.pipelines.order import Order
 from torchgspmd.features.pipelines.schedule import Times
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernels import (
-    Kernels,
-    KernelTimes,
-    Routed,
-    groups_of,
-    module_of,
-)
+from torchgspmd.tools.report.kernel_times import KernelTimes, groups_of
+from torchgspmd.tools.report.kernels import Kernels, Routed, module_of
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
 WIDE = ("*router", "head", "")
@@ -193,10 +188,10 @@ class Planned:
         return Numbers(*sums, sum(each.size for each in self.choices[tuple(kinds)]))
 
     def is_graphed(self, node: fx.Node) -> bool:
-        """Return True for what a CUDA graph starts: on Blackwell all but the experts' products."""
-        return self.row.system[-3:] in GRAPHED and not (
-            groups_of(node) > 1 or node.target in (start, wait)
-        )
+        """Return True for what a CUDA graph starts: on Blackwell, but for experts' products."""
+        if self.row.system[-3:] not in GRAPHED or groups_of(node) > 1:
+            return False
+        return any(fnmatch(module_of(node), glob) for glob in self.config.graphs)
 
     def saved(self) -> list[Choice]:
         """Return what a stage keeps of a microbatch, with the seconds that computing it takes."""

@@ -287,7 +287,6 @@ def _tpu(
     )
 
 
-_HOPPER = {1: 1979e12, 2: 989e12, 4: 67e12, 8: 67e12}
 # By compute capability: multiprocessors x 16 a clock (CUDA programming guide, table of arithmetic
 # instructions; twice as many on 10.3, NVIDIA's data sheet) x the boost clock.
 _EXP = {9: 132 * 16 * 1.755e9, 10: 148 * 16 * 1.85e9}
@@ -316,21 +315,16 @@ PRESETS = {
             (300 * GB, 25 * GB),
             25 * GB,
         ),
-        _gpu(
-            "h100",
-            _HOPPER,
-            (3350 * GB, 80 * GB),
-            (450 * GB, 50 * GB),
-            exponentials=_EXP[9],
-            units=132,
-        ),
-        _gpu(
-            "h200",
-            _HOPPER,
-            (4800 * GB, 141 * GB),
-            (450 * GB, 50 * GB),
-            exponentials=_EXP[9],
-            units=132,
+        *(
+            _gpu(
+                name,
+                {1: 1979e12, 2: 989e12, 4: 67e12, 8: 67e12},
+                (bandwidth * GB, memory * GB),
+                (450 * GB, 50 * GB),
+                exponentials=_EXP[9],
+                units=132,
+            )
+            for name, bandwidth, memory in (("h100", 3350, 80), ("h200", 4800, 141))
         ),
         _gpu(
             "b200",
