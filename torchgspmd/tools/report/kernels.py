@@ -75,14 +75,13 @@ class Routed:
 class Kernels:
     """A framework's kernels.
 
-    products: a name in RECIPES. wide: globs of the modules whose products stay in bfloat16.
-    gap: seconds between two kernels. accumulates: the program is one of several microbatches, whose
-    gradients are added up: sums over devices that are only returned come once a step.
-    is_fused: whether elementwise operations are fused. rings: whether products hide the transfers
-    of their operands and results. routed: how the dispatcher sends tokens to experts; None for the
-    plan's exchanges. links, memory: shares of the bandwidths that
-    kernels reach: DeepEP's README has 726 and 740 of 900 GB/s on SM100; BabelStream 3.07 of 3.35
-    TB/s on an H100.
+    products: a name in RECIPES. wide: globs of the modules whose products stay in bfloat16. gap:
+    seconds between two kernels, from memory of NVIDIA's page on CUDA graphs. accumulates: the
+    program is one of several microbatches; sums over devices that are only returned come once a
+    step. is_fused: whether elementwise operations are fused. rings: whether products hide transfers
+    of their operands and results. routed: a dispatcher; None for the plan's exchanges. links: the
+    share of a bandwidth that messages reach (DeepEP on SM100: 726 and 740 of 900 GB/s). memory: the
+    share that kernels reach (BabelStream on an H100, from memory: 3.07 of 3.35 TB/s).
     """
 
     products: str = "bf16"
