@@ -190,7 +190,7 @@ def _row(where: str, values: dict[str, Any]) -> Row:
     return row
 
 
-def _fields(values: dict[str, Any]) -> Iterator[tuple[str, object]]:
+def _fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for each in fields(Row):
         text = (values.get(each.name) or "").strip()
         if each.name in TEXTS:

@@ -185,7 +185,8 @@ class Planned:
         self.choices[tuple(kinds)] = [
             Choice(size, times(node), module_of(node)) for node, size in times.saved().items()
         ]
-        return Numbers(*sums, sum(each.size for each in self.choices[tuple(kinds)]))
+        saved = sum(each.size for each in self.choices[tuple(kinds)])
+        return Numbers(sums[0], sums[1], sums[2], sums[3], saved)
 
     def is_graphed(self, node: fx.Node) -> bool:
         """Return True for what a CUDA graph starts: on Blackwell, but for experts' products."""

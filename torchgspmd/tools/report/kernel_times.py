@@ -213,7 +213,8 @@ class KernelTimes:
         Half of the pairs are visible under a causal mask.
         """
         first = 1 if "backward" in str(node.target) else 0  # behind the result's gradient
-        _, keys, values = (node.args[first + i].meta["shape"] for i in range(3))
+        operands = [each for each in node.args if isinstance(each, fx.Node)]
+        _, keys, values = (each.meta["shape"] for each in operands[first : first + 3])
         # Two products of the pairs in the forward, three over keys and two over values behind it.
         depth = 3 * keys[-1] + 2 * values[-1] if first else keys[-1] + values[-1]
         pairs = count / (2 * depth)
