@@ -142,7 +142,7 @@ class Row:
         return self.global_batch // (self.micro_batch * self.replicas)
 
     def check(self) -> None:
-        """Raise BadRow if its numbers do not fit each other."""
+        """Raise BadRow if its numbers do not fit each other; `read_rows` does not ask."""
         whole = self.tensor * self.pipeline * self.context
         if self.gpus % whole:
             raise BadRow(
@@ -182,12 +182,9 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _row(where: str, values: dict[str, Any]) -> Row:
     try:
-        row = Row(**dict(_fields(values)))
-        row.check()
-        config(row.model)
+        return Row(**dict(_fields(values)))
     except BadRow as error:
         raise BadRow(f"{where}: {error}") from None
-    return row
 
 
 def _fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:

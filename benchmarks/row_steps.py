@@ -230,8 +230,13 @@ class Step:
 
 
 def step(row: Row) -> Step:
-    """Estimate a run's step."""
+    """Estimate a run's step.
+
+    Raises:
+        BadRow: There is no such model, or its layout cannot be planned.
+    """
     begin = time.process_time()
+    row.check()
     planned = Planned(row)
     layers = Numbers()
     for kind, count in planned.config.kinds().items():

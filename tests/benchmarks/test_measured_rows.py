@@ -38,6 +38,18 @@ def test_a_row_is_read(tmp_path: Path) -> None:
         ("512,0,2", "512,-1,2", "fsdp is '-1'; write a whole number from 0"),
         (",1000", ",0", "tokens_per_second_per_gpu is '0'; write a positive number"),
         ("NeMo,", ",", "source is empty"),
+    ],
+)
+def test_a_bad_row_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    assert old in GOOD
+    with pytest.raises(BadRow) as error:
+        table(tmp_path, HEADER, GOOD.replace(old, new))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
         ("bf16", "int3", "precision is 'INT3'; there are BF16, FP8, MXFP8, NVFP4"),
         ("Llama3 8B", "Lama", "there is no model 'Lama'"),
         (",16,1,512", ",18,1,512", "global_batch 18 is not a multiple of micro_batch 1 x 4"),
@@ -46,10 +58,12 @@ def test_a_row_is_read(tmp_path: Path) -> None:
         ("512,0,2", "512,3,2", "fsdp 3 does not divide 4 replicas"),
     ],
 )
-def test_a_bad_row_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+def test_a_row_without_a_plan_is_named(tmp_path: Path, old: str, new: str, message: str) -> None:
+    """The rows around it are estimated."""
     assert old in GOOD
+    (row,) = table(tmp_path, HEADER, GOOD.replace(old, new))
     with pytest.raises(BadRow) as error:
-        table(tmp_path, HEADER, GOOD.replace(old, new))
+        step(row)
     assert message in str(error.value)
 
 
