@@ -219,10 +219,9 @@ def planned(run: Run, layout: Layout) -> gspmd.Plan:
         mesh=mesh,
         in_specs=("data _", "data _", "_ _"),
         grad=True,
-        regather=layout.regather,
         param_dtype=torch.bfloat16,
         hardware=run.hardware,
-        rng="native",
+        advanced={"regather": layout.regather, "rng": "native"},
     )
 
 

@@ -142,9 +142,8 @@ class Planned:
             mesh=axes.mesh,
             in_specs=(axes.tokens, axes.tokens, "_ _"),
             grad=True,
-            regather="always",
             hardware=self.hardware,
-            rng="native",
+            advanced={"regather": "always", "rng": "native"},
         )
 
     def held(self) -> Iterator[Held]:
