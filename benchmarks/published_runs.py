@@ -1,11 +1,18 @@
 """Estimated steps of published training runs, in their layouts, beside the measured steps.
 
     python benchmarks/published_runs.py [NAME ...]
+    python benchmarks/published_runs.py --rows FILE.csv
 
 Prints a row for each run: measured and estimated seconds of a step, and their ratio. Nothing runs:
 each model is planned on the meta device, its layers as a loop, and estimated for the preset of its
 hardware. No number of a preset is chosen by these rows. Not in an estimate: the optimizer, and the
 fusion of operations by a compiler.
+
+--rows: the runs of a table, whose columns are the fields of measured_rows.Row. Prints a row for
+each: its layout, measured and estimated seconds, estimated tokens a second and GPU, bytes of a
+device and whether they fit, CPU seconds of planning, and estimated / measured seconds. Then the
+median error, the share of rows within 20 % and the worst ratio. A layout that cannot be planned is
+named in place of its numbers.
 
 Sources of rows: torchtitan's benchmarks/llama3_h100_202412_torchtitan.md, bfloat16 rows; MaxText's
 README (TPU v5p) with its configs/v5p; Narayanan et al., arXiv 2104.04473, table 1, rows without a
@@ -20,6 +27,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +40,8 @@ from torchgspmd.compiler.options import Regather
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from large_plans import rotated
+from measured_rows import BadRow, read_rows
+from row_steps import hardware_of, step
 
 WITHIN = 0.2
 
@@ -209,10 +219,9 @@ def planned(run: Run, layout: Layout) -> gspmd.Plan:
         mesh=mesh,
         in_specs=("data _", "data _", "_ _"),
         grad=True,
-        regather=layout.regather,
         param_dtype=torch.bfloat16,
         hardware=run.hardware,
-        rng="native",
+        advanced={"regather": layout.regather, "rng": "native"},
     )
 
 
@@ -282,6 +291,45 @@ def estimated(name: str) -> float:
     return planned(run, layout).estimate(run.hardware).seconds
 
 
+def print_rows(path: str) -> None:
+    """Print the estimated steps of a table's runs."""
+    print(
+        "| run | layout | measured, s | estimated, s | tokens/s/GPU | GiB, of | planned, s | ratio "
+        "|\n|---|---|--:|--:|--:|--:|--:|--:|"
+    )
+    ratios = []
+    for row in read_rows(path):
+        begin = f"| {row.source} {row.name} | {row.layout} | {row.seconds:.2f} "
+        try:
+            found = step(row)
+        except (BadRow, gspmd.ShardingError) as error:
+            print(f"{begin}| not planned: {' '.join(str(error).split())} | | | | |", flush=True)
+            continue
+        speed = row.tokens_per_second_per_gpu * row.seconds / found.seconds
+        room, ratio = hardware_of(row).memory, found.seconds / row.seconds
+        fits = "" if found.memory <= room else " TOO MUCH"
+        ratios.append(ratio)
+        print(
+            f"{begin}| {found.seconds:.2f} | {speed:.0f} | {found.memory / 2**30:.0f}, "
+            f"{room / 2**30:.0f}{fits} | {found.planning:.1f} | {ratio:.2f} |",
+            flush=True,
+        )
+    print(summary(ratios))
+
+
+def summary(ratios: Sequence[float]) -> str:
+    """Return the median error, the share within WITHIN, and the worst ratio."""
+    if not ratios:
+        return "no row was planned"
+    errors = sorted(abs(ratio - 1) for ratio in ratios)
+    share = sum(error <= WITHIN for error in errors) / len(errors)
+    worst = max(ratios, key=lambda ratio: abs(ratio - 1))
+    return (
+        f"{len(ratios)} rows: median error {median(errors):.1%}, {share:.0%} within {WITHIN:.0%}, "
+        f"worst ratio {worst:.2f}"
+    )
+
+
 def main(names: Sequence[str]) -> None:
     print("| run | measured, s | estimated, s | ratio |\n|---|--:|--:|--:|")
     within = 0
@@ -298,4 +346,9 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
-    main(parser.parse_args().names)
+    parser.add_argument("--rows", metavar="FILE.csv", help="a table of runs")
+    chosen = parser.parse_args()
+    try:
+        print_rows(chosen.rows) if chosen.rows else main(chosen.names)
+    except BadRow as error:
+        parser.error(str(error))

@@ -43,7 +43,7 @@ class Hardware:
 
     Args:
         name: The name in reports.
-        flops: Matmul operations per second, by bytes per element.
+        flops: Matmul operations per second, by bytes per element; 0.5 for four bits.
         memory_bandwidth: Bytes per second that a device reads or writes.
         memory: Bytes on a device.
         links: From the nearest devices to all.
@@ -58,6 +58,8 @@ class Hardware:
         host_bandwidth: Bytes per second between a device and its host's memory, in one direction.
         attention: Seconds to start an attention, and operations per second that it reaches; None if
             it runs as other matmuls do.
+        exponentials: Per second; attention needs one for each pair of tokens.
+        units: Processors that share a product's tiles; 0 if it has no tiles.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -65,7 +67,7 @@ class Hardware:
     """
 
     name: str
-    flops: Mapping[int, float]
+    flops: Mapping[float, float]
     memory_bandwidth: float
     memory: float
     links: tuple[Link, ...]
@@ -78,11 +80,13 @@ class Hardware:
     view: float = 0.0
     attention: tuple[float, float] | None = None
     host_bandwidth: float = 25 * GB  # PCIe of the fourth generation, 16 lanes
+    exponentials: float = math.inf
+    units: int = 0
 
     @property
     def peak(self) -> float:
-        """Return the most operations per second, which the smallest elements reach."""
-        return max(self.flops.values())
+        """Return the operations per second in bfloat16, to which utilizations refer."""
+        return self.rate(2)
 
     @staticmethod
     def of(name: str | Hardware) -> Hardware:
@@ -201,7 +205,7 @@ class Hardware:
         # A tree of messages has log2(n) levels; no group is faster than a pair.
         return link.latency * math.ceil(math.log2(max(link.devices, 2))), link.bandwidth
 
-    def product_seconds(self, flops: float, itemsize: int) -> float:
+    def product_seconds(self, flops: float, itemsize: float) -> float:
         """Return the seconds that matmuls take.
 
         Args:
@@ -217,7 +221,7 @@ class Hardware:
         """
         return flops / (self.efficiency * self.rate(itemsize))
 
-    def rate(self, itemsize: int) -> float:
+    def rate(self, itemsize: float) -> float:
         """Return operations per second for an element size: the rate of the next wider one.
 
         Elements wider than all of these compute as the widest.
@@ -239,11 +243,13 @@ class Hardware:
 
 def _gpu(
     name: str,
-    flops: dict[int, float],
+    flops: dict[float, float],
     memory: tuple[float, float],
     links: tuple,
     host_bandwidth: float = 50 * GB,  # PCIe 5
     joined: int = 8,
+    exponentials: float = math.inf,
+    units: int = 0,
     source: str = "NVIDIA's data sheets of the SXM module and of the DGX host",
 ) -> Hardware:
     """Return a GPU. joined: how many its fast links join, as a rule those of a host."""
@@ -255,15 +261,24 @@ def _gpu(
         memory[1],
         (Link(joined, inside, 5 * US), Link(math.inf, across, 15 * US)),
         host_bandwidth=host_bandwidth,
+        exponentials=exponentials,
+        units=units,
         source=f"{source}; latencies are ours",
     )
 
 
-def _tpu(name: str, flops: float, memory: tuple[float, float], link: float, text: str) -> Hardware:
+def _tpu(
+    name: str,
+    flops: float,
+    memory: tuple[float, float],
+    link: float,
+    text: str,
+    float8: float | None = None,
+) -> Hardware:
     """Return a TPU whose torus sends both ways along one dimension at once."""
     return Hardware(
         name,
-        {2: flops, 4: flops / 6},  # f32 products take six passes of bf16
+        {1: float8 or flops, 2: flops, 4: flops / 6},  # f32 products take six passes of bf16
         memory[0],
         memory[1],
         (Link(math.inf, link, 2 * US),),
@@ -272,6 +287,9 @@ def _tpu(name: str, flops: float, memory: tuple[float, float], link: float, text
     )
 
 
+# By compute capability: multiprocessors x 16 a clock (CUDA programming guide, table of arithmetic
+# instructions; twice as many on 10.3, NVIDIA's data sheet) x the boost clock.
+_EXP = {9: 132 * 16 * 1.755e9, 10: 148 * 16 * 1.85e9}
 _CLOUD = "Google Cloud's documentation of the version; latencies are ours"
 # Round numbers for a GPU and for one core: the scheduler places collectives by these.
 GPU = Hardware(
@@ -297,17 +315,54 @@ PRESETS = {
             (300 * GB, 25 * GB),
             25 * GB,
         ),
-        _gpu("h100", {2: 989e12, 4: 67e12, 8: 67e12}, (3350 * GB, 80 * GB), (450 * GB, 50 * GB)),
-        _gpu("h200", {2: 989e12, 4: 67e12, 8: 67e12}, (4800 * GB, 141 * GB), (450 * GB, 50 * GB)),
-        _gpu("b200", {2: 2250e12, 4: 75e12, 8: 37e12}, (7700 * GB, 180 * GB), (900 * GB, 50 * GB)),
+        *(
+            _gpu(
+                name,
+                {1: 1979e12, 2: 989e12, 4: 67e12, 8: 67e12},
+                (bandwidth * GB, memory * GB),
+                (450 * GB, 50 * GB),
+                exponentials=_EXP[9],
+                units=132,
+            )
+            for name, bandwidth, memory in (("h100", 3350, 80), ("h200", 4800, 141))
+        ),
+        _gpu(
+            "b200",
+            {0.5: 9000e12, 1: 4500e12, 2: 2250e12, 4: 75e12, 8: 37e12},
+            (7700 * GB, 180 * GB),
+            (900 * GB, 50 * GB),
+            exponentials=_EXP[10],
+            units=148,
+        ),
         _gpu(
             "gb200",
-            {2: 2500e12, 4: 80e12, 8: 40e12},
+            {0.5: 10000e12, 1: 5000e12, 2: 2500e12, 4: 80e12, 8: 40e12},
             (8000 * GB, 186 * GB),
             (900 * GB, 50 * GB),
             225 * GB,  # two share the link to their Grace CPU
             joined=72,
+            exponentials=_EXP[10],
+            units=148,
             source="NVIDIA's data sheet of the GB200 NVL72, without sparsity; quoted from memory",
+        ),
+        _gpu(
+            "b300",
+            {0.5: 13500e12, 1: 4500e12, 2: 2250e12, 4: 75e12, 8: 1.2e12},
+            (8000 * GB, 270 * GB),
+            (900 * GB, 100 * GB),  # ConnectX-8
+            100 * GB,
+            exponentials=2 * _EXP[10],
+            source="NVIDIA's data sheet of the DGX B300, without sparsity; quoted from memory",
+        ),
+        _gpu(
+            "gb300",
+            {0.5: 15000e12, 1: 5000e12, 2: 2500e12, 4: 80e12, 8: 1.4e12},
+            (8000 * GB, 279 * GB),
+            (900 * GB, 100 * GB),  # ConnectX-8
+            225 * GB,
+            joined=72,
+            exponentials=2 * _EXP[10],
+            source="NVIDIA's data sheet of the GB300 NVL72, without sparsity; quoted from memory",
         ),
         _gpu(
             "mi300x",
@@ -315,6 +370,13 @@ PRESETS = {
             (5300 * GB, 192 * GB),
             (448 * GB, 50 * GB),  # seven links of 64 GB/s, one to each of the others
             source="AMD's data sheet of the MI300X, quoted from memory; a 400 Gb/s card for each",
+        ),
+        _gpu(
+            "mi355x",
+            {0.5: 10066e12, 1: 5033e12, 2: 2516e12, 4: 157e12, 8: 79e12},
+            (8000 * GB, 288 * GB),
+            (538 * GB, 50 * GB),  # seven links of 76.8 GB/s
+            source="AMD's data sheet of the MI355X, quoted from memory; a 400 Gb/s card for each",
         ),
         _tpu(
             "tpu_v3",
@@ -325,6 +387,8 @@ PRESETS = {
         ),
         _tpu("tpu_v4", 275e12, (1228 * GB, 32 * GB), 100 * GB, _CLOUD),
         _tpu("tpu_v5p", 459e12, (2765 * GB, 95 * GB), 200 * GB, _CLOUD),
+        _tpu("tpu_v6e", 918e12, (1638 * GB, 32 * GB), 224 * GB, _CLOUD),  # 3,584 Gb/s, four links
+        _tpu("tpu_v7x", 2307e12, (7380 * GB, 192 * GB), 400 * GB, _CLOUD, 4614e12),
         GPU,
         CPU,
     )

@@ -25,6 +25,8 @@ from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_secon
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
+from .kernel_times import KernelTimes
+from .kernels import Kernels, exchange_seconds
 
 COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
 
@@ -129,7 +131,13 @@ class Estimate:
         )
 
 
-def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware) -> Estimate:
+def estimate(
+    program: fx.Graph,
+    model: fx.Graph,
+    mesh: Mesh,
+    hardware: Hardware,
+    kernels: Kernels | None = None,
+) -> Estimate:
     """Estimate a one-device program's time.
 
     Args:
@@ -137,25 +145,33 @@ def estimate(program: fx.Graph, model: fx.Graph, mesh: Mesh, hardware: Hardware)
         model: The captured graph, at global shapes.
         mesh: The devices.
         hardware: The device and its links.
+        kernels: Those of a framework; None for an operation at a time.
 
     Returns:
         The estimate.
     """
-    events = tuple(_Streams(mesh, hardware, Ledger(program)).run(program))
+    events = tuple(_Streams(mesh, hardware, Ledger(program), kernels).run(program))
     return Estimate(hardware, mesh, events, graph_flops(program, mesh), graph_flops(model, mesh))
 
 
 class _Streams:
     """The clock for the two streams while a program runs."""
 
-    def __init__(self, mesh: Mesh, hardware: Hardware, ledger: Ledger) -> None:
-        self.mesh, self.hardware, self.ledger = mesh, hardware, ledger
+    def __init__(
+        self, mesh: Mesh, hardware: Hardware, ledger: Ledger, kernels: Kernels | None = None
+    ) -> None:
+        self.mesh, self.hardware, self.ledger, self.kernels = mesh, hardware, ledger, kernels
+        self.times: KernelTimes | None = None
         self.now = self.free = 0.0  # the device's time; the time at which the links are free
         self.arrival: dict[fx.Node, float] = {}
 
     def run(self, program: fx.Graph) -> Iterator[Event]:
+        if self.kernels is not None:
+            self.times = KernelTimes(program, self.mesh, self.hardware, self.kernels)
         for node in program.nodes:
             alive = self.ledger.emit(node)
+            if self.times is not None and self.times.is_later(node):
+                continue
             if node.target is start:
                 steps = tuple(user.meta["step"] for user in node.users)
                 yield self.send(node, steps, alive)
@@ -198,11 +214,15 @@ class _Streams:
 
     def seconds(self, node: fx.Node) -> float:
         """Return an operation's seconds."""
-        return op_seconds(node, self.mesh, self.hardware)
+        return (
+            op_seconds(node, self.mesh, self.hardware) if self.times is None else self.times(node)
+        )
 
     def transfer(self, steps: Sequence[Step]) -> float:
         """Return the seconds for collectives that are sent as one."""
-        return step_seconds(steps, self.mesh, self.hardware)
+        if self.kernels is None:
+            return step_seconds(steps, self.mesh, self.hardware)
+        return exchange_seconds(steps, self.mesh, self.hardware, self.kernels)
 
     def send(self, node: fx.Node, steps: tuple[Step, ...], alive: int) -> Event:
         """Return the event for a collective that starts now."""
@@ -234,7 +254,7 @@ class _Streams:
     def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
         """Yield a loop's events: an iteration's, and the rows and sums that it writes."""
         one, count, begin = (
-            _Streams(self.mesh, self.hardware, Ledger(call.graph)),
+            _Streams(self.mesh, self.hardware, Ledger(call.graph), self.kernels),
             call.loop.length,
             self.now,
         )
@@ -263,7 +283,7 @@ class _Streams:
         # The most activations that the schedule keeps at once.
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
         for body in call.bodies:
-            one = _Streams(self.mesh, self.hardware, Ledger(body.graph))
+            one = _Streams(self.mesh, self.hardware, Ledger(body.graph), self.kernels)
             begin = self.now
             yield from one.repeated(body.graph, count, begin, kept)
             self.now = begin + one.now * count
@@ -285,7 +305,9 @@ class _Streams:
         step = node.meta["step"]
         n = self.mesh.count(step.axes)
         products = self.seconds(node)
-        chunk = max(products / n, self.transfer([step]) / (n - 1))
+        transfer = self.transfer([step]) / (n - 1)
+        is_hidden = self.kernels is None or self.kernels.rings
+        chunk = max(products / n, transfer) if is_hidden else products / n + transfer
         # n chunks and n - 1 transfers: nothing is sent beside the last product.
         seconds = (n - 1) * chunk + products / n
         self.now, begin = self.now + seconds, self.now

@@ -41,8 +41,7 @@ class PlanViews(Plan):
         """Estimate a run's time on some hardware.
 
         Args:
-            hardware: A preset ("h100", "h200", "a100", "b200", "tpu_v3", "tpu_v4", "tpu_v5p",
-                "cpu_gloo"), or a Hardware.
+            hardware: A preset, such as "h100", "gb300", "tpu_v5p" or "cpu_gloo", or a Hardware.
 
         Returns:
             The one-device program's time line, without the optimizer.
