@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import (
+    ARGUMENT,
     BUFFER,
     PARAMETER,
     ArgumentSizes,
@@ -78,8 +79,9 @@ def plan(
         in_specs: Layouts for the arguments, as a pytree prefix for args. A mapping gives all
             arguments by name. Leaves are specs in string form, or None where propagation decides.
             "auto": the batch axes ("data", "dp", ...) divide all leading dimensions.
-        out_specs: Layouts for the result, as a pytree prefix. None and "same": as it is computed;
-            for None `parallelize` gathers it.
+        out_specs: Layouts for the result, as a pytree prefix. None: a module's results are whole,
+            as `parallelize` returns them, and a function's stay as they are computed. "same": as
+            they are computed.
         {options}
         kwargs: Keyword arguments for fn.
 
@@ -134,12 +136,16 @@ def plan(
         layout.check_used()
     # Weights on meta have no device to tell: such a plan is for GPUs, where large models run.
     has_meta_tensor = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *leaves))
+    of_module = isinstance(fn, nn.Module)
     result = compile_plan(
         captured,
         mesh,
         [*specs, *[None for _ in captured.state_inputs]],
         options,
         out_specs=out_specs,
+        of_module=of_module,
+        # A marked one, such as a cache, becomes a DTensor; parallelize takes the others whole.
+        plain=[of_module and i.mark is None for i in captured.inputs if i.kind == ARGUMENT],
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -212,15 +218,16 @@ def compile_plan(
     device: str | None = None,
     shared: Shared | None = None,
     hosts: int = 0,
+    of_module: bool = False,
 ) -> Plan:
     """Run the passes over a captured program.
 
-    arguments: a spec, or None, for each argument. A program for real processes gets stored and
-    plain; its results without a spec are replicated. stored: parameter and buffer layouts, by
-    name. plain: for each argument whether every rank has the whole tensor; its gradient is whole
-    then. device: the device type to plan for ("meta": GPUs); by default the input tensors' type.
-    shared: results that equal programs' plans share, filled here. hosts: the devices on a host, if
-    there are several hosts and options do not say it.
+    arguments: a spec, or None, for each argument. of_module: results without a spec are whole, as
+    parallelize returns them. stored: parameter and buffer layouts, by name. plain: for each
+    argument whether every rank has the whole tensor; its gradient is whole then. device: the device
+    type to plan for ("meta": GPUs); by default the input tensors' type. shared: results that equal
+    programs' plans share, filled here. hosts: the devices on a host, if there are several hosts and
+    options do not say it.
     """
     advanced, memory = options.advanced, options.memory
     for name in advanced.skip_passes:
@@ -232,7 +239,7 @@ def compile_plan(
         arguments=arguments,
         out_specs=out_specs,
         stored=stored if stored is not None else _stored_unmarked(captured, options),
-        on_processes=stored is not None,
+        of_module=of_module,
         plain=plain,
         rng=advanced.rng,
         regather=advanced.regather,
@@ -274,9 +281,8 @@ def _replan(request: Request, marked: Captured) -> Plan:
         for old, new in zip(request.captured.inputs, marked.inputs)
         if new.mark is not None and new.mark != old.mark
     }
-    # The new marks become required layouts: on processes `stored` stands above a mark.
-    stored = {**request.stored, **marks} if request.on_processes else request.stored
-    return _plan(replace(request, captured=marked, stored=stored))
+    # The new marks become required layouts: `stored` stands above a mark.
+    return _plan(replace(request, captured=marked, stored={**request.stored, **marks}))
 
 
 def _plan(request: Request) -> Plan:

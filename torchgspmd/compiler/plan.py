@@ -45,6 +45,7 @@ from .plan_summary import (
     collective_of,
     collectives_text,
     gathered_results,
+    gathered_text,
     limits_text,
     pipelines_text,
     propagated_weights,
@@ -177,6 +178,10 @@ class Plan(PlanFiles):
         results = [i for i, out in enumerate(self.captured.outputs) if out.kind == OUTPUT]
         return gathered_results(self.sharded, results)
 
+    @property
+    def _gathers_by_default(self) -> bool:
+        return bool(self.request and self.request.of_module and self.request.out_specs is None)
+
     @cached_property
     def memory(self) -> Memory:
         """Bytes on one device."""
@@ -230,6 +235,7 @@ class Plan(PlanFiles):
                 *collectives_text(self.collectives),
                 *weights_against_marks(self.replicated_ops),
                 *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
+                *gathered_text(self.gathered_results if self._gathers_by_default else ()),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
                 *recomputed_text(self.program_graph, self.counts),
