@@ -343,7 +343,7 @@ def test_a_printed_plan_is_the_program_that_runs(mesh):
     ):
         kind, marked, in_specs, out_specs, grad = case
         torch.manual_seed(0)
-        model, x = kind(), torch.randn(8, 8, requires_grad=grad)
+        model, x = kind(), torch.randn(8, 8)
         if marked:
             gspmd.annotate(model, mesh, marks)
         specs = {"in_specs": in_specs, "out_specs": out_specs}

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..capture import (
-    ARGUMENT,
     BUFFER,
     PARAMETER,
     ArgumentSizes,
@@ -136,16 +135,13 @@ def plan(
         layout.check_used()
     # Weights on meta have no device to tell: such a plan is for GPUs, where large models run.
     has_meta_tensor = any(isinstance(t, Tensor) and t.is_meta for t in (*captured.tensors, *leaves))
-    of_module = isinstance(fn, nn.Module)
     result = compile_plan(
         captured,
         mesh,
         [*specs, *[None for _ in captured.state_inputs]],
         options,
         out_specs=out_specs,
-        of_module=of_module,
-        # A marked one, such as a cache, becomes a DTensor; parallelize takes the others whole.
-        plain=[of_module and i.mark is None for i in captured.inputs if i.kind == ARGUMENT],
+        of_module=isinstance(fn, nn.Module),
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
