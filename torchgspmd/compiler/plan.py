@@ -32,7 +32,7 @@ from ..fx_passes.digest import fits_page, page_text
 from ..fx_passes.ir import runs
 from ..fx_passes.localize.sizes_in_a_run import shard_inputs
 from ..fx_passes.printer import dtype_name, graph_text
-from ..fx_passes.replication_report import ReplicatedOp, replication_report
+from ..fx_passes.replication_report import ReplicatedOp, overruled_marks, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
 from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
@@ -47,6 +47,7 @@ from .plan_summary import (
     gathered_results,
     gathered_text,
     limits_text,
+    overruled_text,
     pipelines_text,
     propagated_weights,
     recomputed_nodes,
@@ -164,6 +165,11 @@ class Plan(PlanFiles):
         return tuple(sorted(report, key=lambda each: -each.bytes))
 
     @cached_property
+    def overruled_marks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Axes from which the batch is gathered, as it is small, for weights marked with them."""
+        return overruled_marks(self.sharded, self.captured.inputs, self._data_axes)
+
+    @cached_property
     def idle_axes(self) -> tuple[str, ...]:
         """Axes that divide no value: their devices all compute the same."""
         metas = [n.meta for n in self.sharded.nodes]
@@ -234,6 +240,7 @@ class Plan(PlanFiles):
             [
                 *collectives_text(self.collectives),
                 *weights_against_marks(self.replicated_ops),
+                *overruled_text(self.overruled_marks),
                 *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
                 *gathered_text(self.gathered_results if self._gathers_by_default else ()),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",

@@ -71,6 +71,17 @@ def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
     return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
 
 
+def overruled_text(marks: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
+    """Yield a line for each axis from which a small batch is gathered. marks: the plan's."""
+    for axis, names in marks:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"few rows: gathering the batch over '{axis}' sends less than '{names[0]}'{more}, "
+            f"which it divides too; '{axis}:p1' in the marks, or a larger batch, keeps the batch "
+            "divided"
+        )
+
+
 def propagated_weights(
     inputs: Sequence[Input], layouts: Sequence[ShardSpec], request: Request | None
 ) -> list[str]:
