@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...capture import OUTPUT, Captured
 from ...capture.state.object_trees import closed
 from ...compat.private_apis import _pytree as pytree
+from ...layout.prefix_specs import argument_names
 
 SCRIPT = '''\
 """Run it: torchrun --nproc-per-node={devices} train.py"""
@@ -204,8 +205,8 @@ class ScriptSource:
             call += ", **options"
             batch = f"{batch}, {CodeNames().code(dict(kwargs))}"
         loss = loss_code(f"{call})", captured)
-        takes_labels = LABELS in inspect.signature(model.forward).parameters
-        if loss.endswith(YOURS) and takes_labels:
+        lacks = {*inspect.signature(model.forward).parameters} - {*argument_names(model, args)}
+        if loss.endswith(YOURS) and LABELS in lacks - {*kwargs}:
             loss += f"; with {LABELS} among the arguments of suggest, the model's own"
         if "tree_leaves" in loss:
             names.lines["from torch.utils._pytree import tree_leaves"] = None
