@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
     from .option_types import PlanOptions
 
+MUCH_LESS = 2  # times fewer bytes; for less, the batch stays divided
+
 
 @documented("plan")
 def plan(
@@ -282,6 +284,28 @@ def _replan(request: Request, marked: Captured) -> Plan:
 
 
 def _plan(request: Request) -> Plan:
+    """Plan, with the batch where marks or in_specs divide it, unless few rows save much."""
+    result = _planned(request)
+    if not result.overruled_marks:
+        return result
+    later = dict.fromkeys(axis for axis, _ in result.overruled_marks)
+    inputs = [
+        replace(each, mark=_after_batch(each.mark, [*later]))
+        if each.kind == PARAMETER and each.mark is not None
+        else each
+        for each in request.captured.inputs
+    ]
+    kept = _planned(replace(request, captured=replace(request.captured, inputs=inputs)))
+    return kept if kept.sent_bytes < MUCH_LESS * result.sent_bytes else result
+
+
+def _after_batch(mark: ShardSpec, axes: Sequence[str]) -> ShardSpec:
+    """Return a weight's mark whose dimensions on these axes are propagated behind the batch."""
+    dims = zip(mark.dims, mark.priorities or (0,) * len(mark.dims))
+    return mark.with_priorities(tuple(p or int(not {*d}.isdisjoint(axes)) for d, p in dims))
+
+
+def _planned(request: Request) -> Plan:
     """Run the passes up to the program for one device."""
     program = run(start_program(request), until=SCHEDULED)
     if request.has_budget:
