@@ -259,8 +259,8 @@ def test_a_search_tells_its_progress(monkeypatch, capfd):
     model, x = nn.Linear(64, 64, device="meta"), torch.empty(64, 64, device="meta")
     best = gspmd.suggest(model, x, devices=2, seconds=2)[0]
     lines = capfd.readouterr().err.splitlines()
-    assert "torchgspmd: suggest: 0 of 2 s, " in lines[0]
-    told = re.fullmatch(r"torchgspmd: suggest: \d of 2 s, \d+ plans; best: (.*)", lines[-1])
+    assert lines[0].startswith("torchgspmd: suggest: 0 s, ")
+    told = re.fullmatch(r"torchgspmd: suggest: \d+ s, \d+ plans; best: (.*)", lines[-1])
     assert told and told[1].startswith(f"{best.mesh}, ")
 
 

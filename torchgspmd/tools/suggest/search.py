@@ -113,8 +113,8 @@ def suggest(
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
 
     def line() -> str:
-        passed = f"torchgspmd: suggest: {time.monotonic() - begin:.0f} of {seconds:g} s"
-        return f"{passed}, {search.progress() if search else 'the model is captured'}"
+        done = search.progress() if search else "the model is captured"
+        return f"torchgspmd: suggest: {time.monotonic() - begin:.0f} s, {done}"
 
     with told_again_and_again(line):
         judge = Judge(model, args, kwargs or {}, speed, chosen)
