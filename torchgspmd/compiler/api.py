@@ -295,8 +295,12 @@ def _plan(request: Request) -> Plan:
         else each
         for each in request.captured.inputs
     ]
-    kept = _planned(replace(request, captured=replace(request.captured, inputs=inputs)))
-    return kept if kept.sent_bytes < MUCH_LESS * result.sent_bytes else result
+    try:
+        kept = _planned(replace(request, captured=replace(request.captured, inputs=inputs)))
+    except ShardingError:  # it exceeds the memory budget
+        return result
+    is_kept = not kept.overruled_marks and kept.sent_bytes < MUCH_LESS * result.sent_bytes
+    return kept if is_kept else result
 
 
 def _after_batch(mark: ShardSpec, axes: Sequence[str]) -> ShardSpec:

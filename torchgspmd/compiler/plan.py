@@ -167,7 +167,11 @@ class Plan(PlanFiles):
     @cached_property
     def overruled_marks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Axes from which the batch is gathered, as it is small, for weights marked with them."""
-        return overruled_marks(self.sharded, self.captured.inputs, self._data_axes)
+        pairs = zip(self.captured.inputs, self.input_layouts)
+        rows = {
+            axis for i, spec in pairs if i.kind == ARGUMENT and spec.dims for axis in spec.dims[0]
+        }
+        return overruled_marks(self.sharded, self.captured.inputs, rows & self._data_axes)
 
     @cached_property
     def idle_axes(self) -> tuple[str, ...]:

@@ -114,9 +114,11 @@ def data_axes(captured: Captured, arguments: Sequence[ShardSpec | None]) -> froz
 
 
 def overruled_marks(
-    graph: fx.Graph, inputs: Sequence[Input], data_axes: Collection[str]
+    graph: fx.Graph, inputs: Sequence[Input], row_axes: Collection[str]
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return each axis that the batch leaves for weights which it divides too, and these weights.
+
+    row_axes: those that are to divide the leading dimension of arguments.
 
     Their marks were to store them in parts. Few rows cost less to send than the weights.
     """
@@ -136,7 +138,7 @@ def overruled_marks(
             if all(factor in own for own in (*results, *(own for _, own in sides))):
                 continue
             origins = [weights.get(_origin(v), ("", ())) for v, own in sides if factor in own]
-            for axis in {*map(whole_axis, axes)} & {*data_axes}:
+            for axis in {*map(whole_axis, axes)} & {*row_axes}:
                 names = [name for name, marked in origins if axis in marked]
                 moved = [v for v, _ in sides if _origin(v) not in weights and _leaves(v, axis)]
                 if names and moved:
