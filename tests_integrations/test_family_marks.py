@@ -102,7 +102,7 @@ def test_a_family_is_divided_and_computes_the_same(family, name, options, batch,
     for n, mark in matrices.items():
         own = {s for glob, s in styles.items() if glob_pattern(f"{glob}.weight").fullmatch(n)}
         assert not own or str(mark) in {STYLES[s] for s in own}, (n, own)
-    plan = gspmd.plan(model, mesh=MESH, grad=True, unmarked="replicated", **batch)
+    plan = gspmd.plan(model, mesh=MESH, grad=True, advanced={"unmarked": "replicated"}, **batch)
     loss = model(**batch).loss
     # Sums of float32 terms in another order.
     torch.testing.assert_close(plan.simulate(**batch)[0].loss, loss)

@@ -350,7 +350,9 @@ def test_a_printed_plan_is_the_program_that_runs(mesh):
         with warnings.catch_warnings(), torch.set_grad_enabled(grad):
             warnings.simplefilter("ignore")
             expected = model(x)
-            plan = gspmd.plan(model, x, mesh=mesh, grad=grad, unmarked="replicated", **specs)
+            plan = gspmd.plan(
+                model, x, mesh=mesh, grad=grad, advanced={"unmarked": "replicated"}, **specs
+            )
             model = gspmd.parallelize(model, mesh, **specs)
             found = model(x)
         assert plan.text() == model.plan.text(), (case, plan.text(), model.plan.text())
