@@ -213,8 +213,9 @@ def main() -> None:
             args = arguments(name, dtype)
             spec = "data seq" if "data" in mesh.names else "_ seq"
             specs = tuple(spec + " _" * (a.dim() - 2) for a in args)
+            layouts = {"in_specs": specs, "out_specs": "same"}
             plans = [
-                gspmd.plan(Model(f, out).to(dtype), *args, mesh=mesh, in_specs=specs, grad=True)
+                gspmd.plan(Model(f, out).to(dtype), *args, mesh=mesh, grad=True, **layouts)
                 for f in (flat, kept)
             ]
             a, b = (p.sent_bytes / 2**20 for p in plans)

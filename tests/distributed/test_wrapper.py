@@ -11,6 +11,7 @@ from ranks import distributed
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import torchgspmd as gspmd
 
@@ -315,6 +316,49 @@ def test_fully_shard_around_a_module_on_a_mesh(mesh):
     fully_shard(beside, mesh=init_device_mesh("cpu", (2,)), ignored_params={*model.parameters()})
     beside(torch.ones(4, 8)).sum().backward()
     assert all(p.grad is not None for p in beside.parameters())
+
+
+class Both(Model):
+    """A model that returns its loss beside its logits."""
+
+    def forward(self, x):
+        logits = super().forward(x)
+        return {"loss": logits.square().mean(), "logits": logits}
+
+
+MARKED = {"up.*": "model ?", "up.bias": "model", "down.weight": "_ model", "down.bias": "_"}
+
+
+@distributed("data=2", "data=2,model=2")
+def test_a_printed_plan_is_the_program_that_runs(mesh):
+    """With one default for results: whole and plain, as on one device."""
+    marks = MARKED if "model" in mesh.names else {"*.weight": "_ data", "*.bias": "_"}
+    for case in (
+        (Model, False, "auto", None, True),
+        (Model, False, "auto", "same", False),
+        (Model, True, None, None, True),
+        (Both, True, "auto", None, False),
+        (Both, False, "auto", None, True),
+        (Both, True, None, "same", True),
+    ):
+        kind, marked, in_specs, out_specs, grad = case
+        torch.manual_seed(0)
+        model, x = kind(), torch.randn(8, 8)
+        if marked:
+            gspmd.annotate(model, mesh, marks)
+        specs = {"in_specs": in_specs, "out_specs": out_specs}
+        with warnings.catch_warnings(), torch.set_grad_enabled(grad):
+            warnings.simplefilter("ignore")
+            expected = model(x)
+            plan = gspmd.plan(
+                model, x, mesh=mesh, grad=grad, advanced={"unmarked": "replicated"}, **specs
+            )
+            model = gspmd.parallelize(model, mesh, **specs)
+            found = model(x)
+        assert plan.text() == model.plan.text(), (case, plan.text(), model.plan.text())
+        leaves = [*found.values()] if isinstance(found, dict) else [found]
+        assert out_specs or not any(isinstance(leaf, DTensor) for leaf in leaves), case
+        same(found, expected)
 
 
 @distributed(MESH)

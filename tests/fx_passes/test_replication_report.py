@@ -131,6 +131,23 @@ def test_weights_gathered_against_their_marks():
     assert "gathered against its mark: '0.weight', 16.00 KiB" in plan.summary().splitlines()
 
 
+@pytest.mark.parametrize(
+    "rows, spec, names",
+    [(16, "m _", ("0.weight",)), (160, "m _", ()), (16, "m:p1 _", ()), (65536, "m _", ())],
+)
+def test_marks_that_few_rows_overrule(rows, spec, names):
+    """With one sentence that says why; 160 rows would save less than half of the bytes."""
+    model = gspmd.annotate(nn.Sequential(nn.Linear(64, 256)), MESH, {"0.weight": spec})
+    x = torch.zeros(rows, 64, device="meta", requires_grad=True)
+    plan = gspmd.plan(model, x, mesh=MESH, grad=True, in_specs="m _", out_specs="same")
+    assert plan.overruled_marks == ((("m", names),) if names else ())
+    said = [line for line in plan.summary().splitlines() if line.startswith("few rows")]
+    assert said == [
+        "few rows: gathering the batch over 'm' sends less than '0.weight', which it divides too; "
+        "'m:p1' in the marks, or a larger batch, keeps the batch divided"
+    ] * len(names)
+
+
 def test_weights_of_fsdp_are_gathered_as_meant():
     for options in ({"in_specs": "m _"}, {"in_specs": "a+m _"}):
         plan = gspmd.plan(layers(), ROWS, mesh=MESH, grad=True, strict=True, **options)

@@ -202,13 +202,14 @@ def test_a_model_without_a_mesh_has_the_layout_of_each_plan():
     texts = []
     for table, kinds in TABLES.values():
         layout = table.on(Mesh(data=2, model=2))
-        plan = gspmd.plan(model, x, mesh=layout, in_specs="batch _", grad=True)
+        layouts = {"mesh": layout, "in_specs": "batch _", "out_specs": "same"}
+        plan = gspmd.plan(model, x, grad=True, **layouts)
         assert {c.kind for c in plan.collectives} <= kinds
         assert_same(plan.simulate(x)[0], want.detach())
         texts.append(str(plan.program.code))
         marked = Net(layout)
         marked.load_state_dict(model.state_dict())
-        again = gspmd.plan(marked, x, mesh=layout, in_specs="batch _", grad=True)
+        again = gspmd.plan(marked, x, grad=True, **layouts)
         assert [str(s) for s in again.in_specs] == [str(s) for s in plan.in_specs]
     assert len(set(texts)) == len(texts)
 

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
     from .option_types import PlanOptions
 
+MUCH_LESS = 2  # times fewer bytes; for less, the batch stays divided
+
 
 @documented("plan")
 def plan(
@@ -78,8 +80,9 @@ def plan(
         in_specs: Layouts for the arguments, as a pytree prefix for args. A mapping gives all
             arguments by name. Leaves are specs in string form, or None where propagation decides.
             "auto": the batch axes ("data", "dp", ...) divide all leading dimensions.
-        out_specs: Layouts for the result, as a pytree prefix. None and "same": as it is computed;
-            for None `parallelize` gathers it.
+        out_specs: Layouts for the result, as a pytree prefix. None: a module's results are whole,
+            as `parallelize` returns them, and a function's stay as they are computed. "same": as
+            they are computed.
         {options}
         kwargs: Keyword arguments for fn.
 
@@ -140,6 +143,7 @@ def plan(
         [*specs, *[None for _ in captured.state_inputs]],
         options,
         out_specs=out_specs,
+        of_module=isinstance(fn, nn.Module),
         device="meta" if has_meta_tensor else None,
     )
     result.seconds = {"capture": seconds, **result.seconds}
@@ -213,15 +217,16 @@ def compile_plan(
     shared: Shared | None = None,
     hosts: int = 0,
     bound: frozenset[str] = frozenset(),
+    of_module: bool = False,
 ) -> Plan:
     """Run the passes over a captured program.
 
-    arguments: a spec, or None, for each argument. A program for real processes gets stored and
-    plain; its results without a spec are replicated. stored: parameter and buffer layouts, by
-    name. plain: for each argument whether every rank has the whole tensor; its gradient is whole
-    then. device: the device type to plan for ("meta": GPUs); by default the input tensors' type.
-    shared: results that equal programs' plans share, filled here. hosts: the devices on a host, if
-    there are several hosts and options do not say it. bound: as in Request.
+    arguments: a spec, or None, for each argument. of_module: results without a spec are whole, as
+    parallelize returns them. stored: parameter and buffer layouts, by name. plain: for each
+    argument whether every rank has the whole tensor; its gradient is whole then. device: the device
+    type to plan for ("meta": GPUs); by default the input tensors' type. shared: results that equal
+    programs' plans share, filled here. hosts: the devices on a host, if there are several hosts and
+    options do not say it. bound: as in Request.
     """
     advanced, memory = options.advanced, options.memory
     for name in advanced.skip_passes:
@@ -234,7 +239,7 @@ def compile_plan(
         out_specs=out_specs,
         stored=stored if stored is not None else _stored_unmarked(captured, options),
         bound=bound,
-        on_processes=stored is not None,
+        of_module=of_module,
         plain=plain,
         rng=advanced.rng,
         regather=advanced.regather,
@@ -276,12 +281,37 @@ def _replan(request: Request, marked: Captured) -> Plan:
         for old, new in zip(request.captured.inputs, marked.inputs)
         if new.mark is not None and new.mark != old.mark
     }
-    # The new marks become required layouts: on processes `stored` stands above a mark.
-    stored = {**request.stored, **marks} if request.on_processes else request.stored
-    return _plan(replace(request, captured=marked, stored=stored))
+    # The new marks become required layouts: `stored` stands above a mark.
+    return _plan(replace(request, captured=marked, stored={**request.stored, **marks}))
 
 
 def _plan(request: Request) -> Plan:
+    """Plan, with the batch where marks or in_specs divide it, unless few rows save much."""
+    result = _planned(request)
+    if not result.overruled_marks:
+        return result
+    later = dict.fromkeys(axis for axis, _ in result.overruled_marks)
+    inputs = [
+        replace(each, mark=_after_batch(each.mark, [*later]))
+        if each.kind == PARAMETER and each.mark is not None
+        else each
+        for each in request.captured.inputs
+    ]
+    try:
+        kept = _planned(replace(request, captured=replace(request.captured, inputs=inputs)))
+    except ShardingError:  # it exceeds the memory budget
+        return result
+    is_kept = not kept.overruled_marks and kept.sent_bytes < MUCH_LESS * result.sent_bytes
+    return kept if is_kept else result
+
+
+def _after_batch(mark: ShardSpec, axes: Sequence[str]) -> ShardSpec:
+    """Return a weight's mark whose dimensions on these axes are propagated behind the batch."""
+    dims = zip(mark.dims, mark.priorities or (0,) * len(mark.dims))
+    return mark.with_priorities(tuple(p or int(not {*d}.isdisjoint(axes)) for d, p in dims))
+
+
+def _planned(request: Request) -> Plan:
     """Run the passes up to the program for one device."""
     program = run(start_program(request), until=SCHEDULED)
     if request.has_budget:

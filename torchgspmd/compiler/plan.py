@@ -32,7 +32,7 @@ from ..fx_passes.digest import fits_page, page_text
 from ..fx_passes.ir import runs
 from ..fx_passes.localize.sizes_in_a_run import shard_inputs
 from ..fx_passes.printer import dtype_name, graph_text
-from ..fx_passes.replication_report import ReplicatedOp, replication_report
+from ..fx_passes.replication_report import ReplicatedOp, overruled_marks, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
 from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
@@ -45,7 +45,9 @@ from .plan_summary import (
     collective_of,
     collectives_text,
     gathered_results,
+    gathered_text,
     limits_text,
+    overruled_text,
     pipelines_text,
     propagated_weights,
     recomputed_nodes,
@@ -163,6 +165,15 @@ class Plan(PlanFiles):
         return tuple(sorted(report, key=lambda each: -each.bytes))
 
     @cached_property
+    def overruled_marks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Axes from which the batch is gathered, as it is small, for weights marked with them."""
+        pairs = zip(self.captured.inputs, self.input_layouts)
+        rows = {
+            axis for i, spec in pairs if i.kind == ARGUMENT and spec.dims for axis in spec.dims[0]
+        }
+        return overruled_marks(self.sharded, self.captured.inputs, rows & self._data_axes)
+
+    @cached_property
     def idle_axes(self) -> tuple[str, ...]:
         """Axes that divide no value: their devices all compute the same."""
         metas = [n.meta for n in self.sharded.nodes]
@@ -176,6 +187,10 @@ class Plan(PlanFiles):
         """Each result that is gathered for the caller: its value, and the bytes a device sends."""
         results = [i for i, out in enumerate(self.captured.outputs) if out.kind == OUTPUT]
         return gathered_results(self.sharded, results)
+
+    @property
+    def _gathers_by_default(self) -> bool:
+        return bool(self.request and self.request.of_module and self.request.out_specs is None)
 
     @cached_property
     def memory(self) -> Memory:
@@ -229,7 +244,9 @@ class Plan(PlanFiles):
             [
                 *collectives_text(self.collectives),
                 *weights_against_marks(self.replicated_ops),
+                *overruled_text(self.overruled_marks),
                 *propagated_weights(self.captured.inputs, self.input_layouts, self.request),
+                *gathered_text(self.gathered_results if self._gathers_by_default else ()),
                 f"sent by a device in all: {size_text(self.sent_bytes)}",
                 f"memory of a device: {self.memory}",
                 *recomputed_text(self.program_graph, self.counts),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -26,7 +26,7 @@ from ..fx_passes.schedule.recompute import PEAK_BEFORE, RECOMPUTED_NS
 from ..fx_passes.units import size_text, time_text
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
-from ..layout.spec_notation import AUTO
+from ..layout.spec_notation import AUTO, SAME
 from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
@@ -71,17 +71,31 @@ def weights_against_marks(replicated: Sequence[ReplicatedOp]) -> list[str]:
     return lines + ([f"and {more} weights more: plan.replicated_ops"] if more > 0 else [])
 
 
+def overruled_text(marks: Sequence[tuple[str, Sequence[str]]]) -> Iterator[str]:
+    """Yield a line for each axis from which a small batch is gathered. marks: the plan's."""
+    for axis, names in marks:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield (
+            f"few rows: gathering the batch over '{axis}' sends less than '{names[0]}'{more}, "
+            f"which it divides too; '{axis}:p1' in the marks, or a larger batch, keeps the batch "
+            "divided"
+        )
+
+
 def propagated_weights(
     inputs: Sequence[Input], layouts: Sequence[ShardSpec], request: Request | None
 ) -> list[str]:
     """Return the summary line for weights that parallelize would store otherwise."""
-    # On real processes weights are stored as marked: there is no difference to tell.
-    if request is None or request.on_processes:
+    if request is None:
         return []
     names = [
         each.name
         for each, layout in zip(inputs, layouts)
-        if each.kind in (PARAMETER, BUFFER) and each.mark is None and layout.sharding_axes
+        if each.kind in (PARAMETER, BUFFER)
+        and each.mark is None
+        and layout.sharding_axes
+        # parallelize says how it stores each of them.
+        and each.name not in request.stored
     ]
     more = len(names) - _MOST_WEIGHTS
     listed = ", ".join(names[:_MOST_WEIGHTS]) + (f" and {more} more" if more > 0 else "")
@@ -117,6 +131,15 @@ def gathered_results(sharded: fx.Graph, results: Sequence[int]) -> tuple[tuple[s
         if sent and {*node.meta["spec"].sharding_axes} - {*at_end.meta["spec"].sharding_axes}:
             found[node.name] = sent
     return tuple(found.items())
+
+
+def gathered_text(results: Iterable[tuple[str, float]]) -> Iterator[str]:
+    """Yield a line for each result that is gathered because no out_specs say otherwise."""
+    for name, sent in results:
+        yield (
+            f"result %{name} is gathered for the caller: {size_text(sent)} sent by a device; "
+            f'out_specs="{SAME}" leaves it sharded'
+        )
 
 
 def buckets_text(program: fx.Graph, mesh: Mesh, hardware: Hardware) -> str:

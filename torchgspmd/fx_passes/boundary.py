@@ -29,7 +29,7 @@ def start_program(request: Request, **state: Any) -> Program:
     """Return the program at stage CAPTURED, with the layouts required at its boundary."""
     captured, mesh = request.captured, request.mesh
     inputs = _input_specs(captured, mesh, request.arguments, request.stored)
-    results = _result_specs(captured, inputs, request.out_specs, mesh, request.on_processes)
+    results = _result_specs(captured, inputs, request.out_specs, mesh, request.of_module)
     return Program(request, captured.graph, mesh, inputs=inputs, results=results, **state)
 
 
@@ -80,7 +80,7 @@ def partition_program(program: Program) -> fx.Graph:
     """Partition: choose every value's layout and insert the collectives."""
     mesh, results, captured = program.mesh, program.results, program.captured
     placeholders, layouts = program.placeholders, program.layouts.spec
-    on_processes = program.request.on_processes
+    of_module = program.request.of_module
     fixed = {n: layouts[n] for n, spec in zip(placeholders, program.inputs) if spec is not None}
     outputs = _required_outputs(program)
     values, cotangents = program.graph.output_node().args[0], {}
@@ -89,7 +89,7 @@ def partition_program(program: Program) -> fx.Graph:
         # A cotangent is laid out as its output: users write out_specs, and no layout for gradients.
         if spec is not None and not any(spec.open):
             fixed[node] = spec.with_priorities()
-        elif spec is not None and on_processes:  # a cotangent has the layout of its output
+        elif spec is not None and of_module:  # a cotangent has the layout of its output
             cotangents[node], outputs[inp.output] = (values[inp.output], spec), node
     return partition_graph(
         program.graph,
@@ -99,7 +99,7 @@ def partition_program(program: Program) -> fx.Graph:
         rules=program.rules,
         keep_marks=program.request.keep_marks,
         memories=program.memories,
-        storable=_leaving(mesh) if on_processes else None,
+        storable=_leaving(mesh) if of_module else None,
         cotangents=cotangents,
         constants=program.request.constants,
         solutions=program.solutions,
@@ -175,7 +175,7 @@ def _result_specs(
     ]
     return (
         [
-            _result_on_processes(spec, out, planned_shape(v), mesh)
+            _result_of_module(spec, out, planned_shape(v), mesh)
             for spec, out, v in zip(specs, outs, values)
         ]
         if whole
@@ -183,10 +183,10 @@ def _result_specs(
     )
 
 
-def _result_on_processes(
+def _result_of_module(
     spec: ShardSpec | None, out: Output, shape: tuple[int, ...], mesh: Mesh
 ) -> ShardSpec:
-    """Return a result's layout on real processes: replicated, unless another is required."""
+    """Return a module's result's layout: replicated, unless another is required."""
     if spec is None:
         return _unconstrained(len(shape)) if out.open else ShardSpec.replicated(len(shape))
     return spec if any(spec.open) else storable(spec, shape, mesh)
@@ -237,7 +237,7 @@ def _required_outputs(program: Program) -> dict[int, ShardSpec | fx.Node]:
             required[i] = ShardSpec.replicated(len(captured.inputs[out.input].shape))
         elif out.kind in (GRADIENT, MUTATION):
             required[i] = placeholders[out.input]
-        elif out.kind == OBSERVED and program.request.on_processes:
+        elif out.kind == OBSERVED and program.request.of_module:
             required[i] = _unconstrained(program.graph.output_node().args[0][i].meta["val"].dim())
         elif spec is not None:
             required[i] = spec.with_priorities()

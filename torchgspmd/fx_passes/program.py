@@ -49,15 +49,15 @@ class Request:
 
     arguments: a layout, or None, for each argument. stored: parameter and buffer layouts, by name.
     bound: parameters that stay as they are stored, since another program takes them so.
-    on_processes: results without a layout are replicated, the others become DTensors. plain: for
-    each argument whether it is a whole tensor on every rank; its gradient is whole then. expand:
-    decomposes a graph's operations, and nodes that are to be decomposed all the same. keep_marks:
-    for XLA, which has no cheap way past a mark. device: a type; "meta" stands for GPUs.
-    reduce_dtype: sums parameter gradients over devices; None: as costs least. stored_over: axes
-    over which parameters are stored in parts, though no argument is. hardware: speeds and links, if
-    they are known. hosts: else the devices on a host, 0 if there is one host. memory_budget: bytes
-    that a device's peak may have; None: its memory. recompute, offload: how it fits. shared:
-    results that plans for equal programs share.
+    of_module: results are whole without a layout, and DTensors with one. plain: for each argument
+    whether it is a whole tensor on every rank; its gradient is whole then. expand: decomposes a
+    graph's operations, and nodes that are to be decomposed all the same. keep_marks: for XLA, which
+    has no cheap way past a mark. device: a type; "meta" stands for GPUs. reduce_dtype: sums
+    parameter gradients over devices; None: as costs least. stored_over: axes over which parameters
+    are stored in parts, though no argument is. hardware: speeds and links, if they are known.
+    hosts: else the devices on a host, 0 if there is one host. memory_budget: bytes that a device's
+    peak may have; None: its memory. recompute, offload: how it fits. shared: results that plans for
+    equal programs share.
     """
 
     captured: Captured
@@ -66,7 +66,7 @@ class Request:
     out_specs: Any = None
     stored: Mapping[str, ShardSpec] = field(default_factory=dict)
     bound: frozenset[str] = frozenset()
-    on_processes: bool = False
+    of_module: bool = False
     plain: Sequence[bool] = ()
     expand: Callable[..., fx.Graph] = field(
         default_factory=lambda: partial(decompose_ops, traced={})

@@ -113,6 +113,48 @@ def data_axes(captured: Captured, arguments: Sequence[ShardSpec | None]) -> froz
     return frozenset(axis for spec in specs if spec is not None for axis in spec.sharding_axes)
 
 
+def overruled_marks(
+    graph: fx.Graph, inputs: Sequence[Input], row_axes: Collection[str]
+) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return each axis that the batch leaves for weights which it divides too, and these weights.
+
+    row_axes: those that are to divide the leading dimension of arguments.
+
+    Their marks were to store them in parts. Few rows cost less to send than the weights.
+    """
+    weights = {
+        node: (each.name, frozenset(each.mark.sharding_axes))
+        for node, each in zip(graph.find_nodes(op="placeholder"), inputs)
+        if each.kind == PARAMETER and each.mark is not None
+    }
+    found: dict[str, dict[str, None]] = {}
+    for node in graph.nodes:
+        if (rule := node.meta.get("rule")) is None or not rule.contraction:
+            continue
+        sides = [(value, {*sum(dims, ())}) for value, dims in zip(operands_of(node), rule.operands)]
+        results = [{*sum(dims, ())} for dims in rule.results]
+        for factor, axes in node.meta["assignment"].items():
+            # A factor of all operands and results multiplies parts each by itself, as experts.
+            if all(factor in own for own in (*results, *(own for _, own in sides))):
+                continue
+            origins = [weights.get(_origin(v), ("", ())) for v, own in sides if factor in own]
+            for axis in {*map(whole_axis, axes)} & {*row_axes}:
+                names = [name for name, marked in origins if axis in marked]
+                moved = [v for v, _ in sides if _origin(v) not in weights and _leaves(v, axis)]
+                if names and moved:
+                    found.setdefault(axis, {}).update(dict.fromkeys(names))
+    return tuple((axis, tuple(names)) for axis, names in found.items())
+
+
+def _leaves(value: fx.Node, axis: str) -> bool:
+    """Return whether the steps up to a value take an axis from one of its dimensions."""
+    before: Any = value
+    while "step" in before.meta:
+        before = before.args[0]
+    old, new = ([{*map(whole_axis, d)} for d in n.meta["spec"].dims] for n in (before, value))
+    return any(axis in was and axis not in now for was, now in zip(old, new))
+
+
 class _Weights:
     """A graph's marked parameters, and which gathers of them the marks do not ask for."""
 

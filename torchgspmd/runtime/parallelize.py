@@ -61,7 +61,8 @@ def parallelize(
     with their states.
 
     Plain tensor arguments are the global batch, the same on every rank. DTensor arguments keep
-    their layout. Results are whole tensors unless out_specs gives a layout: then they are DTensors.
+    their layout. Results are those of one device, whole and plain, unless out_specs says otherwise:
+    then they are DTensors. `plan` of the module has the same default.
 
     Args:
         model: The module for one device, with mark_sharding's marks on its parameters.

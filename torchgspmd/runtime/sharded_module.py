@@ -381,6 +381,7 @@ class ShardedModule(MeshModule):
             plain=[not isinstance(t, DTensor) for t in tensors],
             device=self._groups.device_type,
             hosts=self._hosts,
+            of_module=True,
         )
 
 

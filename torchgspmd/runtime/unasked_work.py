@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 
-from ..compiler.plan_summary import idle_axes_text
+from ..compiler.plan_summary import gathered_text, idle_axes_text
 from ..errors import user_line
 from ..fx_passes.replication_report import ReplicatedOp
 from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
+from ..layout.spec_notation import SAME
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
 LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and marked biases are common.
@@ -26,11 +27,10 @@ def warn_of_idle_axes(mesh: Mesh, idle: Sequence[str]) -> bool:
 def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
     """Warn about large results; return whether there are any. results: a plan's."""
     large = [(name, sent) for name, sent in results if sent >= LARGE_OP]
-    for name, sent in large:
+    for line in gathered_text(large):
         warnings.warn(
-            f"the result %{name} is gathered for the caller: each device sends {size_text(sent)} "
-            f'at every call, at {user_line()}; write parallelize(..., out_specs="same") to leave '
-            "it where it is computed, or return only the loss from forward",
+            f"{line}, at every call, at {user_line()}; write "
+            f'parallelize(..., out_specs="{SAME}"), or return only the loss from forward',
             stacklevel=6,
         )
     return bool(large)

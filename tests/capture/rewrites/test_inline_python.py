@@ -37,9 +37,8 @@ def test_bags(mode, offsets, options):
     gspmd.mark_sharding(bag.weight, MESH, "model _")
     tokens = torch.randint(7, (4, 3))
     arguments = (tokens,) if offsets is None else (tokens.flatten(), torch.tensor(offsets))
-    plan = gspmd.plan(
-        bag, *arguments, mesh=MESH, in_specs=("data _",) if offsets is None else None, grad=True
-    )
+    layouts = {"in_specs": ("data _",) if offsets is None else None, "out_specs": "same"}
+    plan = gspmd.plan(bag, *arguments, mesh=MESH, grad=True, **layouts)
     assert_same(plan.simulate(*arguments), eager(bag, *arguments))
     assert not any("embedding_bag" in r.op for r in plan.replicated_ops)
     if offsets is None and mode != "max":  # a sum of parts of the lookup stays pending

@@ -253,6 +253,7 @@ def test_what_lies_between_a_sum_and_its_parameter():
         rand(8, 4),
         mesh=mesh,
         in_specs="data _",
+        out_specs="same",
         grad=True,
         param_dtype=BF16,
         reduce_dtype=F32,

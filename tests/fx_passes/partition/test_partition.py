@@ -25,7 +25,8 @@ FEW, MANY = models.TOKENS, models.MANY
 def plan_of(
     module: nn.Module, mesh: Mesh, tokens: tuple[int, int] = FEW, grad: bool = True
 ) -> gspmd.Plan:
-    return gspmd.plan(module, torch.zeros(*tokens, models.WIDTH), mesh=mesh, grad=grad)
+    x = torch.zeros(*tokens, models.WIDTH)
+    return gspmd.plan(module, x, mesh=mesh, out_specs="same", grad=grad)
 
 
 def counts(plan: gspmd.Plan) -> dict[tuple[str, bool], int]:
@@ -502,7 +503,12 @@ memory of a device: parameters 97.00 KiB, inputs 16.00 KiB, peak 346.00 KiB""",
         for parameter in module.parameters():
             gspmd.mark_sharding(parameter, mesh, "data _")
         plan = gspmd.plan(
-            module, torch.zeros(*MANY, models.WIDTH), mesh=mesh, in_specs="data _ _", grad=True
+            module,
+            torch.zeros(*MANY, models.WIDTH),
+            mesh=mesh,
+            in_specs="data _ _",
+            out_specs="same",
+            grad=True,
         )
         self.assertExpectedInline(
             text_of(plan),

@@ -1,6 +1,7 @@
 """The script of a proposal runs on processes as it stands, and trains as one device does."""
 
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.capture import capture
+from torchgspmd.tools.suggest import search
 from torchgspmd.tools.suggest.judge import ONE_DEVICE
 from torchgspmd.tools.suggest.script import CodeNames, ScriptSource
 
@@ -214,6 +216,52 @@ def test_the_loss_that_a_model_returns_is_trained(code):
     assert found.dim() == 0
     if "mean" not in code:
         torch.testing.assert_close(found, F.cross_entropy(model.up(batch[0]), batch[1]))
+
+
+class Tagged(nn.Linear):
+    def forward(self, x, labels=None):
+        y = super().forward(x)
+        return y if labels is None else {"loss": F.cross_entropy(y, labels), "logits": y}
+
+
+def test_a_model_that_takes_labels_is_trained_by_them():
+    model, x = Tagged(4, 3), torch.zeros(2, 4)
+    lines = {}
+    for kwargs in ({}, {"labels": torch.zeros(2, dtype=torch.long)}):
+        captured = capture(model, (x,), kwargs, ONE_DEVICE)
+        source = ScriptSource.of(model, (x,), kwargs, captured)
+        lines[len(kwargs)] = source.script("", 2, 1).partition("    loss = ")[2].split("\n")[0]
+    assert lines[0].endswith(
+        "# your loss; with labels among the arguments of suggest, the model's own"
+    )
+    assert lines[1] == 'model(*batch, **options)["loss"]'
+
+
+@dataclass
+class Derived:
+    width: int = 4
+    heads: int = 2
+    head_width: int | None = None
+    names: dict | None = None
+
+    def __post_init__(self):
+        self.head_width = self.head_width or self.width // self.heads
+        self.names = self.names or {0: "LABEL_0"}
+
+
+def test_a_configuration_has_no_arguments_that_its_class_computes():
+    assert CodeNames().code(Derived(8)) == "Derived(width=8)"
+    assert CodeNames().code(Derived(8, head_width=2)) == "Derived(width=8, head_width=2)"
+
+
+def test_a_search_tells_its_progress(monkeypatch, capfd):
+    monkeypatch.setattr(search, "TELL", 0.01)
+    model, x = nn.Linear(64, 64, device="meta"), torch.empty(64, 64, device="meta")
+    best = gspmd.suggest(model, x, devices=2, seconds=2)[0]
+    lines = capfd.readouterr().err.splitlines()
+    assert lines[0].startswith("torchgspmd: suggest: 0 s, ")
+    told = re.fullmatch(r"torchgspmd: suggest: \d+ s, \d+ plans; best: (.*)", lines[-1])
+    assert told and told[1].startswith(f"{best.mesh}, ")
 
 
 def build():

@@ -44,7 +44,10 @@ REQUEST = sorted(
     {f.name for f in dataclasses.fields(Request)}
     - {"captured", "mesh", "expand", "keep_marks", "shared"}
 )
-_PROPERTIES = ("replicated_ops", "idle_axes", "gathered_results", "is_dynamic", "draws")
+_PROPERTIES = (
+    *("replicated_ops", "overruled_marks", "idle_axes", "gathered_results"),
+    *("is_dynamic", "draws"),
+)
 _LATER = ("sharded", "source")  # graphs that nobody runs: each is a line of JSON
 
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from ...capture import OUTPUT, Captured
 from ...capture.state.object_trees import closed
 from ...compat.private_apis import _pytree as pytree
+from ...layout.prefix_specs import argument_names
 
 SCRIPT = '''\
 """Run it: torchrun --nproc-per-node={devices} train.py"""
@@ -59,6 +60,7 @@ for step in range(10):
         print(f"step {{step}}: loss {{number:.4f}}", flush=True)
 dist.destroy_process_group()
 '''
+LABELS, YOURS = "labels", "  # your loss"
 WHOLE = """\
     loss = LOSS
     loss.backward()"""
@@ -129,7 +131,7 @@ class CodeNames:
                 f.name: f.default_factory() for f in fields(value) if callable(f.default_factory)
             }
             given = {k: v for k, v in given.items() if not _are_equal(v, plain[k])}
-            return self._call(type(value), [], given)
+            return self._call(type(value), [], _without_derived(value, given))
         if isinstance(value, nn.Module):
             return self._module(value)
         raise ValueError(f"no code makes a {type(value).__name__}")
@@ -203,6 +205,9 @@ class ScriptSource:
             call += ", **options"
             batch = f"{batch}, {CodeNames().code(dict(kwargs))}"
         loss = loss_code(f"{call})", captured)
+        lacks = {*inspect.signature(model.forward).parameters} - {*argument_names(model, args)}
+        if loss.endswith(YOURS) and LABELS in lacks - {*kwargs}:
+            loss += f"; with {LABELS} among the arguments of suggest, the model's own"
         if "tree_leaves" in loss:
             names.lines["from torch.utils._pytree import tree_leaves"] = None
         return cls(tuple(names.lines), made, batch, loss, missing)
@@ -270,8 +275,8 @@ def loss_code(call: str, captured: Captured) -> str:
         if value.is_floating_point():
             return f"{call}{path}" + ".mean()" * bool(value.dim())
     if captured.results.num_leaves == 1 and len(values) >= 1:
-        return f"{call}.float().square().mean()  # your loss"
-    return f"sum(x.float().square().mean() for x in tree_leaves({call}))  # your loss"
+        return f"{call}.float().square().mean(){YOURS}"
+    return f"sum(x.float().square().mean() for x in tree_leaves({call})){YOURS}"
 
 
 def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -288,6 +293,16 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         parts = [(f".{name}", part) for name, part in getattr(value, "__dict__", {}).items()]
     for step, part in parts:
         yield from _parts(part, path + step)
+
+
+def _without_derived(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a dataclass's arguments without those that its constructor computes by itself."""
+    for name in given:
+        rest = {k: v for k, v in given.items() if k != name}
+        with suppress(Exception):  # whatever a constructor raises
+            if type(value)(**rest) == value:
+                return _without_derived(value, rest)
+    return given
 
 
 def _are_equal(value: object, default: object) -> bool:

@@ -14,10 +14,13 @@ tried in stages (stage_search.py). Propagation and partition decide all else, so
 from __future__ import annotations
 
 import math
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -26,7 +29,7 @@ from ...comm.hardware import Hardware
 from ...compiler.option_docs import documented
 from ...compiler.options import Options
 from ...errors import ShardingError
-from ...fx_passes.units import parse_size
+from ...fx_passes.units import parse_size, size_text, time_text
 from ...layout.mesh import Mesh
 from . import candidates
 from .judge import Judge
@@ -46,6 +49,7 @@ PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are 
 BEST = 5
 STAGED = 2  # of the best proposals: their layers are put into stages
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
+TELL = 5.0  # seconds between two lines on the search's progress
 SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, and when to refine
 
 
@@ -63,11 +67,11 @@ def suggest(
 ) -> list[Proposal]:
     """Search a mesh and marks for a model, and return the best as scripts for torchrun.
 
-    Nothing runs but the planner: model and arguments may be on the meta device. The first tensor
-    dimension of every argument is taken for the batch. Where memory asks for it, layers are
-    recomputed, and the batch is divided into microbatches. Adam's states are counted. The script
-    trains the loss that the model returns: a result named loss, or the first scalar. With a loss,
-    layers are tried in stages.
+    Nothing runs but the planner: model and arguments may be on the meta device. A line on stderr
+    tells the progress every five seconds. The first tensor dimension of every argument is taken for
+    the batch. Where memory asks for it, layers are recomputed, and the batch is divided into
+    microbatches. Adam's states are counted. The script trains the loss that the model returns: a
+    result named loss, or the first scalar. With a loss, layers are tried in stages.
 
     Args:
         model: Its own marks do not count. Or a function that makes it, which the script imports; it
@@ -102,15 +106,40 @@ def suggest(
         builder = model
         with torch.device("meta"):
             model = builder()
-    judge = Judge(model, args, kwargs or {}, Hardware.of(hardware), chosen)
-    limit = judge.hardware.memory if memory is None else parse_size(memory)
+    speed, search = Hardware.of(hardware), cast("Search | None", None)
+    limit = speed.memory if memory is None else parse_size(memory)
     if limit is None:
         raise ShardingError.here(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
-    search = Search(judge, limit, deadline, recheck, end)
-    search.run(list(candidates.meshes(devices, judge.stacks.values())))
-    counts, source = dict(judge.counts), judge.source(builder)
-    return [replace(each, counts=counts, source=source) for each in search.best()]
+
+    def line() -> str:
+        done = search.progress() if search else "the model is captured"
+        return f"torchgspmd: suggest: {time.monotonic() - begin:.0f} s, {done}"
+
+    with told_again_and_again(line):
+        judge = Judge(model, args, kwargs or {}, speed, chosen)
+        search = Search(judge, limit, deadline, recheck, end)
+        search.run(list(candidates.meshes(devices, judge.stacks.values())))
+        counts, source = dict(judge.counts), judge.source(builder)
+        return [replace(each, counts=counts, source=source) for each in search.best()]
+
+
+@contextmanager
+def told_again_and_again(line: Callable[[], str]) -> Generator[None]:
+    """Print a line on stderr every few seconds, from another thread, until the block ends."""
+    is_over = threading.Event()
+
+    def tell() -> None:
+        while not is_over.wait(TELL):
+            print(line(), file=sys.stderr, flush=True)
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 @dataclass
@@ -126,6 +155,14 @@ class Search:
     microbatches: int = 1
     tight: set[Mesh] = field(default_factory=set)  # on which weights with ZeRO are gathered again
     unhelpful: set[Mesh] = field(default_factory=set)  # on which recomputing is too slow
+    leader: Proposal | None = None  # the best up to now
+
+    def progress(self) -> str:
+        """Return the number of plans up to now, and the best of them."""
+        plans = f"{self.judge.counts['plans']} plans"
+        if (best := self.leader) is None:
+            return plans
+        return f"{plans}; best: {best.mesh}, {time_text(best.seconds)}, {size_text(best.memory)}"
 
     def run(self, meshes: Sequence[Mesh]) -> None:
         """Search; where nothing fits, search again with the fewest microbatches that may fit."""
@@ -299,7 +336,8 @@ class Search:
         """Return the proposal for marks on a mesh, planned once."""
         key = mesh, marks, self.microbatches
         if key not in self.tried:
-            self.tried[key] = self._plan(*key)
+            new = self.tried[key] = self._plan(*key)
+            self.leader = min(self.leader or new, new, key=self.order)
         return self.tried[key]
 
     def _plan(self, mesh: Mesh, marks: Marks, microbatches: int) -> Proposal:
