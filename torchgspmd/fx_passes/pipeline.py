@@ -46,6 +46,7 @@ from .program_passes import (
     bucket,
     fits_device,
     has_hosts,
+    has_undivided_twins,
     hierarchical_sums,
     keep_dims,
     keeps_dims,
@@ -106,7 +107,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("split_products", "split_groups", "split_vectors", "keep_dims")
+_TRIED = ("batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -118,6 +119,16 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("decompose_ops", lambda p: p.request.expand(p.graph), CAPTURED, EXPANDED),
             Pass("propagate", propagate_program, EXPANDED, ANNOTATED),
+            _feature(
+                "lanes",
+                "batch_lanes",
+                ANNOTATED,
+                when=has_undivided_twins,
+                again=("propagate",),
+                limit=work,
+                before=("split_fused",),
+                because="an operation on whole matrices that lanes divide needs no decomposition",
+            ),
             _feature(
                 "experts",
                 "split_groups",

@@ -10,12 +10,13 @@ import copy
 import torch
 from torch import fx
 
-from ..capture import GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
+from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import keep_dims as dims
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
+from .expand.undivided import Work
 from .ir import runs
 from .localize.localize_graph import localize_graph
 from .lower.split_joint import split_joint as split_graph
@@ -60,6 +61,18 @@ def split_products(program: Program) -> fx.Graph | None:
 def splits_products(program: Program) -> bool:
     """Return whether `split_products` will change the program."""
     return products.splits_products(program.graph, program.layouts, program.rules)
+
+
+def has_undivided_twins(program: Program) -> bool:
+    """Return whether equal operations are divided by no axis, so that lanes may have them."""
+    return work_of(program).has_twins()
+
+
+def work_of(program: Program) -> Work:
+    """Return who has the work in a propagated program."""
+    pairs = zip(program.placeholders, program.captured.inputs)
+    arguments = {node for node, inp in pairs if inp.kind in (ARGUMENT, TANGENT)}
+    return Work(program.graph, program.layouts, program.rules, arguments)
 
 
 def split_axes(program: Program) -> fx.Graph | None:
