@@ -98,9 +98,19 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
-def _feature(feature: str, name: str, stage: Stage, **row: Any) -> Pass:
-    """Return the row for a pass that a feature adds."""
-    return Pass(name, lambda p: FEATURE_PASSES[name](p), stage, feature=feature, **row)
+def _feature(
+    feature: str,
+    name: str,
+    stage: Stage,
+    has_work: Callable[[Program], bool] = lambda p: True,
+    **row: Any,
+) -> Pass:
+    """Return the row for a pass that a feature adds. has_work: whether a program may need it."""
+
+    def run(program: Program) -> fx.Graph | None:
+        return FEATURE_PASSES[name](program) if has_work(program) else None
+
+    return Pass(name, run, stage, feature=feature, **row)
 
 
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
@@ -123,7 +133,7 @@ PIPELINE: tuple[Step, ...] = (
                 "lanes",
                 "batch_lanes",
                 ANNOTATED,
-                when=has_undivided_twins,
+                has_work=has_undivided_twins,
                 again=("propagate",),
                 limit=work,
                 before=("split_fused",),

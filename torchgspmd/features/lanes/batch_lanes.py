@@ -26,7 +26,7 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, drop_unused, origin_of
 from ...compat.operators import aten
-from ...fx_passes.expand.batched_op import add_batched, with_dim
+from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
 from ...fx_passes.expand.minimum_cut import Cut
 from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op, add_mark
@@ -105,17 +105,16 @@ class _Batcher:
         return local_bytes(val, spec, self.mesh)
 
     def _divisions(self, lanes: Lanes) -> Iterator[Division]:
-        """Yield the ways to divide lanes: over each set of axes with a lane for every device."""
+        """Yield the ways to divide lanes: over sets of axes, or all on every device."""
         names = [axis for axis in self.mesh.names if self.mesh.count((axis,)) > 1]
-        sizes = range(1, len(names) + 1)
+        sizes = range(len(names) + 1)
         for axes in itertools.chain.from_iterable(itertools.combinations(names, n) for n in sizes):
-            if self.mesh.count(axes) <= lanes.count:
-                nodes, sent = self._cut(lanes, axes)
-                rounds = -(-lanes.count // self.mesh.count(axes))
-                work = rounds * sum(flops(node) for node in nodes)
-                present = sum(self._present_cost(self.ops[node]) for node in nodes if flops(node))
-                cost = sent + work / self.constants.link_flops_per_byte - present * lanes.count
-                yield Division(axes, nodes, cost)
+            nodes, sent = self._cut(lanes, axes)
+            rounds = -(-lanes.count // self.mesh.count(axes))
+            work = rounds * sum(flops(node) for node in nodes)
+            present = sum(self._present_cost(self.ops[node]) for node in nodes if flops(node))
+            cost = sent + work / self.constants.link_flops_per_byte - present * lanes.count
+            yield Division(axes, nodes, cost)
 
     def _cut(self, lanes: Lanes, axes: Axes) -> tuple[frozenset[fx.Node], float]:
         """Return the operations to compute by lanes, as many as cost the least, and that cost.
@@ -123,6 +122,7 @@ class _Batcher:
         Edges lead from outside to inside, so that the first side is the fewest outside.
         """
         cut, cost = Cut(), {}
+        inside = {op.node for row in lanes.rows.values() for op in row}
         for op in lanes.core:
             cut.tie(_INSIDE, op.node)
         for node, row in lanes.rows.items():
@@ -143,7 +143,6 @@ class _Batcher:
                     cost[value, "out"] = self._exchange(lanes, value, axes, entering=False)
                     cut.add((value, "out"), node, cost[value, "out"])
                     likes = [v for each in row if (v := each.results[i]) is not None]
-                    inside = {each.node for other in lanes.rows.values() for each in other}
                     if any(user not in inside for like in likes for user in like.users):
                         cut.add(_OUTSIDE, (value, "out"), math.inf)
                     for user in value.users:
@@ -210,6 +209,7 @@ class _Rewriter:
         self.order = order
         self.rows.sort(key=lambda row: order[row[0].node])
         self.inside = {op.node for row in self.rows for op in row}
+        self.traced: Traced = {}
         self.new: dict[fx.Node, tuple[fx.Node, bool]] = {}  # the first lane's value -> the region's
 
     def run(self) -> bool:
@@ -273,7 +273,8 @@ class _Rewriter:
         if not any(batched):
             self.new |= {v: (v, False) for v in op.results if v is not None}
             return True
-        results = add_batched(self.graph, op, batched, [node for node, _ in operands])
+        inputs = [node for node, _ in operands]
+        results = add_batched(self.graph, op, batched, inputs, traced=self.traced)
         for value, new in zip(op.results, results or ()):
             if value is not None:
                 self.new[value] = new, True
@@ -288,8 +289,10 @@ class _Rewriter:
             if all(user in self.inside for like in likes for user in like.users):
                 continue
             val, spec, meta = value.meta["val"], self.at.layouts.spec[value], origin_of(value)
-            _, here = self.at.stacked(val, spec, self.axes)
-            mark = add_mark(self.graph, self.new[value][0], here, self.at.mesh, meta)
+            mark = self.new[value][0]
+            # Layouts of the users end here, and begin behind it.
+            for layout in self.at.stacked(val, spec, self.axes):
+                mark = add_mark(self.graph, mark, layout, self.at.mesh, meta)
             unbind = add_node(self.graph, "call_function", aten.unbind.int, (mark, 0), {})
             unbind.meta = {**meta, "val": tuple(v.meta["val"] for v in likes)}
             for lane, like in enumerate(likes):

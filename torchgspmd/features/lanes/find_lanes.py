@@ -61,7 +61,7 @@ class Lanes:
 
 
 def find_lanes(work: Work) -> Iterator[Lanes]:
-    """Yield the lanes of a program, at least two at a time."""
+    """Yield the lanes of a program, with those that they are like; some are alone."""
     return _Finder(work).find()
 
 
@@ -75,9 +75,11 @@ class _Finder:
         self.seams: set[fx.Node] = set()  # sums over the batch, as gradients: how is another matter
         self.numbers: dict[tuple[Any, ...], int] = {}  # of equal functions of inputs
         self.number: dict[fx.Node, int] = {}  # by operation
+        models = set[fx.Node]()
         for op in self.ops:
             is_core = work.is_undivided(op)
             batch = work.batch_factors(op) if flops(op.node) else set[str]()
+            models |= {op.node} if batch else set()
             if batch & {*op.rule.reduce}:
                 self.seams.add(op.node)
             self.is_light[op.node] = _may_join(op) and (is_core or not batch)
@@ -86,7 +88,8 @@ class _Finder:
             if is_core and self.is_light[op.node]:
                 self.cores.add(op.node)
         counts = Counter(self.number[node] for node in self.cores)
-        self.cores = {node for node in self.cores if counts[self.number[node]] > 1}
+        # A model's own work is in lanes as far as there are several of it, as in an ensemble.
+        self.cores -= {node for node in models if counts[self.number[node]] == 1}
         self.home: dict[fx.Node, int] = {}  # operation -> its region, before it joined others
         self.joined: list[int] = []
         self.regions: dict[int, Region] = {}
@@ -109,7 +112,7 @@ class _Finder:
         for region in self.regions.values():
             alike.setdefault(tuple(sorted(region.core)), []).append(region)
         for regions in alike.values():
-            if len(regions) > 1 and (lanes := self._aligned(regions)) is not None:
+            if (lanes := self._aligned(regions)) is not None:
                 yield lanes
 
     # ------------------------------------------------------------------------------------- regions
@@ -232,7 +235,7 @@ class _Finder:
         first = values[0]
         made = [self.makers.get(value) for value in values]
         ops = [each[0] for each in made if each is not None and self._is_walked(each[0])]
-        if all(value is first for value in values):
+        if lanes.count > 1 and all(value is first for value in values):
             lanes.shared[first] = first
             return None if first in lanes.inputs else []
         alike = len(ops) == len(values) and len({op.key for op in ops}) == 1

@@ -13,14 +13,21 @@ from ...compat.private_apis import _pytree as pytree
 from ...rules import DECLINED, trace
 from ..ir import Op, operands_of, tensors_of
 
+Traced = dict[tuple, fx.Graph | None]  # by what decides a graph of torch.vmap; None: it has no rule
+
 
 def add_batched(
-    graph: fx.Graph, op: Op, batched: Sequence[bool], inputs: Sequence[fx.Node], lead: int = 0
+    graph: fx.Graph,
+    op: Op,
+    batched: Sequence[bool],
+    inputs: Sequence[fx.Node],
+    lead: int = 0,
+    traced: Traced | None = None,
 ) -> list[fx.Node] | None:
     """Add an operation on operands that have one more dimension, behind `lead` others.
 
     batched: for each operand, whether it has that dimension; others are the same for all. inputs:
-    take the operands' places.
+    take the operands' places. traced: graphs to share among operations with one size of it.
 
     Returns:
         Its results; None if torch.vmap has no rule for it, as for random numbers.
@@ -33,6 +40,22 @@ def add_batched(
         val = with_dim(op.node.meta["val"], first.meta["val"].shape[lead], lead)
         copy.meta = {**origin_of(op.node), "val": val}
         return [copy]
+    key, traced = (op.key, *batched, lead), {} if traced is None else traced
+    if key not in traced:
+        traced[key] = _vmapped(op, batched, inputs, lead)
+    if (inner := traced[key]) is None:
+        return None
+    out = inline(graph, inner, inputs, origin_of(op.node))
+    results = list(out) if isinstance(out, (tuple, list)) else [out]
+    # A number beside tensors decides no dtype, a row of numbers does.
+    same = all(r.meta["val"].dtype == t.dtype for r, t in zip(results, tensors_of(op.node)))
+    return results if same else None
+
+
+def _vmapped(
+    op: Op, batched: Sequence[bool], inputs: Sequence[fx.Node], lead: int
+) -> fx.Graph | None:
+    """Return the graph of torch.vmap over an operation; None if there is none without writes."""
     leaves, tree = pytree.tree_flatten((op.node.args, dict(op.node.kwargs)))
 
     def call(*tensors: Tensor) -> Any:
@@ -42,20 +65,16 @@ def add_batched(
         )
         return op.node.target(*args, **kwargs)
 
-    vmapped = torch.vmap(
-        call, in_dims=tuple(lead if each else None for each in batched), out_dims=lead
-    )
+    dims = tuple(lead if each else None for each in batched)
     try:
-        inner = trace(vmapped, tuple(v.meta["val"] for v in inputs), {})
+        inner = trace(
+            torch.vmap(call, in_dims=dims, out_dims=lead),
+            tuple(v.meta["val"] for v in inputs),
+            {},
+        )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    if inner is DECLINED or any(map(_writes, inner.nodes)):
-        return None
-    out = inline(graph, inner, inputs, origin_of(op.node))
-    results = list(out) if isinstance(out, (tuple, list)) else [out]
-    # A number beside tensors decides no dtype, a row of numbers does.
-    same = all(r.meta["val"].dtype == t.dtype for r, t in zip(results, tensors_of(op.node)))
-    return results if same else None
+    return None if inner is DECLINED or any(map(_writes, inner.nodes)) else inner
 
 
 def with_dim(val: Tensor, size: int, lead: int) -> Tensor:

@@ -3,8 +3,8 @@
     %g = einsum(mk,kn->mn, %x, %y)        x: data _, y: _ data      `data` would shard m and n
 
 An axis divides an operation if it shards one factor in it. Without such an axis, an operand is
-gathered first, or each device computes all of it. A factor of the batch is one that no weight has;
-with it the model computes, and weights are gathered for that.
+gathered first, or each device computes all of it. A factor of the batch comes from an argument, and
+no weight has it. With it the model computes, and weights are gathered for that.
 """
 
 from __future__ import annotations
@@ -70,15 +70,15 @@ class Work:
         )
 
     def batch_factors(self, op: Op) -> set[str]:
-        """Return the factors of an operation's operands that no weight has."""
-        factors, with_weights = self._classes
+        """Return the factors that an operation's operands have from arguments, not from weights."""
+        factors, batch = self._batch
         names = {f for dims in op.rule.operands for names in dims for f in names[:1]}
-        return {f for f in names if factors.find((op.node, f)) not in with_weights}
+        return {f for f in names if factors.find((op.node, f)) in batch}
 
     @cached_property
-    def _classes(self) -> tuple[UnionFind, set[object]]:
-        """Return the factors that dimensions connect, and the sets of them that weights have."""
-        factors, weights = UnionFind(), list[object]()
+    def _batch(self) -> tuple[UnionFind, set[object]]:
+        """Return the factors that dimensions connect, and the sets of them that are the batch's."""
+        factors, ends = UnionFind(), dict[object, bool]()
         for op in self.ops:
             tensors = (*zip(op.operands, op.rule.operands), *zip(op.results, op.rule.results))
             for value, dims in tensors:
@@ -86,6 +86,9 @@ class Work:
                     if names:
                         # The major factor: an axis shards it before the others.
                         factors.join((op.node, names[0]), (value, d))
-                        if value.op == "placeholder" and value not in self.arguments:
-                            weights.append((value, d))
-        return factors, {factors.find(each) for each in weights}
+                        if value.op == "placeholder":
+                            ends[value, d] = value in self.arguments
+        roots = [
+            {factors.find(end) for end, is_batch in ends.items() if is_batch == b} for b in (0, 1)
+        ]
+        return factors, roots[1] - roots[0]
