@@ -32,9 +32,7 @@ def add_batched(
     Returns:
         Its results; None if torch.vmap has no rule for it, as for random numbers.
     """
-    # Without a dimension of its own an operand would be broadcast from the wrong end.
-    own = all(v.meta["val"].dim() for v, each in zip(op.operands, batched) if each)
-    if _is_elementwise(op) and op.results == (op.node,) and own:
+    if _is_elementwise(op) and op.results == (op.node,) and _keeps_dtype(op, batched):
         copy = copy_node(graph, op.node, dict(zip(operands_of(op.node), inputs)).__getitem__)
         first = next(v for v, is_batched in zip(inputs, batched) if is_batched)
         val = with_dim(op.node.meta["val"], first.meta["val"].shape[lead], lead)
@@ -74,7 +72,8 @@ def _vmapped(
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    return None if inner is DECLINED or any(map(_writes, inner.nodes)) else inner
+    declines = inner is DECLINED or any(_writes(n) or _has_number(n) for n in inner.nodes)
+    return None if declines else inner
 
 
 def with_dim(val: Tensor, size: int, lead: int) -> Tensor:
@@ -89,10 +88,26 @@ def _is_elementwise(op: Op) -> bool:
     """
     tensors = [*zip(op.rule.operands, op.operands), *zip(op.rule.results, op.results)]
     whole = {(dims, v.meta["val"].shape) for dims, v in tensors if dims and v is not None}
-    return len(whole) == 1 and torch.Tag.pointwise in getattr(op.node.target, "tags", ())
+    return len(whole) <= 1 and torch.Tag.pointwise in getattr(op.node.target, "tags", ())
+
+
+def _keeps_dtype(op: Op, batched: Sequence[bool]) -> bool:
+    """Return whether operands broadcast as before, and decide the dtype, with a dimension more.
+
+    A number beside tensors is broadcast from its end, and decides no dtype; a row of them does.
+    """
+    numbers = [each for v, each in zip(op.operands, batched) if not v.meta["val"].dim()]
+    return not any(numbers) or all(batched) and len(numbers) == len(batched)
 
 
 def _writes(node: fx.Node) -> bool:
     """Return whether a node changes an operand."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and schema.is_mutable
+
+
+def _has_number(node: fx.Node) -> bool:
+    """Return whether a number has the place of a tensor, as where torch.vmap promotes it."""
+    schema = getattr(node.target, "_schema", None)
+    takes = schema is not None and any(str(a.type) == "Tensor" for a in schema.arguments)
+    return takes and not node.all_input_nodes
