@@ -215,6 +215,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "_fsdp_init",
         "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
     ),
+    *_rows(NOTHING, "torch.optim", "_muon", "Muon's step gathers each matrix for each product"),
     *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
     *_rows(
         PLAN,

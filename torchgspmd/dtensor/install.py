@@ -21,7 +21,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ..compat.operators import AbsentOperator, aten
 from ..compat.patches import Patch
-from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, is_missing
+from ..compat.private_apis import CHECKED, AsyncCollectiveTensor, _fsdp_init, _muon, is_missing
 from ..compat.private_apis import _pytree as pytree
 from . import op_handlers, pickling, view_writeback
 from .optimizers import (
@@ -31,6 +31,7 @@ from .optimizers import (
     with_local_averages,
     with_local_gradients,
     with_local_tensors,
+    with_planned_update,
     with_sharded_states,
 )
 from .ours import INSTALLATION, WAITS, Handler, for_ours, handlers, is_ours, method_for_ours
@@ -105,6 +106,7 @@ _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each ten
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
 _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _SLOW = "optimizer.step() takes ten times as long as with local tensors"
+_MATRICES = "the step of Muon gathers each matrix for each of its products"
 _WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
 _SLOW_NORMS = "clip_grad_norm_ takes four times as long as with local tensors"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
@@ -227,6 +229,11 @@ PATCHES = (
     # between backward and forward
     Patch(torch.optim.Optimizer, "load_state_dict", with_sharded_states, _WHOLE),
     *(Patch(module, name, with_local_tensors, _SLOW) for module, name in update_functions()),
+    *(
+        Patch(module, "muon", with_planned_update, _MATRICES)
+        for module in (_muon,)
+        if not is_missing(module)
+    ),
     *(
         Patch(owner, name, replace, _SLOW_NORMS)
         for owner, name, replace in _CLIPPING

@@ -70,9 +70,11 @@ def has_undivided_twins(program: Program) -> bool:
 
 def work_of(program: Program) -> Work:
     """Return who has the work in a propagated program."""
-    pairs = zip(program.placeholders, program.captured.inputs)
-    arguments = {node for node, inp in pairs if inp.kind in (ARGUMENT, TANGENT)}
-    return Work(program.graph, program.layouts, program.rules, arguments)
+    captured = program.captured
+    pairs = enumerate(zip(program.placeholders, captured.inputs))
+    kept = {out.input for out in captured.outputs if out.kind == MUTATION}  # as weights are
+    batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
+    return Work(program.graph, program.layouts, program.rules, batch)
 
 
 def split_axes(program: Program) -> fx.Graph | None:

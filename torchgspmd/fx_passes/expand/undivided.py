@@ -70,14 +70,20 @@ class Work:
         )
 
     def batch_factors(self, op: Op) -> set[str]:
-        """Return the factors that an operation's operands have from arguments, not from weights."""
-        factors, batch = self._batch
+        """Return the factors that an operation's operands have from arguments, not from weights.
+
+        None if it has no factor of weights: arguments alone may be matrices as well.
+        """
+        factors, batch, weights = self._classes
         names = {f for dims in op.rule.operands for names in dims for f in names[:1]}
-        return {f for f in names if factors.find((op.node, f)) in batch}
+        roots = {f: factors.find((op.node, f)) for f in names}
+        if weights.isdisjoint(roots.values()):
+            return set()
+        return {f for f, root in roots.items() if root in batch}
 
     @cached_property
-    def _batch(self) -> tuple[UnionFind, set[object]]:
-        """Return the factors that dimensions connect, and the sets of them that are the batch's."""
+    def _classes(self) -> tuple[UnionFind, set[object], set[object]]:
+        """Return the factors that dimensions connect, their sets of the batch, and of weights."""
         factors, ends = UnionFind(), dict[object, bool]()
         for op in self.ops:
             tensors = (*zip(op.operands, op.rule.operands), *zip(op.results, op.rule.results))
@@ -88,7 +94,6 @@ class Work:
                         factors.join((op.node, names[0]), (value, d))
                         if value.op == "placeholder":
                             ends[value, d] = value in self.arguments
-        roots = [
-            {factors.find(end) for end, is_batch in ends.items() if is_batch == b} for b in (0, 1)
-        ]
-        return factors, roots[1] - roots[0]
+        weights = {factors.find(end) for end, is_batch in ends.items() if not is_batch}
+        batch = {factors.find(end) for end, is_batch in ends.items() if is_batch}
+        return factors, batch - weights, weights
