@@ -75,11 +75,11 @@ class _Finder:
         self.seams: set[fx.Node] = set()  # sums over the batch, as gradients: how is another matter
         self.numbers: dict[tuple[Any, ...], int] = {}  # of equal functions of inputs
         self.number: dict[fx.Node, int] = {}  # by operation
-        models = set[fx.Node]()
+        self.models = set[fx.Node]()  # operations on the batch
         for op in self.ops:
             is_core = work.is_undivided(op)
             batch = work.batch_factors(op) if flops(op.node) else set[str]()
-            models |= {op.node} if batch else set()
+            self.models |= {op.node} if batch else set()
             if batch & {*op.rule.reduce}:
                 self.seams.add(op.node)
             self.is_light[op.node] = _may_join(op) and (is_core or not batch)
@@ -89,7 +89,7 @@ class _Finder:
                 self.cores.add(op.node)
         counts = Counter(self.number[node] for node in self.cores)
         # A model's own work is in lanes as far as there are several of it, as in an ensemble.
-        self.cores -= {node for node in models if counts[self.number[node]] == 1}
+        self.cores -= {node for node in self.models if counts[self.number[node]] == 1}
         self.home: dict[fx.Node, int] = {}  # operation -> its region, before it joined others
         self.joined: list[int] = []
         self.regions: dict[int, Region] = {}
@@ -112,6 +112,10 @@ class _Finder:
         for region in self.regions.values():
             alike.setdefault(tuple(sorted(region.core)), []).append(region)
         for regions in alike.values():
+            core = regions[0].core.values()
+            # One product of a batch, as of queries beside keys, is the model's.
+            if len(core) == 1 and self.models.issuperset(op.node for op in core):
+                continue
             if (lanes := self._aligned(regions)) is not None:
                 yield lanes
 
