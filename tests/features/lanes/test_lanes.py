@@ -82,9 +82,11 @@ def compare_steps(kind, model, mesh, marks, x, clip=None) -> gspmd.Plan:
         (NewtonSchulz, 5, 12, 12, GRID, "data model"),
         (NewtonSchulz, 3, 12, 12, DATA, "data _"),  # a device without a lane
         (NewtonSchulz, 1, 12, 12, DATA, "data _"),
+        (NewtonSchulz, 7, 12, 12, DATA, None),
         (Shampoo, 4, 12, 12, DATA, "data _"),
         (Shampoo, 7, 10, 10, DATA, "_ data"),
         (Shampoo, 8, 8, 12, GRID, "model data"),
+        (Shampoo, 5, 8, 8, DATA, None),
         (Soap, 4, 12, 12, DATA, "data _"),
         (Soap, 5, 10, 10, DATA, "_ data"),
     ],
@@ -247,6 +249,14 @@ def test_a_regularizer_has_its_lanes_exchanged():
     gspmd.annotate(model, DATA, {"weights.*": "data _"})
     plan = gspmd.plan(model, x, mesh=DATA, in_specs="data _", grad=True)
     assert plan.sent_bytes <= 1.1 * 2 * 3 / 4 * 2 * 32 * 32 * 8 + 64
+
+
+@pytest.mark.parametrize("spec, sends", [("data _", True), ("_ _", False)])
+def test_members_of_an_ensemble_are_divided_over_an_axis_in_use(spec, sends):
+    """Nothing is marked: an axis that shards nothing is left alone."""
+    model, x = Family(4, regularizer, 64), torch.randn(24, 64, dtype=DTYPE)
+    plan = gspmd.plan(model, x, mesh=DATA, in_specs=spec, grad=True)
+    assert bool(stacks(plan)) == (plan.sent_bytes > 0) == sends
 
 
 def test_a_program_without_such_work_runs_no_file_of_lanes(monkeypatch):

@@ -10,7 +10,7 @@ needs    a propagated graph, rules
 source   ours. Distributed Shampoo (arXiv 2309.06497) and Muon (arXiv 2502.16982) divide the
          matrices among devices by hand.
 
-A minimum cut chooses which operations around the core are computed with it: values that cross it
+A minimum cut chooses which operations around the core are computed with it. Values that cross it
 are exchanged, so a cast to bfloat16 stands before the exchange, and a norm behind it.
 """
 
@@ -63,6 +63,9 @@ class _Batcher:
         self.work, self.graph, self.layouts = work, work.graph, work.layouts
         self.mesh, self.constants = work.layouts.mesh, constants
         self.resharder = Resharder(self.mesh, constants)
+        # Axes that the user shards something over: others are left alone.
+        busy = {axis for spec in self.layouts.spec.values() for axis in spec.sharding_axes}
+        self.axes = [a for a in self.mesh.names if a in busy and self.mesh.count((a,)) > 1]
         self.ops = {op.node: op for op in work.ops}
         self.makers = {v: op for op in self.ops.values() for v in op.results if v is not None}
         self.replaced: dict[fx.Node, fx.Node] = {}  # a lane's value -> the batched one's row
@@ -81,8 +84,8 @@ class _Batcher:
 
     # ------------------------------------------------------------------------------------- the cost
 
-    def _present_cost(self, op: Op) -> float:
-        """Return the bytes that an operation sends as it is laid out, and its work."""
+    def _present(self, op: Op) -> tuple[float, float]:
+        """Return the bytes that an operation sends as it is laid out, and a device's FLOPs."""
         sent, count = 0.0, 1
         for axis, factors in self.work.axes_by_factor(op).items():
             shards = self.mesh.count((axis,))
@@ -99,22 +102,29 @@ class _Batcher:
                 whole = sum(self._bytes(v.meta["val"], self.layouts.spec[v]) for v in results)
                 sent += 2 * whole * (shards - 1) / shards
             count *= 1 if factors <= op.rule.replicated else shards
-        return sent + flops(op.node) / count / self.constants.link_flops_per_byte
+        return sent, flops(op.node) / count
 
     def _bytes(self, val: Tensor, spec: ShardSpec) -> float:
         return local_bytes(val, spec, self.mesh)
 
     def _divisions(self, lanes: Lanes) -> Iterator[Division]:
-        """Yield the ways to divide lanes: over sets of axes, or all on every device."""
-        names = [axis for axis in self.mesh.names if self.mesh.count((axis,)) > 1]
-        sizes = range(len(names) + 1)
-        for axes in itertools.chain.from_iterable(itertools.combinations(names, n) for n in sizes):
+        """Yield the ways to divide lanes: over sets of axes, or all on every device.
+
+        Work is priced as in `arithmetic`, but work that others wait for by the link's speed.
+        """
+        constants, count = self.constants, lanes.count
+        sizes = range(len(self.axes) + 1)
+        ways = (itertools.combinations(self.axes, n) for n in sizes)
+        for axes in itertools.chain.from_iterable(ways):
             nodes, sent = self._cut(lanes, axes)
-            rounds = -(-lanes.count // self.mesh.count(axes))
-            work = rounds * sum(flops(node) for node in nodes)
-            present = sum(self._present_cost(self.ops[node]) for node in nodes if flops(node))
-            cost = sent + work / self.constants.link_flops_per_byte - present * lanes.count
-            yield Division(axes, nodes, cost)
+            present = [self._present(self.ops[node]) for node in nodes if flops(node)]
+            work = sum(flops(node) for node in nodes) * count
+            now = sum(each for _, each in present) * count
+            even = work / self.mesh.count(axes) if axes else now
+            most = work / count * -(-count // self.mesh.count(axes))
+            cost = sent - sum(each for each, _ in present) * count
+            cost += (even - now) / constants.flops_per_byte
+            yield Division(axes, nodes, cost + (most - even) / constants.link_flops_per_byte)
 
     def _cut(self, lanes: Lanes, axes: Axes) -> tuple[frozenset[fx.Node], float]:
         """Return the operations to compute by lanes, as many as cost the least, and that cost.
