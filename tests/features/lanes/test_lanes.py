@@ -86,7 +86,7 @@ def compare_steps(kind, model, mesh, marks, x, clip=None) -> gspmd.Plan:
         (Shampoo, 4, 12, 12, DATA, "data _"),
         (Shampoo, 7, 10, 10, DATA, "_ data"),
         (Shampoo, 8, 8, 12, GRID, "model data"),
-        (Shampoo, 5, 8, 8, DATA, None),
+        (Shampoo, 5, 16, 16, DATA, None),
         (Soap, 4, 12, 12, DATA, "data _"),
         (Soap, 5, 10, 10, DATA, "_ data"),
     ],
