@@ -34,6 +34,7 @@ from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes
 from ...fx_passes.partition.reshard import Resharder
 from ...fx_passes.schedule.arithmetic import flops
+from ...rules.custom_ops.loops import LOOP_MARKS
 from ...shard_spec import Axes, ShardSpec
 from .find_lanes import Lanes, find_lanes
 
@@ -187,7 +188,10 @@ class _Batcher:
         return ShardSpec((axes, *((),) * val.dim())), ShardSpec(((), *spec.dims))
 
     def _is_circular(self, lanes: Lanes, division: Division) -> bool:
-        """Return whether an input of the region depends on one of its results."""
+        """Return whether an input of the region depends on one of its results.
+
+        A loop counts as one operation, which does not move behind the region.
+        """
         inside = {op.node for node in division.nodes for op in lanes.rows[node]}
         results = {v for node in inside for v in self.ops[node].results if v is not None}
         inputs = {
@@ -196,16 +200,27 @@ class _Batcher:
             for v in self.ops[node].operands
             if v not in results
         }
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        last = max(map(order.__getitem__, inputs))
+        loops = [node for node in order if _is_in_loop(node)]
         stack = [u for v in results for u in v.users if u not in inside]
         seen = {*stack}
         while stack:
             node = stack.pop()
-            if node in inputs:
+            in_loop = _is_in_loop(node)
+            if node in inputs or in_loop and order[node] < last:
                 return True
-            after = [user for user in node.users if user not in seen]
+            after = [
+                user for user in (*node.users, *(loops if in_loop else ())) if user not in seen
+            ]
+            loops = [] if in_loop else loops
             seen.update(after)
             stack += after
         return bool(seen & inside)
+
+
+def _is_in_loop(node: fx.Node) -> bool:
+    return "runs" in node.meta or node.target in LOOP_MARKS
 
 
 class _Rewriter:

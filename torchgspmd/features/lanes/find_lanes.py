@@ -98,7 +98,7 @@ class _Finder:
     def _number(self, value: fx.Node) -> int:
         """Return a number that is equal for values that are equal functions of equal inputs."""
         made = self.makers.get(value)
-        if made is None or not self.is_light[made[0].node] or made[0].node in self.seams:
+        if made is None or not self.is_light.get(made[0].node) or made[0].node in self.seams:
             val = value.meta["val"]
             key: tuple[Any, ...] = tuple(val.shape), val.dtype, str(self.layouts.spec[value])
         else:
@@ -113,8 +113,9 @@ class _Finder:
             alike.setdefault(tuple(sorted(region.core)), []).append(region)
         for regions in alike.values():
             core = regions[0].core.values()
-            # One product of a batch, as of queries beside keys, is the model's.
-            if len(core) == 1 and self.models.issuperset(op.node for op in core):
+            # The model's are lanes that are alone, and single products, as of queries beside keys.
+            of_model = [op for op in core if op.node in self.models]
+            if of_model and len(regions) == 1 or len(of_model) == len(core) == 1:
                 continue
             if (lanes := self._aligned(regions)) is not None:
                 yield lanes
@@ -136,7 +137,8 @@ class _Finder:
         if (root := self._region(value)) is not None:
             return self.regions[root].members | self.regions[root].above
         made = self.makers.get(value)
-        return 0 if made is None else self.above[made[0].node]
+        # A loop's carry reads a value that comes later; batch_lanes looks at the whole graph again.
+        return 0 if made is None else self.above.get(made[0].node, 0)
 
     def _place(self, op: Op) -> None:
         """Add an operation to the region of its operands, or let it begin one."""

@@ -53,8 +53,13 @@ class Work:
         return places
 
     def is_undivided(self, op: Op) -> bool:
-        """Return whether no axis divides an operation, which has products to compute."""
-        if not op.rule.described or not flops(op.node):
+        """Return whether no axis divides an operation, which has products to compute.
+
+        Rows that each meet a chosen matrix are divided in their own way (Split.blocks).
+        """
+        split = op.rule.split
+        by_blocks = op.rule.chosen or split is not None and split.blocks is not None
+        if not op.rule.described or by_blocks or not flops(op.node):
             return False
         places = self.axes_by_factor(op).values()
         if any(len(each) == 1 and not each & op.rule.replicated for each in places):
