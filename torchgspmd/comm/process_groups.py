@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -56,6 +56,10 @@ class ProcessGroups:
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         self.late_checks: Any = None  # see late_check.py
         self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
+        self.updates: dict[
+            Any, Any
+        ] = {}  # programs of optimizers' steps, see dtensor/optimizers.py
+        self.wrap: Callable[[Any], Any] | None = None  # puts such a step on the mesh
         self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see carriers.py
         self.has_compared_batch = False  # shard_batch, at its first call
         self._of_all: Any = None

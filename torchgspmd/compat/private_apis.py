@@ -227,6 +227,7 @@ TABLE: tuple[PrivateApi, ...] = (
         "_state_dict_utils",
         "set_model_state_dict with whole tensors, for weights that are stored by parts",
     ),
+    *_rows(NOTHING, "torch.optim", "_muon", "Muon's step gathers each matrix for each product"),
     *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
     *_rows(
         PLAN,

@@ -25,6 +25,7 @@ from ..compat.private_apis import (
     CHECKED,
     AsyncCollectiveTensor,
     _fsdp_init,
+    _muon,
     _state_dict_utils,
     is_missing,
 )
@@ -37,6 +38,7 @@ from .optimizers import (
     with_local_averages,
     with_local_gradients,
     with_local_tensors,
+    with_planned_update,
     with_sharded_states,
 )
 from .ours import INSTALLATION, WAITS, Handler, for_ours, handlers, is_ours, method_for_ours
@@ -114,6 +116,7 @@ _SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _PARTS_REFUSED = "w.argmax(0) is an error if w is stored by parts"
 _BY_PARTS = "torch.distributed.checkpoint takes a _StridedShard for one interval of rows"
 _SLOW = "optimizer.step() takes ten times as long as with local tensors"
+_MATRICES = "the step of Muon gathers each matrix for each of its products"
 _WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
 _SLOW_NORMS = "clip_grad_norm_ takes four times as long as with local tensors"
 _BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
@@ -258,6 +261,11 @@ PATCHES = (
     # between backward and forward
     Patch(torch.optim.Optimizer, "load_state_dict", with_sharded_states, _WHOLE),
     *(Patch(module, name, with_local_tensors, _SLOW) for module, name in update_functions()),
+    *(
+        Patch(module, "muon", with_planned_update, _MATRICES)
+        for module in (_muon,)
+        if not is_missing(module)
+    ),
     *(
         Patch(owner, name, replace, _SLOW_NORMS)
         for owner, name, replace in _CLIPPING

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Replicate
 from torch.optim.swa_utils import AveragedModel
 
+from ..comm.process_groups import find_groups
 from ..comm.rank_check import fits
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
@@ -35,8 +37,7 @@ from .replicated_fallback import distribute_like
 from .storage import gradient_like
 from .waits import meet, meeting
 
-# Adafactor, LBFGS and Muon compute norms and products of whole tensors, and SparseAdam takes no
-# DTensors.
+# Adafactor and LBFGS compute norms of whole tensors, and SparseAdam takes no DTensors.
 _ELEMENTWISE = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd"
 
 
@@ -82,6 +83,46 @@ def _matched_states(*lists: list) -> Any:
     """Return the layouts of matching lists; states that were loaded follow their parameters."""
     layouts = matched(*lists)
     return matched(*lists) if layouts is None and states_follow(*lists) else layouts
+
+
+def with_planned_update(before: Callable) -> Callable:
+    """Wrap an update function of whole matrices: for our DTensors it runs as a planned program."""
+
+    @functools.wraps(before)
+    def update(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+        lists = [parameters, *(a for a in args if isinstance(a, list))]
+        tensors = [t for each in lists for t in each]
+        groups = groups_of_ours(tensors[0]) if tensors and is_ours(tensors[0]) else None
+        if (
+            groups is None
+            or groups.wrap is None
+            or torch.compiler.is_compiling()
+            or not all(is_ours(t) and find_groups(t.device_mesh) is groups for t in tensors)
+        ):
+            return before(parameters, *args, **kwargs)
+        # With the model, whose parameters it changes, the program goes.
+        owner: Any = parameters[0]._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+        key = id(owner), before
+        if (program := groups.updates.get(key)) is None:
+            program = groups.updates[key] = groups.wrap(_Update(before))
+            weakref.finalize(owner, groups.updates.pop, key, None)
+        with torch.no_grad():
+            result = program(parameters, *args, **kwargs)
+        increment_version(tensors)
+        return result
+
+    return update
+
+
+class _Update(nn.Module):
+    """An optimizer's update function as a module."""
+
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
 
 
 def _fill(states: list, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:

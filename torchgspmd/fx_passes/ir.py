@@ -6,12 +6,15 @@ It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
+from ..compat.fx_nodes import add_node
+from ..layout.mark import mark_sharding_op
+from ..layout.mesh import Mesh
 from ..layout.open_sizes import product_of, with_open_sizes
 from ..rules import Call, FactorRule, rule_of
 from ..rules.custom_ops.loops import CARRY, NEXT, mark_of, nests, runs_of
@@ -260,3 +263,13 @@ def values(graph: fx.Graph) -> Iterator[fx.Node]:
     for node in graph.nodes:
         if node.op != "output" and isinstance(node.meta.get("val"), Tensor):
             yield node
+
+
+def add_mark(
+    graph: fx.Graph, value: fx.Node, spec: ShardSpec, mesh: Mesh, meta: Mapping[str, Any]
+) -> fx.Node:
+    """Add a mark on a value at the graph's insert point, as a user could write it."""
+    args = value, str(mesh.unsplit()), str(spec.map_axes(mesh.merge))
+    mark = add_node(graph, "call_function", mark_sharding_op._opoverload, args, {}, "mark_sharding")
+    mark.meta = {"source": None, **meta, "val": value.meta["val"]}
+    return mark

@@ -46,6 +46,7 @@ from .program_passes import (
     bucket,
     fits_device,
     has_hosts,
+    has_undivided_twins,
     hierarchical_sums,
     keep_dims,
     keeps_dims,
@@ -98,16 +99,26 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
-def _feature(feature: str, name: str, stage: Stage, **row: Any) -> Pass:
-    """Return the row for a pass that a feature adds."""
-    return Pass(name, lambda p: FEATURE_PASSES[name](p), stage, feature=feature, **row)
+def _feature(
+    feature: str,
+    name: str,
+    stage: Stage,
+    has_work: Callable[[Program], bool] = lambda p: True,
+    **row: Any,
+) -> Pass:
+    """Return the row for a pass that a feature adds. has_work: whether a program may need it."""
+
+    def run(program: Program) -> fx.Graph | None:
+        return FEATURE_PASSES[name](program) if has_work(program) else None
+
+    return Pass(name, run, stage, feature=feature, **row)
 
 
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("split_products", "split_groups", "split_vectors", "keep_dims")
+_TRIED = ("batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -126,6 +137,16 @@ PIPELINE: tuple[Step, ...] = (
                 again=("propagate",),
                 before=("keep_dims", "split_products"),
                 because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
+            ),
+            _feature(
+                "lanes",
+                "batch_lanes",
+                ANNOTATED,
+                has_work=has_undivided_twins,
+                again=("propagate",),
+                limit=work,
+                before=("split_fused",),
+                because="an operation on whole matrices that lanes divide needs no decomposition",
             ),
             _feature(
                 "experts",

@@ -10,13 +10,14 @@ import copy
 import torch
 from torch import fx
 
-from ..capture import GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
+from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import keep_dims as dims
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
 from .expand import split_fused as fused
 from .expand import split_products as products
 from .expand import store_parts as storage
+from .expand.undivided import Work
 from .ir import runs
 from .localize.localize_graph import localize_graph
 from .lower.split_joint import split_joint as split_graph
@@ -77,6 +78,20 @@ def store_parts(program: Program) -> fx.Graph | None:
         data_axes(program.captured, program.request.arguments) | program.request.stored_over,
     )
     return program.graph if changed else None
+
+
+def has_undivided_twins(program: Program) -> bool:
+    """Return whether equal operations are divided by no axis, so that lanes may have them."""
+    return work_of(program).has_twins()
+
+
+def work_of(program: Program) -> Work:
+    """Return who has the work in a propagated program."""
+    captured = program.captured
+    pairs = enumerate(zip(program.placeholders, captured.inputs))
+    kept = {out.input for out in captured.outputs if out.kind == MUTATION}  # as weights are
+    batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
+    return Work(program.graph, program.layouts, program.rules, batch)
 
 
 def split_axes(program: Program) -> fx.Graph | None:

@@ -10,7 +10,7 @@ reduce-scattered, and weights gathered in the dtype that the model computes in, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,14 +22,14 @@ from ..capture.module_tensors import with_tensors
 from ..capture.rewrites.microbatches import Microbatches, check_count
 from ..errors import ShardingError
 from ..layout.mark import follow_mark
-from .update_rules import rule_of
+from .update_rules import Rule, rule_of
 
 
 class TrainStep(nn.Module):
     """One training step: call it with a batch, and it returns the loss.
 
-    model: the model. optimizer: the optimizer; its states are buffers here, too, named by the
-    state, then the parameter: "exp_avg.blocks.0.weight".
+    model: the model. optimizers: each has some of its parameters; their states are buffers here,
+    too, named by the state, then the parameter: "exp_avg.blocks.0.weight".
     """
 
     steps: Tensor
@@ -37,7 +37,7 @@ class TrainStep(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         loss: Callable[..., Any] | None,
         clip: float | None,
         average: float | None,
@@ -46,22 +46,28 @@ class TrainStep(nn.Module):
     ) -> None:
         super().__init__()
         check_count(microbatches)
-        self.model, self.optimizer, self.loss = model, optimizer, loss
+        self.model, self.optimizers, self.loss = model, optimizers, loss
         self.clip, self.decay, self.param_dtype = clip, average, param_dtype
         self.microbatches = microbatches
-        self.names = _names_of(model, optimizer)  # parameter names by group
-        rule = rule_of(optimizer)
-        self.update, self.counts = rule.update, rule.counts
+        self.names = _names_of(model, optimizers)  # parameter names by optimizer and group
+        self.rules = [rule_of(optimizer) for optimizer in optimizers]
         self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=_device(model)))
         self.states: dict[str, list[str]] = {}  # parameter -> names of its states
-        for group, names in zip(optimizer.param_groups, self.names):
+        for _, rule, group, names in self._groups():
             for name in names:
                 self._add_states(name, rule.states(tensor_of(model, name), group))
         self._adopt()
-        # torch's schedulers warn unless the optimizer has stepped.
-        vars(optimizer)["_opt_called"] = True
-        # load_state_dict makes new tensors; the program knows the buffers.
-        optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+        for optimizer in optimizers:
+            # torch's schedulers warn unless the optimizer has stepped.
+            vars(optimizer)["_opt_called"] = True
+            # load_state_dict makes new tensors; the program knows the buffers.
+            optimizer.register_load_state_dict_post_hook(lambda _: self._adopt())
+
+    def _groups(self) -> Iterator[tuple[Optimizer, Rule, dict[str, Any], list[str]]]:
+        """Yield each group with its optimizer, the optimizer's row, and the parameters' names."""
+        for optimizer, rule, names in zip(self.optimizers, self.rules, self.names):
+            for group, of_group in zip(optimizer.param_groups, names):
+                yield optimizer, rule, group, of_group
 
     def _add_states(self, name: str, states: dict[str, Tensor]) -> None:
         parameter = tensor_of(self.model, name)
@@ -75,17 +81,18 @@ class TrainStep(nn.Module):
     @torch.no_grad()
     def _adopt(self) -> None:
         """Take over the states that the optimizer has, and give it the buffers in their place."""
-        for name, kinds in self.states.items():
-            state = self.optimizer.state[tensor_of(self.model, name)]
-            shared = [("step", "steps")] if self.counts else []
-            for kind, key in [*((kind, f"{kind}.{name}") for kind in kinds), *shared]:
-                buffer, present = tensor_of(self, key), state.get(kind)
-                if isinstance(present, Tensor) and present is not buffer:
-                    buffer.copy_(present)
-                state[kind] = buffer
+        for optimizer, rule, _, names in self._groups():
+            for name in names:
+                state = optimizer.state[tensor_of(self.model, name)]
+                keys = {kind: f"{kind}.{name}" for kind in self.states[name]}
+                for kind, key in {**keys, **({"step": "steps"} if rule.counts else {})}.items():
+                    buffer, present = tensor_of(self, key), state.get(kind)
+                    if isinstance(present, Tensor) and present is not buffer:
+                        buffer.copy_(present)
+                    state[kind] = buffer
 
     def forward(self, *args: object, **kwargs: object) -> Any:
-        names = [name for group in self.names for name in group]
+        names = [name for *_, of_group in self._groups() for name in of_group]
         parameters = [tensor_of(self.model, name) for name in names]
 
         def differentiate(model: Callable[..., object]) -> tuple[Any, Sequence[Tensor | None]]:
@@ -116,9 +123,9 @@ class TrainStep(nn.Module):
         # One norm over all groups, as clip_grad_norm_ on model.parameters().
         scale = _clip_scale([g for g in gradients.values() if g is not None], self.clip)
         self.steps.add_(1)
-        for group, names in zip(self.optimizer.param_groups, self.names):
+        for _, rule, group, names in self._groups():
             trained = {name: g for name in names if (g := gradients[name]) is not None}
-            self.update(
+            rule.update(
                 [tensor_of(self.model, name) for name in trained],
                 [g if scale is None else g * scale.to(g.dtype) for g in trained.values()],
                 [
@@ -136,7 +143,7 @@ class TrainStep(nn.Module):
 
 def train_step(
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     loss: Callable[..., object] | None = None,
     *,
     clip: float | None = None,
@@ -153,7 +160,8 @@ def train_step(
     Args:
         model: The model, before `parallelize`.
         optimizer: torch.optim's AdamW, Adam, SGD or Adafactor, for the model's parameters. For any
-            other, its own `step` is in the program, which may compute with tensors only.
+            other, its own `step` is in the program, which may compute with tensors only. Several,
+            as Muon for matrices and AdamW for the rest, each for some of the parameters.
         loss: A function that takes the model and the batch, and returns the loss, or a tuple that
             begins with it. By default the model returns it.
         clip: The largest norm for all gradients together.
@@ -167,7 +175,7 @@ def train_step(
         The module. Its arguments are the batch; it returns `loss`'s result, detached.
 
     Raises:
-        ShardingError: The optimizer has a parameter that is not the model's.
+        ShardingError: An optimizer has a parameter that is not the model's, or that another has.
 
     Example:
         >>> import torch
@@ -180,22 +188,29 @@ def train_step(
         >>> [c.kind for c in result.collectives]
         ['all_gather', 'reduce_scatter', 'all_reduce']
     """
-    return TrainStep(model, optimizer, loss, clip, average, param_dtype, microbatches)
+    optimizers = (optimizer,) if isinstance(optimizer, Optimizer) else tuple(optimizer)
+    return TrainStep(model, optimizers, loss, clip, average, param_dtype, microbatches)
 
 
-def _names_of(model: nn.Module, optimizer: Optimizer) -> list[list[str]]:
-    known = {id(p): name for name, p in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) not in known:
-                raise ShardingError.here(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
-                    "the model's",
-                    fix="call train_step(model, AdamW(model.parameters()), loss)",
-                )
+def _names_of(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[list[list[str]]]:
+    """Return the names of the trained parameters, by optimizer and group."""
+    known, seen = {id(p): name for name, p in model.named_parameters()}, set[int]()
+    for parameter in (p for o in optimizers for g in o.param_groups for p in g["params"]):
+        if id(parameter) not in known:
+            raise ShardingError.here(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not "
+                "the model's",
+                fix="call train_step(model, AdamW(model.parameters()), loss)",
+            )
+        if id(parameter) in seen:
+            raise ShardingError.here(
+                f"two optimizers have the parameter '{known[id(parameter)]}'",
+                fix="give each parameter to one optimizer: Muon(matrices), AdamW(others)",
+            )
+        seen.add(id(parameter))
     return [
-        [known[id(p)] for p in group["params"] if p.requires_grad]
-        for group in optimizer.param_groups
+        [[known[id(p)] for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+        for optimizer in optimizers
     ]
 
 

@@ -109,6 +109,7 @@ class ShardedModule(MeshModule):
             _audit=None if (every := options.check.audit) is None else Audit(model, groups, every),
         )
         if hooks:
+            groups.wrap = _wrapper(mesh, options, part)
             for module in model.modules():  # behind hooks that rename what is loaded
                 module.register_load_state_dict_pre_hook(distribute_state)
             model.register_state_dict_post_hook(_hold_state)
@@ -392,6 +393,20 @@ def _stored_spec(t: Tensor, mesh: Mesh) -> ShardSpec:
 def _dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
     """Return the floating dtypes among tensors."""
     return frozenset(t.dtype for t in tensors if t.is_floating_point())
+
+
+def _wrapper(
+    mesh: Mesh, options: Options, part: DeviceMesh | None
+) -> Callable[[nn.Module], nn.Module]:
+    """Return the function that puts an optimizer's update on a mesh; it does not hold the model."""
+    plain = replace(options, timeout=None, audit=None)
+
+    def wrap(module: nn.Module) -> nn.Module:
+        wrapped = ShardedModule(module, mesh, None, None, plain, hooks=False, part=part)
+        wrapped.__dict__["_layout"] = None
+        return wrapped
+
+    return wrap
 
 
 def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:

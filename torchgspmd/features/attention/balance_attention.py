@@ -20,24 +20,22 @@ the cut is exchanged. Attention on the natural side costs the time that devices 
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node, copy_node, origin_of
+from ...compat.fx_nodes import copy_node, origin_of
+from ...fx_passes.expand.minimum_cut import Cut
 from ...fx_passes.expand.split_fused import axes_along
-from ...fx_passes.ir import Op, Rules, runs, values
+from ...fx_passes.ir import Op, Rules, add_mark, runs, values
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes
 from ...fx_passes.propagate.layouts import Layouts
-from ...layout.mark import mark_sharding_op
 from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
-from ...shard_spec import ShardSpec
 from .ring_keys import RINGS, cheapest_loans, is_hidden
 from .zigzag import zigzag
 
@@ -305,7 +303,7 @@ class _Reordering:
         meta = {"source": None, **origin_of(value), "backward": backward}
         spec, producer = self.layouts.spec[place.value], self.producers.get(place.value)
         if producer is not None and self._keys(producer, place):
-            value = self._marked(value, spec, meta)
+            value = add_mark(self.graph, value, spec, self.layouts.mesh, meta)
         arguments = value.meta["val"], place.dim, self.order.shards, place.outer
         inner = trace(zigzag, arguments, {})
         assert isinstance(inner, fx.Graph)
@@ -316,7 +314,7 @@ class _Reordering:
                 new[step].meta = {**meta, "val": step.meta["val"]}
         result = new[inner.output_node().args[0]]
         if any(self._keys(op, place) for op, _ in self.users[place.value]):
-            result = self._marked(result, spec, meta)
+            result = add_mark(self.graph, result, spec, self.layouts.mesh, meta)
         return result
 
     def _keys(self, op: Op, place: TokenDim) -> bool:
@@ -327,68 +325,3 @@ class _Reordering:
             value is place.value and any(f in rows for f in dims[place.dim])
             for value, dims in tensors
         )
-
-    def _marked(self, value: fx.Node, spec: ShardSpec, meta: dict[str, object]) -> fx.Node:
-        mesh = self.layouts.mesh
-        words = str(spec.map_axes(mesh.merge))
-        arguments = value, str(mesh.unsplit()), words
-        mark = add_node(
-            self.graph,
-            "call_function",
-            mark_sharding_op._opoverload,
-            arguments,
-            {},
-            "mark_sharding",
-        )
-        mark.meta = {**meta, "val": value.meta["val"]}
-        return mark
-
-
-# The cheapest cut through a graph: Edmonds and Karp's algorithm (1972).
-
-
-Node = Hashable
-
-
-class Cut:
-    """Edges between nodes, each with the cost of having its source and target apart."""
-
-    def __init__(self) -> None:
-        self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left
-
-    def add(self, source: Node, target: Node, cost: float) -> None:
-        self.left[source][target] = self.left[source].get(target, 0.0) + cost
-        # The way back, without capacity: flow on the edge can be taken back by it.
-        self.left[target].setdefault(source, 0.0)
-
-    def tie(self, one: Node, other: Node) -> None:
-        """Keep two nodes on one side."""
-        self.add(one, other, math.inf)
-        self.add(other, one, math.inf)
-
-    def first_side(self, source: Node, sink: Node) -> set[Node]:
-        """Return the nodes on `source`'s side if `sink` is on the other; as few as can be."""
-        while sink in (before := self._reached(source, sink)):
-            path, at = [], sink
-            while at != source:
-                path.append((before[at], at))
-                at = before[at]
-            flow = min(self.left[a][b] for a, b in path)
-            if flow == math.inf:
-                # A path without any finite edge: no cut keeps them apart.
-                raise AssertionError("the two sides of a cut are tied")
-            for a, b in path:
-                self.left[a][b] -= flow
-                self.left[b][a] += flow
-        return set(before)
-
-    def _reached(self, source: Node, sink: Node) -> dict[Node, Node]:
-        """Return the nodes that more can flow to, up to `sink`, each with the one before it."""
-        before, queue = {source: source}, deque([source])
-        while queue and sink not in before:
-            at = queue.popleft()
-            for target, left in self.left[at].items():
-                if left > 0 and target not in before:
-                    before[target] = at
-                    queue.append(target)
-        return before

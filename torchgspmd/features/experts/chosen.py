@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...compat.fx_nodes import drop_unused, inline
+from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...compat.operators import aten
 from ...fx_passes.ir import Rules
 from ...fx_passes.propagate.layouts import Layouts
@@ -30,7 +30,6 @@ from ...rules.algebra import constant_of
 from ...rules.custom_ops.nd import split_equation
 from .op import KERNEL_BYTES
 from .rule import mm_by_blocks, outer_by_blocks
-from .split_groups import carried_meta
 
 ours = torch.ops.torchgspmd
 
@@ -336,5 +335,5 @@ def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> N
     if inner is DECLINED:
         return
     with node.graph.inserting_before(node):
-        out = inline(node.graph, inner, choices.operands, carried_meta(node))
+        out = inline(node.graph, inner, choices.operands, origin_of(node))
     node.replace_all_uses_with(out)

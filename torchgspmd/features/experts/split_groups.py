@@ -22,12 +22,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ...compat.fx_nodes import inline, origin_of
-from ...compat.private_apis import _pytree as pytree
+from ...compat.fx_nodes import origin_of
+from ...fx_passes.expand.batched_op import add_batched, with_dim
 from ...fx_passes.ir import Op, Rules, is_operation, operands_of
-from ...rules import DECLINED, FactorRule, trace
+from ...rules import FactorRule
 from .rule import BlockCut, put_blocks_of, taken_blocks_of
 
 # The longest chain between two grouped products that is lifted; a layer has fewer operations.
@@ -111,7 +111,8 @@ class _Lifter:
             for i, (v, rows) in enumerate(zip(op.operands, has_rows)):
                 if rows and operands[i] is None:
                     operands[i] = self._take(v, cut)
-            results = self._emit(op, has_rows, operands, cut.lead)
+            inputs = [lifted or v for v, lifted in zip(op.operands, operands)]
+            results = add_batched(self.graph, op, has_rows, inputs, cut.lead)
         for result, lifted in zip(op.results, results or ()):
             if result is not None:
                 self.lifted[result, cut] = lifted
@@ -125,80 +126,21 @@ class _Lifter:
         assert lifted is not None
         return lifted
 
-    def _emit(
-        self, op: Op, has_rows: list[bool], operands: list[fx.Node | None], lead: int
-    ) -> list[fx.Node] | None:
-        """Return an operation's results on blocks, by a copy or by its vmap."""
-        inputs = [lifted or v for v, lifted in zip(op.operands, operands)]
-        if _is_elementwise(op) and op.results == (op.node,):
-            copy = self.graph.node_copy(op.node, dict(zip(op.operands, inputs)).__getitem__)
-            first = next(v for v, r in zip(inputs, has_rows) if r)
-            val = _with_blocks(op.node.meta["val"], first.meta["val"].shape[lead], lead)
-            copy.meta = {**carried_meta(op.node), "val": val}
-            return [copy]
-        leaves, tree = pytree.tree_flatten((op.node.args, dict(op.node.kwargs)))
-
-        def call(*tensors: Tensor) -> Any:
-            rest = iter(tensors)
-            args, kwargs = pytree.tree_unflatten(
-                [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree
-            )
-            return op.node.target(*args, **kwargs)
-
-        # Operands without rows are the same for all blocks.
-        batched = torch.vmap(
-            call, in_dims=tuple(lead if rows else None for rows in has_rows), out_dims=lead
-        )
-        try:
-            inner = trace(batched, tuple(v.meta["val"] for v in inputs), {})
-        except (NotImplementedError, RuntimeError, TypeError, ValueError):
-            return None  # as for random numbers, and operators without a rule for vmap
-        if inner is DECLINED or any(map(_writes, inner.nodes)):
-            return None
-        out = inline(self.graph, inner, inputs, carried_meta(op.node))
-        return list(out) if isinstance(out, (tuple, list)) else [out]
-
 
 def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
     target = torch.ops.torchgspmd.take_blocks.default
     node = graph.call_function(target, (value, *cut.arguments))
-    val = _with_blocks(value.meta["val"], cut.blocks, cut.lead)
-    node.meta = {**carried_meta(value), "val": val}
+    val = with_dim(value.meta["val"], cut.blocks, cut.lead)
+    node.meta = {**origin_of(value), "val": val}
     return node
-
-
-def _with_blocks(val: Tensor, blocks: int, lead: int) -> Tensor:
-    """Return a value like rows, with a block dimension before them."""
-    return val.new_empty([*val.shape[:lead], blocks, *val.shape[lead:]])
 
 
 def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: BlockCut) -> fx.Node:
     """Add a node that puts a value's blocks back."""
     target = torch.ops.torchgspmd.put_blocks.default
     node = graph.call_function(target, (blocks, *cut.arguments))
-    node.meta = {**carried_meta(value), "val": value.meta["val"]}
+    node.meta = {**origin_of(value), "val": value.meta["val"]}
     return node
-
-
-def carried_meta(node: fx.Node) -> dict[str, Any]:
-    """Return the metadata that a node with other shapes takes over."""
-    return origin_of(node)
-
-
-def _is_elementwise(op: Op) -> bool:
-    """Return whether all operands and results have the same dimensions and sizes, or none.
-
-    Operations that name dimensions or sizes, as a softmax, do not count.
-    """
-    tensors = [*zip(op.rule.operands, op.operands), *zip(op.rule.results, op.results)]
-    whole = {(dims, v.meta["val"].shape) for dims, v in tensors if dims and v is not None}
-    return len(whole) == 1 and torch.Tag.pointwise in getattr(op.node.target, "tags", ())
-
-
-def _writes(node: fx.Node) -> bool:
-    """Return whether a node changes an operand."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _operands_with_rows(op: Op, lead: int) -> list[bool] | None:

@@ -179,7 +179,7 @@ def _is_link(op: Op | None) -> bool:
 # ------------------------------------------------------------------------------------------ bodies
 
 
-class _UnionFind:
+class UnionFind:
     """Disjoint item sets, which grow by joining two items at a time."""
 
     def __init__(self) -> None:
@@ -295,7 +295,7 @@ def _flexible_ops(ops: Mapping[fx.Node, Op]) -> dict[fx.Node, Op]:
 
 def _connect(
     ops: Mapping[fx.Node, Op], through_weights: bool = False
-) -> tuple[_UnionFind, _UnionFind]:
+) -> tuple[UnionFind, UnionFind]:
     """Return two kinds of sets: operations that values connect, factors that dimensions connect.
 
     through_weights: inputs that like operations share connect them too.
@@ -306,7 +306,7 @@ def _connect(
         for i, value in enumerate(op.results)
         if value is not None
     }
-    connected, factors = _UnionFind(), _UnionFind()
+    connected, factors = UnionFind(), UnionFind()
     sharers: dict[tuple, Op] = {}
     for op in ops.values():
         connected.find(op.node)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +36,32 @@ register_flop_formula(_OURS.einsum)(einsum_flops)
 def scaled_mm_flops(a: Any, b: Any, *_: object, **__: object) -> int:
     """Return the FLOPs in a product of scaled matrices, from their shapes."""
     return 2 * a[0] * a[1] * b[1]
+
+
+# FLOPs of a factorization of an [m, n] matrix, over m n min(m, n). Source: Golub and Van Loan,
+# Matrix Computations, and LAPACK's working notes for the iterations.
+_FACTORIZATIONS = {
+    "_linalg_det": 0.67,
+    "_linalg_eigh": 9.0,
+    "_linalg_slogdet": 0.67,
+    "_linalg_svd": 21.0,
+    "geqrf": 1.33,
+    "linalg_cholesky_ex": 0.33,
+    "linalg_eig": 25.0,
+    "linalg_inv_ex": 2.0,
+    "linalg_lu_factor_ex": 0.67,
+    "linalg_matrix_exp": 20.0,
+    "linalg_qr": 2.67,
+    "_linalg_solve_ex": 0.67,
+}
+
+
+def _factorization_flops(share: float, a: Any, *_: object, **__: object) -> int:
+    return int(share * math.prod(a) * min(a[-2:])) if len(a) > 1 else 0
+
+
+for _name, _share in _FACTORIZATIONS.items():
+    register_flop_formula(getattr(torch.ops.aten, _name))(partial(_factorization_flops, _share))
 
 
 def einsum_bytes(equation: str, x: Tensor, y: Tensor) -> int:

@@ -1,0 +1,104 @@
+"""Products, and other work on whole matrices, that no layout divides as it stands.
+
+    %g = einsum(mk,kn->mn, %x, %y)        x: data _, y: _ data      `data` would shard m and n
+
+An axis divides an operation if it shards one factor in it. Without such an axis, an operand is
+gathered first, or each device computes all of it. A factor of the batch comes from an argument, and
+no weight has it. With it the model computes, and weights are gathered for that.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from functools import cached_property
+
+from torch import fx
+
+from ...rules.notation import Dims
+from ...shard_spec import ShardSpec
+from ..ir import Op, Rules
+from ..partition.regions import UnionFind
+from ..propagate.factors import project
+from ..propagate.layouts import Layouts
+from ..schedule.arithmetic import flops
+
+
+class Work:
+    """Who has the work in a propagated graph. arguments: the inputs that are its batch."""
+
+    def __init__(
+        self, graph: fx.Graph, layouts: Layouts, rules: Rules, arguments: Collection[fx.Node]
+    ) -> None:
+        self.graph, self.layouts, self.arguments = graph, layouts, arguments
+        self.ops = list(rules.ops(graph))
+
+    def axes_by_factor(self, op: Op) -> dict[str, set[str]]:
+        """Return, for each axis that shards an operand, the factors that it shards.
+
+        An axis of results alone counts, too: each device computes its part of them.
+        """
+        operands = self._places(op, op.operands, op.rule.operands)
+        return self._places(op, op.results, op.rule.results) | operands
+
+    def _places(
+        self, op: Op, values: Sequence[fx.Node | None], tensors: Sequence[Dims]
+    ) -> dict[str, set[str]]:
+        places: dict[str, set[str]] = {}
+        for value, dims in zip(values, tensors):
+            spec = ShardSpec.replicated(len(dims)) if value is None else self.layouts.spec[value]
+            found = project(dims, spec, op.rule.sizes, self.layouts.mesh)
+            for factor, axis in ((f, axis) for f, axes in found.items() for axis in axes):
+                places.setdefault(axis, set()).add(factor)
+        return places
+
+    def is_undivided(self, op: Op) -> bool:
+        """Return whether no axis divides an operation, which has products to compute.
+
+        Rows that each meet a chosen matrix are divided in their own way (Split.blocks).
+        """
+        split = op.rule.split
+        by_blocks = op.rule.chosen or split is not None and split.blocks is not None
+        if not op.rule.described or by_blocks or not flops(op.node):
+            return False
+        places = self.axes_by_factor(op).values()
+        if any(len(each) == 1 and not each & op.rule.replicated for each in places):
+            return False
+        return not places or not self.batch_factors(op)
+
+    def has_twins(self) -> bool:
+        """Return whether several equal operations, on equal shapes, are divided by no axis."""
+        counts = Counter(op.key for op in self.ops if flops(op.node))
+        several = (op for op in self.ops if counts[op.key] > 1)
+        return any(
+            n > 1 for n in Counter(op.key for op in several if self.is_undivided(op)).values()
+        )
+
+    def batch_factors(self, op: Op) -> set[str]:
+        """Return the factors that an operation's operands have from arguments, not from weights.
+
+        None if it has no factor of weights: arguments alone may be matrices as well.
+        """
+        factors, batch, weights = self._classes
+        names = {f for dims in op.rule.operands for names in dims for f in names[:1]}
+        roots = {f: factors.find((op.node, f)) for f in names}
+        if weights.isdisjoint(roots.values()):
+            return set()
+        return {f for f, root in roots.items() if root in batch}
+
+    @cached_property
+    def _classes(self) -> tuple[UnionFind, set[object], set[object]]:
+        """Return the factors that dimensions connect, their sets of the batch, and of weights."""
+        factors, ends = UnionFind(), dict[object, bool]()
+        for op in self.ops:
+            tensors = (*zip(op.operands, op.rule.operands), *zip(op.results, op.rule.results))
+            for value, dims in tensors:
+                for d, names in enumerate(dims if value is not None else ()):
+                    if names:
+                        # The major factor: an axis shards it before the others.
+                        factors.join((op.node, names[0]), (value, d))
+                        if value.op == "placeholder":
+                            ends[value, d] = value in self.arguments
+        weights = {factors.find(end) for end, is_batch in ends.items() if not is_batch}
+        batch = {factors.find(end) for end, is_batch in ends.items() if is_batch}
+        return factors, batch - weights, weights
