@@ -92,7 +92,7 @@ def spec_of(tensor: DTensor, mesh: Mesh) -> ShardSpec:
                 dims[placement.dim] or tensor.shape[placement.dim] % (count * mesh.count((name,)))
             )
         )
-        if fits and parts[placement.dim] == 1:
+        if fits and parts[placement.dim] == 1 and (count == 1 or max(parts) == 1):
             dims[placement.dim] += (name,)
             parts[placement.dim] = count
         elif not isinstance(placement, Replicate):

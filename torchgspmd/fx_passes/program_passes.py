@@ -74,6 +74,7 @@ def store_parts(program: Program) -> fx.Graph | None:
         program.captured,
         program.inputs,
         program.request.stored,
+        program.request.arguments,
         program.request.bound,
         data_axes(program.captured, program.request.arguments) | program.request.stored_over,
     )

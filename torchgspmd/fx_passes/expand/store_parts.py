@@ -15,11 +15,11 @@ of these views moves data. Gradients go the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import fx
 
-from ...capture import BUFFER, GRADIENT, MUTATION, PARAMETER, Captured
+from ...capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, PARAMETER, Captured
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
 from ...dtensor.parts import IS_EXACT
@@ -276,25 +276,26 @@ def store_parts(
     captured: Captured,
     inputs: list[ShardSpec | None],
     known: Mapping[str, ShardSpec],
+    arguments: Iterable[ShardSpec | None],
     bound: Collection[str],
     of_batch: Collection[str],
 ) -> bool:
     """Rewrite the graph in place for weights that are stored by parts; return whether it has some.
 
     inputs: the layouts that inputs are required to have. known: by name, the layouts of weights
-    that are stored by parts already. bound: names of weights that stay as they are. of_batch:
+    that are stored by parts already. arguments: the layouts of arguments, which may be such weights
+    in another program. bound: names of weights that stay as they are. of_batch:
     axes that divide arguments; weights over these are gathered, and stay too.
     """
     placeholders = [n for n in graph.find_nodes(op="placeholder") if "size" not in n.meta]
     if any("parts" in node.meta for node in placeholders):
         return False
-    storage, parts = PartStorage(graph, layouts, rules, captured), {}
+    storage, parts, given = PartStorage(graph, layouts, rules, captured), {}, iter(arguments)
     for node, inp, spec in zip(placeholders, captured.inputs, inputs):
-        if inp.kind != PARAMETER or spec is None:
-            continue
-        if (stored := known.get(inp.name)) is not None and stored.parts:
+        stored = next(given, None) if inp.kind == ARGUMENT else known.get(inp.name)
+        if stored is not None and stored.parts:
             parts[node] = next((d, n) for d, n in enumerate(stored.parts) if n > 1)
-        elif IS_EXACT and inp.name not in bound:
+        elif inp.kind == PARAMETER and spec is not None and IS_EXACT and inp.name not in bound:
             if (found := storage.wanted(node, spec, of_batch)) is not None:
                 parts[node] = found
     # An optimizer's states, in a program that updates weights, are stored as these are.
