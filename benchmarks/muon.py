@@ -65,7 +65,7 @@ class Products(nn.Module):
 
 
 def planned(model: nn.Module, x: Tensor, mesh: gspmd.Mesh, spec: str, muon: bool) -> gspmd.Plan:
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = [p for p in model.get_submodule("blocks").parameters() if p.dim() == 2]
     kept = {id(p) for p in matrices}
     others = [p for p in model.parameters() if id(p) not in kept]
     optimizers = [torch.optim.Muon(matrices) if muon else torch.optim.AdamW(matrices)]
@@ -87,7 +87,7 @@ def row(
             model = make()
         gspmd.annotate(model, mesh, marks)
         plans.append(planned(model, x, mesh, spec, muon))
-    matrices = [p for p in model.blocks.parameters() if p.dim() == 2]
+    matrices = [p for p in model.get_submodule("blocks").parameters() if p.dim() == 2]
     ways = 2 if marks else n  # without marks each device sends its updates to all
     owners = ways * (n - 1) / n * sum(p.numel() for p in matrices) / n * 2
     whole = graph_flops(plans[1].captured.graph, mesh)

@@ -61,7 +61,8 @@ def _vmapped(
         args, kwargs = pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, fx.Node) else leaf for leaf in leaves], tree
         )
-        return op.node.target(*args, **kwargs)
+        target: Any = op.node.target
+        return target(*args, **kwargs)
 
     dims = tuple(lead if each else None for each in batched)
     try:
@@ -72,8 +73,9 @@ def _vmapped(
         )
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
         return None
-    declines = inner is DECLINED or any(_writes(n) or _has_number(n) for n in inner.nodes)
-    return None if declines else inner
+    if inner is DECLINED or any(_writes(n) or _has_number(n) for n in inner.nodes):
+        return None
+    return inner
 
 
 def with_dim(val: Tensor, size: int, lead: int) -> Tensor:

@@ -10,7 +10,7 @@ no weight has it. With it the model computes, and weights are gathered for that.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from torch import fx
@@ -87,14 +87,14 @@ class Work:
         return {f for f, root in roots.items() if root in batch}
 
     @cached_property
-    def _classes(self) -> tuple[UnionFind, set[object], set[object]]:
+    def _classes(self) -> tuple[UnionFind, set[Hashable], set[Hashable]]:
         """Return the factors that dimensions connect, their sets of the batch, and of weights."""
-        factors, ends = UnionFind(), dict[object, bool]()
+        factors, ends = UnionFind(), dict[tuple[fx.Node, int], bool]()
         for op in self.ops:
             tensors = (*zip(op.operands, op.rule.operands), *zip(op.results, op.rule.results))
             for value, dims in tensors:
-                for d, names in enumerate(dims if value is not None else ()):
-                    if names:
+                for d, names in enumerate(dims):
+                    if value is not None and names:
                         # The major factor: an axis shards it before the others.
                         factors.join((op.node, names[0]), (value, d))
                         if value.op == "placeholder":
