@@ -15,11 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ADDRESS, PORT = "10.77.0.{}", 29533
@@ -79,6 +80,8 @@ class Wire:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for host in range(self.count):
+            self.stop(host)  # torchrun's processes outlive a torchrun that was killed
         self._stack.close()
 
     def set_rate(self, host: int, rate: str | None) -> None:
@@ -92,6 +95,17 @@ class Wire:
     def set_up(self, host: int, up: bool) -> None:
         """Take a host's link down, or up again."""
         _ip("-n", self.names[host], "link", "set", self.devices[host], "up" if up else "down")
+
+    def stop(self, host: int) -> None:
+        """Kill all processes of a host."""
+        for process in _ip("netns", "pids", self.names[host]).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def vanish(self, host: int) -> None:
+        """Take a host away: its link first, so that nobody hears of the end of its processes."""
+        self.set_up(host, False)
+        self.stop(host)
 
     def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen:
         """Start a command on a host. log: the file for its output."""
@@ -121,8 +135,8 @@ class Wire:
                 codes = [node.wait(limit) for node in nodes]
             except subprocess.TimeoutExpired:
                 codes = [-1]
-                for node in nodes:
-                    node.kill()
+                for host in range(self.count):
+                    self.stop(host)
             texts = [log.read_text() for log in logs]
         if any(codes):
             raise RuntimeError("\n".join(text[-3000:] for text in texts))
@@ -132,12 +146,12 @@ class Wire:
         _ip("link", "add", one, "type", "veth", "peer", "name", other)
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
 
 
 def main() -> None:

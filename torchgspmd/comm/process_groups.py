@@ -109,6 +109,17 @@ class ProcessGroups:
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
 
+    def name_of(self, ranks: list[int]) -> str:
+        """Return the name of the group of these positions, this rank among them, in this order."""
+        known = (name for name, members in self.by_axes.values() if list(members) == ranks)
+        if (name := next(known, None)) is None:
+            label = f"ranks {'+'.join(map(str, ranks))}"
+            group = self._new_group(ranks, label)
+            self.created.append(group)
+            name = group.group_name
+            self.by_axes[(label,)] = name, ranks
+        return name
+
     def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
         """Return groups for the messages between stages along an axis, one for each key.
 
