@@ -63,15 +63,64 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_gather() -> None:
-    assert_expected_inline(text(16, "all_gather_into_tensor", 4), """""")
+    assert_expected_inline(
+        text(16, "all_gather_into_tensor", 4),
+        """\
+reshape_default = reshape(x, [1, 12])
+all_gather_into_tensor_default_1 = all_gather_into_tensor(reshape_default, 2, 1+3)
+wait_tensor_default_1 = wait_tensor(all_gather_into_tensor_default_1)
+reshape_default_1 = reshape(wait_tensor_default_1, [1, 24])
+all_gather_into_tensor_default_2 = all_gather_into_tensor(reshape_default_1, 2, 0+1)
+wait_tensor_default_2 = wait_tensor(all_gather_into_tensor_default_2)
+reshape_default_2 = reshape(wait_tensor_default_2, [2, 2, -1])
+permute_default = permute(reshape_default_2, [1, 0, 2])
+contiguous_default = contiguous(permute_default)
+reshape_default_3 = reshape(contiguous_default, [16, 3])
+clone_default = clone(reshape_default_3)
+""",
+    )
 
 
 def test_reduce_scatter() -> None:
-    assert_expected_inline(text(1, "reduce_scatter_tensor", "sum", 4), """""")
+    assert_expected_inline(
+        text(1, "reduce_scatter_tensor", "sum", 4),
+        """\
+reshape_default = reshape(x, [2, 2, -1])
+permute_default = permute(reshape_default, [1, 0, 2])
+contiguous_default = contiguous(permute_default)
+reshape_default_1 = reshape(contiguous_default, [2, -1])
+reduce_scatter_tensor_default_1 = reduce_scatter_tensor(reshape_default_1, sum, 2, 0+1)
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default_1)
+reshape_default_2 = reshape(wait_tensor_default_1, [2, 3])
+reduce_scatter_tensor_default_2 = reduce_scatter_tensor(reshape_default_2, sum, 2, 1+3)
+wait_tensor_default_2 = wait_tensor(reduce_scatter_tensor_default_2)
+reshape_default_3 = reshape(wait_tensor_default_2, [1, 3])
+clone_default = clone(reshape_default_3)
+""",
+    )
 
 
 def test_all_reduce() -> None:
-    assert_expected_inline(text(3, "all_reduce_", "sum"), """""")
+    assert_expected_inline(
+        text(3, "all_reduce_", "sum"),
+        """\
+reshape_default = reshape(x, [-1])
+constant_pad_nd_default = constant_pad_nd(reshape_default, [0, 1])
+reshape_default_1 = reshape(constant_pad_nd_default, [2, 5])
+reduce_scatter_tensor_default = reduce_scatter_tensor(reshape_default_1, sum, 2, 0+1)
+wait_tensor_default_1 = wait_tensor(reduce_scatter_tensor_default)
+all_reduce_default = all_reduce(wait_tensor_default_1, sum, 1+3)
+wait_tensor_default_2 = wait_tensor(all_reduce_default)
+all_gather_into_tensor_default = all_gather_into_tensor(wait_tensor_default_2, 2, 0+1)
+wait_tensor_default_3 = wait_tensor(all_gather_into_tensor_default)
+reshape_default_2 = reshape(wait_tensor_default_3, [-1])
+slice_tensor = slice(reshape_default_2, 0, 0, 9)
+reshape_default_3 = reshape(slice_tensor, [3, 3])
+copy__default = copy_(x, reshape_default_3)
+reshape_default_4 = reshape(copy__default, [3, 3])
+clone_default = clone(reshape_default_4)
+""",
+    )
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ LEAST = 2**18
 def host_levels(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
     """Rewrite the graph in place and return it."""
     kinds = {w.op: k for k in collective_kinds().values() if k.over_hosts for w in k.wire}
-    for node in graph.nodes if groups.is_gloo and groups.hosts else ():
+    for node in list(graph.nodes) if groups.is_gloo and groups.hosts else ():
         if (kind := kinds.get(node.target)) is not None and kind.over_hosts is not None:
             name = node.args[-1]
             bytes_ = math.prod(node.meta["shape"]) * node.meta["dtype"].itemsize
