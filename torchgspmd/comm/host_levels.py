@@ -8,7 +8,6 @@ from typing import Any
 from torch import fx
 
 from ..compat.operators import aten
-from ..compat.private_apis import OpOverload
 from .process_groups import ProcessGroups
 
 
@@ -31,16 +30,16 @@ class HostLevels:
         self._inside = groups.name_of(ranks[first : first + each])
         self._across = groups.name_of(ranks[me % each :: each])
 
-    def call(self, op: OpOverload, *args: object) -> fx.Node:
+    def call(self, op: Any, *args: Any) -> fx.Node:
         """Add an operation."""
         with self.graph.inserting_before(self.place):
             return self.graph.call_function(op, args)
 
-    def inside(self, op: OpOverload, shape: Sequence[int], *args: object) -> fx.Node:
+    def inside(self, op: Any, shape: Sequence[int], *args: Any) -> fx.Node:
         """Add a collective inside the host, and return its result, which has that shape."""
         return self.call(self.wait.target, self._begin(op, shape, *args, self._inside))
 
-    def between(self, op: OpOverload, shape: Sequence[int], *args: object) -> fx.Node:
+    def between(self, op: Any, shape: Sequence[int], *args: Any) -> fx.Node:
         """Add the collective between hosts, and return its result, which has that shape."""
         begun = self._begin(op, shape, *args, self._across)
         self.place = self.wait
@@ -59,7 +58,7 @@ class HostLevels:
         self.graph.erase_node(self.wait)
         self.graph.erase_node(self.node)
 
-    def _begin(self, op: OpOverload, shape: Sequence[int], *args: object) -> fx.Node:
+    def _begin(self, op: Any, shape: Sequence[int], *args: Any) -> fx.Node:
         begun = self.call(op, *args)
         begun.meta = {**self.node.meta, "shape": list(shape)}
         return begun

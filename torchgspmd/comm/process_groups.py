@@ -113,11 +113,10 @@ class ProcessGroups:
         """Return the name of the group of these positions, this rank among them, in this order."""
         known = (name for name, members in self.by_axes.values() if list(members) == ranks)
         if (name := next(known, None)) is None:
-            label = f"ranks {'+'.join(map(str, ranks))}"
-            group = self._new_group(ranks, label)
+            group = self._new_group(ranks, f"ranks {ranks[0]} to {ranks[-1]}")
             self.created.append(group)
             name = group.group_name
-            self.by_axes[(label,)] = name, ranks
+            self.by_axes[("ranks", *map(str, ranks))] = name, ranks
         return name
 
     def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:

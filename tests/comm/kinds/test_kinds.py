@@ -253,7 +253,7 @@ class Groups(ProcessGroups):
         return "+".join(axes)
 
     def _new_group(self, positions: Any, name: str, backend: str | None = None) -> Any:
-        return SimpleNamespace(group_name=name)
+        return SimpleNamespace(group_name=f"{name} of {[*positions]}")
 
 
 class Rank(fx.Interpreter):
