@@ -24,6 +24,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ADDRESS, PORT = "10.77.0.{}", 29533
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc has them
 BURST, QUEUE = "256kb", "400ms"  # of the token bucket; a longer queue is dropped
 
 
@@ -84,6 +85,12 @@ class Wire:
             self.stop(host)  # torchrun's processes outlive a torchrun that was killed
         self._stack.close()
 
+    @property
+    def bits_per_second(self) -> int:
+        """Return the rate as a number."""
+        unit = next(unit for unit in UNITS if self.rate is not None and self.rate.endswith(unit))
+        return int(float(str(self.rate).removesuffix(unit)) * UNITS[unit])
+
     def set_rate(self, host: int, rate: str | None) -> None:
         """Set the rate at which a host sends."""
         if rate is not None:
@@ -107,9 +114,12 @@ class Wire:
         self.set_up(host, False)
         self.stop(host)
 
-    def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen:
-        """Start a command on a host. log: the file for its output."""
+    def start(
+        self, host: int, command: Sequence[str], log: Path, **variables: str
+    ) -> subprocess.Popen:
+        """Start a command on a host. log: for its output. variables: of its environment."""
         environment = os.environ | {
+            **variables,
             "WIRE": self.devices[host],
             "GLOO_SOCKET_IFNAME": self.devices[host],
             "OMP_NUM_THREADS": "1",

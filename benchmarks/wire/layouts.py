@@ -23,6 +23,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from hosts import Wire, missing
 from steps import WARM, bytes_per_second, sent  # and the path to step_time
 from torch import Tensor, nn
 
@@ -220,8 +221,6 @@ def main() -> None:
     if args.rank:
         measure(args.steps, args.rank, names)
         return
-    from hosts import Wire, missing
-
     if why := missing():
         parser.error(why)
     for rate in args.rates:

@@ -18,16 +18,16 @@ import sys
 import time
 from pathlib import Path
 
+from hosts import Wire, missing
+
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WARM = 2  # steps that are not counted: planning, and buffers of sockets
 
 
 def bytes_per_second(rate: str) -> float:
     """Return a rate as tc writes it in bytes per second."""
-    unit = next(unit for unit in UNITS if rate.endswith(unit))
-    return float(rate.removesuffix(unit)) * UNITS[unit] / 8
+    return Wire(0, rate).bits_per_second / 8
 
 
 def sent() -> int:
@@ -104,7 +104,6 @@ def main() -> None:
     if args.rank:
         measure(args.width, args.steps, args.rank, args.variants)
     import step_time
-    from hosts import Wire, missing
 
     if why := missing():
         parser.error(why)
