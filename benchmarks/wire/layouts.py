@@ -157,7 +157,7 @@ def leaving(plan: gspmd.Plan, each: int) -> float:
     return total
 
 
-def measure(steps: int, rate: str, names: list[str]) -> None:
+def measure(steps: int, rate: str, names: list[str], bytes_alone: bool) -> None:
     """Print the table of one run, in which each process is a rank."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
@@ -165,8 +165,8 @@ def measure(steps: int, rate: str, names: list[str]) -> None:
     dist.all_gather_object(rows, host_name())
     each = block_size([str(name) for name in rows]) or 1
     mesh = gspmd.Mesh(host=2, core=n // 2) if each > 1 else gspmd.Mesh(data=n)
-    hardware = gspmd.calibrate(mesh)
-    if dist.get_rank() == 0:
+    hardware = gspmd.Hardware.of("cpu") if bytes_alone else gspmd.calibrate(mesh)
+    if dist.get_rank() == 0 and not bytes_alone:
         found, true = each * hardware.links[-1].bandwidth, bytes_per_second(rate)
         inside = f", inside {hardware.links[0].bandwidth / 1e6:,.0f} MB/s" if each > 1 else ""
         print(
@@ -214,18 +214,22 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1, help="on each host")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=float, default=600, help="seconds of a run")
+    parser.add_argument(
+        "--bytes", action="store_true", help="without calibrate: estimates are wrong"
+    )
     parser.add_argument("--only", nargs="+", choices=[*LAYOUTS])
     parser.add_argument("--rank", help=argparse.SUPPRESS)  # the rate, in a process of torchrun
     args = parser.parse_args()
     names = args.only or [n for n in LAYOUTS if n != "two_axes" or args.processes > 1]
     if args.rank:
-        measure(args.steps, args.rank, names)
+        measure(args.steps, args.rank, names, args.bytes)
         return
     if why := missing():
         parser.error(why)
     for rate in args.rates:
         with Wire(2, rate) as wire:
-            flags = f"--rank {rate} --steps {args.steps} --only".split()
+            alone = "--bytes" if args.bytes else ""
+            flags = f"--rank {rate} --steps {args.steps} {alone} --only".split()
             text = wire.torchrun(args.processes, [__file__, *flags, *names], args.limit)
             rows = (row for row in text.splitlines() if row.startswith(f"| {rate}"))
             print("\n".join(rows), flush=True)

@@ -41,7 +41,7 @@ def test_the_link_carries_the_bytes_of_the_plan(processes):
 @pytest.mark.parametrize("processes", [1, 2])
 def test_the_link_carries_the_bytes_of_each_layout(processes):
     names = "sp cp ring zigzag ep gpipe 1f1b".split() if processes == 1 else ["two_axes"]
-    flags = f"--rates 200mbit --steps 2 --limit 360 --processes {processes} --only"
+    flags = f"--bytes --rates 200mbit --steps 2 --limit 360 --processes {processes} --only"
     text = table("layouts.py", flags, *names)
     over = dict(re.findall(r"\| ([\w]+) \| [\d.]+ MiB out, ([-+\d.]+) %", text))
     assert [*over] == names, text
