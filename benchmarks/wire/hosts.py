@@ -25,6 +25,7 @@ from pathlib import Path
 
 ADDRESS, PORT = "10.77.0.{}", 29533
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc has them
+PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 BURST, QUEUE = "256kb", "400ms"  # of the token bucket; a longer queue is dropped
 
 
@@ -84,6 +85,11 @@ class Wire:
         for host in range(self.count):
             self.stop(host)  # torchrun's processes outlive a torchrun that was killed
         self._stack.close()
+
+    @property
+    def payload(self) -> float:
+        """Return the payload's bytes per second: the bucket counts the headers of each frame."""
+        return self.bits_per_second / 8 * PAYLOAD
 
     @property
     def bits_per_second(self) -> int:

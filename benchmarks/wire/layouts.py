@@ -2,8 +2,8 @@
 
     python benchmarks/wire/layouts.py [--rates 50mbit 200mbit] [--processes 1] [--only dp cp]
 
-Each run begins with `calibrate`, whose links are printed beside the true rate. Then for each layout
-of a small GPT (experts have a layer of their own):
+Each run begins with `calibrate`, whose links are printed beside the true rate, of payload: 0.956 of
+the link's. Then for each layout of a small GPT (experts have a layer of their own):
 
     MiB out    that a host's interface sends in a step, the mean of both, and by how much they
                exceed the plan's bytes that leave a host
@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from hosts import Wire, missing
-from steps import WARM, bytes_per_second, sent  # and the path to step_time
+from steps import WARM, sent  # and the path to step_time
 from torch import Tensor, nn
 
 # isort: split
@@ -167,7 +167,7 @@ def measure(steps: int, rate: str, names: list[str], bytes_alone: bool) -> None:
     mesh = gspmd.Mesh(host=2, core=n // 2) if each > 1 else gspmd.Mesh(data=n)
     hardware = gspmd.Hardware.of("cpu") if bytes_alone else gspmd.calibrate(mesh)
     if dist.get_rank() == 0 and not bytes_alone:
-        found, true = each * hardware.links[-1].bandwidth, bytes_per_second(rate)
+        found, true = each * hardware.links[-1].bandwidth, Wire(0, rate).payload
         inside = f", inside {hardware.links[0].bandwidth / 1e6:,.0f} MB/s" if each > 1 else ""
         print(
             f"| {rate} | link between hosts {8e-6 * found:.1f} Mbit/s "

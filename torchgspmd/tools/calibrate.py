@@ -238,7 +238,12 @@ class _Calibration:
                 c10d.wait_tensor.default(piece)
 
         bandwidth, latency = self._line(
-            run, lambda x: all_to_all.sent(x.nbytes, len(ranks)), PIECES * len(ranks)
+            run,
+            lambda x: all_to_all.sent(x.nbytes, len(ranks)),
+            PIECES * len(ranks),
+            # A switch lets the first bytes pass at once: both large sizes have them.
+            (SIDES[0], SIDES[-1] // 2, SIDES[-1] * 3 // 4),
+            5 * SECONDS,
         )
         # A collective's latency counts once for each doubling of its group.
         return Link(devices, bandwidth, latency / math.ceil(math.log2(len(ranks))))
@@ -280,23 +285,34 @@ class _Calibration:
         )
 
     def _line(
-        self, run: Callable[[Tensor], object], sent: Callable[[Tensor], float], multiple: int = 1
+        self,
+        run: Callable[[Tensor], object],
+        sent: Callable[[Tensor], float],
+        multiple: int = 1,
+        sides: Sequence[int] = (),
+        seconds: float | None = None,
     ) -> tuple[float, float]:
-        """Return a collective's bytes per second and latency, from two sizes.
+        """Return a collective's bytes per second and latency, by the largest sizes and the least.
 
-        sent: bytes, by operand. multiple: divides the operand's sides.
+        sent: bytes, by operand. multiple: divides the operand's sides. seconds: see `_time`.
         """
-        points = []
-        small = -(-SIDES[0] // multiple) * multiple
-        for side in (small, max(-(-SIDES[1] // multiple), 2) * multiple):
-            x = _input(side, side).to(self.device)  # zeros would have no pages of their own
-            points.append((sent(x), self._time(lambda x=x: run(x))))
-        (few, first), (many, second) = points
-        slope = max((second - first) / (many - few), 1e-15)
+        points, size = [], 0
+        for side in sides or SIDES:
+            size = max(-(-side // multiple), size + 1)
+            # Zeros would have no pages of their own.
+            x = _input(size * multiple, size * multiple).to(self.device)
+            points.append((sent(x), self._time(lambda x=x: run(x), seconds)))
+        (less, second), (most, third) = points[-2:]
+        few, first = points[0]
+        whole = (third - first) / (most - few)
+        # The sizes of a fast link are near each other in time: noise must not hide the larger one.
+        slope = max((third - second) / (most - less), whole / 2, 1e-15)
         return 1 / slope, max(first - few * slope, 0.0)
 
-    def _time(self, run: Callable[[], object]) -> float:
+    def _time(self, run: Callable[[], object], seconds: float | None = None) -> float:
         """Return a call's median seconds, each until the slowest device is through.
+
+        seconds: how long it is repeated at least; SECONDS by default.
 
         Where devices take turns on few cores, it is another one each time.
         """
@@ -304,8 +320,10 @@ class _Calibration:
             run()
         once = max(self._once(run), 1e-6)
         # Seconds on a slow link are alike.
-        repeats = min(max(3, int(self._most(SECONDS / once + 2))), 200)
-        times = [self._once(run) for _ in range(repeats)]
+        repeats = min(
+            max(3, int(self._most((SECONDS if seconds is None else seconds) / once + 2))), 200
+        )
+        times = [self._once(run) for _ in range(min(max(repeats, 3), 200))]
         return statistics.median(self._slowest(times))
 
     def _once(self, run: Callable[[], object]) -> float:
