@@ -40,7 +40,9 @@ SHAPES = ((16, 16, 1), (16, 16, 8), (64, 64, 4), (256, 128, 2), (512, 256, 2), (
 SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # attentions (heads, length, width)
 ROWS = ((64, 256), (512, 256), (512, 1024))  # models (rows, width) without products
 DTYPES = (torch.float64, torch.bfloat16)  # products in these are compared with float32
-SIDES = (8, 1024)  # square tensors that are sent
+SIDES = (8, 1024)  # square tensors that are sent, and those between hosts
+# A switch lets the first bytes pass at once: both large sizes have them.
+BETWEEN = (8, 512, 768)
 PRIOR = 0.3  # weight for a coefficient measured alone, beside a model
 RANGE = 0.4, 4.0  # bounds for a coefficient, over its value measured alone
 SECONDS = 0.2  # the least time for each measurement
@@ -241,9 +243,7 @@ class _Calibration:
             run,
             lambda x: all_to_all.sent(x.nbytes, len(ranks)),
             PIECES * len(ranks),
-            # A switch lets the first bytes pass at once: both large sizes have them.
-            (SIDES[0], SIDES[-1] // 2, SIDES[-1] * 3 // 4),
-            5 * SECONDS,
+            BETWEEN,
         )
         # A collective's latency counts once for each doubling of its group.
         return Link(devices, bandwidth, latency / math.ceil(math.log2(len(ranks))))
@@ -280,7 +280,10 @@ class _Calibration:
         return Link(
             count,
             *self._line(
-                lambda x: run(x, *arguments), lambda x: kind.sent(x.nbytes * copies, count), count
+                lambda x: run(x, *arguments),
+                lambda x: kind.sent(x.nbytes * copies, count),
+                count,
+                BETWEEN if len({*(self.groups.hosts or ())}) > 1 else (),
             ),
         )
 
@@ -290,13 +293,13 @@ class _Calibration:
         sent: Callable[[Tensor], float],
         multiple: int = 1,
         sides: Sequence[int] = (),
-        seconds: float | None = None,
     ) -> tuple[float, float]:
         """Return a collective's bytes per second and latency, by the largest sizes and the least.
 
-        sent: bytes, by operand. multiple: divides the operand's sides. seconds: see `_time`.
+        sent: bytes, by operand. multiple: divides the operand's sides. sides: BETWEEN or SIDES.
         """
         points, size = [], 0
+        seconds = (5 if sides else 1) * SECONDS  # of a slow link each takes long
         for side in sides or SIDES:
             size = max(-(-side // multiple), size + 1)
             # Zeros would have no pages of their own.
@@ -309,7 +312,7 @@ class _Calibration:
         slope = max((third - second) / (most - less), whole / 2, 1e-15)
         return 1 / slope, max(first - few * slope, 0.0)
 
-    def _time(self, run: Callable[[], object], seconds: float | None = None) -> float:
+    def _time(self, run: Callable[[], object], seconds: float = 0.0) -> float:
         """Return a call's median seconds, each until the slowest device is through.
 
         seconds: how long it is repeated at least; SECONDS by default.
