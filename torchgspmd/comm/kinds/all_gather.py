@@ -16,7 +16,7 @@ from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import GlooRewriter
-from ..host_levels import HostLevels
+from ..levels_builder import HostLevels
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
 

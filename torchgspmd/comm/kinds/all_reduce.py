@@ -15,7 +15,7 @@ from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import REDUCTIONS, GlooRewriter
-from ..host_levels import HostLevels
+from ..levels_builder import HostLevels
 from .kind import CollectiveKind, MergedForm, ReshardProblem, Step, WireOp, in_groups
 from .reduce_scatter import pending_subsets, reduce_scatter
 

@@ -18,7 +18,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import Lowering, MergedLowering
 from ..gloo_rewriter import GlooRewriter
-from ..host_levels import HostLevels
+from ..levels_builder import HostLevels
 
 
 class ReshardProblem(Protocol):

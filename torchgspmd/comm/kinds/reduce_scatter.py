@@ -16,7 +16,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import REDUCTIONS, GlooRewriter
-from ..host_levels import HostLevels
+from ..levels_builder import HostLevels
 from ..local_ops import take_part
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
@@ -113,7 +113,7 @@ def _over_gloo(collective: GlooRewriter) -> None:
 
 
 def _over_hosts(levels: HostLevels) -> None:
-    """Reduce inside hosts what each rank there is to send, then between hosts."""
+    """Reduce inside hosts, so that each rank sends a part, then between hosts."""
     op, n, hosts = c10d.reduce_scatter_tensor.default, levels.each, levels.count
     reduction, width = levels.options[0], math.prod(levels.shape)
     x = levels.call(aten.reshape.default, levels.exchange(levels.x, hosts, n), [n, -1])
