@@ -143,6 +143,9 @@ wire: venv  ## seconds and bytes of a step over links with a rate, between hosts
 	$(BIN)/python $(INSTALL) -e .
 	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/steps.py
 	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/steps.py --processes 2 --rates 100mbit --steps 5
+	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/layouts.py
+	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/layouts.py --processes 2 --rates 100mbit --only dp tp fsdp cp two_axes
+	PYTHONPATH=. $(BIN)/python -W ignore benchmarks/wire/faults.py
 
 CASES ?= ../shared/communication
 bounds: venv  ## bytes that a device sends beside a proven lower bound; CASES=... has the communication suite

@@ -15,14 +15,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 ADDRESS, PORT = "10.77.0.{}", 29533
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}  # as tc has them
+PAYLOAD = 1448 / 1514  # of TCP over Ethernet
 BURST, QUEUE = "256kb", "400ms"  # of the token bucket; a longer queue is dropped
 
 
@@ -79,7 +82,20 @@ class Wire:
         return self
 
     def __exit__(self, *_: object) -> None:
+        for host in range(self.count):
+            self.stop(host)  # torchrun's processes outlive a torchrun that was killed
         self._stack.close()
+
+    @property
+    def payload(self) -> float:
+        """Return the payload's bytes per second: the bucket counts the headers of each frame."""
+        return self.bits_per_second / 8 * PAYLOAD
+
+    @property
+    def bits_per_second(self) -> int:
+        """Return the rate as a number."""
+        unit = next(unit for unit in UNITS if self.rate is not None and self.rate.endswith(unit))
+        return int(float(str(self.rate).removesuffix(unit)) * UNITS[unit])
 
     def set_rate(self, host: int, rate: str | None) -> None:
         """Set the rate at which a host sends."""
@@ -93,9 +109,23 @@ class Wire:
         """Take a host's link down, or up again."""
         _ip("-n", self.names[host], "link", "set", self.devices[host], "up" if up else "down")
 
-    def start(self, host: int, command: Sequence[str], log: Path) -> subprocess.Popen:
-        """Start a command on a host. log: the file for its output."""
+    def stop(self, host: int) -> None:
+        """Kill all processes of a host."""
+        for process in _ip("netns", "pids", self.names[host]).split():
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+
+    def vanish(self, host: int) -> None:
+        """Take a host away: its link first, so that nobody hears of the end of its processes."""
+        self.set_up(host, False)
+        self.stop(host)
+
+    def start(
+        self, host: int, command: Sequence[str], log: Path, **variables: str
+    ) -> subprocess.Popen:
+        """Start a command on a host. log: for its output. variables: of its environment."""
         environment = os.environ | {
+            **variables,
             "WIRE": self.devices[host],
             "GLOO_SOCKET_IFNAME": self.devices[host],
             "OMP_NUM_THREADS": "1",
@@ -121,8 +151,8 @@ class Wire:
                 codes = [node.wait(limit) for node in nodes]
             except subprocess.TimeoutExpired:
                 codes = [-1]
-                for node in nodes:
-                    node.kill()
+                for host in range(self.count):
+                    self.stop(host)
             texts = [log.read_text() for log in logs]
         if any(codes):
             raise RuntimeError("\n".join(text[-3000:] for text in texts))
@@ -132,12 +162,12 @@ class Wire:
         _ip("link", "add", one, "type", "veth", "peer", "name", other)
 
 
-def _ip(*words: str) -> None:
-    _run("ip", *words)
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout
 
 
 def main() -> None:

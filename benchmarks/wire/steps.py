@@ -4,8 +4,9 @@
 
 Variants of benchmarks/step_time.py take turns in one run, in an order drawn anew for each step.
 Printed for each: median wall time of a step; its ratio to the same by hand; MiB that host 0's
-interface sent; with one process on a host, how many per cent more than the plan's bytes these are
-(headers of packets, the comparison of ranks); the bound, bytes / rate.
+interface sent; how many per cent more these are than the plan's bytes that have to leave a host
+(headers of packets, the comparison of ranks); the bound, bytes / rate (of payload: 0.956 of the
+link's).
 """
 
 from __future__ import annotations
@@ -18,21 +19,25 @@ import sys
 import time
 from pathlib import Path
 
+from hosts import Wire, missing
+
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 WARM = 2  # steps that are not counted: planning, and buffers of sockets
-
-
-def bytes_per_second(rate: str) -> float:
-    """Return a rate as tc writes it in bytes per second."""
-    unit = next(unit for unit in UNITS if rate.endswith(unit))
-    return float(rate.removesuffix(unit)) * UNITS[unit] / 8
 
 
 def sent() -> int:
     """Return the bytes that this host has sent."""
     return int(Path(f"/sys/class/net/{os.environ['WIRE']}/statistics/tx_bytes").read_text())
+
+
+def share() -> float:
+    """Return how many of a rank's bytes its host sends, if each sum and gather is over all ranks.
+
+    Of a payload's 1 - 1/n parts that a rank sends, 1 - 1/hosts leave the host once.
+    """
+    ranks, each = (int(os.environ[name]) for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return (1 - each / ranks) / (1 - 1 / ranks)
 
 
 def measure(width: int, steps: int, rate: str, names: list[str]) -> None:
@@ -65,10 +70,10 @@ def measure(width: int, steps: int, rate: str, names: list[str]) -> None:
             wall, out = (statistics.median(c[name][WARM:]) for c in (seconds, link))
             hand = statistics.median(seconds[name.split(":")[0] + ": hand"][WARM:])
             plan = getattr(trainers[name].model, "plan", None)
-            alone = os.environ["LOCAL_WORLD_SIZE"] == "1"  # all that is sent crosses the link
-            has = plan is not None and alone
-            over = f"{100 * (out / plan.sent_bytes - 1):+5.1f} %" if has else " " * 7
-            bound = out / bytes_per_second(rate)
+            over = " " * 7
+            if plan is not None:
+                over = f"{100 * (out / (plan.sent_bytes * share()) - 1):+5.1f} %"
+            bound = out / Wire(0, rate).payload
             print(
                 f"  {rate:8} {name:24} {1e3 * wall:8.0f} ms {wall / hand:5.2f} of hand  "
                 f"{out / 2**20:6.2f} MiB out {over}  bound {1e3 * bound:6.0f} ms  "
@@ -95,7 +100,6 @@ def main() -> None:
     if args.rank:
         measure(args.width, args.steps, args.rank, args.variants)
     import step_time
-    from hosts import Wire, missing
 
     if why := missing():
         parser.error(why)

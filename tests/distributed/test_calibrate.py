@@ -1,23 +1,49 @@
 """calibrate on processes: all of them get the same numbers, and estimates use them."""
 
+import math
+import os
 import sys
 
 import torch
 import torch.distributed as dist
 from callers_tensors import tensors, unchanged
-from ranks import distributed
+from ranks import distributed, on_cpu
 
 import torchgspmd as gspmd
 from torchgspmd import calibrate as calibrate_function
+from torchgspmd.comm import process_groups
 from torchgspmd.comm.hardware import Hardware
+
+
+def measure_little():
+    module = sys.modules[calibrate_function.__module__]
+    module.SECONDS, module.SIDES, module.BETWEEN = 0.0, (4, 64), (4, 16, 32)
+    module.SHAPES, module.ROWS = ((8, 8, 1), (16, 16, 2), (64, 32, 1)), ((8, 8), (64, 64))
+    module.SEQUENCES = (2, 4, 8), (4, 8, 8)
+
+
+@distributed("data=2,model=2")
+@on_cpu
+def test_hosts_have_links_of_their_own(mesh):
+    """Axes of one size have collectives of their own inside hosts and between them."""
+    measure_little()
+    groups = process_groups.groups_of(mesh, "cpu")
+    os.environ["TORCHGSPMD_HOST"] = f"host {dist.get_rank() // 2}"
+    groups.hosts = None
+    try:
+        hardware = gspmd.calibrate(mesh)
+    finally:
+        del os.environ["TORCHGSPMD_HOST"]
+        groups.hosts = None
+    assert [link.devices for link in hardware.links] == [2, math.inf]
+    assert {key[1:] for key in hardware.groups} == {(2, 1), (2, 2), (4, 2)}
+    measured = [hardware.measured(mesh, (axis,), "all_gather") for axis in mesh.names]
+    assert measured == [hardware.groups["all_gather", 2, n] for n in (1, 2)]
 
 
 @distributed("data=2")
 def test_all_ranks_get_the_same(mesh):
-    module = sys.modules[calibrate_function.__module__]
-    module.SECONDS, module.SIDES = 0.0, (4, 64)
-    module.SHAPES, module.ROWS = ((8, 8, 1), (16, 16, 2), (64, 32, 1)), ((8, 8), (64, 64))
-    module.SEQUENCES = (2, 4, 8), (4, 8, 8)
+    measure_little()
     model = gspmd.parallelize(torch.nn.Linear(8, 4), mesh, in_specs="data _")
     model(torch.ones(4, 8)).sum().backward()
     kept = {name: p.grad for name, p in model.named_parameters()} | dict(model.named_parameters())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..errors import ShardingError, did_you_mean
@@ -37,6 +37,18 @@ class Link:
     latency: float
 
 
+GroupKey = tuple[str, int] | tuple[str, int, int]
+
+
+def group_key(links: Sequence[Link], mesh: Mesh, axes: tuple[str, ...], kind: str) -> GroupKey:
+    """Return the key of a collective's measured link: kind, size, and members in one host."""
+    group = next(iter(mesh.groups(axes)))
+    if len(links) == 1:
+        return kind, len(group)
+    host = links[0].devices
+    return kind, len(group), sum(rank // host == group[0] // host for rank in group)
+
+
 @dataclass(frozen=True)
 class Hardware:
     """The speed of one device, and of its links to others, for estimates.
@@ -52,8 +64,9 @@ class Hardware:
         beside: Whether devices communicate without their compute units.
         source: Where the numbers are from.
         step: Seconds that a run takes besides its operations.
-        groups: Measured links, by collective kind and group size; their latency is a whole
-            collective's. Others follow from `links`.
+        groups: Measured links, by collective kind and group size, and where there are several
+            links by a group's members in one host; their latency is a whole collective's. Others
+            follow from `links`.
         view: Seconds for an operation that moves nothing; on GPUs it costs no device time.
         host_bandwidth: Bytes per second between a device and its host's memory, in one direction.
         attention: Seconds to start an attention, and operations per second that it reaches; None if
@@ -76,7 +89,7 @@ class Hardware:
     beside: bool = True
     source: str = "ours"
     step: float = 0.0
-    groups: Mapping[tuple[str, int], Link] = field(default_factory=dict)
+    groups: Mapping[GroupKey, Link] = field(default_factory=dict)
     view: float = 0.0
     attention: tuple[float, float] | None = None
     host_bandwidth: float = 25 * GB  # PCIe of the fourth generation, 16 lanes
@@ -195,11 +208,30 @@ class Hardware:
         latency, bandwidth = self._start(mesh, axes, kind, relayed)
         return min(max(STARTS * latency * bandwidth, BUCKETS[0]), BUCKETS[1])
 
+    def measured(self, mesh: Mesh, axes: tuple[str, ...], kind: str) -> Link | None:
+        """Return the link that was measured for a collective; None if none was.
+
+        Args:
+            mesh: The mesh.
+            axes: The axes that a group runs over.
+            kind: The collective's kind.
+
+        Returns:
+            The link, whose latency is the whole collective's.
+
+        Example:
+            >>> Hardware.of("h100").measured(Mesh(data=8), ("data",), "all_gather")
+        """
+        if not self.groups:
+            return None
+        exact = self.groups.get(group_key(self.links, mesh, axes, kind))
+        return self.groups.get((kind, mesh.count(axes))) if exact is None else exact
+
     def _start(
         self, mesh: Mesh, axes: tuple[str, ...], kind: str, relayed: bool
     ) -> tuple[float, float]:
         """Return the latency and bandwidth of a whole collective."""
-        if (measured := self.groups.get((kind, mesh.count(axes)))) is not None:
+        if (measured := self.measured(mesh, axes, kind)) is not None:
             return measured.latency, measured.bandwidth
         link = self.link(mesh, axes, relayed)
         # A tree of messages has log2(n) levels; no group is faster than a pair.

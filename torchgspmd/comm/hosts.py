@@ -30,6 +30,11 @@ def crosses_hosts(groups: ProcessGroups, name: str) -> bool:
     return groups.hosts is not None and len({groups.hosts[r] for r in groups.ranks(name)}) > 1
 
 
+def ranks_of_a_host(groups: ProcessGroups, name: str) -> int:
+    """Return how many neighbours in a group share a host; 0 if all do, or none, or as not known."""
+    return block_size([groups.hosts[r] for r in groups.ranks(name)]) if groups.hosts else 0
+
+
 def host_name() -> str:
     """Return this process's host.
 

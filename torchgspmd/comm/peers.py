@@ -10,6 +10,7 @@ Messages are JSON lines. A connection begins with a token that the store alone t
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import json
 import os
@@ -25,14 +26,19 @@ from typing import Any
 _MAX_LINE = 1 << 18  # bytes of a message
 _CONNECT, _PATIENCE = 2.0, 20.0  # seconds for one attempt to connect, and for all
 _CLOSES = getattr(select, "POLLRDHUP", 0)  # Data must not wake the thread: a step sends some.
-_OPTIONS = (  # A host that is off sends nothing: the kernel gives up after 6 s.
+_OPTIONS = (  # A host that is off sends nothing: the kernel gives up after 9 s. A link that is back
+    # after 5 s carries the next attempt, 6.2 s after the first.
     (socket.SOL_SOCKET, "SO_KEEPALIVE", 1),
     (socket.IPPROTO_TCP, "TCP_NODELAY", 1),
     (socket.IPPROTO_TCP, "TCP_KEEPIDLE", 2),
     (socket.IPPROTO_TCP, "TCP_KEEPINTVL", 1),
-    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 4),
-    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 6000),
+    (socket.IPPROTO_TCP, "TCP_KEEPCNT", 7),
+    (socket.IPPROTO_TCP, "TCP_USER_TIMEOUT", 9000),
 )
+_NO_ANSWER = {
+    errno.ETIMEDOUT,
+    *(errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN),
+}
 Message = dict[str, Any]
 
 
@@ -44,7 +50,8 @@ class Peers:
         processes: All ranks, in mesh order.
         rank: This one, among `processes`.
         store: Where the ranks find each other's addresses.
-        handle: Called in `turn` with each message, and with {"kind": "closed", "rank": 3}.
+        handle: Called in `turn` with each message, and with {"kind": "closed", "rank": 3}, or
+            "lost" if that rank's host does not answer.
     """
 
     def __init__(
@@ -173,7 +180,8 @@ class Peers:
             if link in self._strangers:
                 self._strangers.remove(link)
             elif self._links.pop(link.rank, None) is not None:
-                self._handle({"kind": "closed", "rank": link.rank})
+                kind = "lost" if link.is_lost else "closed"
+                self._handle({"kind": kind, "rank": link.rank})
 
     def _take(self, link: _Link, message: Message) -> None:
         """Handle a message, and pass it on if it is for all."""
@@ -197,10 +205,13 @@ class Peers:
 
 
 class _Link:
-    """One connection. rank: the other end's; negative before it has said so."""
+    """One connection. rank: the other end's; negative before it has said so.
+
+    is_lost: it has closed since the other end does not answer.
+    """
 
     def __init__(self, link: socket.socket) -> None:
-        self.socket, self.rank = link, -1
+        self.socket, self.rank, self.is_lost = link, -1, False
         self._received, self._unsent, self._lock = b"", b"", threading.Lock()
         link.setblocking(False)
         for level, name, value in _OPTIONS:
@@ -218,8 +229,8 @@ class _Link:
                 self._unsent = rest[self.socket.send(rest) :]
             except BlockingIOError:
                 self._unsent = b"" if may_drop else rest
-            except OSError:  # `receive` says that it has closed.
-                self._unsent = b""
+            except OSError as error:  # `receive` says that it has closed.
+                self._unsent, self.is_lost = b"", self.is_lost or error.errno in _NO_ANSWER
 
     def receive(self) -> tuple[list[bytes], bool]:
         """Return the lines that have come, and whether more may come."""
@@ -230,8 +241,8 @@ class _Link:
                 data = self.socket.recv(1 << 16)
             except BlockingIOError:
                 break
-            except OSError:
-                data = b""
+            except OSError as error:
+                data, self.is_lost = b"", self.is_lost or error.errno in _NO_ANSWER
             self._received += data
             # A line without an end would fill the memory.
             is_open = bool(data) and len(self._received) <= _MAX_LINE

@@ -113,6 +113,16 @@ class ProcessGroups:
         mine = next(g for g in self.mesh.groups(axes) if self.rank in g)
         return name, [ranks.index(r) for r in mine]
 
+    def name_of(self, ranks: list[int]) -> str:
+        """Return the name of the group of these positions, this rank among them, in this order."""
+        known = (name for name, members in self.by_axes.values() if list(members) == ranks)
+        if (name := next(known, None)) is None:
+            group = self._new_group(ranks, f"ranks {ranks[0]} to {ranks[-1]}")
+            self.created.append(group)
+            name = group.group_name
+            self.by_axes[("ranks", *map(str, ranks))] = name, ranks
+        return name
+
     def between_stages(self, axis: str, keys: Sequence[Hashable]) -> dict[Hashable, Any]:
         """Return groups for the messages between stages along an axis, one for each key.
 

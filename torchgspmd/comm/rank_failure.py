@@ -124,6 +124,10 @@ WORDS = {
         "read the output of rank {f.rank} and the kernel's log of its host (killed for memory?), "
         "which say why; " + _ANEW,
     ),
+    "lost": Words(
+        "{f.name} has not answered since {f.status.when}: its host or a link to it is down",
+        "check the host and its network (ping, ip link); " + _ANEW,
+    ),
     "raised": Words(
         "{f.name} has raised {f.text}, in {f.status.when}",
         "read the traceback of rank {f.rank}, which says more; " + _ANEW,

@@ -31,6 +31,7 @@ from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import ShardingError
 
 _SAME = 60.0  # Seconds in which an equal error is the same one: a job may be started anew.
+_ANSWER = 2.0  # Seconds to wait for the store's answer.
 
 _FILES, _DETAILS = Path("/proc/self/fd"), Path("/proc/self/fdinfo")
 # An entry in gloo's epoll has a pointer; in those of libuv and asyncio it has the file number. gloo
@@ -174,10 +175,18 @@ def _first_rank(error: ShardingError) -> int | None:
         return None
     own, now = dist.get_rank(), time.time()
     key = f"torchgspmd.uncaught.{zlib.crc32(error.what.encode())}"
-    try:
-        # The store sets the value if it is not there, and returns the one that is there.
-        said = _get_default_store().compare_set(key, "", f"{own} {now}").decode()
-        first, since = said.split()
-    except (RuntimeError, ValueError):  # The process that has the store has ended.
+    said: list[str] = []
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):  # The process that has the store has ended.
+            # The store sets the value if it is not there, and returns the one that is there.
+            said.extend(_get_default_store().compare_set(key, "", f"{own} {now}").decode().split())
+
+    # On a thread: behind a link that is down the store never answers.
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(_ANSWER)
+    if len(said) != 2:
         return None
+    first, since = said
     return int(first) if int(first) != own and now < float(since) + _SAME else None

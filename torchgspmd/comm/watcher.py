@@ -234,8 +234,8 @@ class Watcher:
             self._seen[rank] = self._marks[rank] = from_row(Status, message["status"])
         elif kind == "fate":
             self._learn(Fate.of_message(message))
-        elif kind == "closed":
-            self._has_closed(rank)
+        elif kind in ("closed", "lost"):
+            self._has_closed(rank, "died" if kind == "closed" else "lost")
         elif kind == "ask":
             self._answer()
         elif kind == "answer":
@@ -243,19 +243,19 @@ class Watcher:
                 self._stragglers.take(Answer.of_message(message))
                 self._news.notify_all()
 
-    def _has_closed(self, rank: int) -> None:
-        """Tell all ranks that one has died, unless it has said farewell.
+    def _has_closed(self, rank: int, kind: str) -> None:
+        """Tell all ranks that one has died or is lost, unless it has said farewell.
 
         Among those that have lost it, the two beside it know its last step.
         """
         known, peers = self.fates.get(rank), self._peers
-        if peers is None or known is not None and known.kind != "died":
+        if peers is None or known is not None and known.kind not in ("died", "lost"):
             return
         host, seen = peers.hosts.get(rank, "unknown"), self._seen.get(rank)
         status = replace(self._marks.get(rank, Status()), raised="")
         # A place of an earlier phase would contradict the status.
         text = seen.text("was") if seen and seen.moment == status.moment else ""
-        fate = Fate(rank, host, "died", status, text, by=self.rank)
+        fate = Fate(rank, host, kind, status, text, by=self.rank)
         if merged(known, fate) is fate:
             self._tell(fate)
 
@@ -273,7 +273,7 @@ class Watcher:
             self._fail(fate, is_news)
 
     def _fail(self, fate: Fate, is_news: bool = False) -> None:
-        if is_news and fate.rank != self.rank and fate.kind in ("died", "raised"):
+        if is_news and fate.rank != self.rank and fate.kind in ("died", "lost", "raised"):
             print(f"torchgspmd: {fate}", file=sys.stderr, flush=True)
         self.has_failed, self._failed_at = True, self._failed_at or time.monotonic()
         self._end_waits()

@@ -27,6 +27,7 @@ from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views
 from .lower.functional_reductions import functional_reductions
 from .lower.gloo_all_to_all import gloo_all_to_all
+from .lower.host_levels import host_levels
 from .lower.index_rows import index_rows
 from .lower.insert_rank_check import insert_rank_check
 from .lower.interleave_rows import interleave_rows
@@ -385,8 +386,16 @@ PIPELINE: tuple[Step, ...] = (
         _of(reduce_in_bucket),
         RUNNABLE,
         when=_is_torch,
+        before=("host_levels", "gloo_all_to_all"),
+        because="it looks for reductions, which these replace",
+    ),
+    Pass(
+        "host_levels",
+        lambda p: host_levels(p.graph, p.rank.groups),
+        RUNNABLE,
+        in_loops=True,
         before=("gloo_all_to_all",),
-        because="it looks for reductions, which gloo_all_to_all replaces",
+        because="each of its collectives becomes messages of gloo as others do",
     ),
     Pass(
         "gloo_all_to_all",
@@ -411,7 +420,13 @@ PIPELINE: tuple[Step, ...] = (
         lambda p: verify_owned(p.graph, changed_inputs(p)),
         RUNNABLE,
         in_loops=True,
-        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes", "interleave_rows"),
+        after=(
+            "reduce_in_bucket",
+            "host_levels",
+            "gloo_all_to_all",
+            "wire_dtypes",
+            "interleave_rows",
+        ),
         because="it checks the writes that they add, by the schemas of their operations",
     ),
     Pass(
@@ -420,7 +435,7 @@ PIPELINE: tuple[Step, ...] = (
         RUNNABLE,
         when=_is_torch,
         in_loops=True,
-        after=("reduce_in_bucket", "gloo_all_to_all", "wire_dtypes", "verify_owned"),
+        after=("reduce_in_bucket", "host_levels", "gloo_all_to_all", "wire_dtypes", "verify_owned"),
         because="no pass that looks for an operation of torch.ops comes after it",
     ),
 )

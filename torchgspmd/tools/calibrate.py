@@ -2,8 +2,8 @@
 
 Small models with whole weights give one device's speed while all devices work. Their step times are
 fitted by product operations, other operations' bytes, and a launch for each operation. Further
-terms are constants for an attention, for its operations and for a step. Then collectives are timed
-in two sizes, over each axis and over all.
+terms are constants for an attention, for its operations and for a step. Collectives are timed in
+two sizes: exchanges inside hosts and between them, and each kind over each axis and over all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..comm.hardware import Hardware, Link, hardware_of
+from ..comm.gloo_rewriter import PIECES
+from ..comm.hardware import Hardware, Link, group_key, hardware_of
+from ..comm.hosts import devices_of_a_host
 from ..comm.kinds import KINDS, CollectiveKind, all_gather, all_reduce, all_to_all, reduce_scatter
 from ..comm.process_groups import ProcessGroups, groups_of
+from ..compat.operators import c10d
 from ..compat.private_apis import OpOverload
 from ..compiler.plan import Plan
 from ..errors import ShardingError
@@ -37,7 +40,9 @@ SHAPES = ((16, 16, 1), (16, 16, 8), (64, 64, 4), (256, 128, 2), (512, 256, 2), (
 SEQUENCES = ((8, 32, 16), (32, 64, 16), (32, 128, 32))  # attentions (heads, length, width)
 ROWS = ((64, 256), (512, 256), (512, 1024))  # models (rows, width) without products
 DTYPES = (torch.float64, torch.bfloat16)  # products in these are compared with float32
-SIDES = (32, 1024)  # square tensors that are sent
+SIDES = (8, 1024)  # square tensors that are sent, and those between hosts
+# A switch lets the first bytes pass at once: both large sizes have them.
+BETWEEN = (8, 512, 768)
 PRIOR = 0.3  # weight for a coefficient measured alone, beside a model
 RANGE = 0.4, 4.0  # bounds for a coefficient, over its value measured alone
 SECONDS = 0.2  # the least time for each measurement
@@ -137,17 +142,19 @@ class _Calibration:
         self.groups: ProcessGroups = groups_of(mesh, torch.device(device).type)
 
     def run(self) -> Hardware:
+        links = self._links()  # first, as it finds the hosts, by which collectives get their forms
         launch, step, product, moved, attention, score = self._device()
-        groups = {key: link for axes in self._axes() for key, link in self._collectives(axes)}
-        reduction = groups.get((all_reduce.name, self.mesh.size), Link(1, math.inf, 0.0))
-        # A collective's latency counts once for each doubling of its group.
-        steps = math.ceil(math.log2(max(self.mesh.size, 2)))
+        groups = {
+            group_key(links, self.mesh, axes, kind): link
+            for axes in self._axes(links)
+            for kind, link in self._collectives(axes)
+        }
         return Hardware(
             f"{self.mesh.size} processes of {self.device}",
             {4: 1 / product, **self._other_products(1 / product)},
             1 / moved,
             hardware_of(self.device).memory,
-            (Link(math.inf, reduction.bandwidth, reduction.latency / steps),),
+            links,
             launch=launch,
             efficiency=1.0,
             beside=self.device != "cpu",
@@ -207,13 +214,47 @@ class _Calibration:
             times[dtype] = self._time(lambda x=x: x @ x)
         return {d.itemsize: rate * times[torch.float32] / times[d] for d in DTYPES}
 
-    def _axes(self) -> list[Axes]:
-        """Return the axes over which collectives are measured: one for each group size."""
-        choices = [(name,) for name in self.mesh.names] + [self.mesh.names]
-        by_size = {self.mesh.count(axes): axes for axes in choices}
-        return [axes for size, axes in by_size.items() if size > 1]
+    def _links(self) -> tuple[Link, ...]:
+        """Return the links inside a host, if it has several devices, and those between hosts.
 
-    def _collectives(self, axes: Axes) -> list[tuple[tuple[str, int], Link]]:
+        Exchanges in pieces use both directions of a link. Devices of a host send at once.
+        """
+        each, ranks, me = devices_of_a_host(self.groups), [*range(self.mesh.size)], self.groups.rank
+        levels = {math.inf: ranks}
+        if each:
+            host = me - me % each
+            levels = {each: ranks[host : host + each], math.inf: ranks[me % each :: each]}
+        return tuple(self._level(devices, group) for devices, group in levels.items())
+
+    def _level(self, devices: float, ranks: list[int]) -> Link:
+        """Return the link that a group communicates over. devices: see Link."""
+        if len(ranks) == 1:
+            return Link(devices, math.inf, 0.0)
+        whole = len(ranks) == self.mesh.size
+        name = self.groups.group(self.mesh.names)[0] if whole else self.groups.name_of(ranks)
+        rows, op = [1] * len(ranks), c10d.all_to_all_single.default
+
+        def run(x: Tensor) -> None:
+            begun = [op(piece.view(len(ranks), -1), rows, rows, name) for piece in x.chunk(PIECES)]
+            for piece in begun:
+                c10d.wait_tensor.default(piece)
+
+        bandwidth, latency = self._line(
+            run,
+            lambda x: all_to_all.sent(x.nbytes, len(ranks)),
+            PIECES * len(ranks),
+            BETWEEN,
+        )
+        # A collective's latency counts once for each doubling of its group.
+        return Link(devices, bandwidth, latency / math.ceil(math.log2(len(ranks))))
+
+    def _axes(self, links: Sequence[Link]) -> list[Axes]:
+        """Return the axes over which collectives are measured: one for each key of a group."""
+        choices = [(name,) for name in self.mesh.names] + [self.mesh.names]
+        by_key = {group_key(links, self.mesh, axes, ""): axes for axes in choices}
+        return [axes for axes in by_key.values() if self.mesh.count(axes) > 1]
+
+    def _collectives(self, axes: Axes) -> list[tuple[str, Link]]:
         """Return each kind's link over some axes. Kinds that are sent alike have one link."""
         text, count = "+".join(axes), self.mesh.count(axes)
         links = {
@@ -229,31 +270,63 @@ class _Calibration:
         for name, kind in KINDS.items():
             for wire in _wire(kind):
                 links.setdefault(name, by_wire[wire.op])
-        return [((name, count), link) for name, link in links.items()]
+        return [*links.items()]
 
     def _link(self, kind: CollectiveKind, arguments: tuple[object, ...], count: int) -> Link:
-        """Return a kind's bytes per second and latency, from two sizes."""
-        run, points = CollectiveOfAnySize(kind.name, self.groups, torch.float32), []
-        for side in SIDES:
-            side = -(-side // count) * count  # that the group divides
-            x = _input(side, side).to(self.device)  # zeros would have no pages of their own
-            # A gather is measured by its result, all others by their operand.
-            payload = x.nbytes * (count if kind.gathers else 1)
-            seconds = self._time(lambda x=x: run(x, *arguments))
-            points.append((kind.sent(payload, count), seconds))
-        (small, first), (large, second) = points
-        slope = max((second - first) / (large - small), 1e-15)
-        return Link(count, 1 / slope, max(first - small * slope, 0.0))
+        """Return a kind's bytes per second and latency."""
+        run = CollectiveOfAnySize(kind.name, self.groups, torch.float32)
+        # A gather is measured by its result, all others by their operand.
+        copies = count if kind.gathers else 1
+        return Link(
+            count,
+            *self._line(
+                lambda x: run(x, *arguments),
+                lambda x: kind.sent(x.nbytes * copies, count),
+                count,
+                BETWEEN if len({*(self.groups.hosts or ())}) > 1 else (),
+            ),
+        )
 
-    def _time(self, run: Callable[[], object]) -> float:
+    def _line(
+        self,
+        run: Callable[[Tensor], object],
+        sent: Callable[[Tensor], float],
+        multiple: int = 1,
+        sides: Sequence[int] = (),
+    ) -> tuple[float, float]:
+        """Return a collective's bytes per second and latency, by the largest sizes and the least.
+
+        sent: bytes, by operand. multiple: divides the operand's sides. sides: BETWEEN or SIDES.
+        """
+        points, size = [], 0
+        seconds = (5 if sides else 1) * SECONDS  # of a slow link each takes long
+        for side in sides or SIDES:
+            size = max(-(-side // multiple), size + 1)
+            # Zeros would have no pages of their own.
+            x = _input(size * multiple, size * multiple).to(self.device)
+            points.append((sent(x), self._time(lambda x=x: run(x), seconds)))
+        (less, second), (most, third) = points[-2:]
+        few, first = points[0]
+        whole = (third - first) / (most - few)
+        # The sizes of a fast link are near each other in time: noise must not hide the larger one.
+        slope = max((third - second) / (most - less), whole / 2, 1e-15)
+        return 1 / slope, max(first - few * slope, 0.0)
+
+    def _time(self, run: Callable[[], object], seconds: float = 0.0) -> float:
         """Return a call's median seconds, each until the slowest device is through.
+
+        seconds: how long it is repeated at least; SECONDS by default.
 
         Where devices take turns on few cores, it is another one each time.
         """
         for _ in range(2):
             run()
-        repeats = min(max(5, int(self._most(SECONDS / max(self._once(run), 1e-6)))), 200)
-        times = [self._once(run) for _ in range(repeats)]
+        once = max(self._once(run), 1e-6)
+        # Seconds on a slow link are alike.
+        repeats = min(
+            max(3, int(self._most((SECONDS if seconds is None else seconds) / once + 2))), 200
+        )
+        times = [self._once(run) for _ in range(min(max(repeats, 3), 200))]
         return statistics.median(self._slowest(times))
 
     def _once(self, run: Callable[[], object]) -> float:

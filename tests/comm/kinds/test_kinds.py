@@ -13,6 +13,7 @@ import re
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +31,9 @@ from torchgspmd.comm.process_groups import ProcessGroups
 from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.compat.operators import c10d
 from torchgspmd.fx_passes import localize_graph
+from torchgspmd.fx_passes.lower import host_levels as host_pass
 from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
+from torchgspmd.fx_passes.lower.host_levels import host_levels
 from torchgspmd.fx_passes.lower.lower_collectives import lower_collectives
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
 from torchgspmd.fx_passes.partition.cost_constants import CostConstants
@@ -239,13 +242,18 @@ def test_the_example_is_true_on_simulated_devices(example: Example, mesh: Mesh) 
 class Groups(ProcessGroups):
     """The process groups of one of the ranks that are threads here."""
 
-    def __init__(self, mesh: Mesh, rank: int) -> None:
+    def __init__(self, mesh: Mesh, rank: int, each: int = 0) -> None:
         self.mesh, self.rank, self.device_type = mesh, rank, "cpu"
+        self.hosts = [str(r // each) for r in range(mesh.size)] if each else None
+        self.created = []
         self.is_gloo, self.is_fake = True, False
         self.coordinates, self.by_axes = mesh.coordinates(rank), {}
 
     def _create(self, axes: tuple[str, ...]) -> str:
         return "+".join(axes)
+
+    def _new_group(self, positions: Any, name: str, backend: str | None = None) -> Any:
+        return SimpleNamespace(group_name=f"{name} of {[*positions]}")
 
 
 class Rank(fx.Interpreter):
@@ -257,6 +265,7 @@ class Rank(fx.Interpreter):
         super().__init__(fx.GraphModule(nn.Module(), graph))
         self.groups, self.board, self.barrier = groups, board, barrier
         self.moved = 0  # elements
+        self.met: set[tuple[int, ...]] = set()  # ranks of each group
         self.results: tuple[Tensor, ...] = ()
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -267,6 +276,7 @@ class Rank(fx.Interpreter):
         x, *rest, name = args
         assert x.is_contiguous()
         ranks, me = self.groups.ranks(name), self.groups.position(name)
+        self.met.add(tuple(ranks))
         self.board[self.groups.rank] = x.clone(), rest
         self.barrier.wait()
         others = [self.board[rank] for rank in ranks]
@@ -288,15 +298,16 @@ class Rank(fx.Interpreter):
         return x.copy_(total) if target is c10d.all_reduce_.default else total
 
 
-def run_ranks(local: fx.Graph, mesh: Mesh, inputs: list[list[Tensor]]) -> list[Rank]:
-    """Run the program of each rank, as threads."""
+def run_ranks(local: fx.Graph, mesh: Mesh, inputs: list[list[Tensor]], each: int = 0) -> list[Rank]:
+    """Run the program of each rank, as threads. each: ranks of a host, if there are several."""
     board: list[Any] = [None] * mesh.size
     barrier = threading.Barrier(mesh.size, timeout=30)
     ranks = []
     for r in range(mesh.size):
-        groups = Groups(mesh, r)
+        groups = Groups(mesh, r, each)
         graph = verify_in_flight(lower_collectives(local, groups))
-        ranks.append(Rank(gloo_all_to_all(graph, groups), groups, board, barrier))
+        graph = gloo_all_to_all(host_levels(graph, groups), groups)
+        ranks.append(Rank(verify_in_flight(graph), groups, board, barrier))
 
     def work(r: int) -> None:
         ranks[r].results = ranks[r].run(*(x[r] for x in inputs))
@@ -339,6 +350,28 @@ def test_the_programs_of_ranks_do_the_same(example: Example, mesh: Mesh, merged:
     if kind.wire == (ALL_TO_ALL,) and (step := example.price(mesh)) is not None:
         moved = max(rank.moved for rank in ranks) / 2 * x.element_size()
         assert moved == step.sent or 1 in mesh.shape and moved < step.sent
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("count, each", [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("kind", [k for k in STEPS if getattr(k, "over_hosts", None)], ids=str)
+def test_between_hosts_a_rank_meets_one_of_each(
+    kind: StepKind, count: int, each: int, merged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_pass, "LEAST", 0)
+    torch.manual_seed(0)
+    example, mesh = Example.of(kind), Mesh(a=count * each, b=1)
+    tensors = torch.randint(-9, 9, (2, *example.shape)).float()
+    inputs = [shards(x, example.before, mesh) for x in tensors]
+    ranks = run_ranks(graph_of_ranks(example, mesh, merged), mesh, inputs, each)
+    for i, x in enumerate(tensors):
+        check([rank.results[i] for rank in ranks], x, example, mesh)
+    for r, rank in enumerate(ranks):
+        host = r - r % each
+        assert rank.met == {
+            tuple(range(host, host + each)),
+            tuple(range(r % each, mesh.size, each)),
+        }
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import torch
 from expecttest import TestCase
 from torch import Tensor, fx
 
+from torchgspmd.comm import gloo_rewriter
 from torchgspmd.comm.gloo_rewriter import PIECES, GlooLimits
 from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.lower import gloo_all_to_all as gloo_pass
@@ -200,6 +201,17 @@ def test_between_hosts_a_large_exchange_is_cut(monkeypatch: pytest.MonkeyPatch) 
             gloo_all_to_all(graph, Ranks(ranks, 1, hosts=hosts))
             messages = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
             assert len(messages) == (count if "b" in hosts else 1)
+
+
+def test_a_piece_has_at_most_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gloo_pass, "ACROSS", GlooLimits(few=0, many=40))
+    for piece, most, count in ((48, 64, PIECES), (8, 64, 6), (4, 9, 9)):  # of 48 bytes
+        monkeypatch.setattr(gloo_rewriter, "PIECE", piece)
+        monkeypatch.setattr(gloo_rewriter, "MOST_PIECES", most)
+        graph = program("all_gather_into_tensor", torch.float32, 2)
+        gloo_all_to_all(graph, Ranks(2, 1, hosts=["a", "b"]))
+        messages = graph.find_nodes(op="call_function", target=c10d.all_to_all_single.default)
+        assert len(messages) == count
 
 
 class TestGolden(TestCase):

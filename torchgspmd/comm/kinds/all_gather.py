@@ -16,6 +16,7 @@ from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import GlooRewriter
+from ..levels_builder import HostLevels
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
 
@@ -92,6 +93,16 @@ def _over_gloo(collective: GlooRewriter) -> None:
         collective.replace_result(wait, aten.reshape.default, wait, collective.shape)
 
 
+def _over_hosts(levels: HostLevels) -> None:
+    """Gather between hosts, then inside: a shard enters a host once."""
+    op, n, hosts = c10d.all_gather_into_tensor.default, levels.each, levels.count
+    width = math.prod(levels.shape) // (n * hosts)
+    x = levels.call(aten.reshape.default, levels.x, [1, width])
+    part = levels.between(op, [hosts, width], x, hosts)
+    part = levels.call(aten.reshape.default, part, [1, hosts * width])
+    levels.finish(levels.exchange(levels.inside(op, [n, hosts * width], part, n), n, hosts))
+
+
 all_gather = CollectiveKind(
     name="all_gather",
     signature="all_gather(f32[8@a, 6], 0, a) -> f32[8, 6]",
@@ -111,5 +122,6 @@ all_gather = CollectiveKind(
     merged=MergedForm((1,), _lower_merged),
     wire=(WireOp(c10d.all_gather_into_tensor.default, over_gloo=_over_gloo),),
     gathers=True,
+    over_hosts=_over_hosts,
     xla="all-gather",
 )

@@ -9,12 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from ...compat.operators import c10d
+from ...compat.operators import aten, c10d
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import REDUCTIONS, GlooRewriter
+from ..levels_builder import HostLevels
 from .kind import CollectiveKind, MergedForm, ReshardProblem, Step, WireOp, in_groups
 from .reduce_scatter import pending_subsets, reduce_scatter
 
@@ -81,6 +82,26 @@ def _over_gloo(collective: GlooRewriter) -> None:
         collective.reduce(False)
 
 
+def _over_hosts(levels: HostLevels) -> None:
+    """Reduce a part in each rank of a host, the parts between hosts, and gather them."""
+    reduction, n, size = levels.options[0], levels.each, math.prod(levels.shape)
+    width = -(-size // n)
+    flat = levels.call(aten.reshape.default, levels.x, [-1])
+    if padding := n * width - size:
+        flat = levels.call(aten.constant_pad_nd.default, flat, [0, padding])
+    rows = levels.call(aten.reshape.default, flat, [n, width])
+    part = levels.inside(c10d.reduce_scatter_tensor.default, [1, width], rows, reduction, n)
+    total = levels.between(c10d.all_reduce.default, [1, width], part, reduction)
+    whole = levels.inside(c10d.all_gather_into_tensor.default, [n, width], total, n)
+    whole = levels.call(aten.reshape.default, whole, [-1])
+    whole = levels.call(aten.slice.Tensor, whole, 0, 0, size) if padding else whole
+    if levels.node.target is c10d.all_reduce_.default:
+        # Later nodes may read the operand of an all_reduce_ for its result.
+        whole = levels.call(aten.reshape.default, whole, levels.shape)
+        whole = levels.call(aten.copy_.default, levels.x, whole)
+    levels.finish(whole)
+
+
 all_reduce = CollectiveKind(
     name="all_reduce",
     signature="all_reduce(f32[8, 6] sum@a, sum, a) -> f32[8, 6]",
@@ -108,5 +129,6 @@ all_reduce = CollectiveKind(
     ),
     reduces=True,
     sliced=reduce_scatter,
+    over_hosts=_over_hosts,
     xla="all-reduce",
 )

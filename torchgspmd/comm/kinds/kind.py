@@ -18,6 +18,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import Lowering, MergedLowering
 from ..gloo_rewriter import GlooRewriter
+from ..levels_builder import HostLevels
 
 
 class ReshardProblem(Protocol):
@@ -262,7 +263,8 @@ class CollectiveKind(StepKind):
 
     reduces: it adds up terms, by the reduction that is its first argument. sliced: the kind that
     does the same if devices use only their slices. counts_as: the kind that a plan reports instead,
-    where bytes are sent. xla: its name in XLA; payload_from: the payload's bytes, from the result's
+    where bytes are sent. over_hosts: replaces it by collectives in two levels, if that sends fewer
+    bytes between hosts. xla: its name in XLA; payload_from: the payload's bytes, from the result's
     bytes and n.
     """
 
@@ -276,6 +278,7 @@ class CollectiveKind(StepKind):
     reduces: bool = False
     sliced: CollectiveKind | None = None
     counts_as: str | None = None
+    over_hosts: Callable[[HostLevels], None] | None = None
     xla: str | None = None
     payload_from: Callable[[float, int], float] = lambda result, n: result
 

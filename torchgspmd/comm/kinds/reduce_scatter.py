@@ -16,6 +16,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..collective import split_axes
 from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
 from ..gloo_rewriter import REDUCTIONS, GlooRewriter
+from ..levels_builder import HostLevels
 from ..local_ops import take_part
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
@@ -111,6 +112,16 @@ def _over_gloo(collective: GlooRewriter) -> None:
     collective.reduce(True)
 
 
+def _over_hosts(levels: HostLevels) -> None:
+    """Reduce inside hosts, so that each rank sends a part, then between hosts."""
+    op, n, hosts = c10d.reduce_scatter_tensor.default, levels.each, levels.count
+    reduction, width = levels.options[0], math.prod(levels.shape)
+    x = levels.call(aten.reshape.default, levels.exchange(levels.x, hosts, n), [n, -1])
+    part = levels.inside(op, [1, hosts * width], x, reduction, n)
+    part = levels.call(aten.reshape.default, part, [hosts, width])
+    levels.finish(levels.between(op, [1, width], part, reduction, hosts))
+
+
 reduce_scatter = CollectiveKind(
     name="reduce_scatter",
     signature="reduce_scatter(f32[8, 6] sum@a, sum, 0, a) -> f32[8@a, 6]",
@@ -130,6 +141,7 @@ reduce_scatter = CollectiveKind(
     merged=MergedForm((0, 2), _lower_merged),
     wire=(WireOp(c10d.reduce_scatter_tensor.default, reduces=True, over_gloo=_over_gloo),),
     reduces=True,
+    over_hosts=_over_hosts,
     xla="reduce-scatter",
     payload_from=lambda result, n: result * n,
 )

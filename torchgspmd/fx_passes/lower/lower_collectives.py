@@ -33,6 +33,7 @@ from ...comm.process_groups import ProcessGroups
 from ...compat.fx_nodes import add_node
 from ...compat.operators import c10d
 from .gloo_all_to_all import gloo_all_to_all
+from .host_levels import host_levels
 from .wire_dtypes import wire_dtypes
 
 _MANY = 64  # lowered programs that a collective of any size keeps
@@ -184,8 +185,8 @@ class CollectiveOfAnySize:
         for node in graph.nodes:
             node.meta = {"shape": tuple(x.shape), "dtype": self.dtype, "backward": False}
         lowered = _Lowerer(graph, self.groups).run()
-        lowered = wire_dtypes(gloo_all_to_all(lowered, self.groups))
-        return fx.GraphModule(torch.nn.Module(), lowered)
+        lowered = gloo_all_to_all(host_levels(lowered, self.groups), self.groups)
+        return fx.GraphModule(torch.nn.Module(), wire_dtypes(lowered))
 
 
 def _at_once(result: fx.Node) -> MergedLowering:

@@ -72,7 +72,7 @@ def _seconds(steps: tuple[Step, ...], mesh: Mesh, hardware: Hardware) -> float:
     """
     # Measured collectives first, if the hardware has this one: links are only an estimate.
     links = [
-        hardware.groups.get((step.kind, mesh.count(step.axes)))
+        hardware.measured(mesh, step.axes, step.kind)
         or hardware.link(mesh, step.axes, step.target.relays)
         for step in steps
     ]
