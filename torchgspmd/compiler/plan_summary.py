@@ -16,10 +16,11 @@ from ..comm.hardware import Hardware
 from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.local_ops import from_host
 from ..comm.loop_call import BodyCall, loop_calls
+from ..fx_passes.digest import module_path
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.printer import dtype_name
 from ..fx_passes.program import Request
-from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.replication_report import ReplicatedOp, origin_input
 from ..fx_passes.schedule.arithmetic import is_view
 from ..fx_passes.schedule.liveness import bytes_of
 from ..fx_passes.schedule.recompute import PEAK_BEFORE, RECOMPUTED_NS
@@ -203,9 +204,19 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
                 yield from _described(body.graph)
 
 
-def collective_of(node: fx.Node, mesh: Mesh, count: int) -> Collective:
-    """Return the Collective for a node with a step that communicates. count: how often it runs."""
+def collective_of(
+    node: fx.Node, mesh: Mesh, count: int, moved: fx.Node, inputs: Mapping[fx.Node, str]
+) -> Collective:
+    """Return the Collective for a node with a step that communicates.
+
+    count: how often it runs. moved: the step in the partitioned graph. inputs: that graph's, with
+    their names.
+    """
     step, val = node.meta["step"], node.meta.get("val")
+    while "step" in moved.meta:
+        moved = moved.args[0]  # pyright: ignore[reportAssignmentType]
+    # A weight that is cast first is still the weight.
+    origin = inputs.get(origin_input(moved))
     return Collective(
         kind=step.collective,
         axes=step.axes,
@@ -215,4 +226,7 @@ def collective_of(node: fx.Node, mesh: Mesh, count: int) -> Collective:
         sent_bytes=step.sent * count,
         count=count,
         source=node.meta.get("source"),
+        module=module_path(moved) if origin is None else origin,
+        backward=bool(node.meta.get("backward")),
+        value=moved.name,
     )
