@@ -24,6 +24,7 @@ class Collective:
             name.
         backward: Whether it belongs to the backward.
         value: Name of the moved value in the printed plan.
+        named: Whether the source names it, by `reshard`.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -44,6 +45,7 @@ class Collective:
     module: str = field(default="", compare=False)
     backward: bool = field(default=False, compare=False)
     value: str = field(default="", compare=False)
+    named: bool = field(default=False, compare=False)
 
 
 def start(kind: str, operands: tuple[Any, ...], arguments: tuple[tuple[Any, ...], ...]) -> NoReturn:

@@ -25,12 +25,14 @@ from ..fx_passes.schedule.arithmetic import is_view
 from ..fx_passes.schedule.liveness import bytes_of
 from ..fx_passes.schedule.recompute import PEAK_BEFORE, RECOMPUTED_NS
 from ..fx_passes.units import size_text, time_text
+from ..layout.mark import NAMED, mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO
 from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
+MARK = mark_sharding_op._opoverload
 _NUMBER = re.compile(r"_\d+$")
 
 
@@ -204,6 +206,21 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
                 yield from _described(body.graph)
 
 
+def is_named(node: fx.Node) -> bool:
+    """Return whether a step leads to a layout that the source names by `reshard`."""
+    return any(
+        user.args[1] == NAMED if user.target is MARK else "step" in user.meta and is_named(user)
+        for user in node.users
+    )
+
+
+def moved_by(node: fx.Node) -> fx.Node:
+    """Return the value that a step, or several in a row, move."""
+    while "step" in node.meta:
+        (node,) = node.all_input_nodes
+    return node
+
+
 def collective_of(
     node: fx.Node, mesh: Mesh, count: int, moved: fx.Node, inputs: Mapping[fx.Node, str]
 ) -> Collective:
@@ -213,8 +230,7 @@ def collective_of(
     their names.
     """
     step, val = node.meta["step"], node.meta.get("val")
-    while "step" in moved.meta:
-        moved = moved.args[0]  # pyright: ignore[reportAssignmentType]
+    named, moved = is_named(moved), moved_by(moved)
     # A weight that is cast first is still the weight.
     origin = inputs.get(origin_input(moved))
     return Collective(
@@ -229,4 +245,5 @@ def collective_of(
         module=module_path(moved) if origin is None else origin,
         backward=bool(node.meta.get("backward")),
         value=moved.name,
+        named=named,
     )
