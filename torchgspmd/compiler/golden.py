@@ -18,20 +18,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ..capture import TANGENT
 from ..comm.collective import Collective
 from ..errors import ShardingError
 from ..fx_passes.digest import layout_text, like_name
+from ..fx_passes.runnable_plan import RunnablePlan
 from ..fx_passes.units import short_source
-
-if TYPE_CHECKING:
-    from .plan import Plan
 
 HEAD = "torchgspmd plan, format 1"
 OUTSIDE = "(outside)"  # the module of a value that forward computes in no module
@@ -73,15 +70,10 @@ class Golden:
     sections: Mapping[str, Counter[Row]]
 
     @classmethod
-    def of(cls, plan: Plan) -> Golden:
-        """Return a plan's lines."""
-        memory = plan.memory
-        parts = {
-            "parameters": memory.parameters,
-            "inputs": memory.inputs,
-            "peak": memory.peak,
-            "sent": plan.sent_bytes,
-        }
+    def of(
+        cls, plan: RunnablePlan, collectives: Sequence[Collective], memory: Mapping[str, float]
+    ) -> Golden:
+        """Return a plan's lines. memory: bytes, by part."""
         operations = [
             (each.op, place_text(each.module), _bytes(each.bytes)) for each in plan.replicated_ops
         ]
@@ -89,9 +81,9 @@ class Golden:
             {
                 "mesh": Counter([(" ".join(f"{n}={s}" for n, s in plan.mesh.axes),)]),
                 "inputs": Counter(_inputs(plan)),
-                COMMUNICATION: collective_rows(plan.collectives),
+                COMMUNICATION: collective_rows(collectives),
                 "replicated": Counter(operations),
-                "memory": Counter((name, _bytes(count)) for name, count in parts.items()),
+                "memory": Counter((name, _bytes(count)) for name, count in memory.items()),
             }
         )
 
@@ -161,7 +153,7 @@ def read(path: str | Path) -> Golden:
         raise ShardingError.here(f"{path} is no text", fix="name a file of plan.check") from None
 
 
-def collective_rows(collectives: tuple[Collective, ...]) -> Counter[Row]:
+def collective_rows(collectives: Sequence[Collective]) -> Counter[Row]:
     """Count like collectives."""
     rows = Counter[Row]()
     for each in collectives:
@@ -186,16 +178,16 @@ def place_text(module: str) -> str:
     return like_name(module) or OUTSIDE
 
 
-def sources_of(plan: Plan) -> dict[Row, str]:
-    """Return the first line in the user's code for each name of a line about collectives."""
+def sources_of(collectives: Sequence[Collective]) -> dict[Row, str]:
+    """Return the first line in the user's code for each name of a line about them."""
     found: dict[Row, str] = {}
-    for each in plan.collectives:
+    for each in collectives:
         if each.source:
             found.setdefault(collective_row(each)[:-1], short_source(each.source))
     return found
 
 
-def _inputs(plan: Plan) -> Iterator[Row]:
+def _inputs(plan: RunnablePlan) -> Iterator[Row]:
     nodes = plan.sharded.find_nodes(op="placeholder")
     for node, each in zip(nodes, plan.captured.inputs):
         if each.kind != TANGENT:

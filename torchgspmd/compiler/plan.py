@@ -192,6 +192,12 @@ class Plan(PlanFiles):
         others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
         return Memory(parameters, others, peak(self.program_graph))
 
+    @property
+    def golden(self) -> Golden:
+        """The lines of `text`, which `check` compares."""
+        memory = {**vars(self.memory), "sent": self.sent_bytes}
+        return Golden.of(self, self.collectives, memory)
+
     def __str__(self) -> str:
         whole = self.text(full=True)
         if fits_page(whole.split("\n\n")[0]):
@@ -226,7 +232,7 @@ class Plan(PlanFiles):
             <BLANKLINE>
         """
         if not full:
-            return str(Golden.of(self))
+            return str(self.golden)
         return f"{graph_text(self.sharded, self.mesh, fold=True)}\n\n{self.summary()}"
 
     def summary(self) -> str:

@@ -126,7 +126,7 @@ def test_the_lines_are_the_difference(seed, tmp_path):
     change.subtract(collectives(one))
     assert {k: n for k, n in more.items() if n} == {k: n for k, n in change.items() if n}
     # Nothing else is said about communication: each line stands in one text more than in the other.
-    rows = [golden.sections[COMMUNICATION] for golden in (Golden.of(one), Golden.of(two))]
+    rows = [golden.sections[COMMUNICATION] for golden in (one.golden, two.golden)]
     changed = {row[:-1] for row in (rows[0] | rows[1]) if rows[0][row] != rows[1][row]}
     assert len(re.findall(r"  (?:forward|backward)  ", message)) == len(changed)
     assert bool(message) == (one.text() != two.text())
@@ -137,7 +137,7 @@ def test_the_lines_are_the_difference(seed, tmp_path):
 def test_a_text_is_read_as_it_is_written():
     for seed in range(2):
         for plan in drawn(seed):
-            golden = Golden.of(plan)
+            golden = plan.golden
             assert Golden.parse(f"# a comment\n\n{golden}", "it") == golden
             assert list(golden.changes(Golden.parse(str(golden), "it"))) == []
 
@@ -185,14 +185,12 @@ def test_no_line_shifts_with_what_communicates_nothing():
     with torch.device("meta"):
         models, tokens = (Net(), Longer()), torch.zeros(8, 6, dtype=torch.long)
     one, two = (
-        Golden.of(
-            gspmd.plan(
-                gspmd.annotate(m, MESH, {"**.down.weight": "_ model"}),
-                tokens,
-                mesh=MESH,
-                in_specs="data _",
-            )
-        )
+        gspmd.plan(
+            gspmd.annotate(m, MESH, {"**.down.weight": "_ model"}),
+            tokens,
+            mesh=MESH,
+            in_specs="data _",
+        ).golden
         for m in models
     )
     assert {c.section for c in one.changes(two)} <= {"memory"}
@@ -218,7 +216,7 @@ def test_a_file_that_is_no_golden_text(text, part, tmp_path):
 
 
 def test_every_section_has_fields():
-    assert all(Golden.of(plan_of({})).sections[name] is not None for name in SECTIONS)
+    assert all(plan_of({}).golden.sections[name] is not None for name in SECTIONS)
 
 
 TEST = """

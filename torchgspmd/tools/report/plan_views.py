@@ -17,7 +17,7 @@ from ...comm.hardware import Hardware
 from ...comm.local_ops import to_host
 from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
-from ...compiler.golden import COMMUNICATION, Golden, read, sources_of
+from ...compiler.golden import COMMUNICATION, read, sources_of
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import buckets_text, limits_text, recomputed_text
 from ...errors import ShardingError
@@ -153,7 +153,7 @@ class PlanViews(Plan):
             ...     print(error.what.splitlines()[3])
             new      forward  all_reduce  model  f32  (outside)  192 B
         """
-        path, now, places = Path(path), Golden.of(self), sources_of(self)
+        path, now, places = Path(path), self.golden, sources_of(self.collectives)
         before = now if update and not path.exists() else read(path)
         changes = [replace(c, where=places.get(c.name)) for c in before.changes(now)]
         lines = "\n".join(f"  {change}" for change in changes)
