@@ -1,4 +1,4 @@
-"""What a program may send: `communication=` of plan and parallelize.
+"""The communication that a program may have: `communication=` of plan and parallelize.
 
     all_gather data blocks.*            a kind, its axes, globs over modules; * stands for any
     backward * data                     a phase before it: the other one is not agreed
