@@ -144,7 +144,9 @@ class Agreement:
             return "raise that budget"
         if any(rule.named for rule in self.rules):
             return f'name it in the source: x = gspmd.reshard(x, "{after}"), for that value'
-        place = f" {place_text(each.module)}" if each.module else ""
+        # Numbers stand for layers, unless there is nothing else in a name.
+        like = place_text(each.module) if each.module else ""
+        place = f" {like if like.strip('.*') else each.module}".rstrip()
         axes = "+".join(dict.fromkeys(map(whole_axis, each.axes)))
         return f'agree to it: communication=[..., "{each.kind} {axes}{place}"]'
 
