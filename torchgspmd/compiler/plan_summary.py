@@ -207,9 +207,18 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
 
 
 def is_named(node: fx.Node) -> bool:
-    """Return whether a step leads to a layout that the source names by `reshard`."""
+    """Return whether a step leads to a layout that the source names by `reshard`.
+
+    The name may stand behind the call that has the step: a linear layer adds its bias to the sum.
+    """
+    place = [node.meta.get(key) for key in ("source", "module", "spec")]
     return any(
-        user.args[1] == NAMED if user.target is MARK else "step" in user.meta and is_named(user)
+        user.args[1] == NAMED
+        if user.target is MARK
+        else (
+            "step" in user.meta or [user.meta.get(k) for k in ("source", "module", "spec")] == place
+        )
+        and is_named(user)
         for user in node.users
     )
 

@@ -144,7 +144,8 @@ def reshard(tensor: Tensor, spec: SpecLike) -> Tensor:
     layout = bound_layout()
     if isinstance(layout, Unmarked) and layout.ignores(spec):
         return tensor
-    if not isinstance(tensor, Tensor) and not has_torch_function((tensor,)):
+    # A proxy of torch.fx has a `dim` too; a tuple of results has none.
+    if not hasattr(tensor, "dim"):
         raise _no_tensor(tensor, spec)
     words = layout.spec(spec) if isinstance(layout, MeshLayout) else spec
     parsed = ShardSpec.parse(cast(SpecLike, words))

@@ -2,6 +2,7 @@
 
     torchgspmd plan model.py layout=tp --mesh data=8,model=8 --html plan.html
     torchgspmd check model.py plan.txt --mesh data=8,model=8 --update
+    torchgspmd explicit model.py --mesh data=8,model=8 --write
     torchgspmd suggest model.py --devices 64 --hardware h100 --param-dtype bfloat16
     torchgspmd report saved.plan --hardware h100
     torchgspmd diff before.plan after.plan
@@ -27,7 +28,7 @@ from ..compiler.golden import read as read_golden
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
-from . import plan_command
+from . import explicit, plan_command
 from .calibrate import calibrate
 from .doctor import doctor
 from .launch import launch
@@ -144,6 +145,13 @@ COMMANDS = (
         "torchgspmd check examples/gpt/model.py layout=tp gpt.txt --mesh data=8,model=8 --update",
         _check,
         _add_check,
+    ),
+    Command(
+        "explicit",
+        "the lines that name each exchange in the source, as gspmd.reshard",
+        "torchgspmd explicit examples/gpt/model.py layout=tp --mesh data=8,model=8",
+        explicit.run,
+        explicit.add_arguments,
     ),
     Command(
         "suggest",
