@@ -13,7 +13,7 @@ from ..comm.collective import Collective
 from ..errors import ShardingError
 from ..shard_spec import ShardSpec
 from .agreement import Agreement
-from .fix_candidates import best_mark, specs_without
+from .fix_candidates import best_mark, specs_without, weights_of
 from .plan import Plan
 from .plan_summary import moved_by
 
@@ -44,9 +44,9 @@ def check_communication(
         for move in filter(None, () if over else moves)
         for mark in islice(specs_without(plan, move.moved, move.after), 2)
     ]
-    inputs = {node.name for node in plan.captured.graph.find_nodes(op="placeholder")}
+    weights = weights_of(plan.captured)
     # Weights first: most marks are on them.
-    marks.sort(key=lambda mark: mark[0] not in inputs)
+    marks.sort(key=lambda mark: mark[0] not in weights)
     best, move, first = best_mark(plan, replan, marks[:_TRIED], count), moves[0], largest[0]
     agree = agreement.way_out(first.each, move and move.after, over)
     raise ShardingError(

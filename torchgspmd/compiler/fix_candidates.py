@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..capture import Captured
+from ..capture import BUFFER, PARAMETER, Captured
 from ..errors import ShardingError
 from ..fx_passes.replication_report import ReplicatedOp
 from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .plan import Plan
+
+_WEIGHTS = (PARAMETER, BUFFER)
 
 
 @dataclass(frozen=True)
@@ -75,8 +77,7 @@ def best_mark(
 
     marks: values in the partitioned graph, and layouts for them. faults: counts those in a plan.
     """
-    names = [each.name for each in plan.captured.inputs]
-    weights = dict(zip((n.name for n in plan.captured.graph.find_nodes(op="placeholder")), names))
+    weights = weights_of(plan.captured)
     candidates = []
     for value, spec in dict.fromkeys(marks):
         try:
@@ -115,6 +116,13 @@ def specs_without(plan: Plan, moved: fx.Node, after: ShardSpec) -> Iterator[tupl
             yield from _markable(plan, operand, ShardSpec(tuple(dims)))
 
 
+def weights_of(captured: Captured) -> dict[str, str]:
+    """Return the names of parameters and buffers, by their nodes' names."""
+    nodes = captured.graph.find_nodes(op="placeholder")
+    pairs = zip(nodes, captured.inputs)
+    return {node.name: each.name for node, each in pairs if each.kind in _WEIGHTS}
+
+
 def _markable(plan: Plan, value: fx.Node, spec: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
     """Yield a value and a layout, if a user can give it to that value."""
     node = next((n for n in plan.captured.graph.nodes if n.name == value.name), None)
@@ -148,11 +156,10 @@ def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
 
 
 def _insert_mark(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
-    nodes = captured.graph.find_nodes(op="placeholder")
-    if name in [node.name for node in nodes]:
+    if (weight := weights_of(captured).get(name)) is not None:
         inputs = [
-            replace(each, mark=spec) if node.name == name else each
-            for node, each in zip(nodes, captured.inputs)
+            replace(each, mark=spec) if each.name == weight and each.kind in _WEIGHTS else each
+            for each in captured.inputs
         ]
         return replace(captured, inputs=inputs)
     graph, new = fx.Graph(), {}
