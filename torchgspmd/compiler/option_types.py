@@ -13,7 +13,14 @@ import torch
 from typing_extensions import TypedDict
 
 from ..comm.hardware import Hardware
-from .options import AdvancedSettings, Backend, CheckSettings, Communication, Dynamic, MemorySettings
+from .options import (
+    AdvancedSettings,
+    Backend,
+    CheckSettings,
+    Communication,
+    Dynamic,
+    MemorySettings,
+)
 
 
 class Precision(TypedDict, total=False):
