@@ -138,6 +138,7 @@ test-hidden: venv  ## the core tests without 20 operators of torch (SEED=0 says 
 bench: venv  ## bytes, memory and calls of small plans and steps, beside peers and bounds: which ratio moved by more than 10 %
 	$(BIN)/python $(INSTALL) -e .
 	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/ratios.py
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(BIN)/python -W ignore benchmarks/silent_bugs.py
 
 wire: venv  ## seconds and bytes of a step over links with a rate, between hosts that are namespaces of this one (root; 15 minutes)
 	$(BIN)/python $(INSTALL) -e .

@@ -23,6 +23,7 @@ EXPLORING = {
     "blame::test_a_pipeline_with_rounds": 0,
     "certificate::test_faults_that_change_a_number_are_found": 1,
     "first::test_a_run_goes_on_on_another_mesh": 0,
+    "golden_plans": 12,
     "inductor_order": 1,
     "layers_cost_alike": 3,
     "late_group::test_a_train_step": 0,

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .layout.annotate import annotate
     from .layout.family_marks import marks as marks
     from .layout.mark import mark_sharding
+    from .layout.mark import reshard as reshard
     from .nn import collectives, manual, moe, pipeline, stack, train_step
     from .nn import pipeline_model as pipeline_model
     from .rules.custom import rule
@@ -82,7 +83,7 @@ _LATER = {  # Names that load their folder, or file, when they are first asked f
     **dict.fromkeys(["Plan", "plan"], "compiler.api"),
     "annotate": "layout.annotate",
     "marks": "layout.family_marks",
-    "mark_sharding": "layout.mark",
+    **dict.fromkeys(["mark_sharding", "reshard"], "layout.mark"),
     "rule": "rules.custom",
     "full_state_dict": "runtime.full_state",
     **dict.fromkeys(["parallelize", "shard_batch"], "runtime.parallelize"),

@@ -41,6 +41,21 @@ def test_plans_are_saved_reported_and_compared(file, tmp_path, capsys):
     assert "sent by a device" in capsys.readouterr().out
 
 
+def test_a_golden_text_is_checked(file, tmp_path, capsys):
+    golden = str(tmp_path / "plan.txt")
+    line = ["check", str(file), "width=16", golden]
+    assert run(line) == 1 and "there is no file" in capsys.readouterr().err
+    assert run([*line, "--mesh", "data=2,model=2", "--update"]) == 0 and Path(golden).exists()
+    assert run(line) == 0  # on the mesh of the text
+    line[2] = "width=32"
+    capsys.readouterr()
+    assert run(line) == 1
+    (weights,) = (t for t in capsys.readouterr().err.splitlines() if ".weight" in t)
+    assert weights.startswith("  changed  *.weight  f32[16@model, 8], f32[")
+    assert " -> f32[32@model, 8], f32[" in weights
+    assert run([*line, "--update"]) == 0 and "f32[32@model, 8]" in capsys.readouterr().out
+
+
 def test_suggest(file, capsys):
     line = ["suggest", str(file), "--devices", "2", "--seconds", "2", "--param-dtype", "bfloat16"]
     assert run(line) == 0

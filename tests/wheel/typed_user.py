@@ -30,6 +30,8 @@ plan = gspmd.plan(model, x, mesh=mesh, in_specs="data _", out_specs="same")
 assert_type(plan, gspmd.Plan)
 assert_type(plan.sent_bytes, float)
 assert_type(plan.text(full=True), str)
+assert_type(plan.collectives[0].module, str)
+gspmd.reshard(x, "data _")
 for collective in plan.collectives:
     assert_type(collective, gspmd.Collective)
 try:

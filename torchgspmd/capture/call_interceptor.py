@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ..compat.private_apis import _engine_run_backward, get_unwrapped, is_functorch_wrapped_tensor
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line
-from ..layout.mark import mark_sharding
+from ..layout.mark import mark_sharding, reshard
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
 from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
@@ -63,9 +63,9 @@ class CallInterceptor(TorchFunctionMode):
             # Recomputation in a backward is seen as well.
             with self, self.tracker.inner_backward((*args, *kwargs.values())):
                 return _BACKWARDS[func](*args, **kwargs)
-        if func is mark_sharding and not _is_of_the_program(args[0]):
+        if func in (mark_sharding, reshard) and not _is_of_the_program(args[0]):
             raise ShardingError.here(
-                "mark_sharding is called inside of the program on a tensor that is no part of it",
+                f"{func.__name__} is called in the program on a tensor that is no part of it",
                 why="it is neither a parameter, buffer or argument nor computed from one",
                 fix="register it as a buffer, or pass it as an argument",
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 
@@ -20,6 +20,11 @@ class Collective:
             differ, by the busiest one.
         count: How often it runs in a call.
         source: file:line where the operation stands that needs it.
+        module: Path of the module that computes the moved value; for a weight or another input its
+            name.
+        backward: Whether it belongs to the backward.
+        value: Name of the moved value in the printed plan.
+        named: Whether the source names it, by `reshard`.
 
     Example:
         >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -37,6 +42,10 @@ class Collective:
     sent_bytes: float
     count: int = 1
     source: str | None = None
+    module: str = field(default="", compare=False)
+    backward: bool = field(default=False, compare=False)
+    value: str = field(default="", compare=False)
+    named: bool = field(default=False, compare=False)
 
 
 def start(kind: str, operands: tuple[Any, ...], arguments: tuple[tuple[Any, ...], ...]) -> NoReturn:

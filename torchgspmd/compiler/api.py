@@ -43,6 +43,8 @@ from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
+from .agreement import Agreement
+from .communication import check_communication
 from .fix_candidates import report_replicated
 from .option_docs import documented
 from .options import NAMED, Options, check_choice, is_an_option, rows_for
@@ -259,6 +261,8 @@ def compile_plan(
     _dump(result)
     if options.strict and result.replicated_ops:
         raise report_replicated(result, partial(_replan, request))
+    if isinstance(options.communication, Agreement):
+        check_communication(options.communication, result, partial(_replan, request))
     # Without Shared: a plan may live long, and would keep the caches of its planning alive.
     result._replanner = partial(_replanner, replace(request, shared=Shared()))
     certificate = result.verify() if options.check.verify or verifies(2) else None

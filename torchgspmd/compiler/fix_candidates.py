@@ -1,13 +1,13 @@
-"""Fix candidates for an error with strict=True: marks that are tried before they are proposed."""
+"""Fix candidates for unrequested work: marks that are tried before an error proposes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from torch import fx
 
-from ..capture import Captured
+from ..capture import BUFFER, PARAMETER, Captured
 from ..errors import ShardingError
 from ..fx_passes.replication_report import ReplicatedOp
 from ..layout.mark import mark_sharding_op
@@ -15,17 +15,22 @@ from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .plan import Plan
 
+_WEIGHTS = (PARAMETER, BUFFER)
+
 
 @dataclass(frozen=True)
 class FixCandidate:
-    """A mark on one value, and the program's plan with that mark."""
+    """A mark on a value, and the program's plan with it. weight: the name, if it is a weight."""
 
     value: str
     spec: ShardSpec
     plan: Plan
+    weight: str | None = None
 
     @property
     def fix(self) -> str:
+        if self.weight is not None:
+            return f"""annotate(model, mesh, {{"{self.weight}": "{self.spec}"}})"""
         return f'call mark_sharding(%{self.value}, mesh, "{self.spec}") before it'
 
     @property
@@ -47,16 +52,8 @@ def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> Shardin
     replan: plans a changed program with this plan's options.
     """
     first, count = plan.replicated_ops[0], len(plan.replicated_ops)
-    value = first.value or ""  # without one there are no candidates
-    candidates = [
-        FixCandidate(value, spec, replan(_insert_mark(plan.captured, value, plan.mesh, spec)))
-        for spec in _candidate_specs(plan, first)
-    ]
-    # A mark that moves the gather elsewhere cures nothing: only fewer such operations count.
-    candidates = [c for c in candidates if len(c.plan.replicated_ops) < count]
-    best = min(
-        candidates, key=lambda c: (len(c.plan.replicated_ops), c.plan.sent_bytes), default=None
-    )
+    marks = ((first.value or "", spec) for spec in _candidate_specs(plan, first))
+    best = best_mark(plan, replan, marks, lambda other: len(other.replicated_ops))
     return ShardingError(
         f"{first.op} replicates or gathers {first.bytes} bytes on every device, "
         "which strict does not allow",
@@ -68,6 +65,71 @@ def report_replicated(plan: Plan, replan: Callable[[Captured], Plan]) -> Shardin
         "without strict",
         tried=best.tried if best else None,
     )
+
+
+def best_mark(
+    plan: Plan,
+    replan: Callable[[Captured], Plan],
+    marks: Iterable[tuple[str, ShardSpec]],
+    faults: Callable[[Plan], int],
+) -> FixCandidate | None:
+    """Return the mark with the fewest faults, of those that leave fewer; then with fewer bytes.
+
+    marks: values in the partitioned graph, and layouts for them. faults: counts those in a plan.
+    """
+    weights = weights_of(plan.captured)
+    candidates = []
+    for value, spec in dict.fromkeys(marks):
+        try:
+            marked = _insert_mark(plan.captured, value, plan.mesh, spec)
+            candidates.append(FixCandidate(value, spec, replan(marked), weights.get(value)))
+        except ShardingError:  # the program refuses this layout: it is no way out
+            continue
+    # A mark that moves the fault elsewhere cures nothing: only fewer faults count.
+    counts = [(faults(each.plan), each.plan.sent_bytes) for each in candidates]
+    fewer = [i for i, (count, _) in enumerate(counts) if count < faults(plan)]
+    return candidates[min(fewer, key=counts.__getitem__)] if fewer else None
+
+
+def specs_without(plan: Plan, moved: fx.Node, after: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
+    """Yield marks that may avoid a collective: (value, layout).
+
+    moved: the value in the partitioned graph that it moves. after: the layout that is needed.
+    """
+    before: ShardSpec = moved.meta["spec"]
+    if not before.pending:
+        yield from _markable(plan, moved, after)
+        for d, axes in enumerate(before.dims):
+            if axes != after.dims[d]:
+                for other in range(before.rank):
+                    moves = {d: (), other: axes} if other != d and not before.dims[other] else {}
+                    dims = [moves.get(i, axes) for i, axes in enumerate(before.dims)]
+                    yield from _markable(plan, moved, ShardSpec(tuple(dims)))
+        return
+    # A sum is pending because an operand is sharded along the dimension that is summed.
+    for operand in moved.all_input_nodes:
+        while "step" in operand.meta:
+            operand = operand.all_input_nodes[0]
+        spec = operand.meta.get("spec")
+        if spec is not None and {*before.pending} & {*spec.sharding_axes}:
+            dims = (tuple(a for a in axes if a not in before.pending) for axes in spec.dims)
+            yield from _markable(plan, operand, ShardSpec(tuple(dims)))
+
+
+def weights_of(captured: Captured) -> dict[str, str]:
+    """Return the names of parameters and buffers, by their nodes' names."""
+    nodes = captured.graph.find_nodes(op="placeholder")
+    pairs = zip(nodes, captured.inputs)
+    return {node.name: each.name for node, each in pairs if each.kind in _WEIGHTS}
+
+
+def _markable(plan: Plan, value: fx.Node, spec: ShardSpec) -> Iterator[tuple[str, ShardSpec]]:
+    """Yield a value and a layout, if a user can give it to that value."""
+    node = next((n for n in plan.captured.graph.nodes if n.name == value.name), None)
+    # Parts of axes come from split_axes, and values of the backward have no name in the source.
+    whole = {*spec.sharding_axes} <= {*plan.mesh.names} and not spec.windows
+    if node is not None and whole and spec != value.meta["spec"] and not node.meta.get("backward"):
+        yield value.name, ShardSpec(spec.dims)
 
 
 def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
@@ -94,6 +156,12 @@ def _candidate_specs(plan: Plan, gathered: ReplicatedOp) -> Iterator[ShardSpec]:
 
 
 def _insert_mark(captured: Captured, name: str, mesh: Mesh, spec: ShardSpec) -> Captured:
+    if (weight := weights_of(captured).get(name)) is not None:
+        inputs = [
+            replace(each, mark=spec) if each.name == weight and each.kind in _WEIGHTS else each
+            for each in captured.inputs
+        ]
+        return replace(captured, inputs=inputs)
     graph, new = fx.Graph(), {}
     for node in captured.graph.nodes:
         new[node] = graph.node_copy(node, new.__getitem__)

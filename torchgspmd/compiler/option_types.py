@@ -13,7 +13,14 @@ import torch
 from typing_extensions import TypedDict
 
 from ..comm.hardware import Hardware
-from .options import AdvancedSettings, Backend, CheckSettings, Dynamic, MemorySettings
+from .options import (
+    AdvancedSettings,
+    Backend,
+    CheckSettings,
+    Communication,
+    Dynamic,
+    MemorySettings,
+)
 
 
 class Precision(TypedDict, total=False):
@@ -25,6 +32,7 @@ class Precision(TypedDict, total=False):
 
 class _Planned(Precision, total=False):
     strict: bool
+    communication: Communication
     memory: MemorySettings | Mapping[str, Any] | int | str
     microbatches: int
     check: CheckSettings | Mapping[str, Any] | str

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
 
 import torch
@@ -17,6 +18,7 @@ from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
 from ..errors import ShardingError, did_you_mean
 from ..fx_passes.units import parse_size
+from .agreement import Agreement
 
 T = TypeVar("T")
 Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
@@ -35,6 +37,7 @@ Recompute = Literal["model", "auto"]
 Offload = Literal["never", "activations"]
 Check = Literal["always", "first", "never"]
 Pin = Literal["user", "all", "none"]
+Communication = Iterable[str] | str | Path | Agreement | None
 Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
 
 
@@ -206,6 +209,14 @@ class Options:
         "plan parallelize",
         "Raise an error where plan.replicated_ops would list an operation.",
     )
+    communication: Communication = _option(
+        None,
+        "plan parallelize",
+        "The collectives that a program may send; anything else is an error before a byte is sent. "
+        'Rows, such as "all_reduce model *.down 1GiB" (a kind, axes, modules, bytes; * for any); a '
+        'file of Plan.check; or "explicit": those that the source names by reshard, and the '
+        "backward (docs/communication.md).",
+    )
     memory: MemorySettings = _option(
         MemorySettings(),
         PLANNED,
@@ -284,6 +295,7 @@ class Options:
                 )
         for name in GROUPS.keys() & chosen.keys():
             chosen[name] = _group(reader, name, chosen[name])
+        chosen["communication"] = Agreement.of(chosen.get("communication"))
         options = cls(**chosen)
         options._check()
         return options
@@ -444,6 +456,7 @@ class Option(NamedTuple):
         text = " | ".join(f'"{choice}"' for choice in self.choices) or self.type
         if self.name in GROUPS:
             text = f"Mapping | {_SHORT_TYPES[self.name]}".removesuffix(" | ")
+        text = text.replace("Communication", "Iterable[str] | Path | None")
         return text.replace("Dynamic", "bool | Mapping[str, Dims]")
 
     def backends(self) -> str:

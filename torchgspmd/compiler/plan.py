@@ -38,6 +38,7 @@ from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
+from .golden import Golden
 from .plan_cache.plan_files import PlanFiles
 from .plan_methods import ToolMethod
 from .plan_summary import (
@@ -85,7 +86,7 @@ class Plan(PlanFiles):
 
     planned_call: PlannedCall | None = None  # of plan(): what verify runs in eager PyTorch
     _small_sizes: SmallSizes | None = None  # of plan(dynamic=), while it has the function
-    estimate, explain, trace, diff, html, report = (ToolMethod() for _ in range(6))
+    check, estimate, explain, trace, diff, html, report = (ToolMethod() for _ in range(7))
     verify, uncapturable, _page, _repr_html_ = (ToolMethod() for _ in range(4))
     _replanner: Callable[[], Callable[[Captured], Plan]] | None = None
 
@@ -142,10 +143,15 @@ class Plan(PlanFiles):
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every communication in a run, in program order; those that are recomputed come last."""
-        nodes = [(n, runs(n)) for n in self.sharded.nodes]
+        nodes, named = [(n, runs(n)) for n in self.sharded.nodes], {}
+        names = [each.name for each in self.captured.inputs]
+        inputs = dict(zip(self.sharded.find_nodes(op="placeholder"), names))
+        recomputed = [*recomputed_nodes(self.program_graph)]
+        if recomputed:
+            named = {n.name: n for n, _ in nodes}
         return tuple(
-            collective_of(n, self.mesh, count)
-            for n, count in (*nodes, *recomputed_nodes(self.program_graph))
+            collective_of(n, self.mesh, count, named.get(n.meta.get("value"), n), inputs)
+            for n, count in (*nodes, *recomputed)
             if (step := n.meta.get("step")) and step.collective
         )
 
@@ -201,17 +207,28 @@ class Plan(PlanFiles):
         others = sum(bytes_of(n) for n, kind in zip(inputs, kinds) if kind in held)
         return Memory(parameters, others, peak(self.program_graph))
 
+    @property
+    def golden(self) -> Golden:
+        """The lines of `text`, which `check` compares."""
+        memory = {**vars(self.memory), "sent": self.sent_bytes}
+        return Golden.of(self, self.collectives, memory)
+
     def __str__(self) -> str:
-        return self.text()
+        whole = self.text(full=True)
+        if fits_page(whole.split("\n\n")[0]):
+            return whole
+        names = [each.name for each in self.captured.inputs]
+        return page_text(self.sharded, names, self.mesh, self.summary())
 
     def text(self, full: bool = False) -> str:
-        """Return the program with its layouts and collectives, as `print` shows it.
+        """Return the plan as text: what it stores and sends, or every value.
 
         Args:
-            full: Show every value. Else a program longer than a page has a line a module.
+            full: Show every value, with its layout, and the summary behind it.
 
         Returns:
-            The program, and the summary behind it.
+            By default the lines that `check` compares: a line a collective kind and module class,
+            the inputs' layouts, replicated work, memory. No counter in them shifts.
 
         Example:
             >>> x, w = torch.ones(4, 8), torch.ones(8, 16)
@@ -219,11 +236,19 @@ class Plan(PlanFiles):
             >>> result = plan(torch.matmul, x, w, mesh=Mesh(data=2, model=4), in_specs=specs)
             >>> result.text(full=True) == str(result)  # it is short
             True
+            >>> print(result.text().split("communication")[1])
+            <BLANKLINE>
+              forward  all_reduce  model  f32  (outside)  192 B
+            memory
+              inputs      144 B
+              parameters  0 B
+              peak        400 B
+              sent        192 B
+            <BLANKLINE>
         """
-        whole, names = graph_text(self.sharded, self.mesh, fold=True), self.captured.inputs
-        if full or fits_page(whole):
-            return f"{whole}\n\n{self.summary()}"
-        return page_text(self.sharded, [i.name for i in names], self.mesh, self.summary())
+        if not full:
+            return str(self.golden)
+        return f"{graph_text(self.sharded, self.mesh, fold=True)}\n\n{self.summary()}"
 
     def summary(self) -> str:
         """Summarize the bytes that a device sends and holds.

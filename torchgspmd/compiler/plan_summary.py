@@ -16,20 +16,23 @@ from ..comm.hardware import Hardware
 from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.local_ops import from_host
 from ..comm.loop_call import BodyCall, loop_calls
+from ..fx_passes.digest import module_path
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.printer import dtype_name
 from ..fx_passes.program import Request
-from ..fx_passes.replication_report import ReplicatedOp
+from ..fx_passes.replication_report import ReplicatedOp, origin_input
 from ..fx_passes.schedule.arithmetic import is_view
 from ..fx_passes.schedule.liveness import bytes_of
 from ..fx_passes.schedule.recompute import PEAK_BEFORE, RECOMPUTED_NS
 from ..fx_passes.units import size_text, time_text
+from ..layout.mark import NAMED, mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO, SAME
 from ..shard_spec import ShardSpec
 
 _MOST_WEIGHTS = 3  # that a summary names
+MARK = mark_sharding_op._opoverload
 _NUMBER = re.compile(r"_\d+$")
 
 
@@ -226,9 +229,42 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
                 yield from _described(body.graph)
 
 
-def collective_of(node: fx.Node, mesh: Mesh, count: int) -> Collective:
-    """Return the Collective for a node with a step that communicates. count: how often it runs."""
+def is_named(node: fx.Node) -> bool:
+    """Return whether a step leads to a layout that the source names by `reshard`.
+
+    The name may stand behind the call that has the step: a linear layer adds its bias to the sum.
+    """
+    place = [node.meta.get(key) for key in ("source", "module", "spec")]
+    return any(
+        user.args[1] == NAMED
+        if user.target is MARK
+        else (
+            "step" in user.meta or [user.meta.get(k) for k in ("source", "module", "spec")] == place
+        )
+        and is_named(user)
+        for user in node.users
+    )
+
+
+def moved_by(node: fx.Node) -> fx.Node:
+    """Return the value that a step, or several in a row, move."""
+    while "step" in node.meta:
+        (node,) = node.all_input_nodes
+    return node
+
+
+def collective_of(
+    node: fx.Node, mesh: Mesh, count: int, moved: fx.Node, inputs: Mapping[fx.Node, str]
+) -> Collective:
+    """Return the Collective for a node with a step that communicates.
+
+    count: how often it runs. moved: the step in the partitioned graph. inputs: that graph's, with
+    their names.
+    """
     step, val = node.meta["step"], node.meta.get("val")
+    named, moved = is_named(moved), moved_by(moved)
+    # A weight that is cast first is still the weight.
+    origin = inputs.get(origin_input(moved))
     return Collective(
         kind=step.collective,
         axes=step.axes,
@@ -238,4 +274,8 @@ def collective_of(node: fx.Node, mesh: Mesh, count: int) -> Collective:
         sent_bytes=step.sent * count,
         count=count,
         source=node.meta.get("source"),
+        module=module_path(moved) if origin is None else origin,
+        backward=bool(node.meta.get("backward")),
+        value=moved.name,
+        named=named,
     )

@@ -11,7 +11,7 @@ from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, C
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.storage import storable
 from ..errors import ShardingError
-from ..layout.mark import mark_sharding_op
+from ..layout.mark import NAMED, mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.open_sizes import is_whole
 from ..layout.prefix_specs import spread
@@ -198,7 +198,8 @@ def _unconstrained(rank: int) -> ShardSpec:
 
 def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
     """Return a mark's layout. Raise if it was made for another mesh."""
-    marked = Mesh.parse(node.args[1])
+    # A named exchange is on the program's mesh.
+    marked = mesh.unsplit() if node.args[1] == NAMED else Mesh.parse(node.args[1])
     # unsplit(): a mark names the user's axes, while the passes may have split some.
     if marked != mesh.unsplit():
         raise ShardingError(
@@ -206,7 +207,14 @@ def _mark_spec(node: fx.Node, mesh: Mesh) -> ShardSpec:
             where=node.meta["source"],
             fix="use one Mesh for all marks of a program",
         )
-    spec = _drop_trivial(ShardSpec.parse(node.args[2]), marked).map_axes(mesh.refine)
+    spec = ShardSpec.parse(node.args[2])
+    if node.args[1] == NAMED:
+        try:
+            spec.check(marked, node.meta["val"].shape)
+        except ShardingError as error:
+            where = node.meta["source"]
+            raise ShardingError(error.what, where=where, why=error.why, fix=error.fix) from None
+    spec = _drop_trivial(spec, marked).map_axes(mesh.refine)
     _check_sizes(node, spec, node.meta["source"])
     return spec
 

@@ -60,7 +60,7 @@ def digest_text(graph: fx.Graph, inputs: Sequence[str], mesh: Mesh, height: int)
         height: The line limit, if joining modules suffices.
     """
     head = f"mesh {' '.join(f'{n}={s}' for n, s in mesh.axes)}"
-    deepest = max((_path(node).count(".") + 1 for node in graph.nodes), default=1)
+    deepest = max((module_path(node).count(".") + 1 for node in graph.nodes), default=1)
     lines: list[str] = []
     # From the most detail to the least: the first that fits the page wins.
     for depth in range(deepest, 0, -1):
@@ -80,9 +80,9 @@ def _weights(graph: fx.Graph, inputs: Sequence[str], depth: int) -> Iterator[str
         # Cotangents are inputs of the joint graph, but none of the user's.
         if node is None or name is None or name.startswith("tangent_"):
             continue
-        layout = _layout(node)
+        layout = layout_text(node)
         owner, _, last = name.rpartition(".")
-        like = _like(owner, depth)
+        like = like_name(owner, depth)
         shown = f"{like}.{last}".lstrip(".") if owner.count(".") < depth else f"{like}.**"
         key = shown, layout if owner.count(".") < depth else ""
         group = groups.setdefault(key, _Group())
@@ -107,8 +107,8 @@ def _phase(graph: fx.Graph, phase: str, depth: int) -> Iterator[str]:
     for node in graph.nodes:
         if node.op != "call_function" or bool(node.meta.get("backward")) != (phase == "backward"):
             continue
-        path = ".".join(_path(node).split(".")[:depth])
-        group = groups.setdefault(_like(path, depth), _Group())
+        path = ".".join(module_path(node).split(".")[:depth])
+        group = groups.setdefault(like_name(path, depth), _Group())
         group.names[path] = None
         # Bytes and layouts of one module: those of its likes are equal, and only counted.
         is_first = path == next(iter(group.names))
@@ -119,7 +119,7 @@ def _phase(graph: fx.Graph, phase: str, depth: int) -> Iterator[str]:
         val = node.meta.get("val")
         if is_first and phase == "forward" and isinstance(val, Tensor):
             if (size := val.numel()) >= group.size:
-                group.layout, group.size = _layout(node), size
+                group.layout, group.size = layout_text(node), size
     # The backward has the forward's modules again: only those that send are news.
     if phase == "backward":
         groups = {name: group for name, group in groups.items() if group.sent}
@@ -171,25 +171,27 @@ def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | N
     depth = name.count(".") + 1
 
     def path(node: fx.Node) -> str:
-        return ".".join(_path(node).split(".")[:depth])
+        return ".".join(module_path(node).split(".")[:depth])
 
     # The name of one module exactly, before names that joined modules share.
-    found = [n for n in calls if matches(_path(n))] or [n for n in calls if matches(path(n))]
+    found = [n for n in calls if matches(module_path(n))] or [n for n in calls if matches(path(n))]
     first = [n for n in found if path(n) == path(found[0])]
     sends = [n for n in first if n.meta.get("step") is not None and n.meta["step"].sent]
     return (sends or first or [None])[-1]
 
 
-def _path(node: fx.Node) -> str:
+def module_path(node: fx.Node) -> str:
+    """Return the path of the module that computes a value, without the user's ranges."""
     return str(node.meta.get("module", "")).rpartition("/")[2]
 
 
-def _like(path: str, depth: int) -> str:
-    """Return a path down to `depth` modules, with * for numbers."""
+def like_name(path: str, depth: int | None = None) -> str:
+    """Return a path down to `depth` modules, if given, with * for numbers."""
     return _NUMBER.sub("*", ".".join(path.split(".")[:depth]))
 
 
-def _layout(node: fx.Node) -> str:
+def layout_text(node: fx.Node) -> str:
+    """Return a tensor's dtype, shape and layout; "" for another value."""
     val = node.meta.get("val")
     if not isinstance(val, Tensor):
         return ""

@@ -23,6 +23,7 @@ from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
+from .digest import module_path
 from .ir import operands_of, other_shapes, tensors_of
 from .propagate.layouts import Layouts
 
@@ -40,6 +41,7 @@ class ReplicatedOp:
     value: str | None = None  # Name of the gathered value.
     dim: int = 0  # The dimension that was gathered.
     weight: str | None = None  # Name of the parameter that is gathered against its mark.
+    module: str = ""  # Path of the module that computes it.
 
 
 def replication_report(
@@ -61,7 +63,7 @@ def replication_report(
         rule = node.meta.get("rule")
         if rule is None or "mark" in node.meta:
             continue
-        op, source = str(node.target), node.meta.get("source")
+        op, source, module = str(node.target), node.meta.get("source"), module_path(node)
         if not rule.described:
             size = sum(
                 math.prod(n for n, m in zip(t.shape, other) if n == m) * t.element_size()
@@ -73,7 +75,7 @@ def replication_report(
                 else "no rule and no decomposition"
             )
             if size or node.meta.get("dynamic"):
-                report[ReplicatedOp(op, source, size, why)] = None
+                report[ReplicatedOp(op, source, size, why, module=module)] = None
             continue
         for operand, value, dim, why, weight in _gathered_operands(node, weights):
             # An operand that several operations read is gathered, and listed, once.
@@ -93,6 +95,7 @@ def replication_report(
                         value=value,
                         dim=dim,
                         weight=weight,
+                        module=module,
                     )
                 ] = None
     return tuple(report)
@@ -185,7 +188,7 @@ class _Weights:
         value: the weight, a cast or another arrangement, which is gathered over `axes` for a node.
         An axis does not count if a mark on another value asks the node to divide by it.
         """
-        name, marked = self.marked.get(_origin(value), ("", frozenset()))
+        name, marked = self.marked.get(origin_input(value), ("", frozenset()))
         return name, [a for a in axes if whole_axis(a) in marked and not self._asked(node, a)]
 
     def _asked(self, node: fx.Node, axis: str) -> bool:
@@ -238,7 +241,7 @@ def _gathered_operands(
             yield operand, before.name, d, why, weight if against else None
 
 
-def _origin(value: fx.Node) -> fx.Node:
+def origin_input(value: fx.Node) -> fx.Node:
     """Return the input that a value is a cast or another arrangement of, else the value."""
     origin = value
     while origin.op == "call_function" and len(origin.all_input_nodes) == 1:

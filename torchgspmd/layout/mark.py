@@ -21,6 +21,7 @@ from .spec import ShardSpec, SpecLike
 # Attributes: of a parameter or buffer (mesh, spec, file:line), where names alone are (None, names,
 # file:line); of a module the layout that translates names.
 _MARK, LAYOUT = "_torchgspmd_mark", "_torchgspmd_layout"
+NAMED = "reshard"  # stands for the mesh of a mark by which the source names an exchange
 _FOLLOWED = "_torchgspmd_followed"  # attribute of a buffer: the parameter whose mark it has
 
 
@@ -113,6 +114,50 @@ def mark_sharding(
     if has_torch_function((tensor,)):
         return handle_torch_function(mark_sharding, (tensor,), tensor, mesh, spec)
     return _record(tensor, mesh, check_mark(tensor, mesh, spec))
+
+
+def reshard(tensor: Tensor, spec: SpecLike) -> Tensor:
+    """Name an exchange: from here on the value is laid out so, on the program's mesh.
+
+    A mark as by mark_sharding, which communication="explicit" counts as agreed, with its gradient's
+    exchange. The names are the mesh's axes, or those of the layout that is the mesh.
+
+    Args:
+        tensor: A value, parameter or buffer inside of forward.
+        spec: As in mark_sharding.
+
+    Returns:
+        The tensor.
+
+    Raises:
+        ShardingError: The spec has another rank than the tensor. While a program is compiled: an
+            axis is unknown.
+
+    Example:
+        >>> from torchgspmd import Mesh, plan, reshard
+        >>> def gathered(x):
+        ...     return reshard(x * 2, "_ _")
+        >>> result = plan(gathered, torch.ones(4, 8), mesh=Mesh(data=2), in_specs="data _")
+        >>> [(c.kind, c.named) for c in result.collectives]
+        [('all_gather', True)]
+    """
+    layout = bound_layout()
+    if isinstance(layout, Unmarked) and layout.ignores(spec):
+        return tensor
+    # A proxy of torch.fx has a `dim` too; a tuple of results has none.
+    if not hasattr(tensor, "dim"):
+        raise _no_tensor(tensor, spec)
+    words = layout.spec(spec) if isinstance(layout, MeshLayout) else spec
+    parsed = ShardSpec.parse(cast(SpecLike, words))
+    if parsed.rank != tensor.dim() or parsed.pending:
+        raise ShardingError.here(
+            f"reshard to '{spec}', but the tensor has {tensor.dim()} dimensions, "
+            f"{list(tensor.shape)}",
+            fix="write one word per dimension, an axis or _, and no pending sum",
+        )
+    if has_torch_function((tensor,)):
+        return handle_torch_function(reshard, (tensor,), tensor, parsed)
+    return tensor
 
 
 def _no_tensor(given: object, spec: object) -> ShardingError:

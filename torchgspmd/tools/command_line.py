@@ -1,6 +1,8 @@
 """The command line: plans, proposals, reports, measurements.
 
     torchgspmd plan model.py layout=tp --mesh data=8,model=8 --html plan.html
+    torchgspmd check model.py plan.txt --mesh data=8,model=8 --update
+    torchgspmd explicit model.py --mesh data=8,model=8 --write
     torchgspmd suggest model.py --devices 64 --hardware h100 --param-dtype bfloat16
     torchgspmd report saved.plan --hardware h100
     torchgspmd diff before.plan after.plan
@@ -22,10 +24,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..comm.hardware import PRESETS
+from ..compiler.golden import read as read_golden
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
-from . import plan_command
+from . import explicit, plan_command
 from .calibrate import calibrate
 from .doctor import doctor
 from .launch import launch
@@ -45,6 +48,24 @@ class Command:
 
 def _add_hardware(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
+
+
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", type=Path, help="as for `plan`")
+    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of example")
+    parser.add_argument("plan", type=Path, help="a golden text, from --update or Plan.check")
+    parser.add_argument("--mesh", help="the devices; by default the mesh in the golden text")
+    parser.add_argument("--update", action="store_true", help="write the golden text anew")
+    parser.add_argument("--forward", action="store_true", help="without the backward")
+    plan_command.add_options(parser, "plan")
+
+
+def _check(args: argparse.Namespace) -> str:
+    mesh, grad = args.mesh or read_golden(args.plan).mesh, not args.forward
+    options = plan_command.given_options(args, "plan")
+    result = plan_command.plan_file(args.file, mesh, args.options, grad=grad, **options)
+    lines = result.check(args.plan, args.update)
+    return f"{args.plan} is written\n{lines}".rstrip() if args.update else f"as in {args.plan}"
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
@@ -117,6 +138,20 @@ COMMANDS = (
         "torchgspmd plan examples/gpt/model.py layout=tp --mesh data=8,model=8",
         plan_command.run,
         plan_command.add_arguments,
+    ),
+    Command(
+        "check",
+        "compare a model's plan with a golden text; 1 if a line differs",
+        "torchgspmd check examples/gpt/model.py layout=tp gpt.txt --mesh data=8,model=8 --update",
+        _check,
+        _add_check,
+    ),
+    Command(
+        "explicit",
+        "the lines that name each exchange in the source, as gspmd.reshard",
+        "torchgspmd explicit examples/gpt/model.py layout=tp --mesh data=8,model=8",
+        explicit.run,
+        explicit.add_arguments,
     ),
     Command(
         "suggest",

@@ -19,11 +19,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ...compat.operators import aten
-from ...layout.mark import check_mark, mark_sharding, mark_sharding_op, without_layout
+from ...layout.mark import (
+    NAMED,
+    check_mark,
+    mark_sharding,
+    mark_sharding_op,
+    reshard,
+    without_layout,
+)
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.nd import einsum, summed_alone
 from ...rules.rewrites import DECLINED, Declined, apply_first, rewrite
-from ...shard_spec import SpecLike
+from ...shard_spec import ShardSpec, SpecLike
 
 
 @rewrite("product", mark_sharding)
@@ -32,6 +39,12 @@ def _mark(tensor: Tensor, mesh: Mesh | str, spec: SpecLike | None = None) -> Ten
     if isinstance(mesh, str):
         raise without_layout(mesh)
     return mark_sharding_op(tensor, str(mesh), str(check_mark(tensor, mesh, spec)))
+
+
+@rewrite("product", reshard)
+def _reshard(tensor: Tensor, spec: ShardSpec) -> Tensor:
+    """Run reshard as an operation in the graph; without a mesh, the mark is a named one."""
+    return mark_sharding_op(tensor, NAMED, str(spec))
 
 
 def autocast(*tensors: Tensor) -> list[Tensor]:

@@ -17,6 +17,7 @@ from ...comm.hardware import Hardware
 from ...comm.local_ops import to_host
 from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
+from ...compiler.golden import COMMUNICATION, read, sources_of
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import buckets_text, limits_text, recomputed_text
 from ...errors import ShardingError
@@ -123,6 +124,50 @@ class PlanViews(Plan):
             '%einsum_r moves %einsum from [data _ sum@model] to [data _]'
         """
         return explain(self, name, costs, Hardware.of(hardware))
+
+    def check(self, path: str | Path, update: bool = False) -> str:
+        """Compare with the golden text in a file, which stands under version control.
+
+        Args:
+            path: The file, of this method or of `torchgspmd check`.
+            update: Write the file, instead of raising an error.
+
+        Returns:
+            The lines that differ, if the file is written; "" if none does.
+
+        Raises:
+            ShardingError: A line differs: a collective (kind, axes, module, bytes), an input's
+                layout, a replicated operation or the memory. Or there is no such file.
+
+        Example:
+            >>> import os, tempfile
+            >>> path = os.path.join(tempfile.mkdtemp(), "plan.txt")
+            >>> x, w, mesh = torch.ones(4, 8), torch.ones(8, 16), Mesh(data=2, model=4)
+            >>> one = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data _", "_ model"))
+            >>> _ = one.check(path, update=True)
+            >>> two = plan(torch.matmul, x, w, mesh=mesh, in_specs=("data model", "model _"))
+            >>> try:
+            ...     two.check(path)
+            ... except ShardingError as error:
+            ...     print(error.what.splitlines()[3])
+            new      forward  all_reduce  model  f32  (outside)  192 B
+        """
+        path, now, places = Path(path), self.golden, sources_of(self.collectives)
+        before = now if update and not path.exists() else read(path)
+        changes = [replace(c, where=places.get(c.name)) for c in before.changes(now)]
+        lines = "\n".join(f"  {change}" for change in changes)
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(str(now), encoding="utf-8")
+        elif changes:
+            sent = sum(each.section == COMMUNICATION for each in changes)
+            raise ShardingError(
+                f"the plan differs from {path}: {sent} of its collectives' lines, "
+                f"{len(changes) - sent} others\n{lines}",
+                fix="undo the change, or agree to it: plan.check(path, update=True), "
+                "torchgspmd check ... --update",
+            )
+        return lines
 
     def trace(self, hardware: str | Hardware = "h100") -> str:
         """Return a run's time line as a trace, for Perfetto or chrome://tracing.
