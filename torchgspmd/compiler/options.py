@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, cast, get_args, get_origin
+from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import torch
 
 from ..capture import ArgumentSizes, Dims, check_dtypes
 from ..capture.rewrites.microbatches import check_count
-from ..comm.collective_builder import CARRIERS
 from ..comm.hardware import Hardware
 from ..comm.json_rows import field_types
 from ..errors import ShardingError, did_you_mean
-from ..fx_passes.units import parse_size
 from .agreement import Agreement
+from .option_groups import (
+    PLANNED,
+    AdvancedSettings,
+    CheckSettings,
+    Group,
+    MemorySettings,
+    check_choice,
+    option,
+)
 
-T = TypeVar("T")
 Reader = Literal["plan", "parallelize", "xla", "suggest"]  # "xla": parallelize(backend="xla")
 # Keyword arguments besides options, which a misspelt name may mean.
 NAMED: dict[str, tuple[str, ...]] = {
@@ -30,161 +36,8 @@ NAMED: dict[str, tuple[str, ...]] = {
 }
 
 Backend = Literal["torch", "inductor", "cudagraphs", "inductor+cudagraphs", "xla"]
-Unmarked = Literal["propagated", "replicated"]
-Rng = Literal["global", "native"]
-Regather = Literal["auto", "always", "all", "never"]
-Recompute = Literal["model", "auto"]
-Offload = Literal["never", "activations"]
-Check = Literal["always", "first", "never"]
-Pin = Literal["user", "all", "none"]
 Communication = Iterable[str] | str | Path | Agreement | None
 Dynamic = bool | Mapping[str, Dims] | ArgumentSizes | None
-
-
-PLANNED = "plan parallelize"
-
-
-def _option(default: T, readers: str, doc: str) -> T:
-    """Return a field for Options. readers: their names, as in Reader."""
-    return cast(T, field(default=default, metadata={"readers": (*readers.split(),), "doc": doc}))
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """How the peak of a device's memory is kept low."""
-
-    recompute: Recompute = _option(
-        "model",
-        PLANNED,
-        'Values of the forward that the backward computes again: "model": those of checkpoints; '
-        '"auto": besides, those that take least time, until the peak of a device fits the budget.',
-    )
-    offload: Offload = _option(
-        "never",
-        PLANNED,
-        'Whether values of the forward wait for the backward on the host: "never", or '
-        '"activations", until the peak of a device fits the budget. With recompute="auto" those '
-        "for which that takes less time than computing them again.",
-    )
-    budget: int | str | None = _option(
-        None,
-        PLANNED,
-        'Bytes of a device that the peak of a run may have: a number, or a text such as "8GiB". '
-        "None: those of the device or of hardware, without two float32 values a parameter for an "
-        "optimizer.",
-    )
-
-    @property
-    def bytes(self) -> int | None:
-        """The budget as a number; None for the device's own, or if it is no size."""
-        return parse_size(self.budget)
-
-    def check(self) -> None:
-        if self.budget is None:
-            return
-        if self.recompute != "auto" and self.offload == "never":
-            raise ShardingError.here(
-                "memory has a budget, and nothing keeps to it",
-                fix='set recompute="auto" or offload="activations" as well',
-            )
-        if self.bytes is None or self.bytes <= 0:
-            raise ShardingError.here(
-                f"the memory budget is {self.budget!r}",
-                fix='give bytes, or a text such as "8GiB" or "500 MB"; None for its memory',
-            )
-
-
-@dataclass(frozen=True)
-class CheckSettings:
-    """Checks of the plan, of arguments and of values that ranks share."""
-
-    arguments: Check = _option(
-        "always",
-        "parallelize",
-        'When ranks compare the values of plain tensor arguments. "always": at every call, by '
-        'checksums over all integers and small tensors and samples from large ones. "first": at '
-        'each program\'s first call. "never": later calls do not compare programs either. On GPUs '
-        "each eighth call is compared, and no rank waits (docs/gpu.md).",
-    )
-    audit: int | None = _option(
-        None,
-        "parallelize",
-        "Compare the values that ranks share at each k-th call. If one rank has other bits in a "
-        "weight or optimizer state, a RankError names both. It also names a loss or gradient norm "
-        "that differs, and NaN. None: never.",
-    )
-    verify: bool = _option(
-        False,
-        PLANNED,
-        "Check each value of a new plan against the one-device program, as Plan.verify does. "
-        "It takes about as long as planning, and memory for all devices' values.",
-    )
-
-    def check(self) -> None:
-        # bool is a subclass of int: audit=True would compare at every call.
-        if self.audit is not None and (type(self.audit) is not int or self.audit < 1):
-            raise ShardingError.here(
-                f"audit is {self.audit!r}",
-                fix="give the calls from one comparison to the next, 1 or more, such as "
-                'check={"audit": 100}; None for never',
-            )
-
-
-@dataclass(frozen=True)
-class AdvancedSettings:
-    """Settings that ordinary programs leave as they are."""
-
-    rng: Rng = _option(
-        "global",
-        PLANNED,
-        '"global": random numbers are those on one device, by an element\'s position; all ranks '
-        'need the same torch.manual_seed. "native": they are PyTorch\'s, and each shard draws '
-        "its own.",
-    )
-    regather: Regather = _option(
-        "auto",
-        PLANNED,
-        'Whether the backward gathers weights again: "always", "never" (they are kept), or "auto": '
-        'if a GPU\'s memory would not suffice otherwise. "all": activations too, such as a long '
-        "context's keys.",
-    )
-    unmarked: Unmarked = _option(
-        "propagated",
-        "plan",
-        'Layouts of parameters and buffers without a mark: chosen by propagation ("propagated"), '
-        'or "replicated", as parallelize stores them.',
-    )
-    skip_passes: Iterable[str] = _option(
-        (),
-        PLANNED,
-        'Passes to leave out, such as "prefetch"; the same on all ranks. docs/schedule.md has the '
-        "names.",
-    )
-    costs: Mapping[str, float] | None = _option(
-        None,
-        PLANNED,
-        "Other values for the cost model's constants, by name, the same on all ranks; "
-        "docs/debugging_a_layout.md lists them.",
-    )
-    carriers: Iterable[str] = _option(
-        (),
-        "parallelize",
-        'Libraries that carry messages of GPUs where they can: "symmetric_memory" (products with a '
-        'gathered operand or a scattered result), "deep_ep" (rows of experts); docs/gpu.md.',
-    )
-    pin: Pin = _option(
-        "user",
-        "xla",
-        'The layouts that XLA gets besides those for inputs and results: the marks ("user"), every '
-        'layout that our partitioner chose ("all"), or nothing ("none").',
-    )
-
-    def check(self) -> None:
-        for carrier in self.carriers:
-            check_choice("carrier", carrier, CARRIERS)
-
-
-Group = MemorySettings | CheckSettings | AdvancedSettings
 
 
 @dataclass(frozen=True)
@@ -194,22 +47,22 @@ class Options:
     Each field is stated once, here: documentation, checks and the command line read this table.
     """
 
-    backend: Backend = _option(
+    backend: Backend = option(
         "torch",
         "parallelize xla",
         '"torch" runs the program operation by operation, "inductor" compiles it. "cudagraphs" and '
         '"inductor+cudagraphs" capture that in CUDA graphs (docs/gpu.md). "xla" needs no process '
         "group: parameters become XLA tensors, and XLA partitions the program.",
     )
-    grad: bool = _option(
+    grad: bool = option(
         False, "plan", "Compile forward and backward together. fn is a module then."
     )
-    strict: bool = _option(
+    strict: bool = option(
         False,
         "plan parallelize",
         "Raise an error where plan.replicated_ops would list an operation.",
     )
-    communication: Communication = _option(
+    communication: Communication = option(
         None,
         "plan parallelize",
         "The collectives that a program may send; anything else is an error before a byte is sent. "
@@ -217,40 +70,40 @@ class Options:
         'file of Plan.check; or "explicit": those that the source names by reshard, and the '
         "backward (docs/communication.md).",
     )
-    memory: MemorySettings = _option(
+    memory: MemorySettings = option(
         MemorySettings(),
         PLANNED,
         'How the peak of a device\'s memory is kept low. A size, such as "8GiB", is '
         '{"budget": "8GiB", "recompute": "auto"}.',
     )
-    microbatches: int = _option(
+    microbatches: int = option(
         1,
         "plan parallelize xla",
         "Parts that a training module's batch is divided into. Forward and backward run for one "
         "after the other, and parameter gradients are reduced once. The module returns its mean "
         "loss, alone or first; tensor arguments with as many rows as the first one are divided.",
     )
-    param_dtype: torch.dtype | None = _option(
+    param_dtype: torch.dtype | None = option(
         None,
         "plan parallelize xla suggest",
         "The dtype to compute in, such as torch.bfloat16. Floating parameters and arguments are "
         "cast to it, parameters before they are gathered. Parameters, their gradients and "
         "optimizer states keep their own dtype.",
     )
-    reduce_dtype: torch.dtype | None = _option(
+    reduce_dtype: torch.dtype | None = option(
         None,
         "plan parallelize suggest",
         "The dtype in which parameter gradients are summed over devices, such as "
         "torch.float32; by default the one that sends least.",
     )
-    hardware: Hardware | str | None = _option(
+    hardware: Hardware | str | None = option(
         None,
         "plan parallelize",
         'Device speeds and links, a name ("h100") or a Hardware. Sums over axes that leave '
         "a host are reduced within hosts first, where that takes less time, and collectives are "
         "scheduled by these numbers. None: round numbers, and the processes' hosts.",
     )
-    dynamic: Dynamic = _option(
+    dynamic: Dynamic = option(
         True,
         "plan parallelize",
         "Whether calls that differ in sizes share a program. True: from a dimension's second "
@@ -259,13 +112,13 @@ class Options:
         "be a pattern. Sizes that are equal here are one size, unless they have names: "
         '{"tokens": {1: "length"}}.',
     )
-    shard_updates: str | None = _option(
+    shard_updates: str | None = option(
         None,
         "parallelize xla",
         'An axis, such as "data". Every parameter, its gradient and its optimizer state are stored '
         "sharded over that axis besides their mark (ZeRO; arXiv 2004.13336).",
     )
-    timeout: float | timedelta | None = _option(
+    timeout: float | timedelta | None = option(
         None,
         "parallelize",
         "Seconds, or a timedelta, after which a rank that waits for others raises. It becomes the "
@@ -273,12 +126,12 @@ class Options:
         "init_process_group has set it. Before that, ranks report on stderr for whom they wait.",
     )
 
-    check: CheckSettings = _option(
+    check: CheckSettings = option(
         CheckSettings(),
         PLANNED,
         'Checks of the plan and of the ranks. A text, such as "first", is {"arguments": "first"}.',
     )
-    advanced: AdvancedSettings = _option(
+    advanced: AdvancedSettings = option(
         AdvancedSettings(), f"{PLANNED} xla", "Settings that ordinary programs leave as they are."
     )
 
@@ -512,11 +365,3 @@ def rows_of(owner: type, reader: Reader) -> list[Option]:
     """List the rows that a function reads: options, or the settings in a group of them."""
     readers = {reader, "xla"} if reader == "parallelize" else {reader}
     return [row for row in ROWS[owner] if readers.intersection(row.readers)]
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise ShardingError for a value outside a closed set."""
-    if value not in choices:
-        raise ShardingError.here(
-            f"there is no {name} '{value}'; there are {', '.join(map(repr, choices))}"
-        )

@@ -150,7 +150,7 @@ class Plan(PlanFiles):
         if recomputed:
             named = {n.name: n for n, _ in nodes}
         return tuple(
-            collective_of(n, self.mesh, count, named.get(n.meta.get("value"), n), inputs)
+            collective_of(n, self.mesh, count, named.get(str(n.meta.get("value")), n), inputs)
             for n, count in (*nodes, *recomputed)
             if (step := n.meta.get("step")) and step.collective
         )

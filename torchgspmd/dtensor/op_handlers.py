@@ -187,7 +187,8 @@ def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     tensor, dim, *rest = args
     if isinstance(tensor, DTensor):
         along = dim % max(tensor.dim(), 1)
-        shards = [parts_of(p) and p.dim == along for p in tensor.placements]
+        placements: Any = tensor.placements
+        shards = [parts_of(p) and p.dim == along for p in placements]
         if any(shards):
             tensor = tensor.redistribute(
                 placements=[Replicate() if s else p for s, p in zip(shards, tensor.placements)]

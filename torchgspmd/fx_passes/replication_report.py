@@ -140,10 +140,10 @@ def overruled_marks(
             # A factor of all operands and results multiplies parts each by itself, as experts.
             if all(factor in own for own in (*results, *(own for _, own in sides))):
                 continue
-            origins = [weights.get(_origin(v), ("", ())) for v, own in sides if factor in own]
+            origins = [weights.get(origin_input(v), ("", ())) for v, own in sides if factor in own]
             for axis in {*map(whole_axis, axes)} & {*row_axes}:
                 names = [name for name, marked in origins if axis in marked]
-                moved = [v for v, _ in sides if _origin(v) not in weights and _leaves(v, axis)]
+                moved = [v for v, _ in sides if origin_input(v) not in weights and _leaves(v, axis)]
                 if names and moved:
                     found.setdefault(axis, {}).update(dict.fromkeys(names))
     return tuple((axis, tuple(names)) for axis, names in found.items())

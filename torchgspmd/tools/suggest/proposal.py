@@ -12,7 +12,7 @@ import torch
 
 from ...capture import PARAMETER, Captured
 from ...comm.hardware import Hardware
-from ...compiler.options import Regather
+from ...compiler.option_groups import Regather
 from ...errors import ShardingError
 from ...fx_passes.printer import dtype_name
 from ...fx_passes.units import size_text, time_text
