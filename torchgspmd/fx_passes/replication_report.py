@@ -121,15 +121,18 @@ def overruled_marks(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return each axis that the batch leaves for weights which it divides too, and these weights.
 
-    row_axes: those that are to divide the leading dimension of arguments.
-
-    Their marks were to store them in parts. Few rows cost less to send than the weights.
+    Few rows cost less to send than such weights, whose marks were to store them in parts. row_axes:
+    those that are to divide the leading dimension of arguments.
     """
-    weights = {
-        node: (each.name, frozenset(each.mark.sharding_axes))
-        for node, each in zip(graph.find_nodes(op="placeholder"), inputs)
-        if each.kind == PARAMETER and each.mark is not None
+    marked = {
+        i: (each.name, each.mark.sharding_axes)
+        for i, each in enumerate(inputs)
+        if each.kind == PARAMETER and each.mark and {*row_axes} & {*each.mark.sharding_axes}
     }
+    if not marked:
+        return ()
+    placeholders = graph.find_nodes(op="placeholder")
+    weights = {placeholders[i]: weight for i, weight in marked.items()}
     found: dict[str, dict[str, None]] = {}
     for node in graph.nodes:
         if (rule := node.meta.get("rule")) is None or not rule.contraction:
@@ -142,7 +145,7 @@ def overruled_marks(
                 continue
             origins = [weights.get(origin_input(v), ("", ())) for v, own in sides if factor in own]
             for axis in {*map(whole_axis, axes)} & {*row_axes}:
-                names = [name for name, marked in origins if axis in marked]
+                names = [name for name, of_weight in origins if axis in of_weight]
                 moved = [v for v, _ in sides if origin_input(v) not in weights and _leaves(v, axis)]
                 if names and moved:
                     found.setdefault(axis, {}).update(dict.fromkeys(names))
