@@ -383,7 +383,7 @@ def _wrapper(
     mesh: Mesh, options: Options, part: DeviceMesh | None
 ) -> Callable[[nn.Module], nn.Module]:
     """Return the function that puts an optimizer's update on a mesh; it does not hold the model."""
-    plain = replace(options, timeout=None, audit=None)
+    plain = replace(options, timeout=None, check=replace(options.check, audit=None))
 
     def wrap(module: nn.Module) -> nn.Module:
         wrapped = ShardedModule(module, mesh, None, None, plain, hooks=False, part=part)
