@@ -399,8 +399,7 @@ def _wrapper(
     mesh: Mesh, options: Options, part: DeviceMesh | None
 ) -> Callable[[nn.Module], nn.Module]:
     """Return the function that puts an optimizer's update on a mesh; it does not hold the model."""
-    check = replace(options.check, audit=None)
-    plain = replace(options, timeout=None, check=check)
+    plain = replace(options, timeout=None, check=replace(options.check, audit=None))
 
     def wrap(module: nn.Module) -> nn.Module:
         wrapped = ShardedModule(module, mesh, None, None, plain, hooks=False, part=part)
