@@ -31,7 +31,7 @@ EXPLICIT, NAMED = "explicit", "named"
 _PHASES = ("forward", "backward")
 
 
-class Rule(NamedTuple):
+class AgreedRow(NamedTuple):
     """A row that agrees to some communication. budget: bytes that a device sends by it in a run."""
 
     text: str
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
 class Agreement:
     """The communication that is agreed: rows and a budget for all, or a golden text's rows."""
 
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[AgreedRow, ...] = ()
     budget: int | None = None  # bytes
     golden: tuple[tuple[Row, int], ...] | None = None
     path: str = ""
@@ -74,7 +74,7 @@ class Agreement:
         if given is None or isinstance(given, cls):
             return given
         if given == EXPLICIT:
-            return cls((Rule(NAMED, named=True), Rule("backward * *", "backward")))
+            return cls((AgreedRow(NAMED, named=True), AgreedRow("backward * *", "backward")))
         if isinstance(given, (str, Path)):
             rows = read(given).sections[COMMUNICATION]
             return cls(golden=tuple(sorted(rows.items())), path=str(given))
@@ -87,16 +87,16 @@ class Agreement:
         budgets = [row.budget for row in rows if not row.kind and row.budget is not None]
         rules = tuple(row for row in rows if row.kind)
         # A budget alone agrees to any kind.
-        rules = rules or ((Rule("* *"),) if budgets else ())
+        rules = rules or ((AgreedRow("* *"),) if budgets else ())
         return cls(rules, min(budgets, default=None))
 
-    def faults(self, collectives: Sequence[Collective]) -> dict[Row, Fault]:
+    def faults(self, collectives: Sequence[Collective]) -> dict[Row, NotAgreed]:
         """Return the collectives that are not agreed, by their lines in a golden text."""
-        found: dict[Row, Fault] = {}
+        found: dict[Row, NotAgreed] = {}
         for each, count, why in self._beyond(collectives):
             row = collective_row(each)
             earlier = found.get(row)
-            found[row] = Fault(each, count, why) if earlier is None else earlier.plus(count)
+            found[row] = NotAgreed(each, count, why) if earlier is None else earlier.plus(count)
         return found
 
     def _beyond(self, collectives: Sequence[Collective]) -> Iterator[tuple[Collective, int, str]]:
@@ -151,14 +151,14 @@ class Agreement:
         return f'agree to it: communication=[..., "{each.kind} {axes}{place}"]'
 
 
-class Fault(NamedTuple):
+class NotAgreed(NamedTuple):
     """Like collectives that are not agreed: the first one, how many, and the reason, if any."""
 
     each: Collective
     count: int
     why: str = ""
 
-    def plus(self, count: int) -> Fault:
+    def plus(self, count: int) -> NotAgreed:
         """Return these and so many more."""
         return self._replace(count=self.count + count)
 
@@ -174,7 +174,7 @@ def _matches(glob: str, module: str) -> bool:
     return any(fnmatchcase(".".join(parts[: i + 1]), glob) for i in range(len(parts)))
 
 
-def _rule(text: str) -> Rule:
+def _rule(text: str) -> AgreedRow:
     """Read a row. kind "": a budget for all."""
     words = text.replace("<=", " ").split()
     budget = None
@@ -184,9 +184,9 @@ def _rule(text: str) -> Rule:
             budget, words = parse_size(size), words[:-count]
             break
     if words == [NAMED]:
-        return Rule(text, budget=budget, named=True)
+        return AgreedRow(text, budget=budget, named=True)
     if not words and budget is not None:
-        return Rule(text, kind="", budget=budget)
+        return AgreedRow(text, kind="", budget=budget)
     phase = words.pop(0) if words and words[0] in _PHASES else "*"
     kinds = sorted({kind.counts_as or kind.name for kind in collective_kinds().values()})
     if not words or words[0] not in ("*", *kinds):
@@ -196,4 +196,4 @@ def _rule(text: str) -> Rule:
             fix=did_you_mean(words[0] if words else "", kinds),
         )
     kind, axes, *globs = [*words, "*"] if len(words) == 1 else words
-    return Rule(text, phase, kind, axes, tuple(globs), budget)
+    return AgreedRow(text, phase, kind, axes, tuple(globs), budget)

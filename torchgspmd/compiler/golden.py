@@ -47,7 +47,7 @@ Row = tuple[str, ...]  # the fields of a line
 
 
 @dataclass(frozen=True)
-class Change:
+class GoldenChange:
     """A line that differs between two golden texts: its section, its name, and both values."""
 
     section: str
@@ -129,12 +129,12 @@ class Golden:
             lines += [section, *(f"  {row}".rstrip() for row in padded)] if table else []
         return "\n".join(lines) + "\n"
 
-    def changes(self, after: Golden) -> Iterator[Change]:
+    def changes(self, after: Golden) -> Iterator[GoldenChange]:
         """Yield the lines that differ in another text, like ones together."""
         for section in SECTIONS:
             old, new = self.sections[section], after.sections[section]
             for name in dict.fromkeys(row[:-1] for row in [*old, *new] if old[row] != new[row]):
-                yield Change(section, name, _values(old, name), _values(new, name))
+                yield GoldenChange(section, name, _values(old, name), _values(new, name))
 
 
 def read(path: str | Path) -> Golden:

@@ -66,9 +66,9 @@ class Options:
         None,
         "plan parallelize",
         "The collectives that a program may send; anything else is an error before a byte is sent. "
-        'Rows, such as "all_reduce model *.down 1GiB" (a kind, axes, modules, bytes; * for any); a '
-        'file of Plan.check; or "explicit": those that the source names by reshard, and the '
-        "backward (docs/communication.md).",
+        'A row is a kind, axes, modules and bytes: "all_reduce model *.down 1GiB". In place of '
+        'rows: a file of Plan.check, or "explicit" for those that the source names by reshard, and '
+        "the backward (docs/communication.md).",
     )
     memory: MemorySettings = option(
         MemorySettings(),
