@@ -114,3 +114,18 @@ def order_faults(steps: Sequence[Step]) -> list[str]:
         # Rows that went with their feature bind nobody.
         if early in place and late in place and place[early] > place[late]
     ]
+
+
+def feature_pass(
+    feature: str,
+    name: str,
+    stage: Stage,
+    has_work: Callable[[Program], bool] = lambda p: True,
+    **row: Any,
+) -> Pass:
+    """Return the row for a pass that a feature adds. has_work: whether a program may need it."""
+
+    def run(program: Program) -> fx.Graph | None:
+        return FEATURE_PASSES[name](program) if has_work(program) else None
+
+    return Pass(name, run, stage, feature=feature, **row)

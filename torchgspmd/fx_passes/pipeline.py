@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any
 
 from torch import fx
 
@@ -41,7 +40,7 @@ from .lower.torch_bindings import torch_bindings
 from .lower.verify_owned import verify_owned
 from .lower.wire_dtypes import wire_dtypes
 from .pass_runner import run_steps
-from .pass_types import FEATURE_PASSES, Alternatives, Pass, Step, rows_of, with_row, without_rows
+from .pass_types import Alternatives, Pass, Step, feature_pass, rows_of, with_row, without_rows
 from .program import Program, Rank, Request
 from .program_passes import (
     bucket,
@@ -100,21 +99,6 @@ def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Gr
     return lambda p: run(p.graph)
 
 
-def _feature(
-    feature: str,
-    name: str,
-    stage: Stage,
-    has_work: Callable[[Program], bool] = lambda p: True,
-    **row: Any,
-) -> Pass:
-    """Return the row for a pass that a feature adds. has_work: whether a program may need it."""
-
-    def run(program: Program) -> fx.Graph | None:
-        return FEATURE_PASSES[name](program) if has_work(program) else None
-
-    return Pass(name, run, stage, feature=feature, **row)
-
-
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
@@ -139,7 +123,7 @@ PIPELINE: tuple[Step, ...] = (
                 before=("keep_dims", "split_products"),
                 because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
             ),
-            _feature(
+            feature_pass(
                 "lanes",
                 "batch_lanes",
                 ANNOTATED,
@@ -149,7 +133,7 @@ PIPELINE: tuple[Step, ...] = (
                 before=("split_fused",),
                 because="an operation on whole matrices that lanes divide needs no decomposition",
             ),
-            _feature(
+            feature_pass(
                 "experts",
                 "split_groups",
                 ANNOTATED,
@@ -169,7 +153,7 @@ PIPELINE: tuple[Step, ...] = (
                 limit=work,
             ),
             Pass("split_vectors", split_vectors, ANNOTATED, again=_PROPAGATE),
-            _feature(
+            feature_pass(
                 "attention",
                 "balance_attention",
                 ANNOTATED,
@@ -213,7 +197,7 @@ PIPELINE: tuple[Step, ...] = (
                 after=("partition",),
                 because="the partition may use a part of an axis; later passes see whole ones",
             ),
-            _feature(
+            feature_pass(
                 "pipelines",
                 "stage_sends",
                 PARTITIONED,
@@ -231,7 +215,7 @@ PIPELINE: tuple[Step, ...] = (
         passes=(
             Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, when=has_hosts),
             Pass("regather_weights", regather_weights, PARTITIONED),
-            _feature(
+            feature_pass(
                 "attention",
                 "ring_keys",
                 PARTITIONED,
@@ -240,7 +224,7 @@ PIPELINE: tuple[Step, ...] = (
                 because="a gather of keys that is repeated already is not repeated again",
             ),
             Pass("localize", localize_program, PARTITIONED, LOCAL),
-            _feature(
+            feature_pass(
                 "attention",
                 "attention_rings",
                 LOCAL,
@@ -248,7 +232,7 @@ PIPELINE: tuple[Step, ...] = (
                 before=("outline_loops", "start_wait"),
                 because="it replaces gathers that ring_keys marked, wherever a loop has them",
             ),
-            _feature(
+            feature_pass(
                 "loops",
                 "sink_exits",
                 LOCAL,
@@ -257,14 +241,14 @@ PIPELINE: tuple[Step, ...] = (
             ),
             # It copies operations from a loop of the forward to one of the backward.
             Pass("recompute", recompute, LOCAL, when=lambda p: p.request.has_budget),
-            _feature(
+            feature_pass(
                 "loops",
                 "outline_loops",
                 LOCAL,
                 before=("outline_stages", "collective_matmul", "bucket", "start_wait"),
                 because="these passes run once on each body",
             ),
-            _feature(
+            feature_pass(
                 "pipelines",
                 "outline_stages",
                 LOCAL,
@@ -292,7 +276,7 @@ PIPELINE: tuple[Step, ...] = (
                 because="one start sends a bucket",
             ),
             Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
-            _feature(
+            feature_pass(
                 "loops",
                 "prefetch_rows",
                 SCHEDULED,
@@ -319,7 +303,7 @@ PIPELINE: tuple[Step, ...] = (
         LOWERED,
         in_loops=True,
     ),
-    _feature(
+    feature_pass(
         "attention",
         "attention_kernels",
         LOWERED,
@@ -336,7 +320,7 @@ PIPELINE: tuple[Step, ...] = (
         because="a product of matrices comes with views that fold_views removes",
     ),
     Pass("fold_views", _of(fold_views), LOWERED, in_loops=True),
-    _feature(
+    feature_pass(
         "loops",
         "list_rows",
         LOWERED,
