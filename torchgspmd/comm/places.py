@@ -143,9 +143,9 @@ def stacks() -> dict[int, tuple[StackRow, ...]]:
 def _rows_of(thread: int) -> list[StackRow]:
     """Return a thread's stack in one call of C, in which no other thread runs Python.
 
-    A frame of a thread that runs meanwhile may end, and Python 3.11 has crashed in its f_back.
-    faulthandler takes no lock on the list of threads: it has crashed on one that was just begun.
-    No reference to a frame remains, which would keep the tensors in its variables.
+    Python 3.11 has crashed in f_back of a frame that had ended. It also crashes in faulthandler
+    while a thread begins, since that takes no lock on the list of threads. No reference to a frame
+    remains, which would keep the tensors in its variables.
     """
     innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
     frames = accumulate(chain(innermost, repeat("f_back")), getattr)

@@ -35,7 +35,7 @@ def check_communication(
         return sum(fault.count for fault in agreement.faults(other.collectives).values())
 
     largest = sorted(faults.values(), key=lambda fault: -fault.each.sent_bytes)
-    moves = [Exchange.of(plan, fault.each) for fault in largest[:_LARGEST]]
+    moves = [ExchangeSite.of(plan, fault.each) for fault in largest[:_LARGEST]]
     # A mark that sends less elsewhere cures no budget.
     over = agreement.golden is None and bool(largest[0].why)
     # Two marks for each: one fault may follow from another.
@@ -58,7 +58,7 @@ def check_communication(
     )
 
 
-class Exchange(NamedTuple):
+class ExchangeSite(NamedTuple):
     """An exchange: the value before it, the layout that it leads to, and what needs that."""
 
     moved: fx.Node
@@ -66,7 +66,7 @@ class Exchange(NamedTuple):
     user: fx.Node
 
     @classmethod
-    def of(cls, plan: Plan, each: Collective) -> Exchange | None:
+    def of(cls, plan: Plan, each: Collective) -> ExchangeSite | None:
         """Return a collective's exchange; None if the value is computed again in the backward."""
         for node in plan.sharded.nodes:
             step = node.meta.get("step")

@@ -343,7 +343,7 @@ def rows_for(reader: Reader) -> list[Option]:
 
 
 def settings_for(reader: Reader) -> Iterator[tuple[str, Option]]:
-    """Yield what a function reads one by one: group ("" for none) and row."""
+    """Yield each option or setting that a function reads: its group, "" for none, and row."""
     for row in rows_for(reader):
         if row.name not in GROUPS:
             yield "", row

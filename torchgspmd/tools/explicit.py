@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..compiler.communication import Exchange
+from ..compiler.communication import ExchangeSite
 from ..compiler.plan import Plan
 from ..fx_passes.units import short_source
 from . import plan_command
@@ -77,7 +77,7 @@ def unnamed(plan: Plan) -> list[Unnamed]:
     inputs = {n.name for n in plan.captured.graph.find_nodes(op="placeholder")}
     found: dict[tuple[str, str], Unnamed] = {}
     for each in plan.collectives:
-        move = None if each.backward or each.named else Exchange.of(plan, each)
+        move = None if each.backward or each.named else ExchangeSite.of(plan, each)
         if move is None:
             continue
         line = short_source(each.source) or each.module

@@ -32,7 +32,7 @@ MAX_OPS = 1024  # A lane with more operations is no matrix's work, but a whole m
 
 
 @dataclass
-class Region:
+class LaneRegion:
     """Connected core operations, with all that lies between them.
 
     core: twin number -> the operation. members: bits of the regions that have joined. above: bits
@@ -92,7 +92,7 @@ class _Finder:
         self.cores -= {node for node in self.models if counts[self.number[node]] == 1}
         self.home: dict[fx.Node, int] = {}  # operation -> its region, before it joined others
         self.joined: list[int] = []
-        self.regions: dict[int, Region] = {}
+        self.regions: dict[int, LaneRegion] = {}
         self.above: dict[fx.Node, int] = {}  # of operations in no region
 
     def _number(self, value: fx.Node) -> int:
@@ -108,7 +108,7 @@ class _Finder:
     def find(self) -> Iterator[Lanes]:
         for op in self.ops:
             self._place(op)
-        alike: dict[tuple[int, ...], list[Region]] = {}
+        alike: dict[tuple[int, ...], list[LaneRegion]] = {}
         for region in self.regions.values():
             alike.setdefault(tuple(sorted(region.core)), []).append(region)
         for regions in alike.values():
@@ -169,7 +169,7 @@ class _Finder:
     def _begin(self, op: Op, above: int) -> None:
         number = len(self.joined)
         self.joined.append(number)
-        self.regions[number] = Region(1 << number, above)
+        self.regions[number] = LaneRegion(1 << number, above)
         self._add(op, number)
 
     def _add(self, op: Op, number: int) -> None:
@@ -179,7 +179,7 @@ class _Finder:
         if op.node in self.cores:
             region.core[self.number[op.node]] = op
 
-    def _can_join(self, op: Op, regions: Sequence[Region], outside: int) -> bool:
+    def _can_join(self, op: Op, regions: Sequence[LaneRegion], outside: int) -> bool:
         """Return whether an operation may unite regions: unlike ones, with nothing between."""
         core = [number for region in regions for number in region.core]
         members = sum(region.members for region in regions)
@@ -189,7 +189,7 @@ class _Finder:
 
     # ------------------------------------------------------------------------------------ alignment
 
-    def _aligned(self, regions: Sequence[Region]) -> Lanes | None:
+    def _aligned(self, regions: Sequence[LaneRegion]) -> Lanes | None:
         """Return the lanes of like regions; None if their operations differ beyond the core."""
         numbers = sorted(regions[0].core, key=lambda n: self.order[regions[0].core[n].node])
         cores = [tuple(region.core[n] for region in regions) for n in numbers]
@@ -212,7 +212,7 @@ class _Finder:
         """Return whether an operation may be computed in a lane because an operand of it is."""
         return self.is_light[op.node] and op.node not in self.seams
 
-    def _by_number(self, region: Region) -> dict[int, Op]:
+    def _by_number(self, region: LaneRegion) -> dict[int, Op]:
         counts = Counter(self.number[op.node] for op in region.ops)
         numbered = ((self.number[op.node], op) for op in region.ops)
         return {n: op for n, op in numbered if counts[n] == 1 and op.node not in self.cores}
