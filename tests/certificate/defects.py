@@ -22,11 +22,10 @@ from torchgspmd.capture import Captured, draws
 from torchgspmd.comm import local_ops
 from torchgspmd.compat.operators import aten
 from torchgspmd.features.attention import kernels
-from torchgspmd.features.experts import split_groups
 from torchgspmd.features.unknown_sizes import operands
 from torchgspmd.features.windows import adaptive_max_pool, convolution
 from torchgspmd.fx_passes import pipeline
-from torchgspmd.fx_passes.expand import split_products
+from torchgspmd.fx_passes.expand import batched_op, split_products
 from torchgspmd.fx_passes.lower import reuse_buffers
 from torchgspmd.fx_passes.propagate import factors
 from torchgspmd.layout.halo_window import Window
@@ -281,7 +280,7 @@ DEFECTS = (
         "f69200f",
         "blocks of groups are given operations that name dimensions",
         edited(
-            split_groups._is_elementwise,
+            batched_op._is_elementwise,
             ' and torch.Tag.pointwise in getattr(op.node.target, "tags", ())',
             "",
         ),

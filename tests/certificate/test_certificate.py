@@ -33,7 +33,7 @@ def test_a_right_program_has_one():
     certificate = result.verify()
     assert certificate.complete and certificate.results == 5
     assert str(certificate) == (
-        "certified 24 of 24 values and 5 results, in 2 trials, on 8 ranks, and by eager PyTorch"
+        "certified 25 of 25 values and 5 results, in 2 trials, on 8 ranks, and by eager PyTorch"
     )
 
 

@@ -347,7 +347,7 @@ def test_options_of_parallelize_are_in_the_key(planned):
     neither = {"model", "mesh", "backend", "shard_updates", "plan", "check", "advanced"}
     neither.add("microbatches")  # below
     missing = inspect.signature(gspmd.parallelize).parameters.keys() - others.keys() - neither
-    assert missing <= {"timeout", "dynamic"}, missing
+    assert missing <= {"timeout", "dynamic", "communication"}, missing
     for count, (name, value) in enumerate(others.items(), 2):
         group, _, setting = name.partition(".")
         options = {group: {setting: value} if setting else value}

@@ -70,7 +70,7 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def is_of_tests(names: Iterable[str]) -> list[str]:
-    return [name for name in names if re.search(r"(^|/)(tests?|tests_\w+|examples)/|test_", name)]
+    return [name for name in names if re.search(r"(^|/)(tests?|tests_\w+|examples)/|\btest_", name)]
 
 
 def test_the_wheel_has_the_package_and_nothing_of_the_tests(wheel: Path) -> None:

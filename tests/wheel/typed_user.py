@@ -47,6 +47,7 @@ assert_type(gspmd.load(Path("run"), sharded, optimizer), int)
 gspmd.full_state_dict(sharded)
 gspmd.load_full_state_dict(sharded, {})
 gspmd.load_safetensors(sharded, "folder")
+assert_type(gspmd.transfer(sharded, model).sent_bytes, int)
 
 blocks = [nn.Linear(64, 64) for _ in range(4)]
 assert_type(gspmd.stack(blocks), nn.Module)

@@ -332,6 +332,7 @@ def _planned(request: Request) -> Plan:
     )
     # Only the default passes can be named in a file; others leave a plan that no file can replan.
     result.request = replace(request, shared=Shared()) if is_default() else None
+    result._gathers_by_default = request.of_module and request.out_specs is None
     return result
 
 

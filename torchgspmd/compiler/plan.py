@@ -194,7 +194,7 @@ class Plan(PlanFiles):
         results = [i for i, out in enumerate(self.captured.outputs) if out.kind == OUTPUT]
         return gathered_results(self.sharded, results)
 
-    @property
+    @cached_property
     def _gathers_by_default(self) -> bool:
         return bool(self.request and self.request.of_module and self.request.out_specs is None)
 

@@ -23,7 +23,9 @@ from .program import Program, Request
 VARIABLE = "TORCHGSPMD_BUG_REPORT"  # the file to write
 _OWN = "torchgspmd::"
 # Fields of a Request that the report has by itself, and what no program is described by.
-_BESIDE = frozenset({"captured", "mesh", "arguments", "expand", "constants", "shared", "stored"})
+_BESIDE = frozenset(
+    {"captured", "mesh", "arguments", "expand", "constants", "shared", "stored", "of_module"}
+)
 
 
 class InternalError(AssertionError):

@@ -110,6 +110,7 @@ ASKS_FOR_ONE = {
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result
     "features.attention.ring_keys": {"reduce_scatter"},  # what becomes of gradients in a ring
     "fx_passes.lower.insert_rank_check": {"all_reduce"},  # a comparison of ranks that is one
+    "tools.report.kernels": {"all_to_all"},  # which dispatchers send
 }
 
 

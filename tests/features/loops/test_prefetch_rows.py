@@ -34,9 +34,9 @@ class Model(nn.Module):
 
 def plans(model, x, mesh, **options):
     """With and without gathers that begin an iteration earlier."""
-    options |= {"mesh": mesh, "in_specs": "data _", "grad": True}
+    given = {"mesh": mesh, "in_specs": "data _", "grad": True}
     return [
-        gspmd.plan(model, x, **options, advanced={"skip_passes": skip})
+        gspmd.plan(model, x, **given, advanced={**options, "skip_passes": skip})
         for skip in ((), ("prefetch",))
     ]
 
@@ -53,9 +53,7 @@ def test_numbers(count, recompute):
     model, x = Model(mesh, count, 4, recompute=recompute).double(), torch.randn(600, 4).double()
     loss = model(x)
     loss.backward()
-    plan, _ = plans(
-        model, x, mesh, advanced={"costs": {"message_price": 1.0}}
-    )  # else: one before the loop
+    plan, _ = plans(model, x, mesh, costs={"message_price": 1.0})  # else: one before the loop
     assert len(held(plan)) == 2 and all(held(plan))
     found, gradients = plan.simulate(x, _poison=True)
     torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-12)

@@ -14,7 +14,7 @@ from fnmatch import fnmatch
 from torch import fx
 
 from ...comm.hardware import Hardware
-from ...comm.kinds import Step
+from ...comm.kinds import Step, all_to_all
 from ...fx_passes.schedule.arithmetic import step_seconds
 from ...layout.mesh import Mesh
 
@@ -112,8 +112,8 @@ def exchange_seconds(
 ) -> float:
     """Return the seconds of collectives that are sent as one, by a framework's kernels."""
     first, sent = steps[0], sum(step.sent for step in steps)
-    if kernels.routed is None or first.target.name != "all_to_all":
+    if kernels.routed is None or first.target is not all_to_all:
         return step_seconds(steps, mesh, hardware) / kernels.links
-    start = hardware.transfer_seconds(mesh, first.axes, "all_to_all", False, 0.0)
+    start = hardware.transfer_seconds(mesh, first.axes, all_to_all.name, False, 0.0)
     moved = kernels.routed.seconds(sent, hardware, mesh.count(first.axes))
     return start + moved / kernels.links
