@@ -30,7 +30,8 @@ mesh data=2
     %einsum_1    : f32[4@data, 8] = einsum(cb,ab->ca, %tanh, %_1_0_weight)
   %add_5       : f32[4@data, 8] = add(%einsum_5, %_5_0_bias)
   %tanh_5      : f32[4@data, 8] = tanh(%add_5)
-  return %tanh_5""",
+  %tanh_5_g    : f32[4, 8]      = all_gather(%tanh_5, 0, data)
+  return %tanh_5_g""",
         )
 
 
