@@ -37,7 +37,7 @@ _WAITS = {
 _NOWHERE = NodeLine("", "", "", "")
 # Calls that look are no place to tell.
 _OWN = tuple(__file__.replace("places.py", name) for name in ("places.py", "watcher.py"))
-_ROW: Any = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
+_ROW = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
 class StackRow(NamedTuple):
