@@ -193,6 +193,12 @@ def work(p: Program) -> float:
     return sum(strategy.work for strategy in decisions.strategies.values())
 
 
+def price(p: Program) -> float:
+    """Return the bytes that a device sends, and those that a link would send while it works."""
+    constants = p.request.constants
+    return sent_bytes(p) + work(p) * constants.flops_per_byte / constants.link_flops_per_byte
+
+
 def fits_device(p: Program) -> bool:
     """Return whether one device's program fits into its budget or GPU; elsewhere it does."""
     if p.request.has_budget:
