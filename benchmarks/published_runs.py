@@ -36,7 +36,7 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
-from torchgspmd.compiler.options import Regather
+from torchgspmd.compiler.option_groups import Regather
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from large_plans import rotated
