@@ -7,6 +7,7 @@ import itertools
 import math
 from unittest.mock import patch
 
+import pytest
 import torch
 from ranks import distributed
 from torch import nn
@@ -492,6 +493,40 @@ def test_optimizers_of_whole_tensors(mesh):
             torch.testing.assert_close(
                 whole(mine).detach(), theirs.detach(), rtol=tolerance, atol=tolerance
             )
+
+
+@distributed("data=2")
+@pytest.mark.parametrize(
+    "options",
+    [{"param_dtype": torch.bfloat16}, {"microbatches": 2}, {"communication": ["* data"]}],
+    ids=lambda options: next(iter(options)),
+)
+def test_options_of_the_model_are_not_those_of_muon_s_step(mesh, options):
+    """Its update has no batch, and computes in the parameters' own dtype."""
+    if not hasattr(torch.optim, "Muon"):
+        return  # came with torch 2.9
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(4)), Mean())
+    reference = copy.deepcopy(model)
+    gspmd.annotate(model, mesh, {"*.weight": "data _"})
+    module = gspmd.parallelize(model, mesh, in_specs="data _", **options)
+    rate, x = 0.5, torch.randn(16, 16)
+    cubic = {"lr": rate, "ns_coefficients": (1.5, -0.5, 0.0), "weight_decay": 0.0}
+    mine, other = (torch.optim.Muon(m.parameters(), **cubic) for m in (module, reference))
+    module(x).backward()
+    for got, want in zip(module.parameters(), reference.parameters()):
+        want.grad = got.grad.full_tensor().clone()
+    mine.step()
+    other.step()
+    for got, want in zip(module.parameters(), reference.parameters()):
+        # A step of matrices with entries of at most 1, each rounded 15 times to 8 bits.
+        atol = rate * 15 * 2**-9
+        torch.testing.assert_close(whole(got).detach(), want.detach(), rtol=0, atol=atol)
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
 
 
 @distributed("data=2", "data=2,model=2")

@@ -158,3 +158,10 @@ def test_an_argument_that_has_an_options_name():
     torch.testing.assert_close(plan.simulate(x, memory=memory), decoder(x, memory))
     plan = gspmd.plan(decoder, x, memory, mesh=MESH, memory={"recompute": "auto"}, grad=True)
     assert plan.memory.peak
+
+
+def test_an_argument_with_the_name_of_another_functions_option():
+    """`pin` and `audit` are no options of plan."""
+    x = torch.ones(4)
+    plan = gspmd.plan(lambda x, pin, audit: x * pin + audit, x, pin=2.0, audit=1.0, mesh=MESH)
+    torch.testing.assert_close(plan.simulate(x, pin=2.0, audit=1.0), 2 * x + 1)

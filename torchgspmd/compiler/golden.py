@@ -96,7 +96,8 @@ class Golden:
         """
         sections = {section: Counter[Row]() for section in SECTIONS}
         section = ""
-        fix = "write it anew: plan.check(path, update=True), or torchgspmd check ... --update"
+        # It may be any file, which no update overwrites.
+        fix = "name another file, or remove it and write it anew: plan.check(path, update=True)"
         lines = [line for line in text.splitlines() if line.strip() and line[0] != "#"]
         if lines[:1] != [HEAD]:
             raise ShardingError.here(f"{name} does not begin with '{HEAD}'", fix=fix)

@@ -358,7 +358,10 @@ def is_an_option(name: str, value: object, is_argument: bool) -> bool:
     """
     if name in GROUPS and is_argument:
         return isinstance(value, (str, int, Mapping, GROUPS[name]))
-    return name in MOVED or any(row.name == name for row in rows_for("plan"))
+    if name in MOVED:
+        group, name = MOVED[name]
+        return any(row.name == name for row in rows_of(GROUPS[group], "plan"))
+    return any(row.name == name for row in rows_for("plan"))
 
 
 def rows_of(owner: type, reader: Reader) -> list[Option]:

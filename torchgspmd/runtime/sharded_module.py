@@ -398,8 +398,16 @@ def _dtypes(tensors: Iterable[Tensor]) -> frozenset[torch.dtype]:
 def _wrapper(
     mesh: Mesh, options: Options, part: DeviceMesh | None
 ) -> Callable[[nn.Module], nn.Module]:
-    """Return the function that puts an optimizer's update on a mesh; it does not hold the model."""
-    plain = replace(options, timeout=None, check=replace(options.check, audit=None))
+    """Return the function that puts an optimizer's update on a mesh; it does not hold the model.
+
+    An update has no batch to divide, and keeps the parameters' own dtype.
+    """
+    plain = Options(
+        backend="inductor" if options.compiler == "inductor" else "torch",
+        hardware=options.hardware,
+        check=replace(options.check, audit=None),
+        advanced=options.advanced,
+    )
 
     def wrap(module: nn.Module) -> nn.Module:
         wrapped = ShardedModule(module, mesh, None, None, plain, hooks=False, part=part)

@@ -312,21 +312,18 @@ class _Calibration:
         slope = max((third - second) / (most - less), whole / 2, 1e-15)
         return 1 / slope, max(first - few * slope, 0.0)
 
-    def _time(self, run: Callable[[], object], seconds: float = 0.0) -> float:
+    def _time(self, run: Callable[[], object], seconds: float = SECONDS) -> float:
         """Return a call's median seconds, each until the slowest device is through.
 
-        seconds: how long it is repeated at least; SECONDS by default.
-
-        Where devices take turns on few cores, it is another one each time.
+        Where devices take turns on few cores, it is another one each time. seconds: how long it is
+        repeated at least.
         """
         for _ in range(2):
             run()
         once = max(self._once(run), 1e-6)
-        # Seconds on a slow link are alike.
-        repeats = min(
-            max(3, int(self._most((SECONDS if seconds is None else seconds) / once + 2))), 200
-        )
-        times = [self._once(run) for _ in range(min(max(repeats, 3), 200))]
+        # Seconds on a slow link are alike: three calls will do.
+        repeats = min(max(3, int(self._most(seconds / once))), 200)
+        times = [self._once(run) for _ in range(repeats)]
         return statistics.median(self._slowest(times))
 
     def _once(self, run: Callable[[], object]) -> float:
