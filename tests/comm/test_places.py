@@ -15,9 +15,11 @@ from torchgspmd.comm.rank_failure import Status
 # Threads that are not Python's begin and end, as gloo's do that free a tensor. 20 s of it ended a
 # process whose stacks faulthandler wrote.
 NATIVE_THREADS = """
-import ctypes, threading, time
+import ctypes, gc, os, sys, threading, time
 from torchgspmd.comm.places import stacks
 
+sys.setswitchinterval(1e-6)
+gc.set_threshold(50)
 libc, end = ctypes.CDLL(None), time.monotonic() + 4
 call = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)(lambda _: None)
 
@@ -33,13 +35,22 @@ def look():
     while time.monotonic() < end:
         stacks()
 
+class Cycle:
+    def __init__(self):
+        self.me = self
+
+    def __del__(self):
+        os.stat("/")  # releases the interpreter's lock
+
 def count(n):
+    Cycle()
     yield from count(n - 1) if n else range(3)
 
 for work in (begin_and_join, begin_and_join, look):
     threading.Thread(target=work).start()
 while time.monotonic() < end:
     sum(count(5)), time.sleep(0)
+assert gc.isenabled()
 """
 
 

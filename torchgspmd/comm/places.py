@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import linecache
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
-from itertools import accumulate, chain, repeat, starmap
-from operator import attrgetter, itemgetter
+from itertools import accumulate, chain, compress, repeat, starmap, takewhile
+from operator import attrgetter, methodcaller
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -37,6 +37,7 @@ _WAITS = {
 _NOWHERE = NodeLine("", "", "", "")
 # Calls that look are no place to tell.
 _OWN = tuple(__file__.replace("places.py", name) for name in ("places.py", "watcher.py"))
+_ONCE: list[tuple[()]] = [()]  # starmap calls a function once
 _ROW = attrgetter("f_code.co_filename", "f_lineno", "f_code.co_name")
 
 
@@ -132,7 +133,7 @@ def stack_of_main() -> tuple[str, ...]:
 def stacks() -> dict[int, tuple[StackRow, ...]]:
     """Return the stack of each thread, without the calls of this file."""
     found = {}
-    for thread in sys._current_frames():
+    for thread in [*sys._current_frames()]:  # no frame is kept, nor the tensors in its variables
         rows = _rows_of(thread)
         while rows and rows[0].file in _OWN:
             rows.pop(0)
@@ -141,15 +142,22 @@ def stacks() -> dict[int, tuple[StackRow, ...]]:
 
 
 def _rows_of(thread: int) -> list[StackRow]:
-    """Return a thread's stack in one call of C, in which no other thread runs Python.
+    """Return a thread's stack in one call of C, in which no other thread runs.
 
-    Python 3.11 has crashed in f_back of a frame that had ended. It also crashes in faulthandler
-    while a thread begins, since that takes no lock on the list of threads. No reference to a frame
-    remains, which would keep the tensors in its variables.
+    f_back makes an object of a frame that the other thread may end meanwhile: Python 3.11 has
+    crashed, if that started the collector and a finalizer let the thread run. So the collector
+    rests. faulthandler crashes too: it reads threads that are just beginning.
     """
-    innermost = map(itemgetter(thread), starmap(sys._current_frames, [()]))
-    frames = accumulate(chain(innermost, repeat("f_back")), getattr)
-    rows: deque[tuple[str, int | None, str]] = deque()
-    with suppress(AttributeError, KeyError):  # the outermost frame's f_back; an ended thread
-        rows.extend(map(_ROW, frames))
-    return [StackRow(file, line or 0, function) for file, line, function in rows]
+    innermost = map(methodcaller("get", thread), starmap(sys._current_frames, _ONCE))
+    frames = takewhile(bool, accumulate(chain(innermost, repeat("f_back")), getattr))
+    rows = deque[Any]()
+    collected = starmap(rows.__getitem__, [(0,)])  # the first row, when it is asked for
+    rows.extend(
+        chain(
+            starmap(gc.isenabled, _ONCE),
+            filter(None, starmap(gc.disable, _ONCE)),
+            map(_ROW, frames),
+            filter(None, starmap(gc.enable, compress(_ONCE, collected))),
+        )
+    )
+    return [StackRow(file, line or 0, function) for file, line, function in [*rows][1:]]
