@@ -39,7 +39,7 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 
 @dataclass(frozen=True)
 class Numbers:
-    """What some layers add: seconds of the device and of the host, and bytes for the backward."""
+    """Some layers' seconds of the device and of the host, and bytes for the backward."""
 
     forward: float = 0.0
     backward: float = 0.0
@@ -147,7 +147,7 @@ class Planned:
         )
 
     def held(self) -> Iterator[Held]:
-        """Yield what a device holds of each trained weight; a stage has its share of the layers.
+        """Yield a device's part of each trained weight; a stage has its share of the layers.
 
         The first stage has the embedding, the last the head: half of both counts.
         """
@@ -188,13 +188,13 @@ class Planned:
         return Numbers(sums[0], sums[1], sums[2], sums[3], saved)
 
     def is_graphed(self, node: fx.Node) -> bool:
-        """Return True for what a CUDA graph starts: on Blackwell, but for experts' products."""
+        """Return whether a CUDA graph starts an operation, on Blackwell alone."""
         if self.row.system[-3:] not in GRAPHED or groups_of(node) > 1:
             return False
         return any(fnmatch(module_of(node), glob) for glob in self.config.graphs)
 
     def saved(self) -> list[Choice]:
-        """Return what a stage keeps of a microbatch, with the seconds that computing it takes."""
+        """Return the values that a stage keeps of a microbatch, and the seconds for them."""
         stages, kinds = self.row.pipeline, self.config.kinds()
         first, found = next(iter(kinds)), []
         for kind, count in kinds.items():

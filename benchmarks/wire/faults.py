@@ -93,7 +93,7 @@ def wait(condition: Callable[[], bool], limit: float) -> float:
 
 
 def outcome(name: str, rate: str, timeout: float) -> str:
-    """Return what became of a training."""
+    """Return how a training ends after a fault, and the seconds until then."""
     fault, survivors = FAULTS[name]
     with tempfile.TemporaryDirectory() as folder, Wire(2, rate) as wire:
         logs, jobs = [Path(folder, f"{host}.log") for host in range(2)], []

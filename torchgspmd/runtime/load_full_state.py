@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -233,6 +233,14 @@ def problem_with(name: str, shape: torch.Size, targets: Mapping[str, Tensor]) ->
     if shape != targets[name].shape:
         return f"'{name}' has the shape {[*shape]}, in the model {[*targets[name].shape]}"
     return ""
+
+
+def raise_first(problems: Sequence[str], why: str, fix: str) -> None:
+    """Raise on every rank if one has a problem. problems: each rank's, or ""."""
+    first = next((rank for rank, text in enumerate(problems) if text), None)
+    if first is not None:
+        where = "" if all(problems) else f"rank {first}: "
+        raise ShardingError.here(where + problems[first], why=why, fix=fix)
 
 
 def names_of(names: Iterable[str]) -> str:

@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_mismatch import all_gather_rows
 from ..dtensor.storage import spec_of
-from ..errors import ShardingError
 from ..layout.part_order import part_order
 from .full_state import groups_of_state, part_of_shard
-from .load_full_state import names_of, problem_with, stored_tensors, without_tied
+from .load_full_state import names_of, problem_with, raise_first, stored_tensors, without_tied
 
 INDEX = "model.safetensors.index.json"  # as transformers writes it: {"weight_map": {name: file}}
 
@@ -125,15 +124,11 @@ def _compare(
 
 def _agree(groups: ProcessGroups, problem: str) -> None:
     """Raise on every rank if one has a problem."""
-    problems = all_gather_rows(groups, problem)
-    first = next((rank for rank, each in enumerate(problems) if each), None)
-    if first is not None:
-        where = "" if all(problems) else f"rank {first}: "
-        raise ShardingError.here(
-            where + problems[first],
-            why="load_safetensors takes the names and shapes of the one-device model",
-            fix="pass rename=, which returns the model's name for one of a file, or strict=False",
-        )
+    raise_first(
+        all_gather_rows(groups, problem),
+        why="load_safetensors takes the names and shapes of the one-device model",
+        fix="pass rename=, which returns the model's name for one of a file, or strict=False",
+    )
 
 
 @torch.no_grad()

@@ -29,9 +29,12 @@ from ..errors import ShardingError
 from ..layout.mesh import Mesh
 from .checkpoint import gathered, meet_all, run
 from .full_state import part_of_shard
-from .load_full_state import names_of, stored_tensors
+from .load_full_state import names_of, raise_first, stored_tensors
 
 BUCKET = 1 << 26  # bytes that a rank sends, or receives, in one round
+
+_WHY = "transfer copies each tensor of the source into the target's of the same name"
+_FIX = "pass names=, which gives the target's name for one of the source, or None to leave it out"
 
 Wants = Callable[[int, str, tuple[int, ...]], Sequence[slice] | None]
 Box = tuple[tuple[int, int], ...]  # where a part begins and ends, by dimension
@@ -122,7 +125,7 @@ def transfer(
     except Exception as error:  # perhaps of this rank alone, for which the others would wait
         problem = f"{type(error).__name__}: {error}"
     rows = gathered([problem, host_name(), _as_json(held)])
-    _raise_first([row[0] for row in rows])
+    raise_first([row[0] for row in rows], _WHY, _FIX)
     hosts, holders = [row[1] for row in rows], [*map(_from_json, (row[2] for row in rows))]
 
     shapes = {name: part for parts in holders for name, part in parts.items()}
@@ -148,9 +151,10 @@ def transfer(
     rows = gathered([problem, known, _as_json(wanted)])
     wanters = [*map(_from_json, (row[2] for row in rows))]
     everywhere = {name for row in rows for name in row[1]}
-    _raise_first([row[0] or _mismatch(shapes, parts) for row, parts in zip(rows, wanters)])
+    problems = [row[0] or _mismatch(shapes, parts) for row, parts in zip(rows, wanters)]
+    raise_first(problems, _WHY, _FIX)
     if unknown := sorted({*shapes} - everywhere):
-        _raise_first([f"the target has no {names_of(unknown)}"])
+        raise_first([f"the target has no {names_of(unknown)}"], _WHY, _FIX)
 
     result = Transferred(tensors=made)
     if made:
@@ -271,19 +275,6 @@ def _mismatch(shapes: Mapping[str, TensorPart], wanted: Mapping[str, TensorPart]
                 f"{[*part.shape]} in the target"
             )
     return ""
-
-
-def _raise_first(problems: Sequence[str]) -> None:
-    """Raise on every rank if one has a problem."""
-    first = next((rank for rank, text in enumerate(problems) if text), None)
-    if first is not None:
-        where = "" if all(problems) else f"rank {first}: "
-        raise ShardingError.here(
-            where + problems[first],
-            why="transfer copies each tensor of the source into the target's of the same name",
-            fix="pass names=, which gives the target's name for one of the source, or None to "
-            "leave it out",
-        )
 
 
 def _as_json(parts: Mapping[str, TensorPart]) -> list[list]:

@@ -278,7 +278,7 @@ class KernelTimes:
 
 
 def _passes_on(node: fx.Node) -> bool:
-    """Return True for what computes nothing with a value: a sum over devices, a view, a cast."""
+    """Return whether an operation computes nothing: a sum over devices, a view, a cast."""
     return node.target in (start, wait, aten._to_copy.default) or is_transparent(node)
 
 
