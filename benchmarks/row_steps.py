@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 import torch
-from measured_rows import Row, config
-from row_models import Axes, Decoder
+from measured_rows import Row
+from row_models import Axes, marked
 from torch import fx
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
 from torchgspmd.features.pipelines.order import Order
 from torchgspmd.features.pipelines.schedule import Times
+from torchgspmd.tools.decoders import config
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
 from torchgspmd.tools.report.kernel_times import KernelTimes, groups_of
 from torchgspmd.tools.report.kernels import Kernels, Routed, module_of
@@ -131,7 +132,7 @@ class Planned:
         batch = row.micro_batch * row.replicas
         head = self.config.latent.places if self.config.latent else self.config.head
         with torch.device("meta"):
-            model = Decoder(row, self.config, kinds, axes)
+            model = marked(row, self.config, kinds, axes)
             tokens = torch.empty(batch, row.sequence, dtype=torch.long)
             angles = torch.empty(row.sequence, head // 2)
         return gspmd.plan(

@@ -23,6 +23,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from ..comm.hardware import PRESETS
 from ..compiler.golden import read as read_golden
 from ..compiler.plan import Plan
@@ -30,8 +32,10 @@ from ..errors import ShardingError
 from ..layout.mesh import Mesh
 from . import explicit, plan_command
 from .calibrate import calibrate
+from .decoders import NamedDecoder
 from .doctor import doctor
 from .launch import launch
+from .report.kernels import RECIPES
 from .suggest import suggest
 
 
@@ -96,8 +100,13 @@ def _diff(args: argparse.Namespace) -> str:
 
 
 def _add_suggest(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="as for `plan`; its marks do not count")
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of example")
+    add = parser.add_argument
+    add("file", type=Path, nargs="?", help="as for `plan`; its marks do not count")
+    add("options", nargs="*", metavar="NAME=VALUE", help="options of example")
+    add("--model", help="a published decoder in place of a file, such as llama3-70b")
+    add("--batch", type=int, default=256, help="sequences in a step of --model")
+    add("--sequence", type=int, default=8192, help="tokens of one, a power of two")
+    add("--precision", choices=[*RECIPES], help="products' format, by a framework's fused kernels")
     parser.add_argument("--devices", type=int, required=True, help="how many")
     _add_hardware(parser)
     parser.add_argument("--memory", help='of a device that may be used, such as "80GB"')
@@ -106,8 +115,17 @@ def _add_suggest(parser: argparse.ArgumentParser) -> None:
 
 
 def _suggest(args: argparse.Namespace) -> str:
-    # Any mesh does, since the model's own marks do not count.
-    model, arguments = plan_command.example_of(args.file, Mesh(data=1), args.options)
+    given = plan_command.given_options(args, "suggest")
+    if bool(args.model) == bool(args.file):
+        raise ShardingError.here("which model?", fix="write a file, or --model llama3-70b")
+    if args.model:
+        with torch.device("meta"):
+            model = NamedDecoder(args.model, args.devices, args.sequence)
+            tokens = torch.empty(args.batch, args.sequence, dtype=torch.long)
+        arguments = (tokens, tokens)
+    else:
+        # Any mesh does, since the model's own marks do not count.
+        model, arguments = plan_command.example_of(args.file, Mesh(data=1), args.options)
     found = suggest(
         model,
         arguments,
@@ -115,7 +133,8 @@ def _suggest(args: argparse.Namespace) -> str:
         hardware=args.hardware,
         memory=args.memory,
         seconds=args.seconds,
-        **plan_command.given_options(args, "suggest"),
+        precision=args.precision,
+        **given,
     )
     return "\n\n".join(map(str, found))
 

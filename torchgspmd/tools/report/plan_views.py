@@ -28,6 +28,7 @@ from ..certificate import Certificate, blamed, certify
 from .diff import PlanDiff, layout_changes
 from .estimate import COMPUTE, Estimate, estimate
 from .explanation import explain
+from .kernels import Kernels
 from .page import page_data, page_text
 from .report import Report, TriedMark, WholeTensor, mark_largest, report
 
@@ -38,11 +39,14 @@ _ROWS = {COMPUTE: (1, "compute"), "exposed": (1, "compute"), "communication": (2
 class PlanViews(Plan):
     """The definitions for Plan's ToolMethods, by name (compiler/plan_methods.py)."""
 
-    def estimate(self, hardware: str | Hardware = "h100") -> Estimate:
+    def estimate(
+        self, hardware: str | Hardware = "h100", kernels: Kernels | None = None
+    ) -> Estimate:
         """Estimate a run's time on some hardware.
 
         Args:
             hardware: A preset, such as "h100", "gb300", "tpu_v5p" or "cpu_gloo", or a Hardware.
+            kernels: A framework's fused kernels; by default one for each operation of PyTorch.
 
         Returns:
             The one-device program's time line, without the optimizer.
@@ -55,7 +59,8 @@ class PlanViews(Plan):
             >>> result.estimate("h100").seconds > result.estimate("h100").busy("compute")
             True
         """
-        return estimate(self.program_graph, self.captured.graph, self.mesh, Hardware.of(hardware))
+        hardware, model = Hardware.of(hardware), self.captured.graph
+        return estimate(self.program_graph, model, self.mesh, hardware, kernels)
 
     def verify(self) -> Certificate:
         """Check each value in the planned programs against the one-device program.
@@ -245,13 +250,19 @@ class PlanViews(Plan):
         page = self._page("Plan", self.report())
         return f'<iframe srcdoc="{html.escape(page)}" width="100%" height="700"></iframe>'
 
-    def report(self, hardware: str | Hardware = "h100", tried: bool = True) -> Report:
+    def report(
+        self,
+        hardware: str | Hardware = "h100",
+        tried: bool = True,
+        kernels: Kernels | None = None,
+    ) -> Report:
         """Report a device's memory, work and bytes, and unrequested work.
 
         Args:
             hardware: As for estimate.
             tried: Whether to plan the marks that are proposed for the three largest tensors that
                 are whole, if these have 1 MiB and a 64th of the peak or more.
+            kernels: As for estimate.
 
         Returns:
             The report. Print it, or read its parts.
@@ -269,7 +280,7 @@ class PlanViews(Plan):
             self.sharded,
             self.program_graph,
             self.replicated_ops,
-            self.estimate(hardware),
+            self.estimate(hardware, kernels),
         )
         asked = [] if self.request is None else [self.request.planned_for]
         buckets = [buckets_text(self.program_graph, self.mesh, each) for each in asked]

@@ -27,6 +27,7 @@ from ...layout.layout_rules import Layout, Unmarked, bound
 from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
+from ..report.kernels import Kernels
 from .expert_stacks import expert_stacks
 from .layers import Layers, Recomputed, noted, output_groups, with_marks
 from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
@@ -57,6 +58,7 @@ class Judge:
     kwargs: dict[str, Any]
     hardware: Hardware
     options: Options = Options()
+    kernels: Kernels | None = None
     layers: Layers = field(init=False)
     recomputable: Layers = field(init=False)
     groups: tuple[Group, ...] = field(init=False)
@@ -101,6 +103,11 @@ class Judge:
         self.layer_flops, more = counts[-1] - counts[0], max(self.layers.length - len(programs), 0)
         self.flops = counts[-1] + more * self.layer_flops
         self.state_bytes = sizes[-1] + more * (sizes[-1] - sizes[0])
+
+    @property
+    def itemsize(self) -> float:
+        """Return the bytes of a number whose rate the products take."""
+        return self.kernels.recipe.itemsize if self.kernels else self.dtype.itemsize
 
     @property
     def rows(self) -> int:
@@ -334,7 +341,7 @@ class Judge:
                 is_stacked = len(inp.shape) > len(group.shape)
                 stored[group.pattern].add(without_stage(spec) if is_stacked else spec)
         self.stored[key] = {**stored, **outputs}  # the larger program's, which comes last
-        return Numbers.of(result.report(self.hardware, tried=False))
+        return Numbers.of(result.report(self.hardware, tried=False, kernels=self.kernels))
 
     def marks(self, mesh: Mesh, marks: Marks, savings: Savings) -> dict[str, str]:
         """Return the layouts of parameters by glob, for those that are not whole, and of outputs.

@@ -18,6 +18,7 @@ from ...fx_passes.printer import dtype_name
 from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
+from ..report.kernels import Kernels
 from .script import ScriptSource
 
 DATA, EXPERT, MODEL, STAGE = "data", "expert", "model", "stage"
@@ -232,6 +233,7 @@ class Proposal:
         this mesh with these marks in this memory, if HiGHS is there.
         limit: Bytes that may be used on a device. A proposal that needs more says so.
         dtype: The products' dtype, whose rate `bound` and `mfu` take.
+        kernels: A framework's kernels that the times are of, with its products' format.
         keeps_results: Whether results stay as they are computed: the model returns more than its
             loss, and gathering that is not in the numbers.
         source: Code that makes the model and a batch, for `script`.
@@ -263,6 +265,7 @@ class Proposal:
     recompute_bound: float | None = None
     limit: float = math.inf
     dtype: torch.dtype = torch.float32
+    kernels: Kernels | None = None
     keeps_results: bool = False
     source: ScriptSource | None = field(default=None, compare=False, repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
@@ -336,11 +339,13 @@ class Proposal:
 
     def _terms(self) -> str:
         """Define the bound, and the precision that the times assume."""
-        rate = self.hardware.rate(self.dtype.itemsize)
+        recipe, products = self.kernels and self.kernels.recipe, dtype_name(self.dtype)
+        rate = self.hardware.rate(recipe.itemsize if recipe else self.dtype.itemsize)
+        products = f"{self.kernels.products} by fused kernels" if self.kernels else products
         sums = self.precision.get("reduce_dtype")
         reduced = f", gradients summed in {dtype_name(sums)}" if sums else ""
         return (
             f"bound {time_text(self.bound)}: the products of a step alone, in "
-            f"{dtype_name(self.dtype)} at {self.hardware.efficiency:.0%} of {rate / 1e12:.4g} "
+            f"{products} at {self.hardware.efficiency:.0%} of {rate / 1e12:.4g} "
             f"TFLOP/s, divided evenly over {self.mesh.size} devices{reduced}"
         )

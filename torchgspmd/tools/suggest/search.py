@@ -31,6 +31,7 @@ from ...compiler.options import Options
 from ...errors import ShardingError
 from ...fx_passes.units import parse_size, size_text, time_text
 from ...layout.mesh import Mesh
+from ..report.kernels import RECIPES, Kernels
 from . import candidates
 from .judge import Judge
 from .proposal import STAGE, Marks, Proposal, Savings, batch_axes
@@ -63,6 +64,7 @@ def suggest(
     memory: str | float | None = None,
     seconds: float = 60.0,
     kwargs: dict[str, object] | None = None,
+    precision: str | None = None,
     **options: Unpack[Precision],
 ) -> list[Proposal]:
     """Search a mesh and marks for a model, and return the best as scripts for torchrun.
@@ -82,6 +84,9 @@ def suggest(
         memory: Bytes on a device that may be used, such as "80GB"; by default all it has.
         seconds: Time for the search; it returns the best by then.
         kwargs: A call's keyword arguments.
+        precision: "bf16", "fp8", "mxfp8" or "nvfp4": the times are those of a framework's fused
+            kernels with products in this format, which the script itself does not use. By default
+            each operation of PyTorch is a kernel.
         {options}
 
     Returns:
@@ -89,7 +94,8 @@ def suggest(
         One of them sends least among all that are little slower than the best.
 
     Raises:
-        ShardingError: The model cannot be captured, or `memory` is no size.
+        ShardingError: The model cannot be captured, `memory` is no size, or there is no such
+            precision.
 
     Example:
         >>> model = torch.nn.Linear(64, 64, device="meta")
@@ -110,6 +116,11 @@ def suggest(
     limit = speed.memory if memory is None else parse_size(memory)
     if limit is None:
         raise ShardingError.here(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
+    if precision is not None and precision not in RECIPES:
+        raise ShardingError.here(
+            f"there is no precision {precision!r}", fix=f"take one of {', '.join(RECIPES)}"
+        )
+    kernels = Kernels(precision) if precision else None
     deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
 
     def line() -> str:
@@ -117,7 +128,7 @@ def suggest(
         return f"torchgspmd: suggest: {time.monotonic() - begin:.0f} s, {done}"
 
     with told_again_and_again(line):
-        judge = Judge(model, args, kwargs or {}, speed, chosen)
+        judge = Judge(model, args, kwargs or {}, speed, chosen, kernels)
         search = Search(judge, limit, deadline, recheck, end)
         search.run(list(candidates.meshes(devices, judge.stacks.values())))
         counts, source = dict(judge.counts), judge.source(builder)
@@ -418,9 +429,10 @@ class Search:
             seconds=numbers.seconds,
             memory=numbers.memory,
             sent_bytes=numbers.sent_bytes,
-            mfu=flops / (numbers.seconds * speed.rate(judge.dtype.itemsize)),
-            bound=speed.product_seconds(flops, judge.dtype.itemsize),
+            mfu=flops / (numbers.seconds * speed.rate(judge.itemsize)),
+            bound=speed.product_seconds(flops, judge.itemsize),
             dtype=judge.dtype,
+            kernels=judge.kernels,
             layers=None if is_staged or not judge.layers.alike else (judge.first + 1, total),
             savings=savings,
             precision=judge.options.precision(),
