@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import torchgspmd as gspmd
-from torchgspmd.comm.collective_builder import CollectiveBuilder
+from torchgspmd.comm.collective import CollectiveBuilder
 from torchgspmd.comm.kinds import (
     WIRE_OPS,
     all_gather,

@@ -4,7 +4,7 @@ import pytest
 import torch
 from callers_tensors import DTYPES, tensors, unchanged
 
-from torchgspmd.comm.rank_mismatch import _fingerprint
+from torchgspmd.comm.rank_check import _fingerprint
 from torchgspmd.comm.value_check import (
     FLOATS,
     SAMPLE,

@@ -16,8 +16,8 @@ from ranks import distributed
 from recorded_graphs import RecordedGraphs
 
 import torchgspmd as gspmd
-from torchgspmd.comm.late_check import EVERY
 from torchgspmd.runtime import sharded_module
+from torchgspmd.runtime.call_comparison import EVERY
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt.model import GPT, TP, Config  # noqa: E402

@@ -1,4 +1,4 @@
-"""Ranks on GPUs compare calls by a message that nobody waits for (comm/late_check.py).
+"""Ranks on GPUs compare calls by a message that nobody waits for (runtime/call_comparison.py).
 
 Programs are those for CUDA while values are on the CPU (TORCHGSPMD_ASSUME_CUDA=1). In late groups a
 result that is read too early is poison.
@@ -18,12 +18,12 @@ from ranks import distributed
 from torch import Tensor, nn
 
 import torchgspmd as gspmd
-from torchgspmd.comm import late_check
 from torchgspmd.comm.rank_check import RankCheck
+from torchgspmd.runtime import call_comparison
 
-EVERY = late_check.EVERY
+EVERY = call_comparison.EVERY
 for_cuda = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="1")
-often = patch.object(late_check, "EVERY", 2)
+often = patch.object(call_comparison, "EVERY", 2)
 
 
 class Model(nn.Module):
@@ -93,7 +93,7 @@ def test_no_value_passes_through_the_host(mesh):
     with patch.object(Tensor, "tolist", refuse), patch.object(Tensor, "item", refuse):
         for _ in range(EVERY - 1):
             model(*x)
-        late_check.late_checks(model._groups).sent = None  # whose answer the host would read
+        call_comparison.late_checks(model._groups).sent = None  # whose answer the host would read
         model(*x)
 
 
@@ -102,10 +102,10 @@ def test_no_value_passes_through_the_host(mesh):
 def test_a_capture_compares_nothing(mesh):
     model = wrapped(mesh)
     model(*batch())
-    with patch.object(late_check, "_is_capturing", lambda: True), messages() as sent:
+    with patch.object(call_comparison, "_is_capturing", lambda: True), messages() as sent:
         for _ in range(2 * EVERY):
             model(*batch())
-    assert not sent and not late_check.late_checks(model._groups).calls
+    assert not sent and not call_comparison.late_checks(model._groups).calls
 
 
 def fails(run: Callable[[], object], text: str) -> None:

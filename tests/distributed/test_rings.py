@@ -12,7 +12,7 @@ from torch import nn
 from torch.library import Library
 
 import torchgspmd as gspmd
-from torchgspmd.comm import collective_builder, hardware
+from torchgspmd.comm import collective, hardware
 from torchgspmd.comm.carriers import fused_einsum_scatter, fused_gather_einsum
 from torchgspmd.comm.kinds import ring_einsum
 from torchgspmd.compat import private_apis
@@ -61,7 +61,7 @@ def test_symmetric_memory(mesh):
     library, torch_own = Library("symm_mem", "IMPL"), private_apis._symmetric_memory
     for name in ("fused_all_gather_matmul", "fused_matmul_reduce_scatter"):
         library.impl(name, getattr(torch_own, f"_{name}_fallback"), "CPU")
-    with patch.object(collective_builder, "is_connected", lambda groups, axes: True):
+    with patch.object(collective, "is_connected", lambda groups, axes: True):
         model = trained_as_one_device(mesh, advanced={"carriers": ["symmetric_memory"]})
     (program,) = model._all_programs()
     targets = {node.target for node in program.forward.__self__.graph.nodes}

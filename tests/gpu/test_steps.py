@@ -15,7 +15,7 @@ import torch
 from card_steps import DP, MESH, TP, Dropped, gpt, losses, tokens, wrapped
 
 import torchgspmd as gspmd
-from torchgspmd.comm.late_check import EVERY
+from torchgspmd.runtime.call_comparison import EVERY
 
 
 @pytest.mark.parametrize("check", ("always", "first", "never"))

@@ -16,7 +16,7 @@ from marked_block import Block
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.comm.code_names import key_of, lines_of
+from torchgspmd.comm.profiled_code import key_of, lines_of
 
 SCRIPT = Path(__file__).parents[1] / "distributed" / "flight_recorder.py"
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.fake_mode import fake_mode
+from ..compat.fx_nodes import fake_mode
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line, user_line_of
 from .argument_sizes import ArgumentSizes

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
-from ..compat.fake_mode import fake_mode
+from ..compat.fx_nodes import fake_mode
 from ..compat.private_apis import _pytree as pytree
 from ..compat.private_apis import make_fx
 from ..errors import ShardingError

@@ -273,56 +273,59 @@ class Hardware:
         return self.flops[min(wider, default=max(self.flops))]
 
 
+# By compute capability: multiprocessors x 16 a clock (CUDA programming guide, table of arithmetic
+# instructions; twice as many on 10.3, NVIDIA's data sheet) x the boost clock.
+_EXP = {9: 132 * 16 * 1.755e9, 10: 148 * 16 * 1.85e9}
+_SXM = "NVIDIA's data sheets of the SXM module and of the DGX host"
+_NVL72 = "NVIDIA's data sheet of the {} NVL72, without sparsity; quoted from memory"
+_OF_B300 = _NVL72.replace("{} NVL72", "DGX B300")
+_AMD = "AMD's data sheet of the {}, quoted from memory; a 400 Gb/s card for each"
+_CLOUD = "Google Cloud's documentation of the version; latencies are ours"
+
+
 def _gpu(
     name: str,
-    flops: dict[float, float],
+    teraflops: dict[float, float],
     memory: tuple[float, float],
-    links: tuple,
-    host_bandwidth: float = 50 * GB,  # PCIe 5
-    joined: int = 8,
+    links: tuple[float, float, float],
     exponentials: float = math.inf,
     units: int = 0,
-    source: str = "NVIDIA's data sheets of the SXM module and of the DGX host",
+    joined: int = 8,
+    source: str = _SXM,
 ) -> Hardware:
-    """Return a GPU. joined: how many its fast links join, as a rule those of a host."""
-    inside, across = links
+    """Return a GPU.
+
+    memory: GB/s, GB. links: GB/s to GPUs that fast links join, to other hosts, to the host.
+    """
+    inside, across, host = (rate * GB for rate in links)
     return Hardware(
         name,
-        flops,
-        memory[0],
-        memory[1],
+        {size: rate * 1e12 for size, rate in teraflops.items()},
+        memory[0] * GB,
+        memory[1] * GB,
         (Link(joined, inside, 5 * US), Link(math.inf, across, 15 * US)),
-        host_bandwidth=host_bandwidth,
+        host_bandwidth=host,
         exponentials=exponentials,
         units=units,
-        source=f"{source}; latencies are ours",
+        source=f"{source.format(name.upper())}; latencies are ours",
     )
 
 
 def _tpu(
-    name: str,
-    flops: float,
-    memory: tuple[float, float],
-    link: float,
-    text: str,
-    float8: float | None = None,
+    name: str, flops: float, memory: tuple[float, float], link: float, float8: float = 0
 ) -> Hardware:
     """Return a TPU whose torus sends both ways along one dimension at once."""
     return Hardware(
         name,
         {1: float8 or flops, 2: flops, 4: flops / 6},  # f32 products take six passes of bf16
-        memory[0],
-        memory[1],
-        (Link(math.inf, link, 2 * US),),
+        memory[0] * GB,
+        memory[1] * GB,
+        (Link(math.inf, link * GB, 2 * US),),
         launch=1 * US,
-        source=text,
+        source=_CLOUD,
     )
 
 
-# By compute capability: multiprocessors x 16 a clock (CUDA programming guide, table of arithmetic
-# instructions; twice as many on 10.3, NVIDIA's data sheet) x the boost clock.
-_EXP = {9: 132 * 16 * 1.755e9, 10: 148 * 16 * 1.85e9}
-_CLOUD = "Google Cloud's documentation of the version; latencies are ours"
 # Round numbers for a GPU and for one core: the scheduler places collectives by these.
 GPU = Hardware(
     "gpu", {2: 5e14, 4: 5e13, 8: 3e13}, 3e12, 80 * GB, (Link(math.inf, 2e11, 1e-5),), efficiency=1.0
@@ -337,90 +340,33 @@ CPU = Hardware(
     beside=False,  # the threads of gloo need cores too
     host_bandwidth=5 * GB,  # a copy reads and writes the same memory
 )
+_HOPPER = {1: 1979, 2: 989, 4: 67, 8: 67}
+_B200 = {0.5: 9000, 1: 4500, 2: 2250, 4: 75, 8: 37}
+_GB200 = {0.5: 10000, 1: 5000, 2: 2500, 4: 80, 8: 40}
+_B300 = {0.5: 13500, 1: 4500, 2: 2250, 4: 75, 8: 1.2}
+_GB300 = {0.5: 15000, 1: 5000, 2: 2500, 4: 80, 8: 1.4}
+_MI355X = {0.5: 10066, 1: 5033, 2: 2516, 4: 157, 8: 79}
+_JOUPPI = "one of two cores of a chip; Jouppi et al., CACM 63(7), 2020; latencies are ours"
+# 50 GB/s to the host are PCIe 5. On GB200 and GB300 two share the link to their Grace CPU. 100 GB/s
+# to other hosts are ConnectX-8. MI300X and MI355X: seven links of 64 or 76.8 GB/s, one to each of
+# the others. TPU v6e: four links of 3,584 Gb/s in all.
 PRESETS = {
     hardware.name: hardware
     for hardware in (
-        _gpu(
-            "a100",
-            {2: 312e12, 4: 19.5e12, 8: 19.5e12},
-            (2039 * GB, 80 * GB),
-            (300 * GB, 25 * GB),
-            25 * GB,
-        ),
-        *(
-            _gpu(
-                name,
-                {1: 1979e12, 2: 989e12, 4: 67e12, 8: 67e12},
-                (bandwidth * GB, memory * GB),
-                (450 * GB, 50 * GB),
-                exponentials=_EXP[9],
-                units=132,
-            )
-            for name, bandwidth, memory in (("h100", 3350, 80), ("h200", 4800, 141))
-        ),
-        _gpu(
-            "b200",
-            {0.5: 9000e12, 1: 4500e12, 2: 2250e12, 4: 75e12, 8: 37e12},
-            (7700 * GB, 180 * GB),
-            (900 * GB, 50 * GB),
-            exponentials=_EXP[10],
-            units=148,
-        ),
-        _gpu(
-            "gb200",
-            {0.5: 10000e12, 1: 5000e12, 2: 2500e12, 4: 80e12, 8: 40e12},
-            (8000 * GB, 186 * GB),
-            (900 * GB, 50 * GB),
-            225 * GB,  # two share the link to their Grace CPU
-            joined=72,
-            exponentials=_EXP[10],
-            units=148,
-            source="NVIDIA's data sheet of the GB200 NVL72, without sparsity; quoted from memory",
-        ),
-        _gpu(
-            "b300",
-            {0.5: 13500e12, 1: 4500e12, 2: 2250e12, 4: 75e12, 8: 1.2e12},
-            (8000 * GB, 270 * GB),
-            (900 * GB, 100 * GB),  # ConnectX-8
-            100 * GB,
-            exponentials=2 * _EXP[10],
-            source="NVIDIA's data sheet of the DGX B300, without sparsity; quoted from memory",
-        ),
-        _gpu(
-            "gb300",
-            {0.5: 15000e12, 1: 5000e12, 2: 2500e12, 4: 80e12, 8: 1.4e12},
-            (8000 * GB, 279 * GB),
-            (900 * GB, 100 * GB),  # ConnectX-8
-            225 * GB,
-            joined=72,
-            exponentials=2 * _EXP[10],
-            source="NVIDIA's data sheet of the GB300 NVL72, without sparsity; quoted from memory",
-        ),
-        _gpu(
-            "mi300x",
-            {2: 1307e12, 4: 163e12, 8: 163e12},
-            (5300 * GB, 192 * GB),
-            (448 * GB, 50 * GB),  # seven links of 64 GB/s, one to each of the others
-            source="AMD's data sheet of the MI300X, quoted from memory; a 400 Gb/s card for each",
-        ),
-        _gpu(
-            "mi355x",
-            {0.5: 10066e12, 1: 5033e12, 2: 2516e12, 4: 157e12, 8: 79e12},
-            (8000 * GB, 288 * GB),
-            (538 * GB, 50 * GB),  # seven links of 76.8 GB/s
-            source="AMD's data sheet of the MI355X, quoted from memory; a 400 Gb/s card for each",
-        ),
-        _tpu(
-            "tpu_v3",
-            61.5e12,
-            (450 * GB, 16 * GB),
-            82 * GB,
-            "one of two cores of a chip; Jouppi et al., CACM 63(7), 2020; latencies are ours",
-        ),
-        _tpu("tpu_v4", 275e12, (1228 * GB, 32 * GB), 100 * GB, _CLOUD),
-        _tpu("tpu_v5p", 459e12, (2765 * GB, 95 * GB), 200 * GB, _CLOUD),
-        _tpu("tpu_v6e", 918e12, (1638 * GB, 32 * GB), 224 * GB, _CLOUD),  # 3,584 Gb/s, four links
-        _tpu("tpu_v7x", 2307e12, (7380 * GB, 192 * GB), 400 * GB, _CLOUD, 4614e12),
+        _gpu("a100", {2: 312, 4: 19.5, 8: 19.5}, (2039, 80), (300, 25, 25)),
+        _gpu("h100", _HOPPER, (3350, 80), (450, 50, 50), _EXP[9], 132),
+        _gpu("h200", _HOPPER, (4800, 141), (450, 50, 50), _EXP[9], 132),
+        _gpu("b200", _B200, (7700, 180), (900, 50, 50), _EXP[10], 148),
+        _gpu("gb200", _GB200, (8000, 186), (900, 50, 225), _EXP[10], 148, joined=72, source=_NVL72),
+        _gpu("b300", _B300, (8000, 270), (900, 100, 100), 2 * _EXP[10], source=_OF_B300),
+        _gpu("gb300", _GB300, (8000, 279), (900, 100, 225), 2 * _EXP[10], joined=72, source=_NVL72),
+        _gpu("mi300x", {2: 1307, 4: 163, 8: 163}, (5300, 192), (448, 50, 50), source=_AMD),
+        _gpu("mi355x", _MI355X, (8000, 288), (538, 50, 50), source=_AMD),
+        replace(_tpu("tpu_v3", 61.5e12, (450, 16), 82), source=_JOUPPI),
+        _tpu("tpu_v4", 275e12, (1228, 32), 100),
+        _tpu("tpu_v5p", 459e12, (2765, 95), 200),
+        _tpu("tpu_v6e", 918e12, (1638, 32), 224),
+        _tpu("tpu_v7x", 2307e12, (7380, 192), 400, float8=4614e12),
         GPU,
         CPU,
     )

@@ -1,4 +1,4 @@
-"""Operations on one device, without communication: slice a shard or window, mask padding."""
+"""Operations on one device, without communication: slice a shard or window, order or mask rows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..layout.halo_window import Window
+from ..layout.mesh import Mesh
+from ..layout.spec import ShardSpec
 
 
 def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Tensor:
@@ -159,3 +161,32 @@ def as_dtype(fill: float, dtype: torch.dtype) -> float | int | bool:
     if dtype.is_floating_point or dtype.is_complex or not math.isinf(fill):
         return fill if dtype.is_floating_point or dtype.is_complex else int(fill)
     return torch.iinfo(dtype).max if fill > 0 else torch.iinfo(dtype).min
+
+
+def part_order(x: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
+    """Return a tensor whose equal blocks of rows are the shards.
+
+    Example:
+        >>> import torch
+        >>> part_order(torch.arange(8), ShardSpec.parse("2*model"), Mesh(model=2)).tolist()
+        [0, 1, 4, 5, 2, 3, 6, 7]
+    """
+    for d, count in enumerate(spec.parts):
+        shards = mesh.count(spec.dims[d])
+        x = x.unflatten(d, (count, shards, -1)).transpose(d, d + 1).flatten(d, d + 2)
+    return x
+
+
+def user_order(x: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
+    """Return a tensor with its rows in the user's order: the inverse of part_order.
+
+    Example:
+        >>> import torch
+        >>> rows = torch.tensor([0, 1, 4, 5, 2, 3, 6, 7])
+        >>> user_order(rows, ShardSpec.parse("2*model"), Mesh(model=2)).tolist()
+        [0, 1, 2, 3, 4, 5, 6, 7]
+    """
+    for d, count in enumerate(spec.parts):
+        shards = mesh.count(spec.dims[d])
+        x = x.unflatten(d, (shards, count, -1)).transpose(d, d + 1).flatten(d, d + 2)
+    return x

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ..errors import line_in_file
-from .code_names import NodeLine, lines_of, named_code
+from .profiled_code import NodeLine, lines_of, named_code
 from .rank_failure import COMPARISON, Status
 
 _STACK = 12  # Stack entries that a report has.
@@ -25,7 +25,7 @@ _TRIES, _UNKNOWN = 5, -1  # to read one moment; meetings of a rank that did not 
 _WAITS = {
     ("roll_call.py", "begin"): COMPARISON,
     ("roll_call.py", "finish"): COMPARISON,
-    ("late_check.py", "differs"): COMPARISON,
+    ("call_comparison.py", "differs"): COMPARISON,
     ("shared_plan.py", "broadcast_text"): "the plan of rank 0",
     ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
     ("optimizers.py", "_reduced"): "the norms of DTensors",

@@ -54,7 +54,7 @@ class ProcessGroups:
         self.is_gloo = not self.is_assumed and backend_of(device_type) == "gloo"
         self.device = torch.device(device_type)  # where tensors are
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
-        self.late_checks: Any = None  # see late_check.py
+        self.late_checks: Any = None  # see call_comparison.py
         self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
         self.updates: dict[
             Any, Any

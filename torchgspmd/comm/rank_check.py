@@ -1,25 +1,31 @@
-"""Check that all ranks are about to run the same program on the same values, by one roll call.
+"""One roll call: all ranks are about to run one program on the same values, or raise one error.
 
     the CPU    each call of a program, before it sends anything else
-    a GPU      only first calls of programs; the others are those of late_check.py
+    a GPU      only first calls of programs; the others are those of runtime/call_comparison.py
 
 A program's first sum may travel in the roll call: data parallelism sums only a loss before its
-gradients.
+gradients. Ranks whose numbers differ exchange an Account, and raise the error before any rank could
+wait forever.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from ..errors import RankError, user_line
+from .json_rows import from_row
 from .process_groups import ProcessGroups
-from .value_check import WORDS, Checksum, words, words_differ
+from .rank_failure import apart
+from .value_check import WORDS, Checksum, as_doubles, as_real, is_close, words, words_differ
 from .watcher import Ranks
 
 HEAD = 1 + WORDS  # Compared numbers in a row: that of the program, and those of checksums.
@@ -98,3 +104,227 @@ def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, rank
         and ranks == groups.mesh.size <= FEW_RANKS
         and not groups.is_fake
     )
+
+
+SAMPLE = 2**16  # Elements per tensor that are compared before the first run.
+_MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
+_ACCOUNT = "the accounts of all ranks"
+
+Description = Sequence[tuple[str, str]]  # (name, value), written alike by every process
+
+
+@dataclass(frozen=True)
+class Account:
+    """The program that one rank is about to run, and its inputs."""
+
+    call: str  # "gspmd.save"
+    arguments: Sequence[str] = ()
+    model: Description = ()  # names and values that the programs of the module depend on
+    generator: int | None = None  # state of torch's generator, if random numbers are drawn
+    is_made: bool = False  # whether the rank has built its program
+    failure: str = ""  # the error of building it
+    at: str = ""  # the user's line
+    step: int = 0
+
+    def of_all(self, ranks: Ranks) -> list[Account]:
+        """Return all ranks' accounts."""
+        mine = replace(self, at=user_line() or "", step=ranks.watcher.step)
+        return [from_row(Account, row) for row in all_gather_rows(ranks, asdict(mine), _ACCOUNT)]
+
+
+def agree(ranks: Ranks, call: str, model: Description = (), generator: int | None = None) -> None:
+    """Meet all ranks before a call that communicates.
+
+    A RankError is raised on every rank unless all make the call, on equal things.
+
+    call: its name, as "gspmd.save". model: what its messages depend on. generator: a state that is
+    compared.
+    """
+    agreement(ranks, call, model, generator).begin().check()
+
+
+def agreement(
+    ranks: Ranks, call: str, model: Description = (), generator: int | None = None
+) -> RankCheck:
+    """Return the comparison that `agree` makes."""
+    ranks.watcher.note(call)
+    number = zlib.crc32(f"{call} {model} {generator}".encode())
+
+    def differ() -> NoReturn:
+        raise_difference(ranks, Account(call, (), model, generator))
+
+    return RankCheck(ranks, number, differ)
+
+
+def all_gather_rows(ranks: Ranks, mine: object, call: str = "a comparison of values") -> list[Any]:
+    """Return all ranks' values, as JSON has them: nothing that ranks send is unpickled.
+
+    mine: dicts, lists, numbers and texts. call: as in `agree`.
+    """
+    watcher, number = ranks.watcher, zlib.crc32(call.encode())
+    while True:
+        watcher.call([number, mine])
+        rows = watcher.answers()
+        if all(row[0] == number for row in rows):
+            return [row[1] for row in rows]
+        # Ranks that have found a difference exchange accounts; the others follow them.
+        if call != _ACCOUNT:
+            raise_difference(ranks, Account(call))
+
+
+def raise_difference(ranks: Ranks, mine: Account) -> NoReturn:
+    """Raise the ShardingError for the differences between all ranks' accounts."""
+    accounts = mine.of_all(ranks)
+    if any(account.call != accounts[0].call for account in accounts):
+        calls = {r: (a.call, a.step, f" at {a.at}") for r, a in enumerate(accounts)}
+        what, why = apart(calls)
+        raise RankError.here(
+            what,
+            why=why,
+            fix="make the same calls on every rank, also where only one needs what comes of it",
+        )
+    failed = next((r for r, account in enumerate(accounts) if account.failure), None)
+    if failed is not None:
+        raise RankError.here(
+            f"rank {failed} could not make its program",
+            why=accounts[failed].failure,
+            fix="read the error of that rank; forward has to do the same on every rank",
+        )
+    arguments = [account.arguments for account in accounts]
+    if any(own != arguments[0] for own in arguments):
+        raise RankError.here(
+            "the arguments differ between ranks",
+            why="; ".join(
+                f"rank {r}: {', '.join(a)}"
+                for r, a in enumerate(arguments)
+                if a != arguments[0] or r == 0
+            ),
+            fix="give every rank the same numbers and global batch, "
+            "or its own part as a DTensor made by shard_batch",
+        )
+    differences = _differences([account.model for account in accounts])
+    if all(account.is_made for account in accounts):
+        fix = (
+            "let forward do the same on every rank; "
+            "what one of them does alone goes behind the call"
+        )
+        raise RankError.here(
+            "the ranks have made different programs",
+            why=differences or "the model, its marks or the versions of torch differ between ranks",
+            fix=fix if differences else None,
+        )
+    if len({account.generator for account in accounts} - {None}) > 1:
+        raise RankError.here(
+            "the ranks would draw different random numbers",
+            why="the state of torch's generator differs between them",
+            fix="call torch.manual_seed with the same number on every rank",
+        )
+    raise RankError.here(
+        "the models differ between ranks",
+        why=differences
+        or "of one a mode, an attribute, a buffer or a submodule has changed since the last call, "
+        "of another not",
+        fix="change the model on every rank alike",
+    )
+
+
+def check_alike(
+    ranks: Ranks, tensors: Sequence[tuple[str, bool, Tensor]], raise_unnamed: Callable[[], NoReturn]
+) -> None:
+    """Raise ShardingError on every rank if a tensor's values differ between ranks.
+
+    tensors: (name, whether it is an argument, tensor). raise_unnamed: raises the error for a tensor
+    without a name.
+    """
+    for index, rank in _differing(ranks, [tensor for _, _, tensor in tensors]):
+        name, is_argument, _ = tensors[index]
+        if not name:
+            raise_unnamed()
+        if is_argument:
+            raise _other_values(name, rank)
+        raise RankError.here(
+            f"'{name}' has other values on rank {rank} than on rank 0",
+            why="a tensor that a module keeps is the same on every rank, as on one device",
+            fix="compute it from the same random numbers, "
+            "or register it as a buffer before parallelize: rank 0's counts",
+        )
+
+
+def check_values(ranks: Ranks, values: Mapping[str, Checksum]) -> None:
+    """Raise ShardingError on every rank if an argument's checksum differs between ranks."""
+    rows = all_gather_rows(ranks, dict(values))
+    for rank, row in enumerate(rows):
+        for name in (name for name in row if name in rows[0]):
+            if not is_close(row[name], rows[0][name]):
+                raise _other_values(name, rank)
+
+
+def _differing(ranks: Ranks, tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Return (index, first rank) for every tensor whose values on a rank differ from rank 0's."""
+    rows = all_gather_rows(ranks, [_fingerprint(t) for t in tensors])
+    differences = [
+        [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
+    ]
+    return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
+
+
+def _fingerprint(tensor: Tensor) -> Checksum:
+    """Return a checksum for integers, or a norm and an irregular mean for floats.
+
+    Only a sample is read if the tensor is large.
+    """
+    values = tensor.detach().flatten()
+    values = values[:: max(1, len(values) // SAMPLE)].cpu()
+    if not (values.is_floating_point() or values.is_complex()):
+        return zlib.crc32(values.numpy().tobytes())
+    values = as_doubles(as_real(values).flatten())
+    # Irregular weights: a norm alone would not see elements that have changed places.
+    weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
+    norm = values.norm().item()
+    return norm, (weights @ values).item() / (norm or 1.0)
+
+
+def _other_values(name: str, rank: int) -> RankError:
+    return RankError.here(
+        f"argument '{name}' has other values on rank {rank} than on rank 0",
+        why="a plain tensor is the global one, of which each rank takes its part",
+        fix="give every rank the same global batch, "
+        "or its own part as a DTensor made by shard_batch",
+    )
+
+
+def _differences(models: Sequence[Description]) -> str:
+    """Return a text with the names whose values differ from rank 0's.
+
+    Names that only one rank has are listed if there are no other differences.
+    """
+    differences, on_one_rank = [], []
+    columns = [_by_name(model) for model in models]
+    for name in dict.fromkeys(name for column in columns for name in column):
+        rank = next(
+            (r for r, column in enumerate(columns) if column.get(name) != columns[0].get(name)),
+            None,
+        )
+        if rank is not None:
+            values = [column.get(name) for column in (columns[0], columns[rank])]
+            if None in values:
+                on_one_rank.append(
+                    f"{name} matters on rank {rank if values[0] is None else 0} only"
+                )
+            elif any(len(value or "") > _MAX_CHARACTERS for value in values):
+                differences.append(f"{name} is another on rank {rank} than on rank 0")
+            else:
+                differences.append(
+                    f"{name} is {values[0]} on rank 0 and {values[1]} on rank {rank}"
+                )
+    differences = differences or on_one_rank
+    more = len(differences) - _MAX_DIFFERENCES
+    return "; ".join([*differences[:_MAX_DIFFERENCES], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _by_name(model: Description) -> dict[str, str]:
+    """Return the values by name; several values under one name are joined."""
+    table: dict[str, list[str]] = {}
+    for name, value in model:
+        table.setdefault(name, []).append(value)
+    return {name: ", ".join(dict.fromkeys(values)) for name, values in table.items()}

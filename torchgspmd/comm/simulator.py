@@ -16,13 +16,12 @@ from torch import Tensor, fx, nn
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
-from ..layout.part_order import part_order, user_order
 from ..shard_spec import ShardSpec
-from .code_names import limit_of
 from .collective import start
 from .kinds import CollectiveKind, FusedKind, collective_kinds
-from .local_ops import pad_rows, take_part
+from .local_ops import pad_rows, part_order, take_part, user_order
 from .loop_call import BodyCall, LoopCall
+from .profiled_code import limit_of
 
 
 class Simulator(fx.Interpreter):

@@ -6,7 +6,7 @@ are two numbers, a norm and an irregular mean.
 
 The tensors are the caller's: no operation here writes to its operand unless it allocated it.
 
-Nobody waits for a GPU: it computes the words of a message from its checksums (late_check.py).
+Nobody waits for a GPU: it computes the words of a message from its checksums (call_comparison.py).
 """
 
 from __future__ import annotations

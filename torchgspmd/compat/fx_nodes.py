@@ -1,18 +1,20 @@
 """torch.fx nodes: added without torch's search for symbols, and the memory that they write.
 
 torch 2.13's `Graph.create_node` flattens all arguments to warn about symbols among them: 6 of 10
-us. Programs have none.
+us. Programs have none. Nodes are traced with fake tensors, in a process that may fork afterwards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 from .operators import aten
-from .private_apis import OpOverload
+from .private_apis import FakeTensorMode, OpOverload, _disable_current_modes
 
 # Views, though their schemas do not say so: their operands are meant to be temporary.
 _UNSAFE = (
@@ -126,3 +128,27 @@ def _nodes_of(values: list[Any]) -> list[fx.Node]:
     nodes: list[fx.Node] = []
     fx.map_arg(values, nodes.append)
     return nodes
+
+
+def fake_mode(**options: Any) -> FakeTensorMode:
+    """Return a mode of fake tensors.
+
+    Without a GPU, entering it gives a CUDA build of torch a GPU that does nothing. An autograd
+    engine that begins later starts a thread for that GPU, and forbids a backward in forks: those of
+    `launch`, or of a DataLoader.
+    """
+    _start_engine()
+    return FakeTensorMode(**options)
+
+
+@cache
+def _start_engine() -> None:
+    """Start autograd's engine, which is one for the process."""
+    if torch.cuda.is_available():
+        return
+    with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad():
+        one = torch.ones((), requires_grad=True, device="cpu")
+        try:
+            one.backward()
+        except RuntimeError:
+            return  # This is a fork of such a process: the caller's own backward says so.

@@ -10,6 +10,8 @@ starts. A test compares the table with the names in the sources, both ways.
 from __future__ import annotations
 
 import importlib
+import logging
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -53,224 +55,124 @@ class PrivateApi:
         return self.path.startswith("torch_xla.")
 
 
-def _rows(
-    needed_for: str, owner: str, names: str, lost: str = "", versions: tuple[str, ...] = CHECKED
-) -> tuple[PrivateApi, ...]:
-    """Return one row per name, all attributes on one owner."""
-    return tuple(
-        PrivateApi(f"{owner}.{name}", needed_for, lost, versions) for name in names.split()
-    )
+# Part that needs them, owner, names, the releases that have them if not all, loss without them. An
+# indented line goes on with the row above it.
+_ROWS = """\
+# operators and their decompositions
+plan torch._ops: OpOverload OpOverloadPacket
+plan torch._ops.OpOverload: _schema
+plan torch._C: DispatchKey _DisableAutocast _dispatch_has_kernel_for_dispatch_key
+plan torch._decomp: core_aten_decompositions decomposition_table
+plan torch._library.custom_ops.CustomOpDef: _opoverload
+- torch._C: _select_conv_backend | small convolutions may round otherwise than whole ones
+
+# capture
+plan torch.utils: _pytree
+plan torch.utils._python_dispatch: TorchDispatchMode _disable_current_modes
+plan torch._C: DisableTorchFunction
+plan torch._subclasses.fake_tensor: FakeTensor FakeTensorMode
+plan torch._subclasses.functional_tensor: FunctionalTensor FunctionalTensorMode
+plan torch: _from_functional_tensor _sync _to_functional_tensor
+plan torch.fx.Node: _update_args_kwargs
+plan torch.fx.experimental.proxy_tensor: get_proxy_mode get_proxy_slot make_fx
+plan torch.fx.experimental.symbolic_shapes: ShapeEnv
+plan torch.fx.experimental.symbolic_shapes.ShapeEnv: bound_sympy deferred_runtime_asserts
+    evaluate_expr var_to_range
+- torch._C._nn: pad_sequence | pad_sequence of sizes that depend on values
+plan torch._C._functorch: get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor
+    peek_interpreter_stack
+- torch._C._functorch: maybe_get_level | manual regions
+plan torch.autograd.graph: _engine_run_backward
+- torch.autograd: _profiler_enabled | names of modules in a profile
+plan torch.nn.Module: _backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks
+    _modules _is_full_backward_hook _non_persistent_buffers_set _parameters
+plan torch.Tensor: _base _make_wrapper_subclass _use_count _version
+plan torch.UntypedStorage: _cdata
+- torch._subclasses.fake_tensor: DataDependentOutputException DynamicOutputShapeException
+    UnsupportedOperatorException | what cannot be captured raises torch's error in place of a
+    ShardingError
+- torch.fx.experimental.symbolic_shapes: GuardOnDataDependentSymNode | a branch on values raises
+    torch's error in place of a ShardingError
+- torch._C._autograd: _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
+    _top_saved_tensors_default_hooks | a checkpoint around a call of the model
+- torch.utils.checkpoint: _CachedTorchDispatchMode _VersionWrapper
+    _checkpoint_without_reentrant_generator _is_compiling | recomputation in selective checkpoints,
+    and in blocks of a stack or pipeline
+- torch.utils.checkpoint: _checkpoint_without_reentrant_generator_impl 2.14 2.15 | recomputation in
+    blocks of a stack or pipeline
+- torch: _disable_dynamo | torch.compile of a program that has a wrapped module in it
+
+# what library code sees during a capture
+- torch.compiler: _is_compiling_flag _is_exporting_flag | models that ask whether they are being
+    compiled
+- torch._higher_order_ops.flex_attention: math_attention | flex_attention
+- torch.nn.attention.flex_attention: _validate_device _apply_kernel_options flex_attention_hop |
+    flex_attention on CPUs
+- torch.nn.modules.transformer: _detect_is_causal_mask | nn.Transformer with masks
+- torch.distributions.Distribution: _validate_args | distributions that look at values
+plan torch.nn.modules.batchnorm: _BatchNorm
+- torch.nn.modules.batchnorm._BatchNorm: _check_input_dim | BatchNorm with momentum=None
+- torch.nn.RNNBase: _flat_weights _flat_weights_names _update_flat_weights | LSTM, GRU and RNN
+- torch.Tensor: _indices _values | sparse matrices
+
+# programs that run
+plan torch.ops: _c10d_functional
+plan torch: _foreach_copy_
+- torch: _log_softmax _softmax | a microsecond for each call of softmax
+- torch: _grouped_mm | fast products of groups on GPUs
+- torch: _fused_adam_ _fused_adamw_ | Adam and AdamW in train_step
+- torch.distributed: _symmetric_memory | the carrier symmetric_memory
+- torch._dynamo.utils: GmWrapper | a backward of Inductor holds its inputs
+- torch._inductor.compile_fx: compile_fx | the same
+
+# parameters as DTensors
+parallelize torch.distributed.tensor.DTensor: _local_tensor _op_dispatcher _spec
+parallelize torch.distributed.tensor.DTensor._op_dispatcher: _allow_implicit_replication
+    _custom_op_handlers _try_replicate_spec_for_scalar_tensor
+- torch.distributed.tensor.DTensor._op_dispatcher: _propagate_op_sharding_dispatch_slow_path 2.13
+    2.14 2.15 | operations on parameters for which DTensor has no layout
+- torch.distributed.fsdp._fully_shard: _fsdp_init | fully_shard around a wrapped module raises
+    torch's error in place of a ShardingError
+- torch.distributed.tensor.placement_types: _StridedShard | weights are not stored by the parts into
+    which forward cuts their products
+- torch.distributed: _state_dict_utils | set_model_state_dict with whole tensors, for weights that
+    are stored by parts
+- torch.optim: _muon | Muon's step gathers each matrix for each product
+parallelize torch.nn.parameter._ParameterMeta: _is_param
+plan torch.nn.modules.module: _global_backward_hooks _global_backward_pre_hooks
+    _global_forward_hooks _global_forward_pre_hooks
+- torch.distributed.distributed_c10d: _get_default_store _set_pg_timeout | ranks that wait do not
+    say for whom
+- torch.distributed.ProcessGroup: _get_backend | the limit of a wait
+- torch.distributed._functional_collectives: AsyncCollectiveTensor | redistribute(async_op=True):
+    the error of its wait is torch's
+- torch._C._distributed_c10d.Backend.Options: _timeout | the same
+parallelize torch.Tensor: _backward_hooks _post_accumulate_grad_hooks
+parallelize torch._C: _storage_Use_Count _will_engine_execute_node
+- torch.optim.Optimizer: _patch_step_function | 70 ms of parallelize, where there is no optimizer
+- torch.nn.utils.clip_grad: _clip_grads_with_norm_ _get_total_norm | time of clip_grad_norm_
+
+# torch_xla
+xla torch_xla._XLAC: _get_xla_sharding_spec _get_xla_tensors_hlo _global_tensor_from_cpu_shards
+    _xla_annotate_custom_sharding _xla_get_runtime_devices _xla_get_spmd_config_is_locked 2.9
+"""
 
 
-TABLE: tuple[PrivateApi, ...] = (
-    # operators and their decompositions
-    *_rows(PLAN, "torch._ops", "OpOverload OpOverloadPacket"),
-    *_rows(PLAN, "torch._ops.OpOverload", "_schema"),
-    *_rows(PLAN, "torch._C", "DispatchKey _DisableAutocast _dispatch_has_kernel_for_dispatch_key"),
-    *_rows(PLAN, "torch._decomp", "core_aten_decompositions decomposition_table"),
-    *_rows(PLAN, "torch._library.custom_ops.CustomOpDef", "_opoverload"),
-    *_rows(
-        NOTHING,
-        "torch._C",
-        "_select_conv_backend",
-        "small convolutions may round otherwise than whole ones",
-    ),
-    # capture
-    *_rows(PLAN, "torch.utils", "_pytree"),
-    *_rows(PLAN, "torch.utils._python_dispatch", "TorchDispatchMode _disable_current_modes"),
-    *_rows(PLAN, "torch._C", "DisableTorchFunction"),
-    *_rows(PLAN, "torch._subclasses.fake_tensor", "FakeTensor FakeTensorMode"),
-    *_rows(PLAN, "torch._subclasses.functional_tensor", "FunctionalTensor FunctionalTensorMode"),
-    *_rows(PLAN, "torch", "_from_functional_tensor _sync _to_functional_tensor"),
-    *_rows(PLAN, "torch.fx.Node", "_update_args_kwargs"),
-    *_rows(PLAN, "torch.fx.experimental.proxy_tensor", "get_proxy_mode get_proxy_slot make_fx"),
-    *_rows(PLAN, "torch.fx.experimental.symbolic_shapes", "ShapeEnv"),
-    *_rows(
-        PLAN,
-        "torch.fx.experimental.symbolic_shapes.ShapeEnv",
-        "bound_sympy deferred_runtime_asserts evaluate_expr var_to_range",
-    ),
-    *_rows(NOTHING, "torch._C._nn", "pad_sequence", "pad_sequence of sizes that depend on values"),
-    *_rows(
-        PLAN,
-        "torch._C._functorch",
-        "get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
-    ),
-    *_rows(NOTHING, "torch._C._functorch", "maybe_get_level", "manual regions"),
-    *_rows(PLAN, "torch.autograd.graph", "_engine_run_backward"),
-    *_rows(NOTHING, "torch.autograd", "_profiler_enabled", "names of modules in a profile"),
-    *_rows(
-        PLAN,
-        "torch.nn.Module",
-        "_backward_hooks _backward_pre_hooks _buffers _forward_hooks _forward_pre_hooks _modules "
-        "_is_full_backward_hook _non_persistent_buffers_set _parameters",
-    ),
-    *_rows(PLAN, "torch.Tensor", "_base _make_wrapper_subclass _use_count _version"),
-    *_rows(PLAN, "torch.UntypedStorage", "_cdata"),
-    *_rows(
-        NOTHING,
-        "torch._subclasses.fake_tensor",
-        "DataDependentOutputException DynamicOutputShapeException UnsupportedOperatorException",
-        "what cannot be captured raises torch's error in place of a ShardingError",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.fx.experimental.symbolic_shapes",
-        "GuardOnDataDependentSymNode",
-        "a branch on values raises torch's error in place of a ShardingError",
-    ),
-    *_rows(
-        NOTHING,
-        "torch._C._autograd",
-        "_pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks "
-        "_top_saved_tensors_default_hooks",
-        "a checkpoint around a call of the model",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.utils.checkpoint",
-        "_CachedTorchDispatchMode _VersionWrapper _checkpoint_without_reentrant_generator "
-        "_is_compiling",
-        "recomputation in selective checkpoints, and in blocks of a stack or pipeline",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.utils.checkpoint",
-        "_checkpoint_without_reentrant_generator_impl",
-        "recomputation in blocks of a stack or pipeline",
-        ("2.14", "2.15"),
-    ),
-    *_rows(
-        NOTHING,
-        "torch",
-        "_disable_dynamo",
-        "torch.compile of a program that has a wrapped module in it",
-    ),
-    # what library code sees during a capture
-    *_rows(
-        NOTHING,
-        "torch.compiler",
-        "_is_compiling_flag _is_exporting_flag",
-        "models that ask whether they are being compiled",
-    ),
-    *_rows(NOTHING, "torch._higher_order_ops.flex_attention", "math_attention", "flex_attention"),
-    *_rows(
-        NOTHING,
-        "torch.nn.attention.flex_attention",
-        "_validate_device _apply_kernel_options flex_attention_hop",
-        "flex_attention on CPUs",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.nn.modules.transformer",
-        "_detect_is_causal_mask",
-        "nn.Transformer with masks",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributions.Distribution",
-        "_validate_args",
-        "distributions that look at values",
-    ),
-    *_rows(PLAN, "torch.nn.modules.batchnorm", "_BatchNorm"),
-    *_rows(
-        NOTHING,
-        "torch.nn.modules.batchnorm._BatchNorm",
-        "_check_input_dim",
-        "BatchNorm with momentum=None",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.nn.RNNBase",
-        "_flat_weights _flat_weights_names _update_flat_weights",
-        "LSTM, GRU and RNN",
-    ),
-    *_rows(NOTHING, "torch.Tensor", "_indices _values", "sparse matrices"),
-    # programs that run
-    *_rows(PLAN, "torch.ops", "_c10d_functional"),
-    *_rows(PLAN, "torch", "_foreach_copy_"),
-    *_rows(NOTHING, "torch", "_log_softmax _softmax", "a microsecond for each call of softmax"),
-    *_rows(NOTHING, "torch", "_grouped_mm", "fast products of groups on GPUs"),
-    *_rows(NOTHING, "torch", "_fused_adam_ _fused_adamw_", "Adam and AdamW in train_step"),
-    *_rows(NOTHING, "torch.distributed", "_symmetric_memory", "the carrier symmetric_memory"),
-    *_rows(NOTHING, "torch._dynamo.utils", "GmWrapper", "a backward of Inductor holds its inputs"),
-    *_rows(NOTHING, "torch._inductor.compile_fx", "compile_fx", "the same"),
-    # parameters as DTensors
-    *_rows(PARALLELIZE, "torch.distributed.tensor.DTensor", "_local_tensor _op_dispatcher _spec"),
-    *_rows(
-        PARALLELIZE,
-        "torch.distributed.tensor.DTensor._op_dispatcher",
-        "_allow_implicit_replication _custom_op_handlers _try_replicate_spec_for_scalar_tensor",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributed.tensor.DTensor._op_dispatcher",
-        "_propagate_op_sharding_dispatch_slow_path",
-        "operations on parameters for which DTensor has no layout",
-        ("2.13", "2.14", "2.15"),
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributed.fsdp._fully_shard",
-        "_fsdp_init",
-        "fully_shard around a wrapped module raises torch's error in place of a ShardingError",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributed.tensor.placement_types",
-        "_StridedShard",
-        "weights are not stored by the parts into which forward cuts their products",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributed",
-        "_state_dict_utils",
-        "set_model_state_dict with whole tensors, for weights that are stored by parts",
-    ),
-    *_rows(NOTHING, "torch.optim", "_muon", "Muon's step gathers each matrix for each product"),
-    *_rows(PARALLELIZE, "torch.nn.parameter._ParameterMeta", "_is_param"),
-    *_rows(
-        PLAN,
-        "torch.nn.modules.module",
-        "_global_backward_hooks _global_backward_pre_hooks _global_forward_hooks "
-        "_global_forward_pre_hooks",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.distributed.distributed_c10d",
-        "_get_default_store _set_pg_timeout",
-        "ranks that wait do not say for whom",
-    ),
-    *_rows(NOTHING, "torch.distributed.ProcessGroup", "_get_backend", "the limit of a wait"),
-    *_rows(
-        NOTHING,
-        "torch.distributed._functional_collectives",
-        "AsyncCollectiveTensor",
-        "redistribute(async_op=True): the error of its wait is torch's",
-    ),
-    *_rows(NOTHING, "torch._C._distributed_c10d.Backend.Options", "_timeout", "the same"),
-    *_rows(PARALLELIZE, "torch.Tensor", "_backward_hooks _post_accumulate_grad_hooks"),
-    *_rows(PARALLELIZE, "torch._C", "_storage_Use_Count _will_engine_execute_node"),
-    *_rows(
-        NOTHING,
-        "torch.optim.Optimizer",
-        "_patch_step_function",
-        "70 ms of parallelize, where there is no optimizer",
-    ),
-    *_rows(
-        NOTHING,
-        "torch.nn.utils.clip_grad",
-        "_clip_grads_with_norm_ _get_total_norm",
-        "time of clip_grad_norm_",
-    ),
-    # torch_xla
-    *_rows(
-        XLA,
-        "torch_xla._XLAC",
-        "_get_xla_sharding_spec _get_xla_tensors_hlo _global_tensor_from_cpu_shards "
-        "_xla_annotate_custom_sharding _xla_get_runtime_devices _xla_get_spmd_config_is_locked",
-        versions=("2.9",),
-    ),
+def _apis(row: str) -> list[PrivateApi]:
+    """Parse a row: an API for each name, all attributes on one owner."""
+    use, owner, *words = row.partition(" | ")[0].replace(": ", " ").split()
+    names = [word for word in words if not word[0].isdigit()]
+    versions = tuple(words[len(names) :]) or CHECKED
+    needed_for = {"plan": PLAN, "parallelize": PARALLELIZE, "xla": XLA, "-": NOTHING}[use]
+    lost = row.partition(" | ")[2]
+    return [PrivateApi(f"{owner}.{name}", needed_for, lost, versions) for name in names]
+
+
+TABLE: tuple[PrivateApi, ...] = tuple(
+    api
+    for row in _ROWS.replace("\n    ", " ").splitlines()
+    if row and not row.startswith("#")
+    for api in _apis(row)
 )
 _BY_NAME = {api.name: api for api in TABLE}
 
@@ -395,3 +297,43 @@ def require(*needed_for: str) -> None:
     apis = tuple(api for use in needed_for for api in missing(use))
     if apis:
         raise error_without(*apis)
+
+
+def is_newer() -> bool:
+    """True if this torch is newer than the newest checked one."""
+    return release(torch.__version__) > max(map(release, CHECKED))
+
+
+def is_checked() -> bool:
+    """True if the tests pass on this torch release."""
+    return release(torch.__version__) in map(release, CHECKED)
+
+
+@cache
+def check_torch(*needed_for: str) -> None:
+    """Raise a ShardingError if this torch lacks a needed API. Results are cached.
+
+    Rank 0 logs one line if this torch is newer than the checked ones.
+    """
+    require(*needed_for)
+    _warn_if_newer()
+
+
+@cache
+def _warn_if_newer() -> None:
+    if is_newer() and os.environ.get("RANK", "0") == "0":
+        # Without the build's suffix, such as +cu126, which says nothing about APIs.
+        version = ".".join(map(str, release(torch.__version__)))
+        logging.getLogger("torchgspmd").warning(
+            "torch %s is newer than what torchgspmd was checked on", version
+        )
+
+
+def check_plan() -> None:
+    """Check torch before a program is planned."""
+    check_torch(PLAN)
+
+
+def check_parallelize() -> None:
+    """Check torch before a module is wrapped."""
+    check_torch(PLAN, PARALLELIZE)

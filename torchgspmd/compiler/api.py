@@ -26,7 +26,7 @@ from ..capture import (
 from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import _pytree as pytree
-from ..compat.versions import check_plan
+from ..compat.private_apis import check_plan
 from ..errors import ShardingError, did_you_mean, is_misspelt
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
@@ -37,8 +37,7 @@ from ..fx_passes.program import Request, Shared
 from ..fx_passes.replication_report import data_axes
 from ..fx_passes.schedule.memory_budget import check_budget
 from ..fx_passes.stages import SCHEDULED, verifies
-from ..layout.device_mesh import mesh_of
-from ..layout.layout_rules import MeshLayout, bound
+from ..layout.layout_rules import MeshLayout, bound, mesh_of
 from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs

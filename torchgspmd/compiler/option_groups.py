@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, cast
 
-from ..comm.collective_builder import CARRIERS
+from ..comm.collective import CARRIERS
 from ..errors import ShardingError
 from ..fx_passes.units import parse_size
 

@@ -41,16 +41,28 @@ from .optimizers import (
     with_planned_update,
     with_sharded_states,
 )
-from .ours import INSTALLATION, WAITS, Handler, for_ours, handlers, is_ours, method_for_ours
-from .random_draws import DRAWING, draw
-from .replicated_fallback import UsersFlag, gather_method, with_fallback, with_replication
-from .waits import (
+from .ours import (
+    INSTALLATION,
+    WAITS,
+    Handler,
+    for_ours,
+    handlers,
+    is_ours,
+    method_for_ours,
     redistribute_method,
     with_explained_wait,
     with_explained_waits,
     with_farewell,
     with_meeting,
     with_own_group,
+)
+from .replicated_fallback import (
+    DRAWING,
+    UsersFlag,
+    draw,
+    gather_method,
+    with_fallback,
+    with_replication,
 )
 
 _LOSSES = (

@@ -31,11 +31,10 @@ from ..comm.rank_check import fits
 from ..compat.operators import aten, c10d
 from ..compat.private_apis import OpOverload
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, matched
-from .ours import acts_on_ours, groups_of_ours, is_ours
+from .ours import acts_on_ours, groups_of_ours, is_ours, meet, meeting
 from .parts import states_follow
 from .replicated_fallback import distribute_like
 from .storage import gradient_like
-from .waits import meet, meeting
 
 # Adafactor and LBFGS compute norms of whole tensors, and SparseAdam takes no DTensors.
 _ELEMENTWISE = "adadelta adagrad adam adamax asgd nadam radam rmsprop rprop sgd"

@@ -1,20 +1,32 @@
-"""Which DTensors are ours, and handlers for their operations.
+"""Which DTensors are ours, handlers for their operations, and errors of waits that say for whom.
 
 A DTensor is ours if its mesh equals a parallelized module's mesh. All others are the user's: their
-operations are torch's, also while our patches are applied.
+operations are torch's, also while our patches are applied. DTensor starts collectives, asked for or
+not:
+
+    y.redistribute(placements=[Replicate()])    on one rank only
+    y.softmax(0)                                of rows that are sharded: y is gathered
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..comm.process_groups import ProcessGroups, find_groups
+from ..comm.rank_check import RankCheck, agree, agreement
+from ..comm.watcher import explain, say_farewell, watched_ranks
 from ..compat.patches import Installation
-from ..compat.private_apis import OpOverload
+from ..compat.private_apis import OpOverload, get_proxy_mode
 from ..compat.private_apis import _pytree as pytree
+from ..errors import ShardingError
 
 # This process's patches; install.py has their tables. WAITS: those that meet the other ranks.
 INSTALLATION, WAITS = Installation(), Installation()
@@ -110,3 +122,157 @@ def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
         return method
 
     return replace
+
+
+def redistribute_method(before: Callable) -> Callable:
+    """Wrap DTensor.redistribute: the wait for a rank that does not call it is explained."""
+
+    @functools.wraps(before)
+    def method(self: DTensor, *args: object, **options: object) -> DTensor:
+        same = [self.shape, self.placements] if _communicates(self._spec) else []
+        return _explained("redistribute", self.device_mesh, same, before, self, *args, **options)
+
+    return method
+
+
+def with_explained_waits(before: Callable) -> Callable:
+    """Wrap the function that redistributes an operation's operands, as `redistribute`."""
+
+    @functools.wraps(before)
+    def redistribute(op_info: Any, wanted: Any, *args: object, **options: object) -> None:
+        # Operands that are no DTensors have no spec.
+        specs = [spec for spec in op_info.flat_args_schema if hasattr(spec, "placements")]
+        mesh = next((spec.mesh for spec in specs), None)
+        same = [spec.placements for spec in specs if _communicates(spec)]
+        return _explained(
+            f"{wanted.op} of DTensors", mesh, same, before, op_info, wanted, *args, **options
+        )
+
+    return redistribute
+
+
+def with_explained_wait(before: Callable) -> Callable:
+    """Wrap the method that waits for redistribute(async_op=True)'s tensor."""
+
+    @functools.wraps(before)
+    def trigger_wait(self: object) -> Any:
+        try:
+            return before(self)
+        except RuntimeError as error:
+            explain(error)
+            raise
+
+    return trigger_wait
+
+
+def with_meeting(before: Callable) -> Callable:
+    """Wrap a function of torch.distributed that torch's checkpoints call: all ranks meet first."""
+    signature = inspect.signature(before)
+
+    @functools.wraps(before)
+    def collective(*args: object, **options: object) -> Any:
+        group, everyone = signature.bind(*args, **options).arguments.get("group"), watched_ranks()
+        is_traced = get_proxy_mode() is not None  # by one rank alone; then the call is an error
+        if everyone is None or is_traced or group not in (None, dist.group.WORLD):
+            return before(*args, **options)
+        if threading.current_thread() is not threading.main_thread():
+            if _is_in_a_checkpoint():
+                raise _asynchronous()
+            return before(*args, **options)
+        agree(everyone, f"torch.distributed.{before.__name__}")
+        return everyone.watcher.run(before, *args, **options)
+
+    return collective
+
+
+def with_own_group(before: Callable) -> Callable:
+    """Wrap torch.distributed.checkpoint.async_save: it may not use the training's group."""
+
+    @functools.wraps(before)
+    def async_save(*args: Any, **options: Any) -> Any:
+        group, everyone = options.get("process_group"), watched_ranks()
+        is_alone = everyone is None or options.get("no_dist", False)
+        if not is_alone and group in (None, dist.group.WORLD):
+            raise _asynchronous()
+        return before(*args, **options)
+
+    return async_save
+
+
+def _asynchronous() -> ShardingError:
+    return ShardingError.here(
+        "torch.distributed.checkpoint.async_save uses the process group of the training",
+        why="its thread and the training would send messages in one group, and take those of each "
+        "other",
+        fix="call gspmd.save(folder, model, optimizer, asynchronous=True), or pass a "
+        'process_group=torch.distributed.new_group(backend="gloo") of its own',
+    )
+
+
+def _is_in_a_checkpoint() -> bool:
+    """Return whether torch.distributed.checkpoint calls."""
+    frame = sys._getframe(2)
+    while frame is not None:
+        if "torch.distributed.checkpoint" in frame.f_globals.get("__name__", ""):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def with_farewell(before: Callable) -> Callable:
+    """Wrap destroy_process_group: the others hear that this process ends as it should.
+
+    It may end at once afterwards (os._exit), and would be taken for one that has died.
+    """
+
+    @functools.wraps(before)
+    def destroy(group: object = None) -> None:
+        # None is the default group; other groups end while this process lives on.
+        if group is not None:
+            return before(group)
+        say_farewell()
+        WAITS.end()
+        return before(None)
+
+    return destroy
+
+
+def meet(groups: ProcessGroups, call: str, *same: object) -> None:
+    """Meet all ranks before an operation on DTensors communicates, as `agree`.
+
+    same: what its messages depend on. GPUs run behind their hosts, which would wait here.
+    """
+    if groups.device_type == "cuda":
+        groups.watcher.note(call)
+    else:
+        meeting(groups, call, *same).begin().check()
+
+
+def meeting(groups: ProcessGroups, call: str, *same: object) -> RankCheck:
+    """Return the comparison that `meet` makes on the CPU; it may carry a sum."""
+    return agreement(groups, call, [("the DTensors", str(same))])
+
+
+def _communicates(spec: Any) -> bool:
+    """Return whether a tensor has to be gathered or reduced for another layout."""
+    return not all(placement.is_replicate() for placement in spec.placements)
+
+
+def _explained(
+    call: str,
+    mesh: Any,
+    same: Sequence[object],
+    function: Callable,
+    *args: object,
+    **options: object,
+) -> Any:
+    """Call a function; on one of parallelize's meshes, a wait that ends says for whom.
+
+    same: what its messages depend on, if it sends any.
+    """
+    groups = find_groups(mesh) if mesh is not None else None
+    if groups is None:
+        return function(*args, **options)
+    if same:
+        meet(groups, call, *same)
+    return groups.watcher.run(function, *args, **options)

@@ -16,14 +16,13 @@ from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, distribute_tensor
 
-from ..comm.local_ops import take_part
+from ..comm.local_ops import part_order, take_part
 from ..compat.operators import aten
 from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError
 from ..layout.mark import copy_mark
 from ..layout.mesh import Coordinates, Mesh
 from ..layout.open_sizes import OpenSize
-from ..layout.part_order import part_order
 from ..shard_spec import ShardSpec
 from .parts import parts_of, placement_of
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -255,7 +255,10 @@ def boundary_spec(node: fx.Node, spec: ShardSpec | None = None) -> ShardSpec:
     The program itself sees rows in the order of shards.
     """
     found: ShardSpec = spec or node.meta["spec"]
-    return found.with_parts(*node.meta["parts"]) if "parts" in node.meta else found
+    if "parts" not in node.meta:
+        return found
+    dim, count = node.meta["parts"]
+    return replace(found, parts=tuple(count if d == dim else 1 for d in range(found.rank)))
 
 
 def values(graph: fx.Graph) -> Iterator[fx.Node]:

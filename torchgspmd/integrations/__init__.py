@@ -13,8 +13,7 @@ from types import ModuleType
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..errors import ShardingError
-from ..layout.device_mesh import mesh_of
-from ..layout.layout_rules import MeshLayout
+from ..layout.layout_rules import MeshLayout, mesh_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 from ..layout.spec_notation import AUTO

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from . import Meshes, library
 from .own_rows import global_batch, read_own_rows
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from ..layout.prefix_specs import BATCH_AXES
 from ..runtime.parallelize import shard_batch
 from . import Meshes

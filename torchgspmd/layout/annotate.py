@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
-from .device_mesh import mesh_of
-from .layout_rules import MeshLayout
+from .layout_rules import MeshLayout, mesh_of
 from .mark import LAYOUT, mark_sharding
 from .mesh import Mesh
 from .spec import ShardSpec, SpecLike

@@ -17,6 +17,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from torch.distributed.device_mesh import DeviceMesh
+
 from ..compat.patches import setting
 from ..errors import ShardingError, did_you_mean
 from .mesh import Mesh
@@ -324,3 +326,20 @@ def _table(rows: Iterable[tuple[str, str]]) -> str:
     lines = [*rows]
     width = max((len(name) for name, _ in lines), default=0)
     return "\n".join(f"{name:{width}}  {text}" for name, text in lines)
+
+
+def mesh_of(mesh: Mesh | DeviceMesh | MeshLayout) -> Mesh:
+    """Return a Mesh as it is, else the Mesh for a DeviceMesh or a Layout on a mesh.
+
+    Raises ShardingError for anything else.
+    """
+    if isinstance(mesh, Mesh):
+        return mesh
+    if isinstance(mesh, MeshLayout):
+        return mesh.mesh
+    if isinstance(mesh, DeviceMesh):
+        return Mesh.from_device_mesh(mesh)
+    raise ShardingError.here(
+        f"a mesh is a torchgspmd.Mesh or torch's DeviceMesh, not {type(mesh).__name__}",
+        fix="pass a mesh such as Mesh(data=2, model=4)",
+    )

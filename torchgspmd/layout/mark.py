@@ -13,8 +13,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compat.operators import custom_op
 from ..errors import ShardingError, user_line
-from .device_mesh import mesh_of
-from .layout_rules import MeshLayout, Unmarked, bound_layout
+from .layout_rules import MeshLayout, Unmarked, bound_layout, mesh_of
 from .mesh import Mesh
 from .spec import ShardSpec, SpecLike
 

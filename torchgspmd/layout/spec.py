@@ -27,9 +27,8 @@ from typing import Any, Union
 
 from ..errors import ShardingError
 from .halo_window import Window
-from .interned import Interned
 from .mesh import Mesh
-from .spec_notation import Axes, SpecFields, parse_sequence, parse_string
+from .spec_notation import Axes, Interned, SpecFields, parse_sequence, parse_string
 
 SpecLike = Union[str, "ShardSpec", Sequence[Any]]
 
@@ -67,29 +66,18 @@ class ShardSpec(metaclass=Interned):
             object.__setattr__(self, "open", (False,) * len(self.dims))
         if not self.pending:
             object.__setattr__(self, "reduction", "sum")  # without pending axes it means nothing
-        if not any(self.windows):
-            object.__setattr__(self, "windows", ())
-        if not any(self.priorities):
-            object.__setattr__(self, "priorities", ())
-        if all(count == 1 for count in self.parts):
-            object.__setattr__(self, "parts", ())
+        for name, nothing in (("windows", None), ("priorities", 0), ("parts", 1)):
+            if all(value == nothing for value in getattr(self, name)):
+                object.__setattr__(self, name, ())
 
-    def fields(self) -> SpecFields:
-        """Return all fields, an interned spec's key.
-
-        Returns:
-            (dims, open, pending, reduction, windows, priorities, parts).
-
-        Example:
-            >>> ShardSpec.parse("data _").fields()
-            ((('data',), ()), (False, False), (), 'sum', (), (), ())
-        """
+    def _fields(self) -> SpecFields:
+        """Return all fields, an interned spec's key."""
         how = self.reduction, self.windows, self.priorities, self.parts
         return self.dims, self.open, self.pending, *how
 
     def __reduce__(self) -> tuple[type[ShardSpec], SpecFields]:
         # Through the constructor, so that an unpickled spec is the interned one.
-        return ShardSpec, self.fields()
+        return ShardSpec, self._fields()
 
     @classmethod
     def replicated(cls, rank: int) -> ShardSpec:
@@ -162,9 +150,8 @@ class ShardSpec(metaclass=Interned):
                 self.parts or (1,) * self.rank,
             )
         ]
-        return " ".join(
-            words + ([f"{self.reduction}@{'+'.join(self.pending)}"] if self.pending else [])
-        )
+        pending = [f"{self.reduction}@{'+'.join(self.pending)}"] if self.pending else []
+        return " ".join(words + pending)
 
     @property
     def rank(self) -> int:
@@ -282,23 +269,6 @@ class ShardSpec(metaclass=Interned):
             self.parts,
         )
 
-    def with_parts(self, dim: int, count: int) -> ShardSpec:
-        """Return the same layout with a dimension in parts that are each sharded.
-
-        Args:
-            dim: The dimension.
-            count: The number of its parts; 1 for the dimension as a whole.
-
-        Returns:
-            The spec.
-
-        Example:
-            >>> str(ShardSpec.parse("model _").with_parts(0, 3))
-            '3*model _'
-        """
-        parts = self.parts or (1,) * self.rank
-        return ShardSpec(*self.fields()[:-1], (*parts[:dim], count, *parts[dim + 1 :]))
-
     def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
         """Return the same layout with other priorities for its dimensions.
 
@@ -312,7 +282,7 @@ class ShardSpec(metaclass=Interned):
             >>> str(ShardSpec.parse("data _").with_priorities((1, 0)))
             'data:p1 _'
         """
-        return ShardSpec(*self.fields()[:-2], priorities, self.parts)
+        return ShardSpec(*self._fields()[:-2], priorities, self.parts)
 
     def plain(self) -> ShardSpec:
         """Return the same axes without windows and parts.
@@ -324,11 +294,9 @@ class ShardSpec(metaclass=Interned):
             >>> str(ShardSpec.parse("s?[8i-1:+10 in 0:64] _").plain())
             's? _'
         """
-        return (
-            ShardSpec(self.dims, self.open, self.pending, self.reduction)
-            if self.windows or self.parts
-            else self
-        )
+        if not (self.windows or self.parts):
+            return self
+        return ShardSpec(self.dims, self.open, self.pending, self.reduction)
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
         """Return one device's shard shape, padding included.
@@ -348,11 +316,9 @@ class ShardSpec(metaclass=Interned):
         rows = tuple(
             -(-size // mesh.count(axes)) if axes else size for size, axes in zip(shape, self.dims)
         )
-        return (
-            tuple(w.held(n) if w else n for w, n in zip(self.windows, rows))
-            if self.windows
-            else rows
-        )
+        if not self.windows:
+            return rows
+        return tuple(w.held(n) if w else n for w, n in zip(self.windows, rows))
 
     def shards(self, mesh: Mesh) -> int:
         """Count the different shards.

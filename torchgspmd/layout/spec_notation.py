@@ -1,4 +1,4 @@
-"""Parse the layout notation into the fields of a ShardSpec; spec.py describes it."""
+"""Parse the layout notation into the fields of a ShardSpec, of which equal ones are one object."""
 
 from __future__ import annotations
 
@@ -157,3 +157,24 @@ def parse_sequence(entries: object) -> SpecFields:
                 "use None, an axis name, a tuple of axis names or UNCONSTRAINED"
             )
     return tuple(dims), tuple(opens), (), "sum", (), (), ()
+
+
+class Interned(type):
+    """Metaclass that returns one object for equal fields.
+
+    Instances are then compared and hashed by identity, which planning does millions of times.
+    """
+
+    def __call__(cls, *args: object, **kwargs: object) -> Any:
+        instance: Any = None if kwargs else _INTERNED.get(args)
+        if instance is None:
+            instance = super().__call__(*args, **kwargs)
+            # setdefault: another thread may have made the same instance; all get the first one.
+            instance = _INTERNED.setdefault(instance._fields(), instance)
+            if not kwargs:
+                _INTERNED[args] = instance
+        return instance
+
+
+# By all fields, and by the arguments of former calls, which may leave out the last ones.
+_INTERNED: dict[tuple[Any, ...], Any] = {}

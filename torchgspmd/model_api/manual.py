@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread, spread_inputs

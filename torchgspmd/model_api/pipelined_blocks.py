@@ -34,7 +34,7 @@ from ..errors import ShardingError, did_you_mean
 from ..features.pipelines.list_scheduler import StagePlacement
 from ..features.pipelines.order import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED

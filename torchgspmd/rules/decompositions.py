@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.fake_mode import fake_mode
-from ..compat.fx_nodes import drop_unused
+from ..compat.fx_nodes import drop_unused, fake_mode
 from ..compat.operators import aten
 from ..compat.private_apis import (
     DispatchKey,

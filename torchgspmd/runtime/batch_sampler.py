@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from ..comm.process_groups import part_of, start_process_group
 from ..errors import ShardingError
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import BATCH_AXES
 

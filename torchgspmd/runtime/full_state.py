@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..comm.local_ops import user_order
 from ..comm.process_groups import ProcessGroups, find_groups
-from ..comm.rank_mismatch import agree
+from ..comm.rank_check import agree
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.ours import is_ours
 from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
 from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
-from ..layout.part_order import user_order
 from ..shard_spec import ShardSpec
 from .module_proxy import ModuleProxy
 from .shared_plan import broadcast_text

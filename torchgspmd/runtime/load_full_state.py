@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from ..comm.local_ops import part_order
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError
-from ..layout.part_order import part_order
 from .full_state import groups_of_state, part_of_shard, tables_of
 from .shared_plan import broadcast_text
 

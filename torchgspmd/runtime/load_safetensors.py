@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ..comm.local_ops import part_order
 from ..comm.process_groups import ProcessGroups
-from ..comm.rank_mismatch import all_gather_rows
+from ..comm.rank_check import all_gather_rows
 from ..dtensor.storage import spec_of
-from ..layout.part_order import part_order
 from .full_state import groups_of_state, part_of_shard
 from .load_full_state import names_of, problem_with, raise_first, stored_tensors, without_tied
 

@@ -15,16 +15,14 @@ from torch.optim import Optimizer
 from ..capture import check_module
 from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
-from ..comm.rank_mismatch import all_gather_rows
+from ..comm.rank_check import all_gather_rows
 from ..comm.value_check import hash_of_bits
-from ..compat.private_apis import _patch_step_function, is_missing
-from ..compat.versions import check_parallelize
+from ..compat.private_apis import _patch_step_function, check_parallelize, is_missing
 from ..compiler.option_docs import documented
 from ..compiler.options import Options
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError
-from ..layout.device_mesh import mesh_of
-from ..layout.layout_rules import MeshLayout, bound
+from ..layout.layout_rules import MeshLayout, bound, mesh_of
 from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike

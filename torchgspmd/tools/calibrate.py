@@ -30,7 +30,7 @@ from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..fx_passes.lower.lower_collectives import CollectiveOfAnySize
 from ..fx_passes.schedule.arithmetic import flops, is_attention, traffic
-from ..layout.device_mesh import mesh_of
+from ..layout.layout_rules import mesh_of
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import Axes
 from ..runtime.parallelize import parallelize

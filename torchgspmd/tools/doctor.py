@@ -9,8 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ..compat.private_apis import CHECKED, TABLE, PrivateApi, is_there
-from ..compat.versions import is_checked, is_newer
+from ..compat.private_apis import CHECKED, TABLE, PrivateApi, is_checked, is_newer, is_there
 from ..rules.registry import RULES, is_registered
 from ..rules.rewrites import SKIPPED
 

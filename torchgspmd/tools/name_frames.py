@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from ..comm.code_names import all_lines, key_of
+from ..comm.profiled_code import all_lines, key_of
 from ..errors import ShardingError
 
 FrameNames = Mapping[str, Mapping[str, str]]

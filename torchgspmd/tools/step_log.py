@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..comm.hardware import Hardware
-from ..comm.rank_mismatch import all_gather_rows
+from ..comm.rank_check import all_gather_rows
 from ..errors import ShardingError
 from ..fx_passes.units import count_text, size_text, time_text
 

@@ -22,8 +22,7 @@ from ...compat.private_apis import OpOverload
 from .all_gather import all_gather
 from .all_reduce import all_reduce
 from .all_to_all import all_to_all
-from .halo import halo
-from .halos import halos
+from .halo import halo, halos
 from .kind import CollectiveKind as CollectiveKind
 from .kind import FusedKind as FusedKind
 from .kind import Kind as Kind

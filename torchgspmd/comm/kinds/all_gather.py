@@ -13,10 +13,9 @@ from torch import Tensor, fx
 from ...compat.operators import aten, c10d
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..collective import split_axes
-from ..collective_builder import CollectiveBuilder, Lowering, MergedLowering
+from ..collective import CollectiveBuilder, Lowering, MergedLowering, split_axes
 from ..gloo_rewriter import GlooRewriter
-from ..levels_builder import HostLevels
+from ..hosts import HostLevels
 from .kind import CollectiveKind, LocalSteps, MergedForm, ReshardProblem, Step, WireOp, in_groups
 
 

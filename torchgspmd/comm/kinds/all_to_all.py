@@ -12,8 +12,7 @@ from torch import Tensor, fx
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
-from ..collective import split_axes
-from ..collective_builder import CollectiveBuilder, Lowering
+from ..collective import CollectiveBuilder, Lowering, split_axes
 from ..local_ops import take_part
 from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step, WireOp, in_groups
 

@@ -15,10 +15,9 @@ from torch import Tensor, fx
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
-from ..collective import split_axes
-from ..collective_builder import Lowering, MergedLowering
+from ..collective import Lowering, MergedLowering, split_axes
 from ..gloo_rewriter import GlooRewriter
-from ..levels_builder import HostLevels
+from ..hosts import HostLevels
 
 
 class ReshardProblem(Protocol):

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..box_exchange import Box, busiest, elements, exchange, lacking, pack, unpack
-from ..collective_builder import CollectiveBuilder, Lowering
+from ..collective import CollectiveBuilder, Lowering
 from .all_to_all import ALL_TO_ALL
 from .kind import CollectiveKind, LocalSteps, ReshardProblem, Step, rename_specs
 

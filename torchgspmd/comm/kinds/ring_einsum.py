@@ -24,7 +24,7 @@ from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.costs import einsum_flops
 from ..carriers import fused_einsum_scatter, fused_gather_einsum, is_turned
-from ..collective_builder import CollectiveBuilder
+from ..collective import CollectiveBuilder
 from .all_gather import all_gather
 from .kind import FusedKind
 from .reduce_scatter import reduce_scatter

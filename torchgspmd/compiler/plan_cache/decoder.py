@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from ...comm.json_rows import conforms, field_types
 from ...comm.kinds import KINDS
-from ...compat.fake_mode import fake_mode
+from ...compat.fx_nodes import fake_mode
 from ...compat.private_apis import FakeTensor
 from ...compat.private_apis import _pytree as pytree
 from ...layout.mesh import Mesh

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, fx
 
-from ...comm.collective import split_axes
-from ...comm.collective_builder import CollectiveBuilder
+from ...comm.collective import CollectiveBuilder, split_axes
 from ...comm.kinds.all_gather import all_gather
 from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d

@@ -19,9 +19,8 @@ import math
 
 from torch import fx
 
-from ...comm.hosts import ranks_of_a_host
+from ...comm.hosts import HostLevels, ranks_of_a_host
 from ...comm.kinds import collective_kinds
-from ...comm.levels_builder import HostLevels
 from ...comm.process_groups import ProcessGroups
 
 # Bytes of the payload. A further exchange inside a host takes 0.3 ms, as long as these bytes take

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...comm.collective import start, wait
-from ...comm.collective_builder import CollectiveBuilder, Lowering, MergedLowering
+from ...comm.collective import CollectiveBuilder, Lowering, MergedLowering, start, wait
 from ...comm.kinds import FusedKind, collective_kinds
 from ...comm.loop_call import BodyCall
 from ...comm.process_groups import ProcessGroups

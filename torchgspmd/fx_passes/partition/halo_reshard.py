@@ -17,8 +17,7 @@ import math
 from collections.abc import Sequence
 
 from ...comm.kinds import Step, window
-from ...comm.kinds.halo import halo_step
-from ...comm.kinds.halos import halos_step
+from ...comm.kinds.halo import halo_step, halos_step
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from .cost_constants import CostConstants

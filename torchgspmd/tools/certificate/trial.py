@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ...comm.local_ops import part_order, user_order
 from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import boundary_spec, runs
-from ...layout.part_order import part_order, user_order
 from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut
 from .devices import At, DeviceError, Devices, Microbatches

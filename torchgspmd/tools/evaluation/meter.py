@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ...comm.process_groups import find_groups
-from ...comm.rank_mismatch import agree
+from ...comm.rank_check import agree
 from ...dtensor.storage import whole_of
 from ...errors import ShardingError
 from .metrics import Metric

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from ...dtensor.storage import spec_of
 from ...errors import ShardingError
-from ...layout.device_mesh import mesh_of
+from ...layout.layout_rules import mesh_of
 from ...layout.mark import recorded_mark
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec, SpecLike
