@@ -285,7 +285,7 @@ _CLOUD = "Google Cloud's documentation of the version; latencies are ours"
 
 def _gpu(
     name: str,
-    teraflops: dict[float, float],
+    teraflops: Mapping[float, float],
     memory: tuple[float, float],
     links: tuple[float, float, float],
     exponentials: float = math.inf,
@@ -340,7 +340,7 @@ CPU = Hardware(
     beside=False,  # the threads of gloo need cores too
     host_bandwidth=5 * GB,  # a copy reads and writes the same memory
 )
-_HOPPER = {1: 1979, 2: 989, 4: 67, 8: 67}
+_HOPPER: dict[float, float] = {1: 1979, 2: 989, 4: 67, 8: 67}
 _B200 = {0.5: 9000, 1: 4500, 2: 2250, 4: 75, 8: 37}
 _GB200 = {0.5: 10000, 1: 5000, 2: 2500, 4: 80, 8: 40}
 _B300 = {0.5: 13500, 1: 4500, 2: 2250, 4: 75, 8: 1.2}

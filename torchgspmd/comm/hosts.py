@@ -1,4 +1,4 @@
-"""Which devices of a mesh share a host, and collectives in two levels: inside hosts, between them."""
+"""Which devices of a mesh share a host, and collectives in two levels: inside and between hosts."""
 
 from __future__ import annotations
 

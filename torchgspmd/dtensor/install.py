@@ -60,27 +60,20 @@ from .replicated_fallback import (
     DRAWING,
     UsersFlag,
     draw,
+    full_tensor,
     gather_method,
     with_fallback,
     with_replication,
 )
 
-_LOSSES = (
-    "mse_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "soft_margin_loss",
-    "binary_cross_entropy",
-    "binary_cross_entropy_with_logits",
-)
+_LOSSES = """mse_loss smooth_l1_loss huber_loss soft_margin_loss binary_cross_entropy
+    binary_cross_entropy_with_logits"""
 _IN_PLACE = {
     "Tensor": "add_ sub_ mul_ div_ lerp_",
-    "Scalar": "lerp_",
-    "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_",
+    "Scalar": "lerp_ pow_",
+    "default": "copy_ addcmul_ addcdiv_ addmm_ baddbmm_ addmv_ clamp_ sqrt_ rsqrt_",
 }
 _OUT = {"out": "add sub mul div maximum minimum eye full zeros ones", "m_out": "eye"}
-_FUSED = "_fused_adam_ _fused_adamw_ _fused_sgd_"
-_NOT_LINEAR = {"Scalar": "pow_", "default": "clamp_ sqrt_ rsqrt_"}
 
 
 def _operators(names: dict[str, str]) -> list[object]:
@@ -91,8 +84,16 @@ def _operators(names: dict[str, str]) -> list[object]:
     ]
 
 
-def _methods(names: Iterable[str], replace: Callable, why: str) -> list[Patch]:
-    return [Patch(DTensor, name, replace, why) for name in names]
+def _rows(owner: Any, names: str | Iterable[str], replace: Callable, why: str) -> list[Patch]:
+    """Return a row for each attribute that the owner has, or none if this torch lacks the owner."""
+    names = names.split() if isinstance(names, str) else names
+    if is_missing(owner):
+        return []
+    return [Patch(owner, name, replace, why) for name in names if hasattr(owner, name)]
+
+
+def _methods(names: str | Iterable[str], replace: Callable, why: str) -> list[Patch]:
+    return _rows(DTensor, names, replace, why)
 
 
 def _handled(
@@ -109,44 +110,45 @@ def _handled(
 
 def _losses(suffix: str, gradients: int) -> list[Patch]:
     return _handled(
-        [getattr(aten, name + suffix).default for name in _LOSSES],
+        [getattr(aten, name + suffix).default for name in _LOSSES.split()],
         op_handlers.mean_from_sum(gradients),
         "F.mse_loss(sharded, target) has n times the gradient over n devices",
     )
 
 
+def _numpy(self: Any, **options: Any) -> Any:
+    return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
+
+
+def _format(self: DTensor, spec: str) -> str:
+    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+
 _DISPATCHER: Any = DTensor._op_dispatcher
+_NEW = ("2.13", "2.14", "2.15")
+_OBJECTS = "all_gather_object barrier broadcast_object_list gather_object scatter_object_list"
 _FALLBACK = "torch.linalg.qr(p), torch._foreach_copy_(ps, qs): there is no sharding strategy"
-_SHARDED = "fully_shard would shard what is sharded already"
 _FAREWELL = "a process that ends at once after it is taken for one that has died"
 _WAITS = "p.softmax(0) on one rank waits for the others, and its error names none of them"
 _CHECKPOINT = "torch.distributed.checkpoint.save on one rank waits for the others"
 _OTHER_THREAD = "torch.distributed.checkpoint.async_save hangs beside a step of the training"
 _PICKLED = "torch.save(model.state_dict()) on one rank writes a part of each tensor, or DTensors"
 _KEPT = "a state_dict of an optimizer outlives its model, and with it the patches that save it"
-_SAFETENSORS = "safetensors' save_file finds no values in a DTensor"
 _PARTS_REFUSED = "w.argmax(0) is an error if w is stored by parts"
 _BY_PARTS = "torch.distributed.checkpoint takes a _StridedShard for one interval of rows"
 _SLOW = "optimizer.step() takes ten times as long as with local tensors"
-_MATRICES = "the step of Muon gathers each matrix for each of its products"
 _WHOLE = "every rank keeps all of the states that optimizer.load_state_dict got from one device"
 _SLOW_NORMS = "clip_grad_norm_ takes four times as long as with local tensors"
-_BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
-
-_CLIPPING = (
-    (nn.utils, "get_total_norm", total_norm),
-    (nn.utils, "clip_grads_with_norm_", with_local_gradients),
-    (nn.utils, "clip_grad_value_", with_local_gradients),
-    # clip_grad_norm_ calls these.
-    (clip_grad, "_get_total_norm", total_norm),
-    (clip_grad, "_clip_grads_with_norm_", with_local_gradients),
-    (clip_grad, "clip_grad_value_", with_local_gradients),
+_UNSCALED = (
+    "scaler.unscale_(optimizer): an infinity in a shard is one rank's, unless the first "
+    "gradient is sharded alike"
 )
+_BESIDE = "loss + 0.01 * p.pow(2).sum(): a plain tensor beside a DTensor is an error"
 
 PATCHES = (
     # views and data
     *_methods(
-        ("data",),
+        "data",
         lambda data: property(
             op_handlers.data_method(data.__get__),
             method_for_ours(op_handlers.set_data)(data.__set__),
@@ -154,9 +156,7 @@ PATCHES = (
         "p.data = other sets the metadata of the DTensor, not its local shard",
     ),
     *_methods(
-        ("__setitem__",),
-        view_writeback.setitem_method,
-        "w[3] = 0 is lost if dimension 0 is sharded",
+        "__setitem__", view_writeback.setitem_method, "w[3] = 0 is lost if dimension 0 is sharded"
     ),
     *_methods(
         view_writeback.MUTATIONS,
@@ -169,7 +169,7 @@ PATCHES = (
         "w.view(-1)[3:20].zero_() is lost, and views of sharded dimensions are errors",
     ),
     *_methods(
-        ("T", "mT"),
+        "T mT",
         lambda view: property(view_writeback.reshape_method(view.__get__)),
         "w.T[:2].zero_() is lost if dimension 1 is sharded",
     ),
@@ -186,48 +186,36 @@ PATCHES = (
     # numbers and text
     *_handled(
         (aten._local_scalar_dense.default,),
-        op_handlers.item,
+        lambda op, args, kwargs: full_tensor(args[0]).item(),
         "p.grad.norm().item() is one device's term of a pending reduction",
     ),
+    *_methods("__format__", method_for_ours(_format), 'f"{clip_grad_norm_(...):.2f}" is an error'),
+    *_methods("numpy", method_for_ours(_numpy), "p.numpy() is an error"),
     *_methods(
-        ("__format__",),
-        method_for_ours(op_handlers.format_number),
-        'f"{clip_grad_norm_(...):.2f}" is an error',
+        "tolist", method_for_ours(lambda p: full_tensor(p).tolist()), "p.tolist() is an error"
     ),
-    *_methods(("numpy",), method_for_ours(op_handlers.numpy), "p.numpy() is an error"),
-    *_methods(("tolist",), method_for_ours(op_handlers.tolist), "p.tolist() is an error"),
     # files
-    *_methods(("__reduce_ex__",), pickling.reduce_method, _PICKLED),
+    *_methods("__reduce_ex__", pickling.reduce_method, _PICKLED),
     Patch(torch.optim.Optimizer, "state_dict", lambda before: _held_method(before), _KEPT),
-    *_methods(("untyped_storage",), pickling.storage_method, _SAFETENSORS),
     *_methods(
-        ("data_ptr",),
+        "untyped_storage",
+        pickling.storage_method,
+        "safetensors' save_file finds no values in a DTensor",
+    ),
+    *_methods(
+        "data_ptr",
         pickling.pointer_method,
         "copy.deepcopy(model) fails if a gradient lies in a bucket; safetensors finds no values",
     ),
-    *(
-        Patch(DTensor, name, replace, _BY_PARTS)
-        for name, replace in (
-            ("__create_write_items__", parts.write_items),
-            ("__create_chunk_list__", parts.chunk_list),
-            ("__get_tensor_shard__", parts.tensor_shard),
-        )
-    ),
-    *(
-        Patch(owner, "_distribute_tensors", parts.distribute_tensors, _BY_PARTS)
-        for owner in (_state_dict_utils,)
-        if not is_missing(owner) and hasattr(owner, "_distribute_tensors")
-    ),
+    Patch(DTensor, "__create_write_items__", parts.write_items, _BY_PARTS),
+    Patch(DTensor, "__create_chunk_list__", parts.chunk_list, _BY_PARTS),
+    Patch(DTensor, "__get_tensor_shard__", parts.tensor_shard, _BY_PARTS),
+    *_rows(_state_dict_utils, "_distribute_tensors", parts.distribute_tensors, _BY_PARTS),
     # operations
     *_handled(
         _operators(_IN_PLACE),
         op_handlers.in_place,
         "plain.add_(p) is an error, and g.norm().add_(1) adds to each term of a pending sum",
-    ),
-    *_handled(
-        _operators(_NOT_LINEAR),
-        op_handlers.reduce_first,
-        "g.norm(dim=0).sqrt_() is an error, or the root of a term of a pending sum",
     ),
     *_handled(
         op_handlers.foreach_in_place(),
@@ -256,13 +244,8 @@ PATCHES = (
         "y.mean() is the mean of uneven shards, y.max(0).indices are those in each shard",
         ("2.9",),
     ),
-    *_handled(
-        _operators({"default": _FUSED, "tensor_lr": _FUSED}),
-        op_handlers.fused_update,
-        "torch._fused_adamw_(ps, gs, ...) loses states that lie otherwise than their parameters",
-    ),
     *(
-        Patch(handlers(), op, op_handlers.replicate_parts, _PARTS_REFUSED, ("2.13", "2.14", "2.15"))
+        Patch(handlers(), op, op_handlers.replicate_parts, _PARTS_REFUSED, _NEW)
         for op in (aten.argmax.default, aten.argmin.default)
     ),
     *_losses("", 0),
@@ -273,66 +256,43 @@ PATCHES = (
     # between backward and forward
     Patch(torch.optim.Optimizer, "load_state_dict", with_sharded_states, _WHOLE),
     *(Patch(module, name, with_local_tensors, _SLOW) for module, name in update_functions()),
-    *(
-        Patch(module, "muon", with_planned_update, _MATRICES)
-        for module in (_muon,)
-        if not is_missing(module)
+    *_rows(
+        _muon,
+        "muon",
+        with_planned_update,
+        "the step of Muon gathers each matrix for each of its products",
     ),
-    *(
-        Patch(owner, name, replace, _SLOW_NORMS)
-        for owner, name, replace in _CLIPPING
-        if hasattr(owner, name)
-    ),
+    *_rows(nn.utils, "get_total_norm", total_norm, _SLOW_NORMS),
+    *_rows(nn.utils, "clip_grads_with_norm_ clip_grad_value_", with_local_gradients, _SLOW_NORMS),
+    # clip_grad_norm_ calls these.
+    *_rows(clip_grad, "_get_total_norm", total_norm, _SLOW_NORMS),
+    *_rows(clip_grad, "_clip_grads_with_norm_ clip_grad_value_", with_local_gradients, _SLOW_NORMS),
     Patch(AveragedModel, "update_parameters", with_local_averages, _SLOW),
-    Patch(
-        handlers(),
-        aten._amp_foreach_non_finite_check_and_unscale_.default,
-        unscale,
-        "scaler.unscale_(optimizer): an infinity in a shard is one rank's, unless the first "
-        "gradient is sharded alike",
-    ),
+    Patch(handlers(), aten._amp_foreach_non_finite_check_and_unscale_.default, unscale, _UNSCALED),
     # all operations
     Patch(_DISPATCHER, "dispatch", with_fallback, _FALLBACK, ("2.9",)),
-    Patch(
-        _DISPATCHER,
-        "_propagate_op_sharding_dispatch_slow_path",
-        with_fallback,
-        _FALLBACK,
-        ("2.13", "2.14", "2.15"),
-    ),
+    Patch(_DISPATCHER, "_propagate_op_sharding_dispatch_slow_path", with_fallback, _FALLBACK, _NEW),
     Patch(_DISPATCHER, "_try_replicate_spec_for_scalar_tensor", with_replication, _BESIDE),
     Patch(_DISPATCHER, "_allow_implicit_replication", lambda _: True, _BESIDE),
     Patch(type(_DISPATCHER), "_allow_implicit_replication", UsersFlag, _BESIDE),
     # wrappers
-    *(
-        Patch(owner, "_verify_managed_param", op_handlers.with_refusal, _SHARDED)
-        for owner in (_fsdp_init,)
-        if not is_missing(owner)
+    *_rows(
+        _fsdp_init,
+        "_verify_managed_param",
+        op_handlers.with_refusal,
+        "fully_shard would shard what is sharded already",
     ),
 )
 
 # They meet the other ranks. Python's collector decides on each rank when a model goes, so that
 # these last as long as the process group.
 MEETINGS = (
-    *_methods(("full_tensor",), gather_method, "p.full_tensor() on one rank waits for the others"),
-    *_methods(("redistribute",), redistribute_method, _WAITS),
+    *_methods("full_tensor", gather_method, "p.full_tensor() on one rank waits for the others"),
+    *_methods("redistribute", redistribute_method, _WAITS),
     Patch(_DISPATCHER, "redistribute_local_args", with_explained_waits, _WAITS),
-    *(
-        Patch(owner, "trigger_wait", with_explained_wait, _WAITS)
-        for owner in (AsyncCollectiveTensor,)
-        if not is_missing(owner)
-    ),
+    *_rows(AsyncCollectiveTensor, "trigger_wait", with_explained_wait, _WAITS),
     Patch(dist, "destroy_process_group", with_farewell, _FAREWELL),
-    *(
-        Patch(dist, name, with_meeting, _CHECKPOINT)
-        for name in (
-            "all_gather_object",
-            "barrier",
-            "broadcast_object_list",
-            "gather_object",
-            "scatter_object_list",
-        )
-    ),
+    *_rows(dist, _OBJECTS, with_meeting, _CHECKPOINT),
 )
 
 

@@ -21,7 +21,7 @@ from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
 from .ours import Handler, as_before, is_ours
-from .parts import is_by_parts, parts_of, states_follow
+from .parts import is_by_parts, parts_of
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
 from .view_writeback import replace_data
 
@@ -64,24 +64,6 @@ def set_data(self: DTensor, value: Tensor) -> None:
     else:
         value = value.redistribute(placements=self.placements)
     replace_data(self, value)
-
-
-def format_number(self: DTensor, spec: str) -> str:
-    """Format a 0-d DTensor as its number, as Tensor does."""
-    return format(self.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
-
-
-def numpy(self: Any, **options: Any) -> Any:
-    return full_tensor(self.detach() if options.get("force") else self).numpy(**options)
-
-
-def tolist(self: DTensor) -> list:
-    return full_tensor(self).tolist()
-
-
-def item(op: OpOverload, args: tuple, kwargs: dict) -> object:
-    """Return a DTensor's number, with its pending reduction."""
-    return full_tensor(args[0]).item()
 
 
 def in_place(op: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -194,12 +176,6 @@ def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
                 placements=[Replicate() if s else p for s, p in zip(shards, tensor.placements)]
             )
     return as_before(op, (tensor, dim, *rest), kwargs)
-
-
-def fused_update(op: OpOverload, args: tuple, kwargs: dict) -> None:
-    """Update parameters whose states may have been stored before they were stored by parts."""
-    states_follow(*(a for a in args if isinstance(a, (list, tuple)) and a))
-    return as_before(op, args, kwargs)
 
 
 def replicate_parts(before: Handler | None) -> Handler:
