@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..compat.private_apis import _set_pg_timeout
-from ..errors import ShardingError, user_line
+from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
 from .watcher import watcher_of
 
@@ -56,9 +56,7 @@ class ProcessGroups:
         self.device_type = device_type = "cuda" if self.is_assumed else device_type
         self.late_checks: Any = None  # see call_comparison.py
         self.numbers: dict[torch.dtype, Any] = {}  # replicated DTensors, see dtensor/optimizers.py
-        self.updates: dict[
-            Any, Any
-        ] = {}  # programs of optimizers' steps, see dtensor/optimizers.py
+        self.updates: dict[Any, Any] = {}  # programs of steps, see dtensor/optimizers.py
         self.wrap: Callable[[Any], Any] | None = None  # puts such a step on the mesh
         self.buffers: dict[str, tuple[int, Any]] = {}  # by group, see carriers.py
         self.has_compared_batch = False  # shard_batch, at its first call
@@ -96,8 +94,10 @@ class ProcessGroups:
             self._set_timeouts(self.timeout)
 
     def _set_timeouts(self, timeout: timedelta) -> None:
+        # Public since torch 2.15.
+        set_timeout = getattr(dist, "set_timeout", None) or _set_pg_timeout
         for group in self.created:
-            _set_timeout(group, timeout)
+            set_timeout(timeout, group)
         self.watcher.limit = timeout.total_seconds()
 
     def group(self, axes: tuple[str, ...]) -> tuple[str, list[int]]:
@@ -130,9 +130,8 @@ class ProcessGroups:
         group's ranks at its first call, where all have to be; so that call is here.
         """
         if self.is_gloo and self.device_type != "cpu":
-            raise ShardingError(
+            raise ShardingError.here(
                 f"a pipeline between processes sends tensors of {self.device_type} over gloo",
-                where=user_line(),
                 why="gloo sends tensors of the CPU alone to one process",
                 fix='call torch.distributed.init_process_group("nccl")',
             )
@@ -214,20 +213,13 @@ def check_backend(device_type: str) -> None:
     """Raise if the default process group cannot carry tensors on a device type."""
     if not backend_of(device_type):
         on_cpu = device_type == "cpu"
-        raise ShardingError(
+        raise ShardingError.here(
             f"the process group has no backend for tensors of the device {device_type}",
-            where=user_line(),
             why=f"init_process_group was called with {dist.get_backend()!r}",
             fix="call model.cuda() before parallelize, after torch.cuda.set_device(local rank)"
             if on_cpu
             else 'call torch.distributed.init_process_group("nccl")',
         )
-
-
-def _set_timeout(group: object, timeout: timedelta) -> None:
-    """Limit a group's waits to that time."""
-    set_timeout = getattr(dist, "set_timeout", None)  # public since torch 2.15
-    (set_timeout or _set_pg_timeout)(timeout, group)
 
 
 def _can_split(world: Any) -> bool:
@@ -277,9 +269,8 @@ def part_of(mesh: object) -> DeviceMesh | None:
     if not isinstance(mesh, DeviceMesh) or mesh.mesh.numel() == dist.get_world_size():
         return None
     if dist.get_rank() not in mesh.mesh:
-        raise ShardingError(
+        raise ShardingError.here(
             f"process {dist.get_rank()} is not on the DeviceMesh {mesh.mesh.tolist()}",
-            where=user_line(),
             fix="pass the part that this process is on, as devices['model'] is of a mesh of axes "
             "'stage' and 'model'",
         )
@@ -309,12 +300,12 @@ def start_process_group(mesh: Mesh) -> None:
     if dist.is_initialized():
         return
     if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= {*os.environ}:
-        raise ShardingError(
+        script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["train.py"]
+        command = f"torchrun --nproc-per-node {mesh.size} {shlex.join(script)}"
+        raise ShardingError.here(
             "there is no process group",
-            where=user_line(),
             why=f"mesh {mesh} needs {mesh.size} processes, which torchrun starts",
-            fix=f"run {_torchrun(mesh.size)}, or call gspmd.launch(function, {mesh.size}) in a "
-            "notebook",
+            fix=f"run {command}, or call gspmd.launch(function, {mesh.size}) in a notebook",
         )
     card = int(os.environ.get("LOCAL_RANK", 0))
     is_chosen = torch.cuda.is_initialized() and torch.cuda.current_device()
@@ -332,19 +323,12 @@ def on_own_card(model: nn.Module) -> nn.Module:
     return model
 
 
-def _torchrun(processes: int) -> str:
-    """Return the command line that starts this program on some processes."""
-    script = sys.argv if sys.argv and sys.argv[0].endswith(".py") else ["train.py"]
-    return f"torchrun --nproc-per-node {processes} {shlex.join(script)}"
-
-
 def check_world(mesh: Mesh) -> None:
     """Raise ShardingError unless every device in the mesh has one process."""
     start_process_group(mesh)
     if dist.get_world_size() != mesh.size:
-        raise ShardingError(
+        raise ShardingError.here(
             f"mesh {mesh} has {mesh.size} devices, but there are {dist.get_world_size()} processes",
-            where=user_line(),
             fix=f"start {mesh.size} processes (torchrun --nproc-per-node {mesh.size}), make a "
             f"mesh of {dist.get_world_size()} devices, or pass a part of a DeviceMesh, as "
             "devices['model']",

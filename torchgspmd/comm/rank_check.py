@@ -25,7 +25,7 @@ from ..errors import RankError, user_line
 from .json_rows import from_row
 from .process_groups import ProcessGroups
 from .rank_failure import apart
-from .value_check import WORDS, Checksum, as_doubles, as_real, is_close, words, words_differ
+from .value_check import WORDS, Checksum, Reading, is_close, words, words_differ
 from .watcher import Ranks
 
 HEAD = 1 + WORDS  # Compared numbers in a row: that of the program, and those of checksums.
@@ -106,7 +106,7 @@ def fits(groups: ProcessGroups, shape: tuple[int, ...], dtype: torch.dtype, rank
     )
 
 
-SAMPLE = 2**16  # Elements per tensor that are compared before the first run.
+MOST = 2**16  # Elements per tensor that are compared before the first run.
 _MAX_DIFFERENCES, _MAX_CHARACTERS = 3, 60  # in a message, in a value
 _ACCOUNT = "the accounts of all ranks"
 
@@ -261,27 +261,13 @@ def check_values(ranks: Ranks, values: Mapping[str, Checksum]) -> None:
 
 def _differing(ranks: Ranks, tensors: list[Tensor]) -> list[tuple[int, int]]:
     """Return (index, first rank) for every tensor whose values on a rank differ from rank 0's."""
-    rows = all_gather_rows(ranks, [_fingerprint(t) for t in tensors])
+    # One reading each: they may be on several devices.
+    own = [Reading([""], [t], MOST).checksums()[""] for t in tensors]
+    rows = all_gather_rows(ranks, own)
     differences = [
         [not is_close(own, rows[0][i]) for own in column] for i, column in enumerate(zip(*rows))
     ]
     return [(i, column.index(True)) for i, column in enumerate(differences) if any(column)]
-
-
-def _fingerprint(tensor: Tensor) -> Checksum:
-    """Return a checksum for integers, or a norm and an irregular mean for floats.
-
-    Only a sample is read if the tensor is large.
-    """
-    values = tensor.detach().flatten()
-    values = values[:: max(1, len(values) // SAMPLE)].cpu()
-    if not (values.is_floating_point() or values.is_complex()):
-        return zlib.crc32(values.numpy().tobytes())
-    values = as_doubles(as_real(values).flatten())
-    # Irregular weights: a norm alone would not see elements that have changed places.
-    weights = torch.arange(len(values), dtype=torch.float64).mul_(0.618).frac_().sub_(0.5)
-    norm = values.norm().item()
-    return norm, (weights @ values).item() / (norm or 1.0)
 
 
 def _other_values(name: str, rank: int) -> RankError:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 from ..errors import RankError
-from .json_rows import from_row
 
 PHASES = ("", "planning", "forward", "forward ended", "backward", "backward ended")
 PROGRAMS = CALL, BACKWARD = "a call of the module", "the backward of the module"
@@ -93,13 +92,10 @@ class Fate:
     by: int = -1
     stack: tuple[str, ...] = ()
 
-    def as_message(self) -> dict[str, object]:
-        return {"kind": "fate", "fate": asdict(self)}
-
-    @staticmethod
-    def of_message(message: Mapping[str, object]) -> Fate:
-        """Return the fate that a message tells."""
-        return from_row(Fate, message["fate"])
+    @property
+    def is_final(self) -> bool:
+        """Whether nobody has to wait any longer."""
+        return WORDS[self.kind].is_final
 
     @property
     def name(self) -> str:
@@ -178,14 +174,9 @@ def apart(calls: Mapping[int, tuple[str, int, str]]) -> tuple[str, str]:
 
 def merged(old: Fate | None, new: Fate) -> Fate:
     """Merge two fates that were told about a rank: the first, with the latest status."""
-    if old is None or not is_final(old) and is_final(new):
+    if old is None or not old.is_final and new.is_final:
         return new
     return new if old.kind == new.kind and new.status.moment > old.status.moment else old
-
-
-def is_final(fate: Fate) -> bool:
-    """Whether nobody has to wait any longer."""
-    return WORDS[fate.kind].is_final
 
 
 def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> RankError:
@@ -195,7 +186,7 @@ def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> Ra
     """
     known = sorted(fates, key=lambda f: f.rank)
     # Ranks that gave up are victims: the error names the ranks that they waited for.
-    causes = [f for f in known if is_final(f) and f.kind != "ended"]
+    causes = [f for f in known if f.is_final and f.kind != "ended"]
     roots = causes or [f for f in known if f.kind == "left"] or known
     for fate in roots:
         # Each rank that has found the difference tells of all ranks.
@@ -203,25 +194,21 @@ def failure(rank: int, own: Status, fates: Iterable[Fate], what: str = "") -> Ra
             fix = WORDS["apart"].fix
             return RankError.here(fate.text, why=fate.seen, fix=fix)
     stacks = [f"\n        rank {f.rank}: {row}" for f in roots if f.by == rank for row in f.stack]
+    late: dict[tuple[int, str], list[int]] = {}
+    for fate in roots:
+        if fate.kind == "stuck":
+            late.setdefault((fate.by, fate.text), []).append(fate.rank)
+    headlines = [str(fate) for fate in roots if fate.kind != "stuck"] + [
+        f"rank {by} has waited {time} for {listed(ranks)}" for (by, time), ranks in late.items()
+    ]
     return RankError.here(
-        "; ".join(_headlines(roots))
+        "; ".join(headlines)
         or what
         or f"rank {rank} has lost the connection to another rank, of which there is no word",
         why="; ".join([f"rank {rank} {own}", *(f"{f.name} {f.seen}" for f in roots if f.seen)])
         + "".join(stacks),
         fix=WORDS[roots[0].kind].fix.format(f=roots[0]) if roots else _ANEW,
     )
-
-
-def _headlines(fates: list[Fate]) -> list[str]:
-    """Return a sentence for each fate, and one for all ranks that another has waited for."""
-    late: dict[tuple[int, str], list[int]] = {}
-    for fate in fates:
-        if fate.kind == "stuck":
-            late.setdefault((fate.by, fate.text), []).append(fate.rank)
-    return [str(fate) for fate in fates if fate.kind != "stuck"] + [
-        f"rank {by} has waited {time} for {listed(ranks)}" for (by, time), ranks in late.items()
-    ]
 
 
 def listed(ranks: Iterable[int]) -> str:

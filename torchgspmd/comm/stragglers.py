@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .json_rows import from_row
@@ -36,13 +36,6 @@ class Answer:
     share: float = 0.0
     stack: tuple[str, ...] = ()
     beside: Mapping[str, Any] = field(default_factory=dict)
-
-    def as_message(self) -> dict[str, object]:
-        return {"kind": "answer", "answer": asdict(self)}
-
-    @staticmethod
-    def of_message(message: Mapping[str, object]) -> Answer:
-        return from_row(Answer, message["answer"])
 
 
 class Stragglers:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import os
 import signal
 import socket
@@ -27,6 +26,7 @@ from types import TracebackType
 
 import torch.distributed as dist
 
+from ..compat.patches import wrapping
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import ShardingError
 
@@ -113,20 +113,19 @@ def end_waits() -> int:
     for each in os.listdir(_FILES) if _FILES.is_dir() else ():
         try:
             if os.readlink(_FILES / each) == "anon_inode:[eventpoll]":
-                closed += sum(map(_shut, _connections((_DETAILS / each).read_text())))
+                rows = map(str.split, (_DETAILS / each).read_text().splitlines())
+                # Those that a gloo epoll waits for; any other epoll has none.
+                closed += sum(
+                    _shut(int(row[1]))
+                    for row in rows
+                    if row[:1] == ["tfd:"]
+                    and len(row) > 5
+                    and row[3] == _EVENTS
+                    and int(row[5], 16) != int(row[1])
+                )
         except OSError:  # closed in the meantime
             continue
     return closed
-
-
-def _connections(details: str) -> list[int]:
-    """Return the files that a gloo epoll waits for, and none for any other epoll."""
-    rows = [row.split() for row in details.splitlines() if row.startswith("tfd:")]
-    return [
-        int(row[1])
-        for row in rows
-        if len(row) > 5 and row[3] == _EVENTS and int(row[5], 16) != int(row[1])
-    ]
 
 
 def _shut(file: int) -> bool:
@@ -154,19 +153,16 @@ def print_errors_once() -> None:
     sys.excepthook = _once(sys.excepthook)
 
 
-def _once(before: Callable) -> Callable:
-    @functools.wraps(before)
-    def hook(kind: type, error: BaseException, trace: TracebackType | None) -> None:
-        first = _first_rank(error) if isinstance(error, ShardingError) else None
-        if first is None:
-            before(kind, error, trace)
-            return
-        text = f"{kind.__name__}: {error}".partition("\n")[0]
-        # One write: lines of several ranks must not run into one another.
-        said = f"torchgspmd: rank {dist.get_rank()} has raised the same as rank {first}: {text}\n"
-        os.write(2, said.encode())
-
-    return hook
+@wrapping
+def _once(before: Callable, kind: type, error: BaseException, trace: TracebackType | None) -> None:
+    first = _first_rank(error) if isinstance(error, ShardingError) else None
+    if first is None:
+        before(kind, error, trace)
+        return
+    text = f"{kind.__name__}: {error}".partition("\n")[0]
+    # One write: lines of several ranks must not run into one another.
+    said = f"torchgspmd: rank {dist.get_rank()} has raised the same as rank {first}: {text}\n"
+    os.write(2, said.encode())
 
 
 def _first_rank(error: ShardingError) -> int | None:

@@ -62,16 +62,19 @@ class ArgumentValues:
 
 
 class Reading:
-    """Checksums of tensors of one device, where they are computed."""
+    """Checksums of tensors of one device, where they are computed.
 
-    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    most: elements of a tensor that are read, if other than those of a call's arguments.
+    """
+
+    def __init__(self, names: Sequence[str], tensors: Sequence[Tensor], most: int = 0) -> None:
         pairs = [*zip(names, (t.detach() for t in tensors))]
         integers = [pair for pair in pairs if _is_integer(pair[1])]
         floats = [pair for pair in pairs if not _is_integer(pair[1])]
         self.device, none = tensors[0].device, torch.empty(0)
         self.integers, self.floats = ([name for name, _ in each] for each in (integers, floats))
-        self.sums = torch.stack([_sum(t) for _, t in integers]) if integers else none
-        parts = [part for _, t in floats for part in _squares_and_mean(t)]
+        self.sums = torch.stack([_sum(_sample(t, most)) for _, t in integers]) if integers else none
+        parts = [part for _, t in floats for part in _squares_and_mean(_sample(as_real(t), most))]
         self.parts = torch.stack(parts) if parts else none
 
     def checksums(self) -> dict[str, Checksum]:
@@ -173,26 +176,26 @@ def _limit(tensor: Tensor) -> int:
     return INTEGERS if _is_integer(tensor) else FLOATS
 
 
-def _sample(tensor: Tensor) -> Tensor:
+def _sample(tensor: Tensor, most: int) -> Tensor:
     """Return a vector: a small tensor's values, or a larger one's at irregular places."""
-    limit = _limit(tensor)
+    limit, count = (most, most) if most else (_limit(tensor), SAMPLE)
     if _is_integer(tensor):  # take() has no kernel for uint16, uint32, uint64
         tensor = tensor.view(_BY_SIZE[tensor.element_size()])
     if tensor.numel() <= limit:
         return tensor.reshape(-1)
-    return tensor.take(_places(tensor.numel(), tensor.device))  # whatever the strides are
+    return tensor.take(_places(tensor.numel(), count, tensor.device))  # whatever the strides are
 
 
-def _sum(tensor: Tensor) -> Tensor:
+def _sum(values: Tensor) -> Tensor:
     """Sum integers with irregular factors, modulo 2 ** 64."""
-    values = _sample(tensor).long()
+    values = values.long()
     factors = _factors(len(values), values.device)
     return torch.dot(values, factors) if values.is_cpu else (values * factors).sum()
 
 
-def _squares_and_mean(tensor: Tensor) -> tuple[Tensor, Tensor]:
+def _squares_and_mean(values: Tensor) -> tuple[Tensor, Tensor]:
     """Sum the squares, and the values with irregular weights."""
-    values = as_doubles(_sample(as_real(tensor)))
+    values = as_doubles(values)
     return torch.dot(values, values), torch.dot(values, _weights(len(values), values.device))
 
 
@@ -209,11 +212,11 @@ def as_doubles(values: Tensor) -> Tensor:
 
 
 @functools.lru_cache(64)
-def _places(count: int, device: torch.device) -> Tensor:
-    """Return SAMPLE indices below `count`, one per equal stretch."""
-    ordinals = torch.arange(SAMPLE, dtype=torch.float64)
+def _places(size: int, count: int, device: torch.device) -> Tensor:
+    """Return `count` indices below `size`, one per equal stretch."""
+    ordinals = torch.arange(count, dtype=torch.float64)
     within = (ordinals * _GOLDEN).frac_()
-    return moved(((ordinals + within) * (count / SAMPLE)).long().clamp_(max=count - 1), device)
+    return moved(((ordinals + within) * (size / count)).long().clamp_(max=size - 1), device)
 
 
 @functools.lru_cache(64)

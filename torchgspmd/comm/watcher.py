@@ -12,7 +12,6 @@ after the process groups' time limit (parallelize's `timeout`) the error.
 from __future__ import annotations
 
 import atexit
-import functools
 import json
 import multiprocessing.util
 import socket
@@ -27,13 +26,14 @@ from typing import Any, NamedTuple, NoReturn, Protocol
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from ..compat.patches import wrapping
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
 from . import places
 from .json_rows import from_row
 from .peers import Message, Peers
 from .places import stack_of_main
-from .rank_failure import Fate, Status, apart, failure, is_final, merged
+from .rank_failure import Fate, Status, apart, failure, merged
 from .roll_call import RollCall, RollCallEnded
 from .stragglers import ANSWER, TICK, Answer, Stragglers
 from .termination import TERMINATION, end_waits
@@ -42,8 +42,6 @@ VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
 SETTLE = 0.4  # Seconds from the first such word to the error: others may have died, too.
 LINGER = 5.0  # Seconds after destroy_process_group in which a rank may say that it raised.
 RAISE = 1.0  # Seconds from word that a rank has left to the error: it may say that it raised.
-
-
 CALLS = 16  # calls since all ranks have met that a status tells
 
 
@@ -85,7 +83,7 @@ class Watcher:
             TERMINATION.hold(self)
             self._peers.listen_to(TERMINATION.file)
             # A daemon: a process whose main thread ends must not stay for its watcher.
-            self._thread = threading.Thread(target=self._watch, daemon=True)
+            self._thread = threading.Thread(target=self._watch, args=(self._peers,), daemon=True)
             self._thread.start()
             atexit.register(self._close)
             # Processes of multiprocessing end by os._exit, which runs no atexit.
@@ -143,15 +141,13 @@ class Watcher:
 
     # ------------------------------------------------------------------------------- the thread
 
-    def _watch(self) -> None:
+    def _watch(self, peers: Peers) -> None:
         try:
-            self._turn_until_closed()
+            self._turn_until_closed(peers)
         finally:
             TERMINATION.release(self)
 
-    def _turn_until_closed(self) -> None:
-        peers = self._peers
-        assert peers is not None
+    def _turn_until_closed(self, peers: Peers) -> None:
         while not self._is_closed:
             try:
                 peers.turn(TICK if peers.is_complete else TICK / 10)
@@ -182,7 +178,7 @@ class Watcher:
         if self._has_given_up:
             return
         if self._stragglers.has_to_ask(status, place, self.limit):
-            self._ask()
+            self._answer(asks=True)
         self._judge_raised(status)
         self._judge_apart(status)
         if text := self._stragglers.report(status, self.limit):
@@ -233,14 +229,14 @@ class Watcher:
         elif kind == "status":
             self._seen[rank] = self._marks[rank] = from_row(Status, message["status"])
         elif kind == "fate":
-            self._learn(Fate.of_message(message))
+            self._learn(from_row(Fate, message["row"]))
         elif kind in ("closed", "lost"):
             self._has_closed(rank, "died" if kind == "closed" else "lost")
         elif kind == "ask":
             self._answer()
         elif kind == "answer":
             with self._news:
-                self._stragglers.take(Answer.of_message(message))
+                self._stragglers.take(from_row(Answer, message["row"]))
                 self._news.notify_all()
 
     def _has_closed(self, rank: int, kind: str) -> None:
@@ -261,7 +257,7 @@ class Watcher:
 
     def _tell(self, fate: Fate) -> None:
         if self._peers is not None:
-            self._peers.tell(**fate.as_message())
+            self._peers.tell(kind="fate", row=asdict(fate))
         self._learn(fate)
 
     def _learn(self, fate: Fate) -> None:
@@ -269,7 +265,7 @@ class Watcher:
             is_news = fate.rank not in self.fates
             self.fates[fate.rank] = merged(self.fates.get(fate.rank), fate)
             self._news.notify_all()
-        if is_final(fate):
+        if fate.is_final:
             self._fail(fate, is_news)
 
     def _fail(self, fate: Fate, is_news: bool = False) -> None:
@@ -283,14 +279,11 @@ class Watcher:
             self._roll_call.end()
         end_waits()
 
-    def _ask(self) -> None:
-        if self._peers is not None:
-            self._peers.tell(kind="ask")
-            self._answer()
-
-    def _answer(self) -> None:
-        peers = self._peers
-        if peers is not None:
+    def _answer(self, asks: bool = False) -> None:
+        """Tell all ranks where this one is; asks: and let them tell the same."""
+        if (peers := self._peers) is not None:
+            if asks:
+                peers.tell(kind="ask")
             status, _ = places.status(self.now, self.program)
             beside = {
                 str(rank): {"host": peers.hosts.get(rank, "unknown"), "status": asdict(seen)}
@@ -299,7 +292,7 @@ class Watcher:
             share = self._stragglers.share
             answer = Answer(self.rank, peers.host, status, share, stack_of_main(), beside)
             self._stragglers.take(answer)
-            peers.tell(**answer.as_message())
+            peers.tell(kind="answer", row=asdict(answer))
 
     # ------------------------------------------------------------------------------- the errors
 
@@ -355,28 +348,17 @@ class Watcher:
 
     def _blame_late(self, status: Status) -> None:
         """Tell all ranks for whom this one has waited, after the time limit."""
-        self._ask()
+        self._answer(asks=True)
         others = {*self.processes} - {self.rank}
         with self._news:
             self._news.wait_for(lambda: others <= {*self._stragglers.fresh()}, ANSWER)
         for rank, answer in self._stragglers.late(status, with_silent=True).items():
-            seen, is_silent = answer.status.text("is"), not answer.stack
-            seen = f"does not answer: it was stopped, or keeps Python's lock; {seen}"[
-                0 if is_silent else -len(seen) :
-            ]
-            wait = f"{self.limit:g} s"
-            self._tell(
-                Fate(
-                    rank=rank,
-                    host=answer.host,
-                    kind="stuck",
-                    status=answer.status,
-                    seen=seen,
-                    text=wait,
-                    by=self.rank,
-                    stack=answer.stack,
-                )
+            silent = (
+                "" if answer.stack else "does not answer: it was stopped, or keeps Python's lock; "
             )
+            seen, wait = silent + answer.status.text("is"), f"{self.limit:g} s"
+            fate = Fate(rank, answer.host, "stuck", answer.status, by=self.rank, stack=answer.stack)
+            self._tell(replace(fate, seen=seen, text=wait))
 
     def _end(self, error: BaseException | None) -> None:
         """Tell all ranks that this one ends: by an exception, or as it should."""
@@ -411,14 +393,10 @@ class Ranks(Protocol):
     def watcher(self) -> Watcher: ...
 
 
-def watched(method: Callable) -> Callable:
+@wrapping
+def watched(method: Callable, self: Any, *args: object) -> object:
     """Wrap a method on an object with `_groups`: its waits that end say for whom."""
-
-    @functools.wraps(method)
-    def explaining(self: Any, *args: object) -> object:
-        return self._groups.watcher.run(method, self, *args)
-
-    return explaining
+    return self._groups.watcher.run(method, self, *args)
 
 
 def _in_flight() -> BaseException | None:

@@ -6,13 +6,13 @@ A program that computes on meshes patches torch's DTensor while a wrapped module
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -83,11 +83,24 @@ class Patch:
             self.owner.pop(self.name, None) if is_dict else delattr(self.owner, self.name)
 
 
-@cache
+@functools.cache
 def _nearest(version: str) -> tuple[int, int]:
     """Return the checked release whose patches a torch version needs."""
     checked, now = [*map(release, CHECKED)], release(version)
     return min((c for c in checked if c >= now), default=max(checked))
+
+
+def wrapping(function: Callable) -> Callable[[Any], Callable]:
+    """Return a `replace` whose value calls `function` with the one before it, and the arguments."""
+
+    def replace(before: Any) -> Callable:
+        @functools.wraps(before)
+        def call(*args: Any, **options: Any) -> Any:
+            return function(before, *args, **options)
+
+        return call
+
+    return replace
 
 
 def apply(patches: Iterable[Patch]) -> ExitStack:

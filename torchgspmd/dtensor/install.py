@@ -7,7 +7,6 @@ default process group. All act for our DTensors only (ours.py).
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -20,7 +19,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 
 from ..compat.operators import AbsentOperator, aten
-from ..compat.patches import Patch
+from ..compat.patches import Patch, wrapping
 from ..compat.private_apis import (
     CHECKED,
     AsyncCollectiveTensor,
@@ -296,16 +295,14 @@ MEETINGS = (
 )
 
 
-def _held_method(before: Callable) -> Callable:
+@wrapping
+def _held_method(
+    before: Callable, self: torch.optim.Optimizer, *args: object, **kwargs: object
+) -> Any:
     """Wrap Optimizer.state_dict: the patches are applied while one of its tensors lives."""
-
-    @functools.wraps(before)
-    def state_dict(self: torch.optim.Optimizer, *args: object, **kwargs: object) -> Any:
-        state = before(self, *args, **kwargs)
-        hold(self, pytree.tree_leaves(state))
-        return state
-
-    return state_dict
+    state = before(self, *args, **kwargs)
+    hold(self, pytree.tree_leaves(state))
+    return state
 
 
 def hold(module: Any, tensors: Iterable[Any]) -> None:

@@ -6,7 +6,6 @@ tensor, the same on every rank.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +16,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ..compat.operators import aten
+from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
@@ -30,16 +30,12 @@ _ADDITIVE = aten.add_.Tensor, aten.sub_.Tensor
 _LINEAR = *_ADDITIVE, aten.mul_.Tensor, aten.div_.Tensor
 
 
-def data_method(get: Callable) -> Callable:
+@wrapping
+def data_method(get: Callable, self: DTensor) -> Tensor:
     """Return the getter of `data`: a DTensor on the same memory, without propagation."""
-
-    @functools.wraps(get)
-    def data(self: DTensor) -> Tensor:
-        if type(self) is not DTensor or hasattr(self, "_view_of") or not is_ours(self):
-            return get(self)
-        return DTensor.__new__(DTensor, self._local_tensor, self._spec, requires_grad=False)
-
-    return data
+    if type(self) is not DTensor or hasattr(self, "_view_of") or not is_ours(self):
+        return get(self)
+    return DTensor.__new__(DTensor, self._local_tensor, self._spec, requires_grad=False)
 
 
 def set_data(self: DTensor, value: Tensor) -> None:
@@ -178,15 +174,12 @@ def gather(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     return as_before(op, (tensor, dim, *rest), kwargs)
 
 
-def replicate_parts(before: Handler | None) -> Handler:
+@wrapping
+def replicate_parts(before: Handler | None, op: OpOverload, args: tuple, kwargs: dict) -> Any:
     """Wrap torch's handler for an operation that refuses tensors by parts: compute on the whole."""
-
-    def handler(op: OpOverload, args: tuple, kwargs: dict) -> Any:
-        if is_by_parts(args[0]):
-            return run_replicated(op, args, kwargs, args[0])
-        return (before or as_before)(op, args, kwargs)
-
-    return handler
+    if is_by_parts(args[0]):
+        return run_replicated(op, args, kwargs, args[0])
+    return (before or as_before)(op, args, kwargs)
 
 
 def replicate_first(op: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -239,21 +232,16 @@ def mean_from_sum(gradients: int) -> Handler:
     return compute
 
 
-def with_refusal(before: Callable) -> Callable:
+@wrapping
+def with_refusal(before: Callable, name: str, parameter: nn.Parameter) -> None:
     """Wrap FSDP2's check on a parameter that it is about to shard; it has sent nothing then."""
-
-    @functools.wraps(before)
-    def verify(name: str, parameter: nn.Parameter) -> None:
-        if is_ours(parameter):
-            raise ShardingError.here(
-                "fully_shard (FSDP2) is around a module on a mesh",
-                why=f"the mesh stores '{name}', gathers it where it is used and reduces its "
-                "gradient",
-                fix="leave it out: parallelize(..., shard_updates='data') stores parameters in "
-                "parts, param_dtype and reduce_dtype take the place of MixedPrecisionPolicy; "
-                "what is around the module may have it: "
-                "fully_shard(..., ignored_params={*module.parameters()})",
-            )
-        before(name, parameter)
-
-    return verify
+    if is_ours(parameter):
+        raise ShardingError.here(
+            "fully_shard (FSDP2) is around a module on a mesh",
+            why=f"the mesh stores '{name}', gathers it where it is used and reduces its gradient",
+            fix="leave it out: parallelize(..., shard_updates='data') stores parameters in "
+            "parts, param_dtype and reduce_dtype take the place of MixedPrecisionPolicy; "
+            "what is around the module may have it: "
+            "fully_shard(..., ignored_params={*module.parameters()})",
+        )
+    before(name, parameter)

@@ -12,7 +12,6 @@ stay DTensors for hooks, state_dict and checkpoints, and an error leaves them so
 
 from __future__ import annotations
 
-import functools
 import importlib
 import math
 import weakref
@@ -29,6 +28,7 @@ from torch.optim.swa_utils import AveragedModel
 from ..comm.process_groups import find_groups
 from ..comm.rank_check import fits
 from ..compat.operators import aten, c10d
+from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
 from .local_lists import have_same_layouts, is_replicated_number, local_tensors, matched
 from .ours import acts_on_ours, groups_of_ours, is_ours, meet, meeting
@@ -46,36 +46,32 @@ def update_functions() -> Iterator[tuple[ModuleType, str]]:
         yield importlib.import_module(f"torch.optim.{name}"), name
 
 
-def with_local_tensors(before: Callable) -> Callable:
+@wrapping
+def with_local_tensors(before: Callable, *args: Any, **kwargs: Any) -> Any:
     """Wrap an update function: lists of DTensors that match become lists of local tensors."""
-
-    @functools.wraps(before)
-    def update(*args: Any, **kwargs: Any) -> Any:
-        values = (*args, *kwargs.values())
-        lists: list[list] = [a for a in values if isinstance(a, list) and a]
-        numbers = [a for a in values if isinstance(a, DTensor)]  # a rate, for example
-        if (
-            not any(type(p) is DTensor for p in (lists or [[]])[0])
-            or torch.compiler.is_compiling()
-            or torch.is_grad_enabled()  # differentiable=True
-            or not all(map(is_replicated_number, numbers))
-            or (layouts := _matched_states(*lists)) is None
-        ):
-            return before(*args, **kwargs)
-        parameters: list[Tensor] = lists[0]
-        local = [local_tensors(a) for a in args]
-        named = {name: local_tensors(a) for name, a in kwargs.items()}
-        try:
-            result = before(*local, **named)
-        finally:
-            # What autograd saved of a DTensor is compared by the DTensor's own version.
-            increment_version(parameters)
-        for value, now in zip(values, (*local, *named.values())) if layouts.lack_states else ():
-            if isinstance(value, list):
-                _fill(value, now, parameters)
-        return result
-
-    return update
+    values = (*args, *kwargs.values())
+    lists: list[list] = [a for a in values if isinstance(a, list) and a]
+    numbers = [a for a in values if isinstance(a, DTensor)]  # a rate, for example
+    if (
+        not any(type(p) is DTensor for p in (lists or [[]])[0])
+        or torch.compiler.is_compiling()
+        or torch.is_grad_enabled()  # differentiable=True
+        or not all(map(is_replicated_number, numbers))
+        or (layouts := _matched_states(*lists)) is None
+    ):
+        return before(*args, **kwargs)
+    parameters: list[Tensor] = lists[0]
+    local = [local_tensors(a) for a in args]
+    named = {name: local_tensors(a) for name, a in kwargs.items()}
+    try:
+        result = before(*local, **named)
+    finally:
+        # What autograd saved of a DTensor is compared by the DTensor's own version.
+        increment_version(parameters)
+    for value, now in zip(values, (*local, *named.values())) if layouts.lack_states else ():
+        if isinstance(value, list):
+            _fill(value, now, parameters)
+    return result
 
 
 def _matched_states(*lists: list) -> Any:
@@ -84,33 +80,31 @@ def _matched_states(*lists: list) -> Any:
     return matched(*lists) if layouts is None and states_follow(*lists) else layouts
 
 
-def with_planned_update(before: Callable) -> Callable:
+@wrapping
+def with_planned_update(
+    before: Callable, parameters: list[Tensor], *args: Any, **kwargs: Any
+) -> Any:
     """Wrap an update function of whole matrices: for our DTensors it runs as a planned program."""
-
-    @functools.wraps(before)
-    def update(parameters: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        lists = [parameters, *(a for a in args if isinstance(a, list))]
-        tensors = [t for each in lists for t in each]
-        groups = groups_of_ours(tensors[0]) if tensors and is_ours(tensors[0]) else None
-        if (
-            groups is None
-            or groups.wrap is None
-            or torch.compiler.is_compiling()
-            or not all(is_ours(t) and find_groups(t.device_mesh) is groups for t in tensors)
-        ):
-            return before(parameters, *args, **kwargs)
-        # With the model, whose parameters it changes, the program goes.
-        owner: Any = parameters[0]._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
-        key = id(owner), before
-        if (program := groups.updates.get(key)) is None:
-            program = groups.updates[key] = groups.wrap(_Update(before))
-            weakref.finalize(owner, groups.updates.pop, key, None)
-        with torch.no_grad():
-            result = program(parameters, *args, **kwargs)
-        increment_version(tensors)
-        return result
-
-    return update
+    lists = [parameters, *(a for a in args if isinstance(a, list))]
+    tensors = [t for each in lists for t in each]
+    groups = groups_of_ours(tensors[0]) if tensors and is_ours(tensors[0]) else None
+    if (
+        groups is None
+        or groups.wrap is None
+        or torch.compiler.is_compiling()
+        or not all(is_ours(t) and find_groups(t.device_mesh) is groups for t in tensors)
+    ):
+        return before(parameters, *args, **kwargs)
+    # With the model, whose parameters it changes, the program goes.
+    owner: Any = parameters[0]._local_tensor  # pyright: ignore[reportAttributeAccessIssue]
+    key = id(owner), before
+    if (program := groups.updates.get(key)) is None:
+        program = groups.updates[key] = groups.wrap(_Update(before))
+        weakref.finalize(owner, groups.updates.pop, key, None)
+    with torch.no_grad():
+        result = program(parameters, *args, **kwargs)
+    increment_version(tensors)
+    return result
 
 
 class _Update(nn.Module):
@@ -144,53 +138,46 @@ def _state_like(local: Tensor, parameter: Tensor) -> Tensor:
     )
 
 
-def with_sharded_states(before: Callable) -> Callable:
+@wrapping
+def with_sharded_states(
+    before: Callable, self: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> None:
     """Wrap Optimizer.load_state_dict: one device's states are laid out like their parameters."""
-
-    @functools.wraps(before)
-    def load(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **kwargs)
-        for parameter, states in self.state.items():
-            if not (isinstance(parameter, DTensor) and is_ours(parameter)):
-                continue
-            for name, value in states.items():
-                # A step count, or a factor that has another shape, is the same for all shards.
-                if type(value) is Tensor and value.dim() and value.shape == parameter.shape:
-                    states[name] = distribute_like(parameter, value)
-
-    return load
+    before(self, *args, **kwargs)
+    for parameter, states in self.state.items():
+        if not (isinstance(parameter, DTensor) and is_ours(parameter)):
+            continue
+        for name, value in states.items():
+            # A step count, or a factor that has another shape, is the same for all shards.
+            if type(value) is Tensor and value.dim() and value.shape == parameter.shape:
+                states[name] = distribute_like(parameter, value)
 
 
 # ---------------------------------------------------------------------------- gradients' norms
 
 
-def total_norm(before: Callable) -> Callable:
+@wrapping
+def total_norm(
+    before: Callable,
+    tensors: Any,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    *rest: Any,
+    **options: Any,
+) -> Tensor:
     """Wrap get_total_norm: norms of shards are reduced in one message for each set of axes."""
-
-    @functools.wraps(before)
-    def norm(
-        tensors: Any,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        *rest: Any,
-        **options: Any,
-    ) -> Tensor:
-        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        order, first = float(norm_type), next((t for t in tensors if type(t) is DTensor), None)
-        # No numbers have no maximum.
-        layouts = (
-            matched(tensors) if first is not None and all(t.numel() for t in tensors) else None
-        )
-        if first is None or layouts is None or not layouts.are_on_one_mesh:
-            return before(tensors, norm_type, error_if_nonfinite, *rest, **options)
-        local = local_tensors(tensors)
-        with torch.no_grad():
-            if any(layouts.axes):
-                local = _reduced_norms(local, layouts.axes, order, first)
-            total = before(local, order, error_if_nonfinite, *rest, **options)
-        return _replicated(total, first)
-
-    return norm
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    order, first = float(norm_type), next((t for t in tensors if type(t) is DTensor), None)
+    # No numbers have no maximum.
+    layouts = matched(tensors) if first is not None and all(t.numel() for t in tensors) else None
+    if first is None or layouts is None or not layouts.are_on_one_mesh:
+        return before(tensors, norm_type, error_if_nonfinite, *rest, **options)
+    local = local_tensors(tensors)
+    with torch.no_grad():
+        if any(layouts.axes):
+            local = _reduced_norms(local, layouts.axes, order, first)
+        total = before(local, order, error_if_nonfinite, *rest, **options)
+    return _replicated(total, first)
 
 
 def _reduced_norms(
@@ -252,47 +239,40 @@ def _replicated(number: Tensor, like: DTensor) -> DTensor:
     return gradient_like(number, known)
 
 
-def with_local_gradients(before: Callable) -> Callable:
+@wrapping
+def with_local_gradients(before: Callable, parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Wrap a function that changes parameters' gradients in place, element by element."""
-
-    @functools.wraps(before)
-    def change(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
-        if (
-            not any(type(g) is DTensor for g in gradients)
-            or not all(map(is_replicated_number, numbers))
-            or not have_same_layouts(gradients)
-        ):
-            return before(parameters, *args, **kwargs)
-        result = before(
-            # The function reads nothing else of a parameter.
-            [SimpleNamespace(grad=local) for local in local_tensors(gradients)],
-            *map(local_tensors, args),
-            **{name: local_tensors(value) for name, value in kwargs.items()},
-        )
-        increment_version(gradients)
-        return result
-
-    return change
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    numbers = [a for a in (*args, *kwargs.values()) if isinstance(a, DTensor)]
+    if (
+        not any(type(g) is DTensor for g in gradients)
+        or not all(map(is_replicated_number, numbers))
+        or not have_same_layouts(gradients)
+    ):
+        return before(parameters, *args, **kwargs)
+    result = before(
+        # The function reads nothing else of a parameter.
+        [SimpleNamespace(grad=local) for local in local_tensors(gradients)],
+        *map(local_tensors, args),
+        **{name: local_tensors(value) for name, value in kwargs.items()},
+    )
+    increment_version(gradients)
+    return result
 
 
-def unscale(before: Callable | None) -> Callable:
+@wrapping
+def unscale(before: Callable | None, op: OpOverload, args: tuple, kwargs: dict) -> None:
     """Wrap DTensor's handler of GradScaler's operation: any rank's infinity is all ranks'.
 
     torch's handler reduces over the axes that shard the first gradient alone.
     """
-
-    def handler(op: OpOverload, args: tuple, kwargs: dict) -> None:
-        gradients, found, scale = args
-        if not acts_on_ours(args, kwargs) or not _can_unscale(*args):
-            assert before is not None
-            return before(op, args, kwargs)
-        op(local_tensors(gradients), found, scale)
-        found.copy_(_found_on_any([g for g in gradients if type(g) is DTensor], found))
-
-    return handler
+    gradients, found, scale = args
+    if not acts_on_ours(args, kwargs) or not _can_unscale(*args):
+        assert before is not None
+        return before(op, args, kwargs)
+    op(local_tensors(gradients), found, scale)
+    found.copy_(_found_on_any([g for g in gradients if type(g) is DTensor], found))
 
 
 def _can_unscale(gradients: Sequence[Tensor], *numbers: Tensor) -> bool:
@@ -317,31 +297,27 @@ def _found_on_any(gradients: Sequence[DTensor], found: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------ averages
 
 
-def with_local_averages(before: Callable) -> Callable:
+@wrapping
+def with_local_averages(before: Callable, self: AveragedModel, model: nn.Module) -> None:
     """Wrap AveragedModel.update_parameters: torch's own averages are elementwise."""
-
-    @functools.wraps(before)
-    def update(self: AveragedModel, model: nn.Module) -> None:
-        functions = [f for f in (self.avg_fn, self.multi_avg_fn) if f is not None]
-        averages, values = _Tensors(self.module), _Tensors(model)
-        if not (
-            all(f.__module__ == AveragedModel.__module__ for f in functions)
-            and any(type(t) is DTensor for t in averages)
-            and have_same_layouts([*averages], [*values])
-        ):
-            return before(self, model)
-        # update_parameters reads these attributes, and adds to n_averaged in place.
-        names = "n_averaged", "use_buffers", "avg_fn", "multi_avg_fn"
-        local = SimpleNamespace(
-            module=averages.local(),
-            parameters=averages.local().parameters,
-            **{name: getattr(self, name) for name in names},
-        )
-        before(local, values.local())
-        increment_version([*averages])
-        return None
-
-    return update
+    functions = [f for f in (self.avg_fn, self.multi_avg_fn) if f is not None]
+    averages, values = _Tensors(self.module), _Tensors(model)
+    if not (
+        all(f.__module__ == AveragedModel.__module__ for f in functions)
+        and any(type(t) is DTensor for t in averages)
+        and have_same_layouts([*averages], [*values])
+    ):
+        return before(self, model)
+    # update_parameters reads these attributes, and adds to n_averaged in place.
+    names = "n_averaged", "use_buffers", "avg_fn", "multi_avg_fn"
+    local = SimpleNamespace(
+        module=averages.local(),
+        parameters=averages.local().parameters,
+        **{name: getattr(self, name) for name in names},
+    )
+    before(local, values.local())
+    increment_version([*averages])
+    return None
 
 
 class _Tensors:

@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_check import RankCheck, agree, agreement
 from ..comm.watcher import explain, say_farewell, watched_ranks
-from ..compat.patches import Installation
+from ..compat.patches import Installation, wrapping
 from ..compat.private_apis import OpOverload, get_proxy_mode
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
@@ -124,45 +124,37 @@ def method_for_ours(function: Callable) -> Callable[[Callable], Callable]:
     return replace
 
 
-def redistribute_method(before: Callable) -> Callable:
+@wrapping
+def redistribute_method(
+    before: Callable, self: DTensor, *args: object, **options: object
+) -> DTensor:
     """Wrap DTensor.redistribute: the wait for a rank that does not call it is explained."""
-
-    @functools.wraps(before)
-    def method(self: DTensor, *args: object, **options: object) -> DTensor:
-        same = [self.shape, self.placements] if _communicates(self._spec) else []
-        return _explained("redistribute", self.device_mesh, same, before, self, *args, **options)
-
-    return method
+    same = [self.shape, self.placements] if _communicates(self._spec) else []
+    return _explained("redistribute", self.device_mesh, same, before, self, *args, **options)
 
 
-def with_explained_waits(before: Callable) -> Callable:
+@wrapping
+def with_explained_waits(
+    before: Callable, op_info: Any, wanted: Any, *args: object, **options: object
+) -> None:
     """Wrap the function that redistributes an operation's operands, as `redistribute`."""
-
-    @functools.wraps(before)
-    def redistribute(op_info: Any, wanted: Any, *args: object, **options: object) -> None:
-        # Operands that are no DTensors have no spec.
-        specs = [spec for spec in op_info.flat_args_schema if hasattr(spec, "placements")]
-        mesh = next((spec.mesh for spec in specs), None)
-        same = [spec.placements for spec in specs if _communicates(spec)]
-        return _explained(
-            f"{wanted.op} of DTensors", mesh, same, before, op_info, wanted, *args, **options
-        )
-
-    return redistribute
+    # Operands that are no DTensors have no spec.
+    specs = [spec for spec in op_info.flat_args_schema if hasattr(spec, "placements")]
+    mesh = next((spec.mesh for spec in specs), None)
+    same = [spec.placements for spec in specs if _communicates(spec)]
+    return _explained(
+        f"{wanted.op} of DTensors", mesh, same, before, op_info, wanted, *args, **options
+    )
 
 
-def with_explained_wait(before: Callable) -> Callable:
+@wrapping
+def with_explained_wait(before: Callable, self: object) -> Any:
     """Wrap the method that waits for redistribute(async_op=True)'s tensor."""
-
-    @functools.wraps(before)
-    def trigger_wait(self: object) -> Any:
-        try:
-            return before(self)
-        except RuntimeError as error:
-            explain(error)
-            raise
-
-    return trigger_wait
+    try:
+        return before(self)
+    except RuntimeError as error:
+        explain(error)
+        raise
 
 
 def with_meeting(before: Callable) -> Callable:
@@ -185,18 +177,14 @@ def with_meeting(before: Callable) -> Callable:
     return collective
 
 
-def with_own_group(before: Callable) -> Callable:
+@wrapping
+def with_own_group(before: Callable, *args: Any, **options: Any) -> Any:
     """Wrap torch.distributed.checkpoint.async_save: it may not use the training's group."""
-
-    @functools.wraps(before)
-    def async_save(*args: Any, **options: Any) -> Any:
-        group, everyone = options.get("process_group"), watched_ranks()
-        is_alone = everyone is None or options.get("no_dist", False)
-        if not is_alone and group in (None, dist.group.WORLD):
-            raise _asynchronous()
-        return before(*args, **options)
-
-    return async_save
+    group, everyone = options.get("process_group"), watched_ranks()
+    is_alone = everyone is None or options.get("no_dist", False)
+    if not is_alone and group in (None, dist.group.WORLD):
+        raise _asynchronous()
+    return before(*args, **options)
 
 
 def _asynchronous() -> ShardingError:
@@ -219,22 +207,18 @@ def _is_in_a_checkpoint() -> bool:
     return False
 
 
-def with_farewell(before: Callable) -> Callable:
+@wrapping
+def with_farewell(before: Callable, group: object = None) -> None:
     """Wrap destroy_process_group: the others hear that this process ends as it should.
 
     It may end at once afterwards (os._exit), and would be taken for one that has died.
     """
-
-    @functools.wraps(before)
-    def destroy(group: object = None) -> None:
-        # None is the default group; other groups end while this process lives on.
-        if group is not None:
-            return before(group)
-        say_farewell()
-        WAITS.end()
-        return before(None)
-
-    return destroy
+    # None is the default group; other groups end while this process lives on.
+    if group is not None:
+        return before(group)
+    say_farewell()
+    WAITS.end()
+    return before(None)
 
 
 def meet(groups: ProcessGroups, call: str, *same: object) -> None:

@@ -9,7 +9,6 @@ elementwise operations: weights are not stored by parts there.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from ..compat.patches import wrapping
 from ..compat.private_apis import _StridedShard, is_missing
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -127,76 +127,62 @@ def _pieces(tensor: DTensor) -> list[tuple[tuple[int, ...], Tensor]]:
     return pieces
 
 
-def write_items(before: Callable) -> Callable:
+@wrapping
+def write_items(before: Callable, self: DTensor, fqn: str, value: Any) -> Any:
     """Wrap DTensor.__create_write_items__: a tensor by parts has an item for each piece."""
+    if not is_by_parts(self):
+        return before(self, fqn, value)
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-    @functools.wraps(before)
-    def method(self: DTensor, fqn: str, value: Any) -> Any:
-        if not is_by_parts(self):
-            return before(self, fqn, value)
-        from torch.distributed.checkpoint.metadata import (
-            ChunkStorageMetadata,
-            MetadataIndex,
-            TensorProperties,
+    return [
+        WriteItem(
+            index=MetadataIndex(fqn, torch.Size(at)),
+            type=WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                chunk=ChunkStorageMetadata(torch.Size(at), piece.shape),
+                properties=TensorProperties.create_from_tensor(piece),
+                size=self.size(),
+            ),
         )
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, torch.Size(at)),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(torch.Size(at), piece.shape),
-                    properties=TensorProperties.create_from_tensor(piece),
-                    size=self.size(),
-                ),
-            )
-            for at, piece in _pieces(self)
-        ]
-
-    return method
+        for at, piece in _pieces(self)
+    ]
 
 
-def chunk_list(before: Callable) -> Callable:
+@wrapping
+def chunk_list(before: Callable, self: DTensor) -> Any:
     """Wrap DTensor.__create_chunk_list__: a tensor by parts is read piece by piece."""
+    if not is_by_parts(self):
+        return before(self)
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    @functools.wraps(before)
-    def method(self: DTensor) -> Any:
-        if not is_by_parts(self):
-            return before(self)
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in _pieces(self)]
-
-    return method
+    return [ChunkStorageMetadata(torch.Size(at), piece.shape) for at, piece in _pieces(self)]
 
 
-def tensor_shard(before: Callable) -> Callable:
+@wrapping
+def tensor_shard(before: Callable, self: DTensor, index: Any) -> Any:
     """Wrap DTensor.__get_tensor_shard__: return the piece at an offset."""
-
-    @functools.wraps(before)
-    def method(self: DTensor, index: Any) -> Any:
-        if not is_by_parts(self):
-            return before(self, index)
-        return dict(_pieces(self))[tuple(index.offset)]
-
-    return method
+    if not is_by_parts(self):
+        return before(self, index)
+    return dict(_pieces(self))[tuple(index.offset)]
 
 
-def distribute_tensors(before: Callable) -> Callable:
+@wrapping
+def distribute_tensors(
+    before: Callable, states: dict[str, Any], keys: list[str], *others: Any
+) -> None:
     """Wrap the function that loads whole states: a tensor by parts takes the rows of its parts."""
-
-    @functools.wraps(before)
-    def distribute(states: dict[str, Any], keys: list[str], *others: Any) -> None:
-        rest = []
-        for key in keys:
-            pair = states.get(key)
-            if isinstance(pair, (tuple, list)) and is_by_parts(pair[0]):
-                stored = distribute_like(pair[0], pair[1])
-                pair[0]._local_tensor.copy_(stored._local_tensor)
-                states[key] = pair[0]
-            else:
-                rest.append(key)
-        before(states, rest, *others)
-
-    return distribute
+    rest = []
+    for key in keys:
+        pair = states.get(key)
+        if isinstance(pair, (tuple, list)) and is_by_parts(pair[0]):
+            stored = distribute_like(pair[0], pair[1])
+            pair[0]._local_tensor.copy_(stored._local_tensor)
+            states[key] = pair[0]
+        else:
+            rest.append(key)
+    before(states, rest, *others)

@@ -7,7 +7,6 @@ safetensors.torch.save_file(model.state_dict(), path)
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from ..compat.patches import wrapping
 from ..errors import ShardingError
 from .ours import is_ours
 
@@ -22,45 +22,33 @@ _OF_PARTS = "torch.distributed.checkpoint"  # writes each rank's part, and knows
 _FILES = "safetensors"
 
 
-def reduce_method(before: Callable) -> Callable:
+@wrapping
+def reduce_method(before: Callable, self: DTensor, protocol: object) -> Any:
     """Wrap DTensor.__reduce_ex__: our whole DTensors are pickled as ordinary tensors.
 
     Raise ShardingError for a sharded one.
     """
-
-    @functools.wraps(before)
-    def method(self: DTensor, protocol: object) -> Any:
-        if not is_ours(self) or _copies() or _is_called_by(_OF_PARTS):
-            return before(self, protocol)
-        return ordinary(self).__reduce_ex__(protocol)
-
-    return method
+    if not is_ours(self) or _copies() or _is_called_by(_OF_PARTS):
+        return before(self, protocol)
+    return ordinary(self).__reduce_ex__(protocol)
 
 
-def storage_method(before: Callable) -> Callable:
+@wrapping
+def storage_method(before: Callable, self: DTensor) -> Any:
     """Wrap DTensor.untyped_storage for safetensors, which asks it for the values."""
-
-    @functools.wraps(before)
-    def method(self: DTensor) -> Any:
-        is_asked_for = is_ours(self) and _is_called_by(_FILES)
-        return before(ordinary(self) if is_asked_for else self)
-
-    return method
+    is_asked_for = is_ours(self) and _is_called_by(_FILES)
+    return before(ordinary(self) if is_asked_for else self)
 
 
-def pointer_method(before: Callable) -> Callable:
+@wrapping
+def pointer_method(before: Callable, self: DTensor) -> int:
     """Wrap DTensor.data_ptr: the values' for safetensors, and 0 for others.
 
     torch's is a gradient's offset in a bucket. copy.deepcopy takes it for memory unless it is 0.
     """
-
-    @functools.wraps(before)
-    def method(self: DTensor) -> int:
-        if not is_ours(self):
-            return before(self)
-        return before(ordinary(self)) if _is_called_by(_FILES) else 0
-
-    return method
+    if not is_ours(self):
+        return before(self)
+    return before(ordinary(self)) if _is_called_by(_FILES) else 0
 
 
 def ordinary(tensor: DTensor) -> Tensor:
@@ -105,7 +93,7 @@ def _error(tensor: DTensor) -> ShardingError:
 
 def _copies() -> bool:
     """Return whether copy.copy asks, which stays in this process."""
-    return sys._getframe(2).f_globals.get("__name__") == "copy"
+    return sys._getframe(3).f_globals.get("__name__") == "copy"
 
 
 def _is_called_by(package: str) -> bool:

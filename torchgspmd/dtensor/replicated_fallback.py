@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from ..comm.process_groups import find_groups
 from ..comm.rank_check import agree
 from ..compat.operators import aten
+from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import user_line
@@ -61,18 +62,14 @@ def check_read_by_all(tensor: DTensor) -> None:
     agree(groups_of_ours(tensor), call, [("the DTensor that is read", same)])
 
 
-def gather_method(before: Callable) -> Callable:
+@wrapping
+def gather_method(before: Callable, self: DTensor, **options: object) -> Tensor:
     """Wrap DTensor.full_tensor: all ranks have to call it, if the tensor is ours and sharded."""
-
-    @functools.wraps(before)
-    def method(self: DTensor, **options: object) -> Tensor:
-        if not is_distributed(self):
-            return before(self, **options)
-        watcher = groups_of_ours(self).watcher
-        watcher.run(check_read_by_all, self)
-        return watcher.run(before, self, **options)
-
-    return method
+    if not is_distributed(self):
+        return before(self, **options)
+    watcher = groups_of_ours(self).watcher
+    watcher.run(check_read_by_all, self)
+    return watcher.run(before, self, **options)
 
 
 def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
@@ -82,31 +79,29 @@ def distribute_like(tensor: DTensor, values: Tensor) -> DTensor:
     )
 
 
-def with_fallback(before: Callable) -> Callable:
+@wrapping
+def with_fallback(
+    before: Callable, op: OpOverload, args: tuple, kwargs: dict, *others: object
+) -> Any:
     """Wrap a dispatch function: our DTensors that it cannot shard are computed on as a whole."""
-
-    @functools.wraps(before)
-    def dispatch(op: OpOverload, args: tuple, kwargs: dict, *others: object) -> Any:
-        # Other namespaces communicate, and one rank may run them alone.
-        if op.namespace != "aten" or not acts_on_ours(args, kwargs):
-            return before(op, args, kwargs, *others)
-        log = logging.getLogger("torch._subclasses.fake_tensor")
-        was, log.disabled = log.disabled, True  # It would log a traceback of the caught error.
-        try:
-            return before(op, args, kwargs, *others)
-        # Errors about layouts are raised on all ranks alike.
-        except (NotImplementedError, RuntimeError, AssertionError) as error:
-            if not isinstance(error, NotImplementedError) and not any(
-                words in str(error) for words in _FAILED
-            ):
-                if isinstance(error, RuntimeError):
-                    explain_wait(error, args, kwargs)
-                raise
-        finally:
-            log.disabled = was
-        return run_replicated(op, args, kwargs, our_dtensors(args, kwargs)[0])
-
-    return dispatch
+    # Other namespaces communicate, and one rank may run them alone.
+    if op.namespace != "aten" or not acts_on_ours(args, kwargs):
+        return before(op, args, kwargs, *others)
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    was, log.disabled = log.disabled, True  # It would log a traceback of the caught error.
+    try:
+        return before(op, args, kwargs, *others)
+    # Errors about layouts are raised on all ranks alike.
+    except (NotImplementedError, RuntimeError, AssertionError) as error:
+        if not isinstance(error, NotImplementedError) and not any(
+            words in str(error) for words in _FAILED
+        ):
+            if isinstance(error, RuntimeError):
+                explain_wait(error, args, kwargs)
+            raise
+    finally:
+        log.disabled = was
+    return run_replicated(op, args, kwargs, our_dtensors(args, kwargs)[0])
 
 
 class UsersFlag:

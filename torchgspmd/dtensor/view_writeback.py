@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from ..compat.operators import aten
+from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from .local_lists import change_local, is_elementwise_method
@@ -131,21 +132,17 @@ def _nth(results: Any, i: int) -> Tensor:
     return results if isinstance(results, Tensor) else results[i]
 
 
-def reshape_method(method: Callable) -> Callable:
+@wrapping
+def reshape_method(method: Callable, self: DTensor, *args: object, **kwargs: object) -> DTensor:
     """Return a view method that records its result's base."""
-
-    @functools.wraps(method)
-    def reshape(self: DTensor, *args: object, **kwargs: object) -> DTensor:
-        if not _views_may_copy(self):
-            return method(self, *args, **kwargs)
-        try:
-            result = method(self, *args, **kwargs)
-        except RuntimeError:  # The sharded layout has no such view.
-            result = method(_replicate(self), *args, **kwargs)
-        _record_base(result, self, lambda values: method(values, *args, **kwargs))
-        return result
-
-    return reshape
+    if not _views_may_copy(self):
+        return method(self, *args, **kwargs)
+    try:
+        result = method(self, *args, **kwargs)
+    except RuntimeError:  # The sharded layout has no such view.
+        result = method(_replicate(self), *args, **kwargs)
+    _record_base(result, self, lambda values: method(values, *args, **kwargs))
+    return result
 
 
 def _views_may_copy(base: DTensor) -> bool:
@@ -208,40 +205,34 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def setitem_method(setitem: Callable) -> Callable:
+@wrapping
+def setitem_method(setitem: Callable, self: DTensor, index: Any, value: Any) -> None:
     """Return the assignment to entries, also along sharded dimensions."""
-
-    @functools.wraps(setitem)
-    def assign(self: DTensor, index: Any, value: Any) -> None:
-        if not is_ours(self):
-            return setitem(self, index, value)
-        mask = (
-            isinstance(index, DTensor)
-            and index.dtype is torch.bool
-            and index.shape == self.shape
-            and not isinstance(value, Tensor)
+    if not is_ours(self):
+        return setitem(self, index, value)
+    mask = (
+        isinstance(index, DTensor)
+        and index.dtype is torch.bool
+        and index.shape == self.shape
+        and not isinstance(value, Tensor)
+    )
+    if mask:
+        _COPY(self, torch.where(index, value, self))  # Nothing is sent.
+    elif not is_distributed(self):
+        setitem(self, index, value)
+    else:
+        check_read_by_all(self)
+        entries = tuple(_replicate(e) for e in (index if isinstance(index, tuple) else (index,)))
+        # A copy: a replicated tensor is its own gathered form.
+        values = _replicate(self).clone()
+        setitem(values, entries, _replicate(value))
+        _COPY(
+            self,
+            values.redistribute(
+                placements=[Replicate() if p.is_partial() else p for p in self.placements]
+            ),
         )
-        if mask:
-            _COPY(self, torch.where(index, value, self))  # Nothing is sent.
-        elif not is_distributed(self):
-            setitem(self, index, value)
-        else:
-            check_read_by_all(self)
-            entries = tuple(
-                _replicate(e) for e in (index if isinstance(index, tuple) else (index,))
-            )
-            # A copy: a replicated tensor is its own gathered form.
-            values = _replicate(self).clone()
-            setitem(values, entries, _replicate(value))
-            _COPY(
-                self,
-                values.redistribute(
-                    placements=[Replicate() if p.is_partial() else p for p in self.placements]
-                ),
-            )
-        _write_back(self)
-
-    return assign
+    _write_back(self)
 
 
 def _replicate(value: object) -> Any:

@@ -82,7 +82,9 @@ class Reading:
         self.groups, self.items, self.names, self.call = groups, items, names, call
         self.every, self.axes = every, axes_of(groups.mesh)
         self.where = user_line()
-        read = [*(_as_words(item.value) for item in items), *nans]
+        values = (item.value for item in items)
+        # A double by its bits.
+        read = [v.view(torch.int64) if v.dtype == torch.float64 else v for v in values] + nans
         by_device: dict[torch.device, list[int]] = {}
         for i, value in enumerate(read):
             by_device.setdefault(value.device, []).append(i)
@@ -127,7 +129,12 @@ class Reading:
         groups = self.groups
         rows = all_gather_rows(groups, self._words(), "the audit of the module")
         if len({row[0] for row in rows}) > 1:
-            self._raise_other_items([row[0] for row in rows])
+            raise RankError(
+                f"the ranks hold different numbers of tensors: {[row[0] for row in rows]}",
+                where=self.where,
+                why="an audit compares parameters, buffers and optimizer states",
+                fix="make the same optimizers on every rank",
+            )
         for place in range(_HEAD, len(rows[0])):
             axes, kind = divmod(place - _HEAD, _HELD)
             for ranks in replicas(groups.mesh, self.axes, axes):
@@ -137,25 +144,15 @@ class Reading:
                     self._raise_difference()
         for rank, row in enumerate(rows):
             if row[1]:
-                raise self._nan_error(self.names[row[1] - 1], rank)
-
-    def _nan_error(self, name: str, rank: int) -> RankError:
-        return RankError(
-            f"'{name}' has NaN on rank {rank}",
-            where=self.where,
-            why=f"audit of call {self.call}: an update of the last {self.every} calls, or "
-            "the memory of a rank, made it",
-            fix=f"start anew from a checkpoint before call {max(self.call - self.every, 0)}; "
-            "torch.autograd.detect_anomaly() names the operation if it comes again",
-        )
-
-    def _raise_other_items(self, counts: Sequence[int]) -> None:
-        raise RankError(
-            f"the ranks hold different numbers of tensors: {counts}",
-            where=self.where,
-            why="an audit compares parameters, buffers and optimizer states",
-            fix="make the same optimizers on every rank",
-        )
+                raise RankError(
+                    f"'{self.names[row[1] - 1]}' has NaN on rank {rank}",
+                    where=self.where,
+                    why=f"audit of call {self.call}: an update of the last {self.every} calls, or "
+                    "the memory of a rank, made it",
+                    fix="start anew from a checkpoint before call "
+                    f"{max(self.call - self.every, 0)}; torch.autograd.detect_anomaly() names the "
+                    "operation if it comes again",
+                )
 
     def _raise_difference(self) -> None:
         """Ask all ranks for each item's values, and raise the error that names the first."""
@@ -256,10 +253,6 @@ def _differ(column: Sequence[int], tolerance: float) -> bool:
     return max(numbers) - min(numbers) > tolerance * max(map(abs, numbers))
 
 
-def _as_words(value: Tensor) -> Tensor:
-    return value.view(torch.int64) if value.dtype == torch.float64 else value
-
-
 _LOSS = "the loss"
 _LARGEST_LOSS = 16  # elements of a result that may be a loss
 
@@ -278,7 +271,10 @@ class Audit:
         own = weakref.ref(self)
 
         def stepped(optimizer: Optimizer, *_: object) -> None:
-            if (audit := own()) is not None and audit._updates(optimizer):
+            trained = [p for group in optimizer.param_groups for p in group["params"][:1]][:1]
+            if (audit := own()) is not None and any(
+                p is one for p in audit.model.parameters() for one in trained
+            ):
                 audit.optimizers.add(optimizer)
 
         # An optimizer is found when it steps: nothing else says which ones train this module.
@@ -286,10 +282,6 @@ class Audit:
 
     def of_copy(self, model: nn.Module) -> Audit:
         return Audit(model, self.groups, self.every)
-
-    def _updates(self, optimizer: Optimizer) -> bool:
-        first = next((p for g in optimizer.param_groups for p in g["params"]), None)
-        return first is not None and any(first is p for p in self.model.parameters())
 
     def run(self, program: JointProgram, call: ModuleCall, rank_check: RankCheck) -> object:
         """Run a call, and compare its audit's values."""

@@ -21,7 +21,7 @@ import hashlib
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -205,13 +205,9 @@ class _Message:
         try:
             raises()
         except RankError as error:
-            _raise_later(error)
-
-
-def _raise_later(error: RankError) -> NoReturn:
-    late = f"found up to {2 * EVERY} calls later, since GPUs do not wait for the comparison"
-    why = f"{error.why}; {late}" if error.why else late
-    raise RankError(error.what, where=error.where, why=why, fix=error.fix) from None
+            late = f"found up to {2 * EVERY} calls later, since GPUs do not wait for the comparison"
+            why = f"{error.why}; {late}" if error.why else late
+            raise RankError(error.what, where=error.where, why=why, fix=error.fix) from None
 
 
 def ordered(bits: int) -> int:
