@@ -119,8 +119,7 @@ def test_the_table_has_every_private_name_in_the_sources_and_no_other():
     used = set().union(*map(private_names, trees)) - own
     helpers = {
         "has",
-        "check_parallelize",
-        "check_plan",
+        "check_torch",
         "is_missing",
         "is_newer",
         "require",

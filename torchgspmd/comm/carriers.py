@@ -84,6 +84,9 @@ class RowExchange:
         flat = x.reshape(-1, m).contiguous()
         rows = len(flat) // n
         buffer = self._buffer(m * x.itemsize)
+        # With this option the host does not wait for counts.
+        has_option = "num_worst_tokens" in inspect.signature(buffer.dispatch).parameters
+        most = {"num_worst_tokens": len(flat)} if has_option and n <= A_HOST else {}
         # By its bits: -0.0 is a value.
         is_used = (flat.view(torch.int16) != 0).any(1)
         to = torch.arange(n, device=x.device).repeat_interleave(rows).where(is_used, -1)
@@ -99,7 +102,7 @@ class RowExchange:
             num_tokens_per_rdma_rank=by_host,
             is_token_in_rank=is_sent,
             num_tokens_per_expert=by_expert,
-            **_without_waiting(buffer, n, len(flat)),
+            **most,
         )
         # A last row takes what is no row: DeepEP may return more than have arrived.
         out = x.new_zeros(len(flat) + 1, m)
@@ -117,12 +120,6 @@ class RowExchange:
         buffer = library.Buffer(self.group, *sizes)
         self.groups.buffers[self.group.group_name] = row, buffer
         return buffer
-
-
-def _without_waiting(buffer: Any, ranks: int, rows: int) -> dict[str, int]:
-    """Return the option by which the host does not wait for counts, where DeepEP has it."""
-    has_option = "num_worst_tokens" in inspect.signature(buffer.dispatch).parameters
-    return {"num_worst_tokens": rows} if has_option and ranks <= A_HOST else {}
 
 
 def is_connected(groups: ProcessGroups, axes: tuple[str, ...]) -> bool:

@@ -254,17 +254,13 @@ def _line(message: Message) -> bytes:
     return json.dumps(message).encode() + b"\n"
 
 
-def _host_of(store: Any) -> str:
-    """Return a TCPStore's host; this process's for other stores."""
+def _local_address(store: Any) -> str:
+    """Return this host's address on the way to the store's host, of which a TCPStore tells."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
-    return getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
-
-
-def _local_address(store: Any) -> str:
-    """Return this host's address on the way to the store's host."""
+    host = getattr(store, "host", None) or os.environ.get("MASTER_ADDR") or socket.gethostname()
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((_host_of(store), 9))  # Nothing is sent.
+        probe.connect((host, 9))  # Nothing is sent.
         return probe.getsockname()[0]
     return "127.0.0.1"
 

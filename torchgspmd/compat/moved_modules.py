@@ -48,10 +48,6 @@ class MovedModule(ModuleType):
         return value
 
 
-def _folders(package: str) -> list[str]:
-    return [*sys.modules[package].__path__]
-
-
 def install(package: str) -> None:
     """Redirect imports from old paths to the new ones; the package's attributes stay."""
     for old, new in MOVED.items():
@@ -59,6 +55,8 @@ def install(package: str) -> None:
         for i in range(1, len(names) + 1):
             path = ".".join([package, *names[:i]])
             # A folder that still exists has other modules too: it stays importable.
-            is_here = i == 1 < len(names) and PathFinder.find_spec(path, _folders(package))
+            is_here = i == 1 < len(names) and PathFinder.find_spec(
+                path, [*sys.modules[package].__path__]
+            )
             if path not in sys.modules and not is_here:
                 sys.modules[path] = MovedModule(path, f"{package}.{new if i == len(names) else ''}")

@@ -327,13 +327,3 @@ def _warn_if_newer() -> None:
         logging.getLogger("torchgspmd").warning(
             "torch %s is newer than what torchgspmd was checked on", version
         )
-
-
-def check_plan() -> None:
-    """Check torch before a program is planned."""
-    check_torch(PLAN)
-
-
-def check_parallelize() -> None:
-    """Check torch before a module is wrapped."""
-    check_torch(PLAN, PARALLELIZE)

@@ -25,8 +25,8 @@ from ..capture import (
 )
 from ..capture.without_gc import without_gc
 from ..comm.hardware import Hardware
+from ..compat.private_apis import PLAN, check_torch
 from ..compat.private_apis import _pytree as pytree
-from ..compat.private_apis import check_plan
 from ..errors import ShardingError, did_you_mean, is_misspelt
 from ..fx_passes.boundary import start_program
 from ..fx_passes.dump import dump_level, dump_text
@@ -111,7 +111,7 @@ def plan(
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     mesh = mesh_of(mesh)
     # Before capture, which already needs private parts of torch.
-    check_plan()
+    check_torch(PLAN)
     if not isinstance(fn, nn.Module):
         _check_of_function(options)
     args, keywords = opened((args, keywords))

@@ -26,6 +26,7 @@ _WRITES = {"copy_", "zero_", "fill_", "addcmul_", "addcdiv_"}  # elementwise too
 _NUMBERS = (int, float, bool, complex, str, type(None), torch.dtype)
 
 
+@functools.cache
 def is_elementwise_method(name: str) -> bool:
     """Whether a tensor's method, such as add_, computes each element from those at its place."""
     return name in _WRITES or is_elementwise(name.removeprefix("__i").rstrip("_"))
@@ -85,11 +86,6 @@ def is_replicated_number(tensor: Tensor) -> bool:
         or isinstance(tensor, DTensor)
         and all(p.is_replicate() for p in tensor.placements)
     )
-
-
-def have_same_layouts(first: Sequence[Any] = (), *others: Sequence[Any]) -> bool:
-    """Whether all lists have matching layouts at each index, as in `matched`."""
-    return matched(first, *others) is not None
 
 
 class Matched:

@@ -19,7 +19,7 @@ from ..compat.operators import aten
 from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
-from .local_lists import have_same_layouts, is_replicated_number, local_tensors, tensor_lists
+from .local_lists import is_replicated_number, local_tensors, matched, tensor_lists
 from .ours import Handler, as_before, is_ours
 from .parts import is_by_parts, parts_of
 from .replicated_fallback import distribute_like, full_tensor, is_distributed, run_replicated
@@ -122,7 +122,7 @@ def foreach_step(op: OpOverload, args: tuple, kwargs: dict) -> Any:
     args = without_pending(args)
     numbers = [a for a in args if isinstance(a, Tensor)]
     # A scale, for example: each rank has to have the same one.
-    if all(is_replicated_number(a) for a in numbers) and have_same_layouts(*tensor_lists(args)):
+    if all(is_replicated_number(a) for a in numbers) and matched(*tensor_lists(args)):
         # torch's own function parses lists of tensors in half the time.
         call = getattr(torch, op.overloadpacket.__name__)
         call(*map(local_tensors, args), **kwargs)

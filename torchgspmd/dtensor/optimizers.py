@@ -30,7 +30,7 @@ from ..comm.rank_check import fits
 from ..compat.operators import aten, c10d
 from ..compat.patches import wrapping
 from ..compat.private_apis import OpOverload
-from .local_lists import have_same_layouts, is_replicated_number, local_tensors, matched
+from .local_lists import is_replicated_number, local_tensors, matched
 from .ours import acts_on_ours, groups_of_ours, is_ours, meet, meeting
 from .parts import states_follow
 from .replicated_fallback import distribute_like
@@ -120,22 +120,13 @@ class _Update(nn.Module):
 
 def _fill(states: list, local: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
     """Fill in states that were missing: SGD's first step puts buffers into a list."""
-    for i, state in enumerate(states):
-        if state is None and local[i] is not None:
-            states[i] = _state_like(local[i], parameters[i])
-
-
-def _state_like(local: Tensor, parameter: Tensor) -> Tensor:
-    if type(parameter) is not DTensor:
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    for i, (state, new, like) in enumerate(zip(states, local, parameters)):
+        if state is None and new is not None:
+            if type(like) is DTensor:
+                sizes = {"shape": like.shape, "stride": like.stride()}
+                layout = like.device_mesh, like.placements
+                new = DTensor.from_local(new, *layout, run_check=False, **sizes)
+            states[i] = new
 
 
 @wrapping
@@ -248,7 +239,7 @@ def with_local_gradients(before: Callable, parameters: Any, *args: Any, **kwargs
     if (
         not any(type(g) is DTensor for g in gradients)
         or not all(map(is_replicated_number, numbers))
-        or not have_same_layouts(gradients)
+        or not matched(gradients)
     ):
         return before(parameters, *args, **kwargs)
     result = before(
@@ -268,15 +259,12 @@ def unscale(before: Callable | None, op: OpOverload, args: tuple, kwargs: dict) 
     torch's handler reduces over the axes that shard the first gradient alone.
     """
     gradients, found, scale = args
-    if not acts_on_ours(args, kwargs) or not _can_unscale(*args):
+    is_plain = not any(isinstance(each, DTensor) for each in (found, scale))
+    if not (acts_on_ours(args, kwargs) and is_plain and matched(gradients)):
         assert before is not None
         return before(op, args, kwargs)
     op(local_tensors(gradients), found, scale)
     found.copy_(_found_on_any([g for g in gradients if type(g) is DTensor], found))
-
-
-def _can_unscale(gradients: Sequence[Tensor], *numbers: Tensor) -> bool:
-    return have_same_layouts(gradients) and not any(isinstance(n, DTensor) for n in numbers)
 
 
 def _found_on_any(gradients: Sequence[DTensor], found: Tensor) -> Tensor:
@@ -286,7 +274,7 @@ def _found_on_any(gradients: Sequence[DTensor], found: Tensor) -> Tensor:
         meshes.setdefault(gradient._spec.mesh, []).append(gradient)
     for each in meshes.values():
         layouts = matched(each)
-        assert layouts is not None, "_can_unscale has looked"
+        assert layouts is not None, "unscale has looked"
         shards = {axis for axes in layouts.axes for axis in axes}
         if shards:
             axes = tuple(a for a in groups_of_ours(each[0]).mesh.names if a in shards)
@@ -305,7 +293,7 @@ def with_local_averages(before: Callable, self: AveragedModel, model: nn.Module)
     if not (
         all(f.__module__ == AveragedModel.__module__ for f in functions)
         and any(type(t) is DTensor for t in averages)
-        and have_same_layouts([*averages], [*values])
+        and matched([*averages], [*values])
     ):
         return before(self, model)
     # update_parameters reads these attributes, and adds to n_averaged in place.

@@ -8,7 +8,7 @@ safetensors.torch.save_file(model.state_dict(), path)
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from ..compat.patches import wrapping
 from ..errors import ShardingError
-from .ours import is_ours
+from .ours import is_called_by, is_ours
 
 _OF_PARTS = "torch.distributed.checkpoint"  # writes each rank's part, and knows it
 _FILES = "safetensors"
@@ -28,7 +28,9 @@ def reduce_method(before: Callable, self: DTensor, protocol: object) -> Any:
 
     Raise ShardingError for a sharded one.
     """
-    if not is_ours(self) or _copies() or _is_called_by(_OF_PARTS):
+    # copy.copy's result stays in this process.
+    copies = sys._getframe(2).f_globals.get("__name__") == "copy"
+    if not is_ours(self) or copies or is_called_by(_OF_PARTS):
         return before(self, protocol)
     return ordinary(self).__reduce_ex__(protocol)
 
@@ -36,7 +38,7 @@ def reduce_method(before: Callable, self: DTensor, protocol: object) -> Any:
 @wrapping
 def storage_method(before: Callable, self: DTensor) -> Any:
     """Wrap DTensor.untyped_storage for safetensors, which asks it for the values."""
-    is_asked_for = is_ours(self) and _is_called_by(_FILES)
+    is_asked_for = is_ours(self) and is_called_by(_FILES)
     return before(ordinary(self) if is_asked_for else self)
 
 
@@ -48,7 +50,7 @@ def pointer_method(before: Callable, self: DTensor) -> int:
     """
     if not is_ours(self):
         return before(self)
-    return before(ordinary(self)) if _is_called_by(_FILES) else 0
+    return before(ordinary(self)) if is_called_by(_FILES) else 0
 
 
 def ordinary(tensor: DTensor) -> Tensor:
@@ -89,21 +91,3 @@ def _error(tensor: DTensor) -> ShardingError:
         "checkpoint_id=path)` on every rank; for one tensor, call `tensor.full_tensor()` on "
         "every rank",
     )
-
-
-def _copies() -> bool:
-    """Return whether copy.copy asks, which stays in this process."""
-    return sys._getframe(3).f_globals.get("__name__") == "copy"
-
-
-def _is_called_by(package: str) -> bool:
-    """Return whether a package's function is among the callers."""
-    return any(name == package or name.startswith(package + ".") for name in _callers())
-
-
-def _callers() -> Iterator[str]:
-    # Neither pickle nor safetensors says who calls: the stack alone does.
-    frame = sys._getframe(1)
-    while frame is not None:
-        yield frame.f_globals.get("__name__", "")
-        frame = frame.f_back

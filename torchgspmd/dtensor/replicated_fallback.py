@@ -16,7 +16,6 @@ their generators' states first.
 
 from __future__ import annotations
 
-import functools
 import logging
 import zlib
 from collections.abc import Callable
@@ -122,16 +121,14 @@ class UsersFlag:
         self.value = value
 
 
-def with_replication(before: Any) -> Callable:
+_ALLOWING = SimpleNamespace(_allow_implicit_replication=True)
+
+
+@wrapping
+def with_replication(before: Any, op: OpOverload, tensor: Tensor, mesh: DeviceMesh) -> Any:
     """Wrap the function that gives a plain tensor its layout: beside ours it is replicated."""
-    allowing = SimpleNamespace(_allow_implicit_replication=True)
-
-    @functools.wraps(before)
-    def replicate(op: OpOverload, tensor: Tensor, mesh: DeviceMesh) -> Any:
-        owner = before.__self__ if find_groups(mesh) is None else allowing
-        return before.__func__(owner, op, tensor, mesh)
-
-    return replicate
+    owner = before.__self__ if find_groups(mesh) is None else _ALLOWING
+    return before.__func__(owner, op, tensor, mesh)
 
 
 def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> Any:
@@ -145,7 +142,13 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
         return value
 
     results = op(*pytree.tree_map(unwrap, args), **pytree.tree_map(unwrap, kwargs))
-    for value in _mutated_arguments(op, args, kwargs):
+    named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
+    changed = [
+        named.get(a.name)
+        for a in op._schema.arguments
+        if a.alias_info is not None and a.alias_info.is_write
+    ]
+    for value in pytree.tree_leaves(changed):
         if isinstance(value, DTensor):
             store_full(value, wholes[id(value)][1])
     owners = {
@@ -166,16 +169,6 @@ def run_replicated(op: OpOverload, args: tuple, kwargs: dict, one: DTensor) -> A
         )
 
     return pytree.tree_map(wrap, results)
-
-
-def _mutated_arguments(op: OpOverload, args: tuple, kwargs: dict) -> list:
-    named = dict(zip((argument.name for argument in op._schema.arguments), args)) | kwargs
-    changed = [
-        named.get(a.name)
-        for a in op._schema.arguments
-        if a.alias_info is not None and a.alias_info.is_write
-    ]
-    return pytree.tree_leaves(changed)
 
 
 def store_full(tensor: DTensor, values: Tensor) -> None:

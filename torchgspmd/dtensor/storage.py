@@ -174,19 +174,12 @@ def shard_module(
                         else _shard(value, spec, mesh, device_mesh)
                     )
                     if table is owner._parameters:
-                        _become_parameter(stored, tensor.requires_grad)
+                        # nn.Parameter would detach it: DTensor propagates layouts for that, 3 ms.
+                        stored._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
+                        stored.requires_grad_(tensor.requires_grad)
                     replacements[id(tensor)] = stored
                     copy_mark(tensor, stored)
                 setattr(owner, name, replacements[id(tensor)])
-
-
-def _become_parameter(tensor: DTensor, requires_grad: bool) -> None:
-    """Turn a new tensor into a parameter, without nn.Parameter's detach().
-
-    For a detach, DTensor propagates layouts once per shape, 3 ms.
-    """
-    tensor._is_param = True  # pyright: ignore[reportAttributeAccessIssue]
-    tensor.requires_grad_(requires_grad)
 
 
 def distribute_state(module: nn.Module, state: dict[str, object], prefix: str, *_: object) -> None:
@@ -358,7 +351,7 @@ def first_values(tensors: Iterable[Tensor], device_mesh: DeviceMesh) -> dict[int
     # Large elements first, so that all are aligned.
     small.sort(key=lambda t: t.element_size(), reverse=True)
     for group in _messages(small):
-        message = torch.cat([_as_bytes(t) for t in group])
+        message = torch.cat([t.detach().view(-1).view(torch.uint8) for t in group])
         # Along one axis after the other: each message then reaches the ranks of the next one.
         for dim, size in enumerate(device_mesh.shape):
             if size > 1:
@@ -393,7 +386,3 @@ def _messages(tensors: list[Tensor]) -> Iterator[list[Tensor]]:
         group.append(tensor)
     if group:
         yield group
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(-1).view(torch.uint8)

@@ -10,7 +10,6 @@ Such a view records its base in `_view_of`.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from copy import copy
 from typing import Any, cast
@@ -92,21 +91,17 @@ def replace_data(tensor: DTensor, other: DTensor) -> None:
     tensor._local_tensor, tensor._spec = other._local_tensor.detach(), other._spec
 
 
-def in_place_reshape_method(method: Callable) -> Callable:
+@wrapping
+def in_place_reshape_method(method: Callable, self: Any, *args: Any, **kwargs: Any) -> DTensor:
     """Return a method such as t_ that also updates a DTensor's shape."""
+    if not is_ours(self) or torch.is_grad_enabled() and self.requires_grad:
+        return method(self, *args, **kwargs)
     name = method.__name__.removesuffix("_")
-
-    @functools.wraps(method)
-    def reshape(self: Any, *args: Any, **kwargs: Any) -> DTensor:
-        if not is_ours(self) or torch.is_grad_enabled() and self.requires_grad:
-            return method(self, *args, **kwargs)
-        replace_data(self, getattr(self, name)(*args, **kwargs))
-        if hasattr(self, "_view_of"):
-            owner, view = self._view_of
-            self._view_of = owner, lambda values: getattr(view(values), name)(*args, **kwargs)
-        return self
-
-    return reshape
+    replace_data(self, getattr(self, name)(*args, **kwargs))
+    if hasattr(self, "_view_of"):
+        owner, view = self._view_of
+        self._view_of = owner, lambda values: getattr(view(values), name)(*args, **kwargs)
+    return self
 
 
 def slice_base(op: OpOverload, args: tuple, kwargs: dict) -> Any:
@@ -124,12 +119,13 @@ def slice_base(op: OpOverload, args: tuple, kwargs: dict) -> Any:
         base._spec = spec
     if _views_may_copy(base):
         for i, view in enumerate([results] if isinstance(results, Tensor) else results):
-            _record_base(view, base, lambda values, i=i: _nth(op(values, *args[1:], **kwargs), i))
+
+            def again(values: Tensor, i: int = i) -> Tensor:
+                found = op(values, *args[1:], **kwargs)
+                return found if isinstance(found, Tensor) else found[i]
+
+            _record_base(view, base, again)
     return results
-
-
-def _nth(results: Any, i: int) -> Tensor:
-    return results if isinstance(results, Tensor) else results[i]
 
 
 @wrapping
@@ -165,19 +161,14 @@ def _record_base(part: Any, base: Any, view: Callable[[Tensor], Tensor]) -> None
             part._view_of = base, view
 
 
-def mutation_method(method: Callable) -> Callable:
+@wrapping
+def mutation_method(method: Callable, self: DTensor, *args: object, **kwargs: object) -> object:
     """Return an in-place method that also changes a view's base."""
-    is_elementwise = is_elementwise_method(method.__name__)
-
-    @functools.wraps(method)
-    def mutate(self: DTensor, *args: object, **kwargs: object) -> object:
-        if is_elementwise and change_local(method, self, args, kwargs):
-            return self
-        result = method(self, *args, **kwargs)
-        _write_back(self)
-        return result
-
-    return mutate
+    if is_elementwise_method(method.__name__) and change_local(method, self, args, kwargs):
+        return self
+    result = method(self, *args, **kwargs)
+    _write_back(self)
+    return result
 
 
 def _write_back(part: DTensor) -> None:

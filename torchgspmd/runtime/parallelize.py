@@ -17,7 +17,13 @@ from ..capture.module_tensors import named_tensors
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
 from ..comm.rank_check import all_gather_rows
 from ..comm.value_check import hash_of_bits
-from ..compat.private_apis import _patch_step_function, check_parallelize, is_missing
+from ..compat.private_apis import (
+    PARALLELIZE,
+    PLAN,
+    _patch_step_function,
+    check_torch,
+    is_missing,
+)
 from ..compiler.option_docs import documented
 from ..compiler.options import Options
 from ..dtensor.storage import storable, wrap_local
@@ -100,7 +106,7 @@ def parallelize(
     if isinstance(mesh, MeshLayout):
         in_specs, out_specs = mesh.spec(in_specs), mesh.spec(out_specs)
     part, mesh = part_of(mesh), mesh_of(mesh)
-    check_parallelize()
+    check_torch(PLAN, PARALLELIZE)
     chosen.check_backend()
     if any(isinstance(m, ModuleProxy) for m in model.modules()):
         raise ShardingError.here(
