@@ -1,4 +1,4 @@
-"""Process groups for a mesh's axes, and the DeviceMesh on which parameters are stored."""
+"""Process groups for a mesh's axes, the DeviceMesh of parameters, and the ranks that meet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import default_pg_timeout
 
+from ..compat.patches import wrapping
 from ..compat.private_apis import _set_pg_timeout
 from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh
-from .watcher import watcher_of
+from .watcher import Watcher
 
 _COMPARED = "comparison of ranks"
 
@@ -333,3 +334,66 @@ def check_world(mesh: Mesh) -> None:
             f"mesh of {dist.get_world_size()} devices, or pass a part of a DeviceMesh, as "
             "devices['model']",
         )
+
+
+# ----------------------------------------------------------------------------- the ranks that meet
+
+
+class Ranks(Protocol):
+    """All ranks of a mesh, as a roll call needs them."""
+
+    @property
+    def watcher(self) -> Watcher: ...
+
+
+@wrapping
+def watched(method: Callable, self: Any, *args: object) -> object:
+    """Wrap a method on an object with `_groups`: its waits that end say for whom."""
+    return self._groups.watcher.run(method, self, *args)
+
+
+_WATCHERS: dict[tuple[int, ...], Watcher] = {}
+
+
+def watcher_of(processes: Sequence[int], limit: float, is_fake: bool = False) -> Watcher:
+    """Return the watcher for some processes, one for all their meshes."""
+    watcher = _WATCHERS.get(tuple(processes))
+    if watcher is None or watcher.world is not dist.group.WORLD:
+        watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit, is_fake)
+    watcher.limit = limit
+    return watcher
+
+
+class _All(NamedTuple):
+    watcher: Watcher
+
+
+def all_ranks() -> Ranks | None:
+    """Return all processes of the default process group; None without one."""
+    if not dist.is_initialized():
+        return None
+    processes = range(dist.get_world_size())
+    known = _WATCHERS.get(tuple(processes))
+    limit = default_pg_timeout.total_seconds() if known is None else known.limit
+    return _All(watcher_of(processes, limit, dist.get_backend() == "fake"))
+
+
+def watched_ranks() -> Ranks | None:
+    """Return all processes of the default process group, if a mesh has all of them; else None."""
+    if not dist.is_initialized() or tuple(range(dist.get_world_size())) not in _WATCHERS:
+        return None
+    return all_ranks()
+
+
+def say_farewell() -> None:
+    """Tell all ranks that this process ends the default process group."""
+    for watcher in _WATCHERS.values():
+        if watcher.world is dist.group.WORLD:
+            watcher.close()
+
+
+def explain(error: RuntimeError) -> None:
+    """Raise RankError if the error is from a wait that ended, in whatever mesh; else return."""
+    for watcher in _WATCHERS.values():
+        if watcher.world is dist.group.WORLD:
+            watcher.explain(error)

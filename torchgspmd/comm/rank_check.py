@@ -23,10 +23,9 @@ from torch import Tensor
 
 from ..errors import RankError, user_line
 from .json_rows import from_row
-from .process_groups import ProcessGroups
+from .process_groups import ProcessGroups, Ranks
 from .rank_failure import apart
 from .value_check import WORDS, Checksum, Reading, is_close, words, words_differ
-from .watcher import Ranks
 
 HEAD = 1 + WORDS  # Compared numbers in a row: that of the program, and those of checksums.
 FEW_RANKS = 8  # that sum the terms of all by themselves

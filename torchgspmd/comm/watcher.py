@@ -21,12 +21,10 @@ import time
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
 
-from ..compat.patches import wrapping
 from ..compat.private_apis import _get_default_store, is_missing
 from ..errors import RankError, user_line_of
 from . import places
@@ -85,9 +83,9 @@ class Watcher:
             # A daemon: a process whose main thread ends must not stay for its watcher.
             self._thread = threading.Thread(target=self._watch, args=(self._peers,), daemon=True)
             self._thread.start()
-            atexit.register(self._close)
+            atexit.register(self.close)
             # Processes of multiprocessing end by os._exit, which runs no atexit.
-            multiprocessing.util.Finalize(None, self._close, exitpriority=100)
+            multiprocessing.util.Finalize(None, self.close, exitpriority=100)
 
     def watch(self, function: object) -> str:
         """Return a name for a program, by which its code leads to its nodes while it lives."""
@@ -160,7 +158,7 @@ class Watcher:
                         self._end(None)
                         self._over_since = time.monotonic()
                     if time.monotonic() > self._over_since + LINGER:
-                        self._close()
+                        self.close()
             except (RuntimeError, AttributeError):  # The process group has ended meanwhile.
                 continue
 
@@ -370,7 +368,7 @@ class Watcher:
         text = _named(error) if error is not None else ""
         self._tell(Fate(self.rank, peers.host, kind, self.now(), text=text, by=self.rank))
 
-    def _close(self) -> None:
+    def close(self) -> None:
         """Say farewell, and end the thread: one that waits while Python ends may abort it."""
         if self._is_closed:
             return
@@ -384,19 +382,6 @@ class Watcher:
             self._peers.close()
         if self._roll_call is not None:
             self._roll_call.close()
-
-
-class Ranks(Protocol):
-    """All ranks of a mesh, as a roll call needs them."""
-
-    @property
-    def watcher(self) -> Watcher: ...
-
-
-@wrapping
-def watched(method: Callable, self: Any, *args: object) -> object:
-    """Wrap a method on an object with `_groups`: its waits that end say for whom."""
-    return self._groups.watcher.run(method, self, *args)
 
 
 def _in_flight() -> BaseException | None:
@@ -413,50 +398,3 @@ def _in_flight() -> BaseException | None:
 def _named(error: BaseException) -> str:
     line, at = str(error).partition("\n")[0][:300], user_line_of(error)
     return f"{type(error).__name__}: {line}" + (f" at {at}" if at else "")
-
-
-_WATCHERS: dict[tuple[int, ...], Watcher] = {}
-
-
-def watcher_of(processes: Sequence[int], limit: float, is_fake: bool = False) -> Watcher:
-    """Return the watcher for some processes, one for all their meshes."""
-    watcher = _WATCHERS.get(tuple(processes))
-    if watcher is None or watcher.world is not dist.group.WORLD:
-        watcher = _WATCHERS[tuple(processes)] = Watcher(processes, limit, is_fake)
-    watcher.limit = limit
-    return watcher
-
-
-class _All(NamedTuple):
-    watcher: Watcher
-
-
-def all_ranks() -> Ranks | None:
-    """Return all processes of the default process group; None without one."""
-    if not dist.is_initialized():
-        return None
-    processes = range(dist.get_world_size())
-    known = _WATCHERS.get(tuple(processes))
-    limit = default_pg_timeout.total_seconds() if known is None else known.limit
-    return _All(watcher_of(processes, limit, dist.get_backend() == "fake"))
-
-
-def watched_ranks() -> Ranks | None:
-    """Return all processes of the default process group, if a mesh has all of them; else None."""
-    if not dist.is_initialized() or tuple(range(dist.get_world_size())) not in _WATCHERS:
-        return None
-    return all_ranks()
-
-
-def say_farewell() -> None:
-    """Tell all ranks that this process ends the default process group."""
-    for watcher in _WATCHERS.values():
-        if watcher.world is dist.group.WORLD:
-            watcher._close()
-
-
-def explain(error: RuntimeError) -> None:
-    """Raise RankError if the error is from a wait that ended, in whatever mesh; else return."""
-    for watcher in _WATCHERS.values():
-        if watcher.world is dist.group.WORLD:
-            watcher.explain(error)

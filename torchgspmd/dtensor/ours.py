@@ -19,9 +19,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from ..comm.process_groups import ProcessGroups, find_groups
+from ..comm.process_groups import ProcessGroups, explain, find_groups, say_farewell, watched_ranks
 from ..comm.rank_check import RankCheck, agree, agreement
-from ..comm.watcher import explain, say_farewell, watched_ranks
 from ..compat.patches import Installation, wrapping
 from ..compat.private_apis import OpOverload, get_proxy_mode
 from ..compat.private_apis import _pytree as pytree

@@ -26,8 +26,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..comm.process_groups import all_ranks
 from ..comm.rank_check import agree, all_gather_rows
-from ..comm.watcher import all_ranks
 from ..errors import ShardingError
 from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
 from .checkpoint_states import (

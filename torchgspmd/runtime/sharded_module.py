@@ -17,10 +17,9 @@ from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
-from ..comm.process_groups import groups_of, on_own_card
+from ..comm.process_groups import groups_of, on_own_card, watched
 from ..comm.rank_check import Account, agree, check_alike, check_ranks, raise_difference
 from ..comm.rank_failure import CALL
-from ..comm.watcher import watched
 from ..compiler.api import compile_plan
 from ..compiler.options import Options
 from ..compiler.plan import Plan
