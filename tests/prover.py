@@ -19,11 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.comm.simulator import Simulator, join_global, split_global
 from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.ir import call_of, results_of
 from torchgspmd.fx_passes.partition.reshard import Resharder
 from torchgspmd.fx_passes.propagate.factors import assemble, operand_layout, result_pending
+from torchgspmd.fx_passes.simulator import Simulator, join_global, split_global
 from torchgspmd.rules import rule_of
 
 

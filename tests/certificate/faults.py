@@ -15,7 +15,7 @@ from torch import fx
 from torchgspmd import Plan
 from torchgspmd.comm.collective import start, wait
 from torchgspmd.comm.local_ops import mask_padding, take_part, take_window
-from torchgspmd.comm.loop_call import BodyCall, LoopCall, loop_calls
+from torchgspmd.fx_passes.loop_call import BodyCall, LoopCall, loop_calls
 from torchgspmd.layout.halo_window import Window
 
 aten = torch.ops.aten

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx
 
 from torchgspmd import Plan, ShardingError
-from torchgspmd.comm.loop_call import copy_of
-from torchgspmd.comm.simulator import Simulator, join_global, split_global
+from torchgspmd.fx_passes.loop_call import copy_of
 from torchgspmd.fx_passes.pass_types import Pass
 from torchgspmd.fx_passes.pipeline import passes, run, with_pass
 from torchgspmd.fx_passes.program import Program
+from torchgspmd.fx_passes.simulator import Simulator, join_global, split_global
 from torchgspmd.fx_passes.stages import LOCAL, PARTITIONED
 from torchgspmd.tools.certificate.certificate import TRIALS, Truths, certify
 from torchgspmd.tools.certificate.inputs import RandomInputs, Rewritten, widened

@@ -13,8 +13,8 @@ from certificate.faults import KINDS, narrow_dtype, with_program
 from certificate.judge import CAUGHT, CRASHED, MISSED, Judge
 from certificate.models import MODELS
 from torchgspmd import Mesh, ShardingError, mark_sharding, parallelize, plan
-from torchgspmd.comm.loop_call import copy_of
 from torchgspmd.compiler.options import settings_for
+from torchgspmd.fx_passes.loop_call import copy_of
 
 GUARDS = ("zero3+uneven", "ring+half", "dropless+stack", "zero_bubble+tied", "spatial+dropout")
 PENDING = {"zero_bubble+tied": 3}  # parts of the loss, which one stage alone computes

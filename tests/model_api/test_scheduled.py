@@ -9,8 +9,8 @@ from pipelined import EXACT, check, with_pipeline
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.features.pipelines.order import Order, order_within
+from torchgspmd.fx_passes.loop_call import loop_calls
 from torchgspmd.tools.report.estimate import EXPOSED
 
 

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 import torchgspmd as gspmd
-from torchgspmd.comm.loop_call import loop_calls
+from torchgspmd.fx_passes.loop_call import loop_calls
 from torchgspmd.rules.custom_ops.loops import STACK
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}  # float64

@@ -6,8 +6,8 @@ from marked_block import Block
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.comm.profiled_code import common_ranges, ranges_of, with_ranges, within
+from torchgspmd.fx_passes.loop_call import loop_calls
 
 
 class Model(nn.Module):

@@ -23,7 +23,6 @@ from ..capture import (
     opened,
 )
 from ..comm.collective import Collective
-from ..comm.simulator import Simulator, join_global, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from ..features import tables  # noqa: F401 (rows of the core's tables)
@@ -34,6 +33,7 @@ from ..fx_passes.localize.sizes_in_a_run import shard_inputs
 from ..fx_passes.printer import dtype_name, graph_text
 from ..fx_passes.replication_report import ReplicatedOp, overruled_marks, replication_report
 from ..fx_passes.schedule.liveness import bytes_of, peak
+from ..fx_passes.simulator import Simulator, join_global, split_global
 from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis

@@ -15,8 +15,8 @@ from ..comm.collective import Collective, split_axes, start
 from ..comm.hardware import Hardware
 from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.local_ops import from_host
-from ..comm.loop_call import BodyCall, loop_calls
 from ..fx_passes.digest import module_path
+from ..fx_passes.loop_call import BodyCall, loop_calls
 from ..fx_passes.partition.search_counts import RESHARD_LIMITED
 from ..fx_passes.printer import dtype_name
 from ..fx_passes.program import Request

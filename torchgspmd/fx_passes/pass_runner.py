@@ -16,9 +16,9 @@ from itertools import dropwhile
 from typing import Any
 
 from ..capture.without_gc import without_gc
-from ..comm.loop_call import loop_calls
 from .dump import dump_pass
 from .internal_error import reported
+from .loop_call import loop_calls
 from .pass_types import Alternatives, Pass, Step
 from .program import Program
 from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify

@@ -17,10 +17,10 @@ from contextvars import ContextVar
 
 from torch import fx
 
-from ..comm.loop_call import copy_loops
 from ..errors import ShardingError, did_you_mean
 from ..rules import natively
 from .boundary import partition_program, propagate_program
+from .loop_call import copy_loops
 from .lower.convert_boundary import convert_inputs, convert_outputs
 from .lower.elide_copies import elide_copies
 from .lower.fold_views import fold_views

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..comm.loop_call import loop_calls
 from ..compat.private_apis import OpOverload
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .ir import boundary_spec, other_shapes, runs, tensors_of
+from .loop_call import loop_calls
 
 _Row = tuple[str, str, str]  # name, type, what it computes
 

@@ -13,13 +13,13 @@ from torch import Tensor, fx
 
 from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
-from ..comm.loop_call import InnerProgram
 from ..comm.process_groups import ProcessGroups
 from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules, boundary_spec, other_shapes
+from .loop_call import InnerProgram
 from .partition.cost_constants import CostConstants
 from .partition.partition_graph import Memories, Solutions
 from .partition.search_counts import SearchCounts, no_counts

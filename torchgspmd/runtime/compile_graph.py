@@ -22,10 +22,10 @@ from torch.fx.node import map_arg
 from torch.fx.passes.split_module import split_module
 
 from ..comm.kinds import WIRE_OPS
-from ..comm.loop_call import BodyCall, loop_calls
 from ..comm.profiled_code import ProfiledCode, common_ranges, within
 from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
+from ..fx_passes.loop_call import BodyCall, loop_calls
 from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
 
 SHORTEST = 12  # operations of a region: fewer take no time to compile

@@ -16,7 +16,6 @@ from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import TORCH_MODES
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
-from ..comm.loop_call import with_bodies
 from ..comm.process_groups import groups_of, on_own_card, watched
 from ..comm.rank_check import Account, agree, check_alike, check_ranks, raise_difference
 from ..comm.rank_failure import CALL
@@ -30,6 +29,7 @@ from ..dtensor.parts import bind, is_bound, store_by_parts
 from ..dtensor.storage import distribute_state, placements, shard_module, spec_of, storable_mark
 from ..errors import ShardingError
 from ..fx_passes.dump import dump_level
+from ..fx_passes.loop_call import with_bodies
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh

@@ -25,12 +25,12 @@ from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
 from ..capture.module_tensors import named_tensors
 from ..capture.pinned_sizes import cotangents_of
 from ..comm.rank_check import agree, all_gather_rows
-from ..comm.simulator import Simulator, split_global
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.api import Plan, compile_plan
 from ..compiler.options import Options
 from ..dtensor.storage import local_of, whole_of
 from ..errors import ShardingError
+from ..fx_passes.simulator import Simulator, split_global
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram

@@ -25,9 +25,9 @@ from typing import Any
 from torch import fx, nn
 
 from ..capture.breakpoints import wanted
-from ..comm.simulator import Simulator
 from ..compiler.api import Plan
 from ..errors import ShardingError
+from ..fx_passes.simulator import Simulator
 from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall

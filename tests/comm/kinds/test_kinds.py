@@ -28,7 +28,6 @@ from torchgspmd.comm.kinds.all_to_all import ALL_TO_ALL
 from torchgspmd.comm.kinds.kind import no_moves
 from torchgspmd.comm.local_ops import take_window
 from torchgspmd.comm.process_groups import ProcessGroups
-from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.compat.operators import c10d
 from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.lower import host_levels as host_pass
@@ -39,6 +38,7 @@ from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
 from torchgspmd.fx_passes.partition.cost_constants import CostConstants
 from torchgspmd.fx_passes.partition.reshard_search import ReshardSearch
 from torchgspmd.fx_passes.schedule.start_wait import join, start_wait
+from torchgspmd.fx_passes.simulator import Simulator, split_global
 
 ROOT = Path(torchgspmd.__file__).parent
 MESHES = (Mesh(a=2, b=2), Mesh(b=2, a=3), Mesh(a=1, b=2), Mesh(a=4, b=1))

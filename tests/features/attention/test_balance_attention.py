@@ -12,8 +12,8 @@ from torch import Tensor, fx
 from torch._higher_order_ops import scan
 
 from torchgspmd import Mesh, mark_sharding, plan
-from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.features.attention.balance_attention import Cut
+from torchgspmd.fx_passes.loop_call import loop_calls
 
 VOCABULARY, WIDTH, HEADS, ROWS = 16, 8, 2, 24
 # Devices for which balancing so few tokens, and a ring, is worth it. Messages have no price: two of

@@ -7,9 +7,9 @@ from torch._higher_order_ops import scan
 
 import torchgspmd as gspmd
 from torchgspmd.comm.local_ops import stack_rows
-from torchgspmd.comm.loop_call import copy_loops, loop_calls
-from torchgspmd.comm.simulator import Simulator
 from torchgspmd.features.loops.list_rows import list_rows
+from torchgspmd.fx_passes.loop_call import copy_loops, loop_calls
+from torchgspmd.fx_passes.simulator import Simulator
 
 
 class Layers(nn.Module):

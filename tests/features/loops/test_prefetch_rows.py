@@ -7,7 +7,7 @@ from torch import nn
 from torch._higher_order_ops import scan
 
 import torchgspmd as gspmd
-from torchgspmd.comm.loop_call import loop_calls
+from torchgspmd.fx_passes.loop_call import loop_calls
 
 FULLY_SHARDED = {"up.weight": "data _", "up.bias": "data", "down.weight": "_ data"}
 

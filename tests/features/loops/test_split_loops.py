@@ -8,9 +8,9 @@ from fx_passes.graph_parser import local_program
 from torch import fx
 
 from torchgspmd import Mesh
-from torchgspmd.comm.loop_call import LoopCall, loop_calls
 from torchgspmd.features.loops.outline_loops import outline_loops
 from torchgspmd.features.loops.split_loops import drop_unused_results, split_loop
+from torchgspmd.fx_passes.loop_call import LoopCall, loop_calls
 from torchgspmd.fx_passes.printer import program_text
 
 BACKWARD = """\

@@ -6,10 +6,10 @@ from fx_passes.graph_parser import local_program
 from torch import fx
 
 from torchgspmd import Mesh
-from torchgspmd.comm.loop_call import loop_calls
 from torchgspmd.features.loops.outline_loops import outline_loops
 from torchgspmd.features.pipelines.call import StageCall
 from torchgspmd.features.pipelines.outline_stages import outline_stages
+from torchgspmd.fx_passes.loop_call import loop_calls
 from torchgspmd.fx_passes.printer import program_text
 
 MESH = Mesh(stage=2)

@@ -20,9 +20,9 @@ from torch import Tensor, fx, nn
 
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.comm.kinds import Step, collective_kinds
-from torchgspmd.comm.simulator import Simulator, split_global
 from torchgspmd.fx_passes import localize_graph
 from torchgspmd.fx_passes.partition.reshard import Resharder
+from torchgspmd.fx_passes.simulator import Simulator, split_global
 
 ITEMSIZE = 4  # bytes of a float32
 

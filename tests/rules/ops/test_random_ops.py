@@ -12,7 +12,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.simulator import Simulator, split_global
+from torchgspmd.fx_passes.simulator import Simulator, split_global
 from torchgspmd.rules.custom_ops.random import uniform
 
 ONE = Mesh(m=1)

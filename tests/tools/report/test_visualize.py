@@ -5,7 +5,7 @@ import torch
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.comm.simulator import split_global
+from torchgspmd.fx_passes.simulator import split_global
 from torchgspmd.shard_spec import ShardSpec
 
 MESH = Mesh(data=2, model=3)

@@ -18,9 +18,9 @@ from typing import Any
 from torch import Tensor, fx
 
 from ...comm.json_rows import conforms, field_types
-from ...comm.loop_call import BODY_CALLS, BodyCall, BodyReader, LoopCall
 from ...compat.fx_nodes import add_node
 from ...compat.private_apis import OpOverload
+from ...fx_passes.loop_call import BODY_CALLS, BodyCall, BodyReader, LoopCall
 from ...fx_passes.stages import META
 from ...rules import FlatCall
 from ...rules.custom_ops.loops import Loop

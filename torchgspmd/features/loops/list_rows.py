@@ -23,7 +23,7 @@ from typing import Any
 from torch import fx
 
 from ...comm.local_ops import stack_rows
-from ...comm.loop_call import InnerProgram, LoopCall, LoopOperands, loop_calls
+from ...fx_passes.loop_call import InnerProgram, LoopCall, LoopOperands, loop_calls
 from ..pipelines.parts import LOSS, StageBody
 
 

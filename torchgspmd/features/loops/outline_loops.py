@@ -16,9 +16,9 @@ import operator
 import torch
 from torch import fx
 
-from ...comm.loop_call import LoopCall, LoopOperands
 from ...compat.fx_nodes import origin_of
 from ...errors import ShardingError
+from ...fx_passes.loop_call import LoopCall, LoopOperands
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import (
     CONST,

@@ -22,7 +22,7 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.kinds import KINDS, CollectiveKind
-from ...comm.loop_call import BodyCall, LoopCall, LoopOperands, loop_calls
+from ...fx_passes.loop_call import BodyCall, LoopCall, LoopOperands, loop_calls
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import peak
 from ...fx_passes.schedule.overlap import EXTRA

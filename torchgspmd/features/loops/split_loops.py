@@ -22,8 +22,8 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ...comm.loop_call import LoopCall, LoopOperands, loop_calls
 from ...compat.private_apis import OpOverload
+from ...fx_passes.loop_call import LoopCall, LoopOperands, loop_calls
 from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
 

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from ...comm.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...comm.process_groups import ProcessGroups
+from ...fx_passes.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
 from .list_scheduler import curve

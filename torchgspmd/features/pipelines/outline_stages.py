@@ -22,9 +22,9 @@ from operator import getitem
 from torch import fx
 
 from ...comm.kinds import CollectiveKind
-from ...comm.loop_call import LoopCall, copy_loops, loop_calls
 from ...errors import ShardingError
 from ...fx_passes.localize.sizes_in_a_run import needs_number
+from ...fx_passes.loop_call import LoopCall, copy_loops, loop_calls
 from ...fx_passes.schedule.arithmetic import is_view
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh

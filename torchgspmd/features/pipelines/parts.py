@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor, fx
 
 from ...comm.kinds import Step
-from ...comm.loop_call import InnerProgram
+from ...fx_passes.loop_call import InnerProgram
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...comm.loop_call import BODY_CALLS
+from ...fx_passes.loop_call import BODY_CALLS
 from ...fx_passes.pass_types import FEATURE_PASSES
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from ...rules.notation import Call, FactorRule, factors

@@ -16,7 +16,6 @@ from torch import Tensor, fx
 
 from ...capture import ARGUMENT, GRADIENT, TANGENT
 from ...comm.local_ops import cut_shard, pad_rows
-from ...comm.loop_call import LoopCall
 from ...compat.fx_nodes import viewed_operands
 from ...compat.operators import aten
 from ...dtensor.storage import (
@@ -31,6 +30,7 @@ from ...dtensor.storage import (
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..localize.sizes_in_a_run import RunSizes, needs_number
+from ..loop_call import LoopCall
 from ..program import Program
 
 # Views of all elements of a vector, or of consecutive ones.

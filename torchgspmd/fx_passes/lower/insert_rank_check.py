@@ -17,8 +17,8 @@ from typing import Any
 from torch import fx
 
 from ...comm.kinds import KINDS, FusedKind, all_reduce
-from ...comm.loop_call import BodyCall
 from ...comm.rank_check import RankCheck, fits
+from ..loop_call import BodyCall
 from ..program import Program
 from .verify_in_flight import STARTS, WAIT
 

@@ -27,10 +27,10 @@ from torch import Tensor, fx
 
 from ...comm.collective import CollectiveBuilder, Lowering, MergedLowering, start, wait
 from ...comm.kinds import FusedKind, collective_kinds
-from ...comm.loop_call import BodyCall
 from ...comm.process_groups import ProcessGroups
 from ...compat.fx_nodes import add_node
 from ...compat.operators import c10d
+from ..loop_call import BodyCall
 from .gloo_all_to_all import gloo_all_to_all
 from .host_levels import host_levels
 from .wire_dtypes import wire_dtypes

@@ -15,11 +15,11 @@ from torch.utils.flop_counter import flop_registry
 
 from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
-from ...comm.loop_call import loop_calls
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
 from ...rules.custom_ops import costs as _formulas  # noqa: F401
 from ...rules.custom_ops.loops import nests, runs_of
+from ..loop_call import loop_calls
 from .liveness import bytes_of
 
 # How many operands' rows are computed once between them, by operation: rows of the features.

@@ -13,7 +13,7 @@ from operator import getitem
 from torch import fx
 
 from ...comm.collective import start, wait
-from ...comm.loop_call import BodyCall, LoopCall, loop_calls
+from ..loop_call import BodyCall, LoopCall, loop_calls
 from .aliasing import Aliasing
 
 

@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from ...comm.collective import start, wait
-from ...comm.loop_call import loop_calls
+from ..loop_call import loop_calls
 from .liveness import Ledger, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.

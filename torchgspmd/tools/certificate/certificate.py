@@ -19,10 +19,10 @@ from itertools import takewhile
 import torch
 from torch import Tensor, fx
 
-from ...comm.loop_call import loop_calls
 from ...compat.operators import aten
 from ...compiler.plan import Plan
 from ...errors import ShardingError
+from ...fx_passes.loop_call import loop_calls
 from ...fx_passes.pass_runner import observing
 from ...fx_passes.program import Program
 from ...fx_passes.stages import LOCAL

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...comm.kinds import CollectiveKind
-from ...comm.simulator import Simulator
 from ...errors import ShardingError
+from ...fx_passes.simulator import Simulator
 from ...layout.halo_window import Window
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec

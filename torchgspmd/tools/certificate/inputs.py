@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, fx
 
 from ...capture import PARAMETER, Captured
-from ...comm.loop_call import BodyCall, LoopCall, copy_of
 from ...features.pipelines.call import StageCall
+from ...fx_passes.loop_call import BodyCall, LoopCall, copy_of
 from ...rules import FlatCall
 from ...rules.ops.lookup import rows_read
 from ...rules.rewrites import rewrite_of

@@ -18,7 +18,6 @@ from torch import Tensor, fx, nn
 
 from ...capture import ARGUMENT, PARAMETER, TANGENT
 from ...comm.kinds import WIRE_OPS
-from ...comm.loop_call import loop_calls
 from ...compat.operators import c10d
 from ...compat.private_apis import TorchDispatchMode
 from ...compiler.plan import Plan
@@ -26,6 +25,7 @@ from ...dtensor.storage import stored_shape
 from ...errors import ShardingError
 from ...features.pipelines.call import StageCall
 from ...features.pipelines.parts import Message
+from ...fx_passes.loop_call import loop_calls
 from ...fx_passes.pipeline import lower_plan
 from ...fx_passes.program import Program, Rank
 from .claimed_layouts import cut

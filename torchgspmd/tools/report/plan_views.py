@@ -15,12 +15,12 @@ from torch import fx
 from ...capture import BUFFER, PARAMETER, Captured
 from ...comm.hardware import Hardware
 from ...comm.local_ops import to_host
-from ...comm.loop_call import BodyCall, LoopCall
 from ...compat.private_apis import OpOverload
 from ...compiler.golden import COMMUNICATION, read, sources_of
 from ...compiler.plan import Plan
 from ...compiler.plan_summary import buckets_text, limits_text, recomputed_text
 from ...errors import ShardingError
+from ...fx_passes.loop_call import BodyCall, LoopCall
 from ...layout.mesh import Mesh
 from ...rules.registry import HOST_READS
 from ...shard_spec import ShardSpec

@@ -15,10 +15,10 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor, fx
 
+from ..comm.local_ops import add_rows, copy_rows
+from ..comm.profiled_code import ProfiledCode
 from ..layout.mesh import Mesh
 from ..rules.custom_ops.loops import Loop
-from .local_ops import add_rows, copy_rows
-from .profiled_code import ProfiledCode
 
 T = TypeVar("T")
 RunBody = Callable[[fx.Graph, Sequence[list], Mapping[int, int]], list[list]]

@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ..comm.collective import start
+from ..comm.kinds import CollectiveKind, FusedKind, collective_kinds
+from ..comm.local_ops import pad_rows, part_order, take_part, user_order
+from ..comm.profiled_code import limit_of
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
-from .collective import start
-from .kinds import CollectiveKind, FusedKind, collective_kinds
-from .local_ops import pad_rows, part_order, take_part, user_order
 from .loop_call import BodyCall, LoopCall
-from .profiled_code import limit_of
 
 
 class Simulator(fx.Interpreter):
