@@ -375,20 +375,9 @@ PRESETS["cpu_gloo"] = CPU
 
 
 def hardware_of(device: str, hosts: int = 0) -> Hardware:
-    """Return the round numbers for a device type.
+    """Return the round numbers for a device type; "meta" stands for GPUs.
 
-    Args:
-        device: A torch device type. "meta" stands for GPUs.
-        hosts: The devices on a host, if there are several hosts; else 0.
-
-    Returns:
-        The hardware.
-
-    Example:
-        >>> hardware_of("meta").name
-        'gpu'
-        >>> [link.devices for link in hardware_of("cuda", hosts=8).links]
-        [8, inf]
+    hosts: the devices on a host, if there are several hosts; else 0.
     """
     found = CPU if device == "cpu" else GPU
     if not hosts:

@@ -45,13 +45,9 @@ Message = dict[str, Any]
 class Peers:
     """This rank's connections.
 
-    Args:
-        key: The keys' prefix in the store, equal on all ranks.
-        processes: All ranks, in mesh order.
-        rank: This one, among `processes`.
-        store: Where the ranks find each other's addresses.
-        handle: Called in `turn` with each message, and with {"kind": "closed", "rank": 3}, or
-            "lost" if that rank's host does not answer.
+    key: the prefix of its keys in the store, equal on all ranks. processes: all ranks, in mesh
+    order. handle: called in `turn` with each message, and with {"kind": "closed", "rank": 3}, or
+    "lost" if that rank's host does not answer.
     """
 
     def __init__(

@@ -28,18 +28,17 @@ def spread(prefix: object, tree: object, mesh: Mesh, what: str) -> list[ShardSpe
     A prefix leaf is a string, a ShardSpec, None, SAME or UNCONSTRAINED; it applies to every tensor
     below it. The prefix must have the tree's containers.
     """
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
     # Before the case of strings: "same" is a string, but no spec.
     if is_same(prefix):
-        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
         return [ShardSpec.unconstrained(leaf.dim()) for leaf in leaves]
-    if prefix is None or isinstance(prefix, (str, ShardSpec)):
-        leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-        parsed = None if prefix is None else ShardSpec.parse(prefix)
-        if parsed is not None and parsed.pending:
+    if prefix is None:
+        return [None] * len(leaves)
+    if isinstance(prefix, (str, ShardSpec)):
+        parsed = ShardSpec.parse(prefix)
+        if parsed.pending:
             raise ShardingError.here(f"spec '{parsed}' for {what} asks for a pending reduction")
-        return [
-            parsed.check(mesh, leaf.shape, what) if parsed is not None else None for leaf in leaves
-        ]
+        return [parsed.check(mesh, leaf.shape, what) for leaf in leaves]
     if isinstance(prefix, Mapping) and isinstance(tree, Mapping):
         unknown = [key for key in prefix if key not in tree]
         if unknown:

@@ -50,22 +50,18 @@ def _simulate(
     shard_rows = x[0].shape[dim]
     window = Window.parse(text).in_run(shard_rows, size)
 
+    # NaN in rows that no program may read shows a missing mask in tests.
+    unspecified = math.nan if x[0].is_floating_point() else 0
+
     def run(shards: list[Tensor]) -> list[Tensor]:
-        def window_of(index: int) -> Tensor:
-            pieces = [
+        windows = [
+            [
                 (place, shards[owner].narrow(dim, row, rows))
                 for owner, row, place, rows in window.pieces(index, size, len(shards), shard_rows)
             ]
-            return join_pieces(
-                # NaN in rows that no program may read shows a missing mask in tests.
-                pieces,
-                window,
-                dim,
-                shards[0],
-                math.nan if shards[0].is_floating_point() else 0,
-            )
-
-        return [window_of(i) for i in range(len(shards))]
+            for index in range(len(shards))
+        ]
+        return [join_pieces(pieces, window, dim, x[0], unspecified) for pieces in windows]
 
     return in_groups(axes, mesh, x, run)
 

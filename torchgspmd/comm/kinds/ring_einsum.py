@@ -71,16 +71,6 @@ def einsum_chunk(
     return torch.einsum(equation, *chunks)
 
 
-def join_chunks(equation: str, letter: str, results: Sequence[Tensor]) -> Tensor:
-    """Return the whole einsum's result: concatenated along `letter`, or summed over it."""
-    out = equation.split("->")[1]
-    return (
-        torch.cat(list(results), out.index(letter))
-        if letter in out
-        else functools.reduce(Tensor.add_, results)
-    )
-
-
 def ring_gather_einsum(
     x: Tensor,
     others: Sequence[Tensor],
@@ -109,8 +99,8 @@ def ring_gather_einsum(
             )
         x = c10d.wait_tensor(coming).view(x.shape) if step < n - 1 else x
     joined = [
-        join_chunks(equation, letter, row)
-        for equation, letter, row in zip(equations, letters, results)
+        torch.cat(row, out.index(letter)) if letter in out else functools.reduce(Tensor.add_, row)
+        for out, letter, row in zip((e.split("->")[1] for e in equations), letters, results)
     ]
     return (*joined, torch.cat(chunks, dim)) if keep else tuple(joined)
 
