@@ -2,9 +2,8 @@
 
 import pytest
 
-from torchgspmd.comm import stragglers
-from torchgspmd.comm.rank_failure import Status
-from torchgspmd.comm.stragglers import Answer, Stragglers
+from torchgspmd.comm import rank_failure
+from torchgspmd.comm.rank_failure import Answer, Status, Stragglers
 from torchgspmd.comm.watcher import Watcher
 
 WAITS = Status(step=3, phase="forward", waits_in="all_reduce", at="model.py:1")
@@ -23,15 +22,15 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(stragglers, "time", clock)
+    monkeypatch.setattr(rank_failure, "time", clock)
     return clock
 
 
 def lines(clock, rank, own, other, share=0.0, seconds=200.0):
     """Return what a rank of two writes, that is in one status, while the other is in another."""
     looks, told = Stragglers(rank, [0, 1]), []
-    for _ in range(int(seconds / stragglers.TICK)):
-        clock.now += stragglers.TICK
+    for _ in range(int(seconds / rank_failure.TICK)):
+        clock.now += rank_failure.TICK
         if looks.has_to_ask(own, own.place(), 1800.0):
             looks.take(Answer(1 - rank, "host", other, share))
         if text := looks.report(own, 1800.0):
@@ -50,7 +49,7 @@ def test_the_first_rank_says_once_that_it_plans(clock):
     waits = Status(0, "planning", "the plan of rank 0", "train.py:1")
     assert lines(clock, 0, plans, waits) == ["torchgspmd: rank 0 plans (10 s so far)"]
     assert lines(clock, 1, plans, waits) == []  # not the other ranks, which plan too
-    assert lines(clock, 0, plans, waits, seconds=stragglers.LONG_PLAN - 1) == []
+    assert lines(clock, 0, plans, waits, seconds=rank_failure.LONG_PLAN - 1) == []
 
 
 def test_other_ranks_are_named(clock):
@@ -65,7 +64,7 @@ def slow(clock, step, phase):
     looks, told = Stragglers(0, [0, 1]), []
     late = Status(step, phase, at="train.py:1")
     for look in range(80):
-        clock.now += stragglers.TICK
+        clock.now += rank_failure.TICK
         own = WAITS if look % 4 else Status(3, "forward", at="model.py:1")
         if looks.has_to_ask(own, (own.place(), look), 1800.0):
             looks.take(Answer(1, "host", late, 0.0))

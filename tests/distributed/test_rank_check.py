@@ -17,8 +17,8 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd.comm import rank_check
 from torchgspmd.comm.rank_check import RankCheck
+from torchgspmd.comm.rank_failure import SOON
 from torchgspmd.comm.roll_call import RollCall
-from torchgspmd.comm.stragglers import SOON
 from torchgspmd.fx_passes.lower.verify_in_flight import STARTS
 
 MESHES = ("data=2", "model=3", "data=2,model=2")

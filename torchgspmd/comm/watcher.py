@@ -31,9 +31,8 @@ from . import places
 from .json_rows import from_row
 from .peers import Message, Peers
 from .places import stack_of_main
-from .rank_failure import Fate, Status, apart, failure, merged
+from .rank_failure import ANSWER, TICK, Answer, Fate, Status, Stragglers, apart, failure, merged
 from .roll_call import RollCall, RollCallEnded
-from .stragglers import ANSWER, TICK, Answer, Stragglers
 from .termination import TERMINATION, end_waits
 
 VERDICT = 4.0  # Seconds to wait for word of a rank whose connection has closed.
