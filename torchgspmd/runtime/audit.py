@@ -73,18 +73,19 @@ class Reading:
         self,
         groups: ProcessGroups,
         items: list[Item],
-        names: list[str],
-        nans: list[Tensor],
+        nans: Mapping[str, Tensor],
         call: int,
         every: int,
     ) -> None:
         """Begin to read. nans: for each parameter name, whether its shard has a NaN."""
-        self.groups, self.items, self.names, self.call = groups, items, names, call
+        self.groups, self.items, self.names, self.call = groups, items, [*nans], call
         self.every, self.axes = every, axes_of(groups.mesh)
         self.where = user_line()
         values = (item.value for item in items)
         # A double by its bits.
-        read = [v.view(torch.int64) if v.dtype == torch.float64 else v for v in values] + nans
+        read = [v.view(torch.int64) if v.dtype == torch.float64 else v for v in values] + [
+            *nans.values()
+        ]
         by_device: dict[torch.device, list[int]] = {}
         for i, value in enumerate(read):
             by_device.setdefault(value.device, []).append(i)
@@ -296,9 +297,8 @@ class Audit:
         self.calls += 1
         program.on_gradients = None
         if self.calls % self.every == 0:
-            self._reading = Reading(
-                self.groups, self._items(), *self._nans(), self.calls, self.every
-            )
+            values = self._items(), self._nans()
+            self._reading = Reading(self.groups, *values, self.calls, self.every)
             if self.groups.device_type == "cpu":
                 self._reading.read()
         elif (self.calls + 1) % self.every == 0:
@@ -356,18 +356,16 @@ class Audit:
             items.append(Item(_LOSS, 0, loss, value, math.sqrt(torch.finfo(loss.dtype).eps)))
         return items
 
-    def _nans(self) -> tuple[list[str], list[Tensor]]:
-        """Return trained parameters' names, and for each shard whether it has a NaN."""
-        trained = [
-            (name, local_of(p.detach()))
+    def _nans(self) -> dict[str, Tensor]:
+        """Return for each trained parameter, by name, whether its shard has a NaN."""
+        trained = {
+            name: local_of(p.detach())
             for name, p in self.model.named_parameters()
             if p.requires_grad and p.is_floating_point() and local_of(p).numel()
-        ]
-        if not trained:
-            return [], []
+        }
         # A norm is NaN if any element is, and all norms take one pass.
-        norms = aten._foreach_norm.Scalar([local for _, local in trained], 2)
-        return [name for name, _ in trained], [norm.isnan().long() for norm in norms]
+        norms = aten._foreach_norm.Scalar([*trained.values()], 2) if trained else ()
+        return {name: norm.isnan().long() for name, norm in zip(trained, norms)}
 
     def _tensors(self) -> Iterator[tuple[str, tuple[int, Tensor]]]:
         """Yield each tensor that has replicas: its name, the axes that shard it, its shard."""
