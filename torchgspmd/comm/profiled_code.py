@@ -116,8 +116,9 @@ def _rows(module: fx.GraphModule) -> dict[int, NodeLine]:
         if kind is not None:
             last = f"{kind} at {source}" if source else kind
         path = str(node.meta.get("module") or "").rpartition("/")[2]
-        text, operands = _text(node, source), tuple(n.name for n in node.all_input_nodes)
-        rows[number] = NodeLine(kind or "", source, last, text, path, operands, limit_of(node))
+        operands = tuple(n.name for n in node.all_input_nodes)
+        place = kind or "", source, last, _text(node, source), path
+        rows[number] = NodeLine(*place, operands=operands, limit=limit_of(node))
     return rows
 
 

@@ -215,7 +215,9 @@ class Watcher:
                 name = (pair or other[:1])[-1]
                 made[rank] = name, there.step, f", {there.phase} at {there.at}"
             what, why = apart(made)
-            self._tell(Fate(self.rank, socket.gethostname(), "apart", status, why, what, self.rank))
+            self._tell(
+                Fate(self.rank, socket.gethostname(), "apart", status, why, what, by=self.rank)
+            )
 
     # ----------------------------------------------------------------------------- the messages
 

@@ -90,12 +90,12 @@ def _nearest(version: str) -> tuple[int, int]:
     return min((c for c in checked if c >= now), default=max(checked))
 
 
-def wrapping(function: Callable) -> Callable[[Any], Callable]:
+def wrapping(function: Callable) -> Callable[..., Callable]:
     """Return a `replace` whose value calls `function` with the one before it, and the arguments."""
 
-    def replace(before: Any) -> Callable:
+    def replace(before: Callable) -> Callable:
         @functools.wraps(before)
-        def call(*args: Any, **options: Any) -> Any:
+        def call(*args: object, **options: object) -> object:
             return function(before, *args, **options)
 
         return call

@@ -259,15 +259,8 @@ class ShardSpec(metaclass=Interned):
             >>> str(ShardSpec.parse("data _").map_axes(lambda axes: tuple(a[0] for a in axes)))
             'd _'
         """
-        return ShardSpec(
-            tuple(map(change, self.dims)),
-            self.open,
-            change(self.pending),
-            self.reduction,
-            self.windows,
-            self.priorities,
-            self.parts,
-        )
+        dims, pending = tuple(map(change, self.dims)), change(self.pending)
+        return ShardSpec(dims, self.open, pending, *self._fields()[3:])
 
     def with_priorities(self, priorities: tuple[int, ...] = ()) -> ShardSpec:
         """Return the same layout with other priorities for its dimensions.

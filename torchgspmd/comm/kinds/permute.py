@@ -76,7 +76,8 @@ def _lower(
     sends, receives = (
         [[] if box is None else [box] for box in boxes] for boxes in (mine.sends, mine.receives)
     )
-    return (yield from send_boxes(build, x, plan.axes, sends, receives, mine.keep, mine.shape))
+    rest = mine.keep, mine.shape
+    return (yield from send_boxes(build, x, plan.axes, sends, receives, *rest))
 
 
 def send_boxes(
