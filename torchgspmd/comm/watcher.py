@@ -215,9 +215,8 @@ class Watcher:
                 name = (pair or other[:1])[-1]
                 made[rank] = name, there.step, f", {there.phase} at {there.at}"
             what, why = apart(made)
-            self._tell(
-                Fate(self.rank, socket.gethostname(), "apart", status, why, what, by=self.rank)
-            )
+            host = socket.gethostname()
+            self._tell(Fate(self.rank, host, "apart", status, why, what, by=self.rank))
 
     # ----------------------------------------------------------------------------- the messages
 
