@@ -19,6 +19,7 @@ from ..compat.fx_nodes import copy_node, drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
+from ..rules.custom_ops.loops import ENTRIES
 from .breakpoints import name_values
 from .captured import TANGENT, UNKNOWN, Input
 from .draws import draws, number_draws
@@ -73,12 +74,20 @@ def normalize(
             new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    number_draws(graph)
+    # What the rewrites below look for.
+    marks, targets = set[str](), set[Any]()
+    for node in graph.nodes:
+        marks.update(node.meta)
+        targets.add(node.target)
+    if "draw" in marks:
+        number_draws(graph)
     # Breakpoints name nodes that stay, so views are merged before.
     merged = _merge_equal_views(graph)
     name_values({node: merged.get(new[node], new[node]) for node in new})
-    recompute_regions(graph)
-    loop_form(graph)
+    if REGION in marks:
+        recompute_regions(graph)
+    if not ENTRIES.isdisjoint(targets):
+        loop_form(graph)
     drop_unused(graph)
     return graph, inputs, sizes.units
 

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy
@@ -79,6 +80,11 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
 def always(value: object) -> Callable[[Any], Any]:
     """Return a replacement that ignores the original and is a value."""
     return lambda _: value
+
+
+def around(function: Callable) -> Callable[[Callable], Callable]:
+    """Return a replacement that calls a function with the original, and the arguments."""
+    return lambda before: partial(function, before)
 
 
 def _comparison(compare: Callable[[object, object], object]) -> Callable[[Callable], Callable]:

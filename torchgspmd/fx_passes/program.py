@@ -13,10 +13,11 @@ from torch import Tensor, fx
 
 from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
-from ..comm.loop_call import InnerProgram
+from ..comm.loop_call import BodyCall, InnerProgram
 from ..comm.process_groups import ProcessGroups
 from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
+from ..rules import FlatCall
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules, boundary_spec, other_shapes
@@ -177,6 +178,8 @@ class Program:
     printed: str = ""
     behind: Callable[[Program], None] = lambda program: None
     is_trial: bool = False
+    # The graph's targets, until a pass changes it.
+    index: tuple[fx.Graph, frozenset[object]] | None = field(default=None, repr=False)
 
     # From LOCAL on nodes have local shapes, and no global values that graph_text could print.
     def __str__(self) -> str:
@@ -201,6 +204,16 @@ class Program:
         trial.graph, trial.seconds, trial.is_trial = graph, {}, True
         self.behind(trial)
         return trial
+
+    @property
+    def targets(self) -> frozenset[object]:
+        """The targets of the graph's calls, with BodyCall for loops and pipelines."""
+        if self.index is None or self.index[0] is not self.graph:
+            called = [n.target for n in self.graph.nodes if n.op == "call_function"]
+            plain = (t.target if isinstance(t, FlatCall) else t for t in called)
+            kinds = frozenset(BodyCall if isinstance(t, BodyCall) else t for t in plain)
+            self.index = self.graph, kinds
+        return self.index[1]
 
     @property
     def rules(self) -> Rules:

@@ -49,11 +49,13 @@ def overlap(
     the program writes to inputs, such as weights. most: bytes that a budget leaves.
     """
     # A body gets the room of the whole program: a share of its own small peak would allow nothing.
-    room = EXTRA * peak(graph) if room is None else room
+    whole = peak(graph)
+    room = EXTRA * whole if room is None else room
     room = room if most is None else min(room, most)
-    for body in (body for _, call in loop_calls(graph) for body in call.bodies):
+    bodies = [body for _, call in loop_calls(graph) for body in call.bodies]
+    for body in bodies:
         overlap(body.graph, early, prefetch, room)
-    limit = peak(graph) + room
+    limit = (peak(graph) if bodies else whole) + room
     inputs = graph.find_nodes(op="placeholder")
     order = [n for n in graph.nodes if n.op != "placeholder"]
     # Each better order is taken only if its memory fits, so a tight program keeps the old one.
