@@ -20,13 +20,13 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line
 from ..layout.mark import mark_sharding, reshard
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
-from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
-from .rewrites.masked_indexing import SELECTIONS
+from .rewrites.value_free import SELECTIONS
+from .state.state_inputs import AskedOrders
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once
 from .traced_values import is_transforming, is_vectorizing, unwrap

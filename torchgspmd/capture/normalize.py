@@ -20,13 +20,12 @@ from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..rules.custom_ops.loops import ENTRIES
-from .breakpoints import name_values
 from .captured import TANGENT, UNKNOWN, Input
-from .draws import draws, number_draws
+from .draws import REGION, draws, number_draws, recompute_regions
 from .loop_form import loop_form
-from .rewrite_sites import SITE
-from .rewrites.recomputed_regions import REGION, recompute_regions
+from .prints import name_values
 from .stand_in_sizes import StandInSizes
+from .trace_context import SITE
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 

@@ -33,7 +33,6 @@ from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
-from .rewrite_sites import RewriteSites, rewriting
 from .rewrites.microbatches import Microbatches
 from .state.mutations import Tables
 from .state.object_trees import opened
@@ -43,7 +42,7 @@ from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
-from .trace_context import no_other_random_numbers
+from .trace_context import RewriteSites, no_other_random_numbers, rewriting, without_gc
 from .traced_program import Casts, TracedProgram
 from .unsupported import (
     check_arguments,
@@ -52,7 +51,6 @@ from .unsupported import (
     check_module,
     translate_errors,
 )
-from .without_gc import without_gc
 
 MOST_RETRACES = 256  # each makes at least one more tensor or number an input
 

@@ -11,24 +11,21 @@ from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from .asked_orders import AskedOrders
-from .autograd_reach import connected_components, reachable_inputs
-from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
-from .module_tensors import with_tensors
-from .prints import Prints
+from .prints import Breakpoint, Breakpoints, Prints
 from .stand_in_sizes import NUMBERS
+from .state.dependencies import with_tensors
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
-from .state.state_inputs import TensorInput, Varying
+from .state.state_inputs import AskedOrders, TensorInput, Varying
 from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
 from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_parameters
 from .trace_context import capturing
-from .traced_values import unwrap, was_mutated
+from .traced_values import connected_components, reachable_inputs, unwrap, was_mutated
 
 
 @dataclass(eq=False)

@@ -38,9 +38,9 @@ from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
+from . import ToolMethod
 from .golden import Golden
 from .plan_cache.plan_files import PlanFiles
-from .plan_methods import ToolMethod
 from .plan_summary import (
     Memory,
     collective_of,

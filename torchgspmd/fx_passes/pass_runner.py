@@ -15,7 +15,7 @@ from functools import partial
 from itertools import dropwhile
 from typing import Any
 
-from ..capture.without_gc import without_gc
+from ..capture.trace_context import without_gc
 from ..comm.loop_call import BodyCall, loop_calls
 from .dump import dump_pass
 from .internal_error import reported

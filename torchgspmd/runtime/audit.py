@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import PARAMETER
-from ..capture.module_tensors import named_tensors
+from ..capture.state.dependencies import named_tensors
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck
 from ..comm.value_check import hash_of_bits

@@ -29,13 +29,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..comm.rank_mismatch import agree, all_gather_rows
 from ..comm.watcher import all_ranks
 from ..errors import ShardingError
-from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
-from .checkpoint_states import (
+from .checkpoint_files import (
+    CheckedWriter,
     Optimizers,
     allocate_state,
+    are_sums,
     as_plain,
     as_state,
+    collect_sums,
+    fault_of,
     is_plain_state,
+    make_own,
+    release,
     set_state,
     state_of,
 )

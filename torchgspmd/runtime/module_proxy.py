@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
-from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -21,6 +20,7 @@ from ..capture.state.dependencies import (
     WATCHED,
     facts_of,
     has_global_hooks,
+    named_tensors,
 )
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key

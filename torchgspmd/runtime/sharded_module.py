@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
-from ..capture.module_tensors import named_tensors
-from ..capture.state.dependencies import TORCH_MODES
+from ..capture.state.dependencies import TORCH_MODES, named_tensors
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
 from ..comm.loop_call import with_bodies
@@ -25,7 +24,7 @@ from ..comm.watcher import watched
 from ..compiler.api import compile_plan
 from ..compiler.options import Options
 from ..compiler.plan import Plan
-from ..compiler.plan_cache.identity import Identity, identity_of
+from ..compiler.plan_cache.files import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
 from ..dtensor.parts import bind, is_bound, store_by_parts
@@ -37,14 +36,13 @@ from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .audit import Audit
-from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
-from .cuda_graphs import check_capturable, graphs_for
 from .full_state import install_writers
-from .joint_program import JointProgram
+from .joint_program import JointProgram, compared, hash_of
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
+from .step_graphs import check_capturable, graphs_for
 from .stored_inputs import MarkedInputs, Stored
 from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
 

@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..capture import State
-from ..capture.without_gc import without_gc
+from ..capture.trace_context import without_gc
 from ..comm.json_rows import conforms
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import check_ranks
 from ..compiler.plan import Plan
 from ..compiler.plan_cache import files, json_text
-from ..compiler.plan_cache.faults import Stale, Unshareable
-from ..compiler.plan_cache.identity import Identity
+from ..compiler.plan_cache.files import Identity
+from ..compiler.plan_cache.json_text import Stale, Unshareable
 from ..compiler.plan_cache.plans import decode_plan, encode_plan
 
 PlanHere = Callable[[Callable[[], None]], Plan]

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, PARAMETER, not_compiled
-from ..capture.module_tensors import named_tensors
+from ..capture.state.dependencies import named_tensors
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..errors import ShardingError

@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..capture.breakpoints import wanted
+from ..capture.prints import wanted
 from ..comm.simulator import Simulator
 from ..compiler.api import Plan
 from ..errors import ShardingError

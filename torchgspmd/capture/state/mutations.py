@@ -33,8 +33,8 @@ from .guards import (
     leaves_of,
     matches,
 )
+from .instructions import READ, uses_of_names
 from .mutable_tables import MutableTable, find_tables
-from .name_uses import READ, uses_of_names
 from .object_trees import opened
 from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name

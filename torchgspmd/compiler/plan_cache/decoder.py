@@ -22,7 +22,7 @@ from ...compat.private_apis import _pytree as pytree
 from ...layout.mesh import Mesh
 from ...layout.sub_axes import sub_axis
 from ...shard_spec import ShardSpec
-from .faults import Malformed, Stale
+from .json_text import Malformed, Stale
 from .values import FUNCTIONS, OF_TORCH, RECORDS, class_name, operator_of
 
 # What parsers and constructors raise for values that they do not take.
