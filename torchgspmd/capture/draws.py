@@ -139,20 +139,17 @@ def _keep_values(graph: fx.Graph) -> None:
         elif is_unrolling() or not has_own_seed(node.target):
             earlier, operands = drawn.setdefault(node.meta["draw"], (node, key(node)))
             if operands != key(node):
-                raise _other_operands(node)
+                is_operator = isinstance(node.target, OpOverload)
+                name = node.target.name() if is_operator else str(node.target)
+                raise ShardingError(
+                    f"{name} is recomputed with other operands than it had before",
+                    where=node.meta.get("source"),
+                    why="its numbers are drawn once, and it has no seed to draw them again",
+                    fix="draw before the checkpoint, and pass the numbers to the function",
+                )
             if earlier is not node:
                 node.replace_all_uses_with(earlier)
                 graph.erase_node(node)
-
-
-def _other_operands(node: fx.Node) -> ShardingError:
-    name = node.target.name() if isinstance(node.target, OpOverload) else str(node.target)
-    return ShardingError(
-        f"{name} is recomputed with other operands than it had before",
-        where=node.meta.get("source"),
-        why="its numbers are drawn once, and it has no seed to draw them again",
-        fix="draw before the checkpoint, and pass the numbers to the function",
-    )
 
 
 # Checkpoints in blocks with stacked weights: the backward gets a copy of their operations.
@@ -160,11 +157,11 @@ def _other_operands(node: fx.Node) -> ShardingError:
 # before   %h = tanh(%x);  %y = mm(%h, %w)     in a checkpoint;   %dw = mm(%h, %dy)   backward
 # after    %h = tanh(%x);  %y = mm(%h, %w);    %h_1 = tanh(%x);   %dw = mm(%h_1, %dy)
 #
-# torch.utils.checkpoint runs its function a second time during the backward. By then a block has its
-# stacked weights again, not a row, and torch.vmap has ended. So the trace notes which nodes belong to
-# a checkpoint, and values are recomputed in the graph. A value stays if the forward uses it outside
-# the checkpoint, if a selective checkpoint's policy saves it, if it follows from a loop in the
-# checkpoint, or if it is drawn without a seed of ours.
+# torch.utils.checkpoint runs its function a second time during the backward. By then a block has
+# its stacked weights again, not a row, and torch.vmap has ended. So the trace notes which nodes
+# belong to a checkpoint, and values are recomputed in the graph. A value stays if the forward uses
+# it outside the checkpoint, if a selective checkpoint's policy saves it, if it follows from a loop
+# in the checkpoint, or if it is drawn without a seed of ours.
 REGION = "checkpoint"  # key in node.meta: a node's checkpoint by number, whether it saves the node
 _SAVED = checkpointing.CheckpointPolicy.MUST_SAVE, checkpointing.CheckpointPolicy.PREFER_SAVE
 

@@ -9,7 +9,6 @@ import itertools
 import keyword
 import operator
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -48,7 +47,10 @@ def normalize(
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
         _copy_meta(node, new[node], sizes, bool(tangents))
-    for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
+    # The backward starts with a ones_like for each tangent.
+    of_backward = itertools.dropwhile(lambda n: not _is_of_backward(n, True), old_nodes)
+    seeds = (n for n in of_backward if n.target is aten.ones_like.default)
+    for (output, seed), node in zip(tangents, seeds):
         new[node] = graph.placeholder(f"tangent_{output}")
         _copy_meta(node, new[node], sizes, bool(tangents))
         val, other = new[node].meta["val"], new[node].meta.get("other", new[node].meta["val"])
@@ -68,7 +70,8 @@ def normalize(
         elif (
             node.op in ("call_function", "get_attr")
             and node not in new
-            and not _is_profiling(node.target)
+            # An optimizer's step is inside torch.profiler.record_function.
+            and getattr(node.target, "namespace", "") != "profiler"
         ):
             new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes, bool(tangents))
@@ -109,16 +112,6 @@ def _identifiers(names: list[str]) -> list[str]:
             )
         ] = None
     return list(identifiers)
-
-
-def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """Return the ones_like nodes that start the backward, one for each tangent.
-
-    They are the first nodes of the backward.
-    """
-    backward_nodes = itertools.dropwhile(lambda n: not _is_of_backward(n, True), nodes)
-    seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
-    return seeds[: len(tangents)]
 
 
 def _is_of_backward(node: fx.Node, differentiated: bool) -> bool:
@@ -186,11 +179,3 @@ def _merge_equal_views(graph: fx.Graph) -> dict[Any, fx.Node]:
 def _is_view(target: object) -> bool:
     """Return whether an operator's result shares its operand's memory."""
     return isinstance(target, OpOverload) and target.is_view
-
-
-def _is_profiling(target: object) -> bool:
-    """Return whether the target comes from torch.profiler.record_function.
-
-    Every optimizer's step is inside one.
-    """
-    return isinstance(target, OpOverload) and target.namespace == "profiler"

@@ -127,7 +127,9 @@ class Prints:
 
     def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
-        if not self.is_outside():
+        mode = get_proxy_mode()
+        # Within a loop's body or a transform.
+        if mode is None or mode.tracer is not self.tracer or is_transforming():
             raise ShardingError.here(
                 "a print or log in the body of a transform has a value of each of its iterations",
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
@@ -140,11 +142,6 @@ class Prints:
             self.used.add(number)
             pieces[i] = [*self.values[number]]
         self.rows.append([[kind, option], pieces])
-
-    def is_outside(self) -> bool:
-        """Return whether the trace is outside all loop bodies and transforms."""
-        mode = get_proxy_mode()
-        return mode is not None and mode.tracer is self.tracer and not is_transforming()
 
 
 class _Shown:
@@ -229,8 +226,8 @@ class LocalValue:
     name: str = ""
 
 
-# While a program is traced a tensor has no value, so a breakpoint does not stop. It is recorded with
-# its frame's variables; gspmd.debug stops in such a frame when a run has computed them.
+# While a program is traced a tensor has no value, so a breakpoint does not stop. It is recorded
+# with its frame's variables; gspmd.debug stops in such a frame when a run has computed them.
 @dataclass(frozen=True)
 class Breakpoint:
     """A breakpoint() in forward; variables have a LocalValue in place of each tensor."""

@@ -329,9 +329,9 @@ def _age() -> None:
         gc.unfreeze()
 
 
-# A site is a source line whose values a rewrite leaves out, as the results need only other values. A
-# softmax whose weights only attention needs is no part of the captured program. If the program needs
-# the weights elsewhere, too, it is traced again and the rewrite keeps that site. A checkpoint
+# A site is a source line whose values a rewrite leaves out, as the results need only other values.
+# A softmax whose weights only attention needs is no part of the captured program. If the program
+# needs the weights elsewhere, too, it is traced again and the rewrite keeps that site. A checkpoint
 # computes a value again on the same line.
 SITE = "site"  # the key for a site in its node's metadata
 

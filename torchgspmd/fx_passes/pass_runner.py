@@ -16,7 +16,7 @@ from itertools import dropwhile
 from typing import Any
 
 from ..capture.trace_context import without_gc
-from ..comm.loop_call import BodyCall, loop_calls
+from ..comm.loop_call import loop_calls
 from .dump import dump_pass
 from .internal_error import reported
 from .pass_types import Alternatives, Pass, Step
@@ -57,7 +57,7 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
             continue
         passes = [each for each in step.passes if each.name != left_out]
         way, done = copy.copy(program), 0
-        way.index = None  # the way before may have changed this graph
+        way.known = None  # the way before may have changed this graph
         if left_out is not None and left_out in before:
             way, done = before[left_out], [p.name for p in step.passes].index(left_out)
         for number, each in enumerate(passes[done:], done + 1):
@@ -102,7 +102,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step], has_work: boo
             if half.call is not None:
                 half.call.graph = graph
             half.graph, half.changed = graph, half.changed | {step.name}
-            half.index = None
+            half.known = None
             if again:
                 # The changed graph is at an earlier stage again: later metadata would be out of
                 # date.
@@ -156,7 +156,7 @@ def _halves(program: Program) -> tuple[Program, ...]:
 def _bodies(program: Program) -> Iterator[Program]:
     """Yield the loop bodies in a program, inner ones first, at its stage."""
     for half in _halves(program):
-        calls = loop_calls(half.graph) if BodyCall in half.targets else ()
+        calls = loop_calls(half.graph) if half.has_bodies else ()
         for each in (each for _, call in calls for each in call.bodies):
             body = copy.copy(half)
             body.graph, body.call, body.backward = each.graph, each, None

@@ -137,7 +137,7 @@ def feature_pass(
 
     def run(program: Program) -> fx.Graph | None:
         added = FEATURE_PASSES[name]
-        is_needed = not program.targets.isdisjoint(added.looks_for) or has_work(program)
+        is_needed = program.calls_any(added.looks_for) or has_work(program)
         return added.run(program) if is_needed else None
 
     return Pass(name, run, stage, feature=feature, **row)

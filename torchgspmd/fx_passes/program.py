@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,11 +13,10 @@ from torch import Tensor, fx
 
 from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
-from ..comm.loop_call import BodyCall, InnerProgram
+from ..comm.loop_call import BodyCall, InnerProgram, loop_calls
 from ..comm.process_groups import ProcessGroups
 from ..compat.fx_nodes import copy_node
 from ..layout.mesh import Mesh
-from ..rules import FlatCall
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules, boundary_spec, other_shapes
@@ -178,8 +177,8 @@ class Program:
     printed: str = ""
     behind: Callable[[Program], None] = lambda program: None
     is_trial: bool = False
-    # The graph's targets, until a pass changes it.
-    index: tuple[fx.Graph, frozenset[object]] | None = field(default=None, repr=False)
+    # A graph, and whether it calls loops or pipelines, until a pass changes it.
+    known: tuple[fx.Graph, bool] | None = field(default=None, repr=False)
 
     # From LOCAL on nodes have local shapes, and no global values that graph_text could print.
     def __str__(self) -> str:
@@ -205,15 +204,21 @@ class Program:
         self.behind(trial)
         return trial
 
+    def calls_any(self, targets: Iterable[Any]) -> bool:
+        """Return whether the graph calls one of the targets; BodyCall: a loop or a pipeline."""
+        return any(
+            self.has_bodies
+            if target is BodyCall
+            else self.graph.find_nodes(op="call_function", target=target)
+            for target in targets
+        )
+
     @property
-    def targets(self) -> frozenset[object]:
-        """The targets of the graph's calls, with BodyCall for loops and pipelines."""
-        if self.index is None or self.index[0] is not self.graph:
-            called = [n.target for n in self.graph.nodes if n.op == "call_function"]
-            plain = (t.target if isinstance(t, FlatCall) else t for t in called)
-            kinds = frozenset(BodyCall if isinstance(t, BodyCall) else t for t in plain)
-            self.index = self.graph, kinds
-        return self.index[1]
+    def has_bodies(self) -> bool:
+        """Whether the graph calls loops or pipelines."""
+        if self.known is None or self.known[0] is not self.graph:
+            self.known = self.graph, any(True for _ in loop_calls(self.graph))
+        return self.known[1]
 
     @property
     def rules(self) -> Rules:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..compiler.plan import Plan
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
-_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_TRAINING = attrgetter("training")
 _HOOK_TABLES = itemgetter(*HOOKS)  # `module._forward_hooks = OrderedDict()` removes all
 
 
@@ -313,9 +313,6 @@ class ModuleProxy(nn.Module):
             "a module on a mesh is compiled by its backend",
             fix="call parallelize(..., backend='inductor')",
         )
-
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(map(_TRAINING, self._everything))

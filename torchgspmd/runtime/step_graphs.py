@@ -278,7 +278,12 @@ class StepGraphs:
             try:
                 step = self._capture(placed, places)
             except RuntimeError as error:
-                raise _not_captured(error) from error
+                raise ShardingError.here(
+                    "a program cannot be captured in a CUDA graph",
+                    why=str(error).partition("\n")[0],
+                    fix="set backend='torch' (or 'inductor'); a custom operation may read values "
+                    "on the host",
+                ) from error
         self.captures += 1
         self.steps[self.captures] = step
         return self.captures, step
@@ -336,15 +341,6 @@ class StepGraphs:
 def _copies(values: Sequence[Any]) -> list[Any]:
     copies = {id(x): x.clone() for x in values if isinstance(x, Tensor)}
     return [copies.get(id(x), x) for x in values]
-
-
-def _not_captured(error: RuntimeError) -> ShardingError:
-    """Return the error for a program that CUDA, or an operation in it, does not capture."""
-    return ShardingError.here(
-        "a program cannot be captured in a CUDA graph",
-        why=str(error).partition("\n")[0],
-        fix="set backend='torch' (or 'inductor'); a custom operation may read values on the host",
-    )
 
 
 def _overwritten(is_last: bool) -> ShardingError:

@@ -46,7 +46,7 @@ def _copy_without_dispatch(function: Callable) -> Callable | None:
     if not isinstance(function, FunctionType) or not str(function.__module__).startswith("torch."):
         return None
     overrides = {
-        name: _no_torch_function
+        name: (lambda *tensors: False)
         for name in function.__code__.co_names
         if name.startswith("has_torch_function") and name in function.__globals__
     }
@@ -62,11 +62,6 @@ def _copy_without_dispatch(function: Callable) -> Callable | None:
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
-
-
-def _no_torch_function(*tensors: object) -> bool:
-    """Return False; stands for torch.overrides.has_torch_function."""
-    return False
 
 
 @rewrite("body", F.embedding_bag)

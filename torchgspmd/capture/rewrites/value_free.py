@@ -231,7 +231,9 @@ def _split_index(x: Tensor, index: tuple) -> tuple[Tensor, tuple]:
     numbers, rest = [], []
     for dim, entry in zip(positions(x, index), index):
         if isinstance(entry, slice):
-            x, entry = x[(slice(None),) * dim + (_concrete_slice(entry),)], slice(None)
+            bounds = (entry.start, entry.stop, entry.step)
+            known = slice(*(b.item() if isinstance(b, Tensor) else b for b in bounds))
+            x, entry = x[(slice(None),) * dim + (known,)], slice(None)
         if not isinstance(entry, slice) and _is_number(entry):
             numbers.append((dim, entry))
         else:
@@ -253,12 +255,6 @@ def positions(x: Tensor, index: tuple) -> list[int]:
             else at + _dim_count(entry)
         )
     return dims
-
-
-def _concrete_slice(entry: slice) -> slice:
-    return slice(
-        *(b.item() if isinstance(b, Tensor) else b for b in (entry.start, entry.stop, entry.step))
-    )
 
 
 def _dim_count(entry: object) -> int:

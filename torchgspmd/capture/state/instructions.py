@@ -132,18 +132,15 @@ def steps(instructions: Iterable[Instruction]) -> Iterator[Step]:
             yield Step(OTHER, "", -1)
             yield Step(ITEM if i.opname == "BINARY_SLICE" else STORE_ITEM, "", i.growth + 1)
         else:
-            yield Step(_action(i), i.argval if isinstance(i.argval, str) else "", i.growth)
-
-
-def _action(i: Instruction) -> str:
-    if i.is_jump:
-        return JUMP
-    if i.opname == "LOAD_NAME" and str(i.argval).startswith("__"):
-        return OTHER  # each class's body reads __name__
-    if i.opname == "BINARY_OP" and i.argrepr == "[]":
-        return ITEM
-    families = (action for name, action in _FAMILIES.items() if i.opname.startswith(name))
-    return ACTIONS.get(i.opname) or next(families, OTHER)
+            families = (action for name, action in _FAMILIES.items() if i.opname.startswith(name))
+            action = ACTIONS.get(i.opname) or next(families, OTHER)
+            if i.is_jump:
+                action = JUMP
+            elif i.opname == "LOAD_NAME" and str(i.argval).startswith("__"):
+                action = OTHER  # each class's body reads __name__
+            elif i.opname == "BINARY_OP" and i.argrepr == "[]":
+                action = ITEM
+            yield Step(action, i.argval if isinstance(i.argval, str) else "", i.growth)
 
 
 _BY_STRING = {"getattr", "__getattribute__", "__dict__", "vars", "attrgetter"}

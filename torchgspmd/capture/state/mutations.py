@@ -232,7 +232,8 @@ class Tables:
         value: the value when it was read. then: its snapshot.
         """
         table = self.table_of.get(id(source.root))
-        if source.steps and table is not None and table.tracks(source.steps[0]):
+        steps = source.steps if table is None or table.steps is None else table.steps
+        if source.steps and table is not None and source.steps[0] in steps:
             before = table.initial.get(source.steps[0], ABSENT)
             if type(before) is SymbolicNumber or id(before) in self.stand_ins:
                 value = then = before  # the read may have come before the stand-in
@@ -241,7 +242,10 @@ class Tables:
         elif (
             source.steps
             and source.dict_entry() is None
-            and not self._has_stand_in(then)
+            and not any(
+                type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins
+                for leaf in leaves_of(then)
+            )
             and not matches(source.read(), then)
         ):
             warnings.warn(
@@ -253,12 +257,6 @@ class Tables:
         if source.read() is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
         return self._predicate(then, used, self._uses_of(source))
-
-    def _has_stand_in(self, value: object) -> bool:
-        """Return whether the value is or contains a stand-in for an input."""
-        return any(
-            type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins for leaf in leaves_of(value)
-        )
 
     def _uses_of(self, source: Source) -> set[str]:
         """Return how functions use a source's value, by the names that lead to it."""

@@ -216,9 +216,9 @@ class State:
         return [*tensors, *(each for each in numbers if self.is_counting and each.holds())]
 
 
-# Questions about the order of a tensor in memory: x.stride(), x.is_contiguous(), x.as_strided(...). A
-# trace has contiguous inputs, whatever the caller's are. If the program asks, it is traced again with
-# the caller's orders, and a call with other ones gets a program of its own.
+# Questions about the order of a tensor in memory: x.stride(), x.is_contiguous(), x.as_strided(...).
+# A trace has contiguous inputs, whatever the caller's are. If the program asks, it is traced again
+# with the caller's orders, and a call with other ones gets a program of its own.
 _AS_STRIDED = {torch.as_strided: 3, Tensor.as_strided: 3, Tensor.as_strided_: 3}
 _ORDER = {
     *_AS_STRIDED,

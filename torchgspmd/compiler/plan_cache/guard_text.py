@@ -12,7 +12,6 @@ the guard is on its own value, as after a capture.
 from __future__ import annotations
 
 import functools
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -41,6 +40,7 @@ from ...capture.state.recorder import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
 from ...capture.state.source import ABSENT, LISTS, Attribute, Marker, Source, attributes
 from ...capture.state.state_inputs import Conditions
+from ...capture.state.value_keys import as_text
 from .decoder import typed
 from .json_text import Malformed, Stale, Unshareable
 
@@ -100,13 +100,8 @@ def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
         # The order of a set differs between processes, as hashes of strings do.
         return f"{type(value).__qualname__}({', '.join(sorted(map(of, value)))})"
     if isinstance(value, Enum) or not is_own(type(value).__module__):
-        return f"{type(value).__qualname__} {without_addresses(repr(value))}"
+        return f"{type(value).__qualname__} {as_text(repr(value))}"
     return f"{type(value).__module__}.{type(value).__qualname__}({of(_plain_attributes(value))})"
-
-
-def without_addresses(text: str) -> str:
-    """Remove object addresses from a text."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
 
 
 def _plain_attributes(value: object) -> dict[str, object]:

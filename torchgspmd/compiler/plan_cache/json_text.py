@@ -1,4 +1,4 @@
-"""Bytes as JSON: bounded in size, each key once, and no numbers that JSON does not have; its faults."""
+"""Bytes as bounded JSON: each key once, no numbers that JSON does not have, faults by place."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ def read_regular_file(path: str | Path) -> tuple[bytes, os.stat_result]:
     Raises:
         OSError: It is not there, is no regular file, or is too large.
     """
-    with open(path, "rb", opener=_open_at_once) as stream:
+    at_once = getattr(os, "O_NONBLOCK", 0)  # waits for nobody who writes a pipe
+    with open(path, "rb", opener=lambda p, flags: os.open(p, flags | at_once)) as stream:
         # fstat on the open file: a check before opening could see another file.
         status = os.fstat(stream.fileno())
         if not stat.S_ISREG(status.st_mode):
@@ -118,11 +119,6 @@ def read_regular_file(path: str | Path) -> tuple[bytes, os.stat_result]:
         if status.st_size > LARGEST:
             raise OSError(f"it has {status.st_size} bytes, and a plan at most {LARGEST}")
         return stream.read(LARGEST + 1), status
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without waiting for who writes a pipe."""
-    return os.open(path, flags | getattr(os, "O_NONBLOCK", 0))
 
 
 def _dict(pairs: list[tuple[str, object]]) -> dict[str, object]:
