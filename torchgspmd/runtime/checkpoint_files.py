@@ -13,7 +13,7 @@ import shutil
 import socket
 import time
 import zlib
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,10 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.futures import Future
 from torch.optim import Optimizer
 
+from ..comm.rank_mismatch import agree, all_gather_rows
+from ..comm.watcher import all_ranks
 from ..errors import ShardingError
 
 SUMS, OWNER, METADATA = ".sums", ".owner", ".metadata"
@@ -297,3 +300,50 @@ def _without_gradients(optimizers: Optimizers) -> Generator[None, None, None]:
     finally:
         for parameter, gradient in gradients:
             parameter.grad = gradient
+
+
+def failure_of(function: Callable[[], object]) -> BaseException | None:
+    try:
+        function()
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        return error
+    return None
+
+
+def meet(failure: BaseException | None) -> None:
+    """Wait for all ranks. If one has an error, all raise it: else they would wait for it."""
+    said = None if failure is None else f"{type(failure).__name__}: {failure}"
+    texts = gathered(said)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise ShardingError.here(
+                f"rank {rank} has not written the checkpoint: {text}",
+                why="a checkpoint needs the parts of all ranks; the one before stays as it was",
+                fix="read the error of that rank",
+            )
+
+
+def gathered(value: Any) -> list[Any]:
+    """Return all ranks' values, as JSON has them."""
+    everyone = all_ranks()
+    return (
+        [value]
+        if everyone is None
+        else all_gather_rows(everyone, value, "the files of a checkpoint")
+    )
+
+
+def meet_all(call: str) -> None:
+    """Meet all ranks before a call that communicates; see `agree`."""
+    if (everyone := all_ranks()) is not None:
+        agree(everyone, call)
+
+
+def run(function: Callable, *args: Any, **options: Any) -> Any:
+    """Call a function that communicates: a wait in it that ends says for whom."""
+    everyone = all_ranks()
+    if everyone is None:
+        return function(*args, **options)
+    return everyone.watcher.run(function, *args, **options)
