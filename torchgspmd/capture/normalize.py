@@ -24,7 +24,7 @@ from .draws import REGION, draws, number_draws, recompute_regions
 from .loop_form import loop_form
 from .prints import name_values
 from .stand_in_sizes import StandInSizes
-from .trace_context import SITE
+from .trace_context import SITE, current_sites
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
@@ -141,7 +141,7 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         target.meta["module"] = custom["module"]
     if REGION in source.meta:
         target.meta[REGION] = source.meta[REGION]
-    if SITE in custom:
+    if (sites := current_sites()) is not None and custom.get(SITE) in sites.rewritten:
         target.meta[SITE] = custom[SITE]
     if "draw" in custom and draws(source.target):
         target.meta["draw"] = custom["draw"]

@@ -347,7 +347,8 @@ class RewriteSites:
 
         The metadata that says so is removed.
         """
-        return self.rewritten & {node.meta.pop(SITE, "") for node in graph.nodes}
+        nodes = graph.nodes if self.rewritten else ()
+        return self.rewritten & {node.meta.pop(SITE, "") for node in nodes}
 
 
 _sites: ContextVar[RewriteSites | None] = ContextVar("sites", default=None)

@@ -6,7 +6,7 @@ It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -258,9 +258,9 @@ def boundary_spec(node: fx.Node, spec: ShardSpec | None = None) -> ShardSpec:
     return found.with_parts(*node.meta["parts"]) if "parts" in node.meta else found
 
 
-def values(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield every node whose value is one tensor."""
-    for node in graph.nodes:
+def values(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the nodes whose value is one tensor."""
+    for node in nodes:
         if node.op != "output" and isinstance(node.meta.get("val"), Tensor):
             yield node
 

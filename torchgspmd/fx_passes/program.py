@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
 from ..comm.loop_call import BodyCall, InnerProgram, loop_calls
 from ..comm.process_groups import ProcessGroups
-from ..compat.fx_nodes import copy_node
+from ..compat.fx_nodes import calls_any, copy_node
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
@@ -204,14 +204,9 @@ class Program:
         self.behind(trial)
         return trial
 
-    def calls_any(self, targets: Iterable[Any]) -> bool:
+    def calls_any(self, targets: Collection[Any]) -> bool:
         """Return whether the graph calls one of the targets; BodyCall: a loop or a pipeline."""
-        return any(
-            self.has_bodies
-            if target is BodyCall
-            else self.graph.find_nodes(op="call_function", target=target)
-            for target in targets
-        )
+        return BodyCall in targets and self.has_bodies or calls_any(self.graph, targets)
 
     @property
     def has_bodies(self) -> bool:

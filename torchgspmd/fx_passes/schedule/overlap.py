@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from ...comm.collective import start, wait
-from ...comm.loop_call import loop_calls
+from ...comm.loop_call import BodyCall
 from .liveness import Ledger, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
@@ -52,12 +52,13 @@ def overlap(
     whole = peak(graph)
     room = EXTRA * whole if room is None else room
     room = room if most is None else min(room, most)
-    bodies = [body for _, call in loop_calls(graph) for body in call.bodies]
+    inputs = graph.find_nodes(op="placeholder")
+    order = [n for n in graph.nodes if n.op != "placeholder"]
+    calls = [n.target for n in order if isinstance(n.target, BodyCall)]
+    bodies = [body for call in calls for body in call.bodies]
     for body in bodies:
         overlap(body.graph, early, prefetch, room)
     limit = (peak(graph) if bodies else whole) + room
-    inputs = graph.find_nodes(op="placeholder")
-    order = [n for n in graph.nodes if n.op != "placeholder"]
     # Each better order is taken only if its memory fits, so a tight program keeps the old one.
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
         order = urgent
