@@ -284,18 +284,18 @@ class _Capture:
             looks=tuple(value_guards.looks.values()),
             functions=tuple(tables.called),
             dynamic=self.dynamic.of_trace(units, shape_env),
-            run_guards=self._run_guards(tables, state_inputs),
+            run_guards=RunGuards(
+                ArgumentKeys.of(self.names, self.leaves, bool(state.asks_order)),
+                ModuleFacts(fn) if self.is_module else None,
+                FunctionFacts(
+                    tables.reach,
+                    self.is_module,
+                    {*tables.changed, *(each.source.entry for each in state_inputs)},
+                ),
+            ),
             breakpoints=program.breakpoints,
         )
         return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
-
-    def _run_guards(self, tables: Tables, state_inputs: list[TensorInput]) -> RunGuards:
-        besides = {*tables.changed, *(each.source.entry for each in state_inputs)}
-        return RunGuards(
-            ArgumentKeys.of(self.names, self.leaves, bool(self.state.asks_order)),
-            ModuleFacts(self.fn) if self.is_module else None,
-            FunctionFacts(tables.reach, self.is_module, besides),
-        )
 
     def _readable_inputs(self, inputs: list[TensorInput]) -> dict[int, TensorInput]:
         """Return buffers, and tensors in attributes and tables, by input index.

@@ -237,7 +237,11 @@ class TracedProgram:
             }
             self.result_count = len(outputs)
             self.rebound = self._rebound(used) if isinstance(self.fn, nn.Module) else {}
-            self._check_casts()
+            # A change of a copy from _cast would be lost.
+            self.casts.check_unchanged()
+            for i in self.rebound if self.casts.dtype else ():
+                if i < len(self.parameters):
+                    raise self.casts.change_error(f"parameter '{self.parameters[i]}'")
             state_writes = self.tables.writes(
                 outputs, [*used[: len(self.names)], *self.rebound.values()]
             )
@@ -266,13 +270,6 @@ class TracedProgram:
         grads = self._backward(outputs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.writes(self.observed_values, used[: len(self.names)])
         return outputs, grads
-
-    def _check_casts(self) -> None:
-        """Raise ShardingError if forward changed or rebound a copy from _cast."""
-        self.casts.check_unchanged()
-        for i in self.rebound if self.casts.dtype else ():
-            if i < len(self.parameters):
-                raise self.casts.change_error(f"parameter '{self.parameters[i]}'")
 
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker

@@ -113,17 +113,14 @@ class Reading:
                     self._raise_difference()
         for rank, row in enumerate(rows):
             if row[1]:
-                raise self._nan_error(self.names[row[1] - 1], rank)
-
-    def _nan_error(self, name: str, rank: int) -> RankError:
-        return RankError(
-            f"'{name}' has NaN on rank {rank}",
-            where=self.where,
-            why=f"audit of call {self.call}: an update of the last {self.every} calls, or "
-            "the memory of a rank, made it",
-            fix=f"start anew from a checkpoint before call {max(self.call - self.every, 0)}; "
-            "torch.autograd.detect_anomaly() names the operation if it comes again",
-        )
+                raise RankError(
+                    f"'{self.names[row[1] - 1]}' has NaN on rank {rank}",
+                    where=self.where,
+                    why=f"audit of call {self.call}: an update of the last {self.every} calls, or "
+                    "the memory of a rank, made it",
+                    fix=f"start anew from a checkpoint before call {max(self.call - self.every, 0)}; "
+                    "torch.autograd.detect_anomaly() names the operation if it comes again",
+                )
 
     def _raise_other_items(self, counts: Sequence[int]) -> None:
         raise RankError(

@@ -100,14 +100,14 @@ class JointProgram(CompiledProgram):
 
     def _capture_by(self, graphs: CudaGraphs, draws: list) -> None:
         halves = Halves(
-            self.forward,
-            self.backward if self.captured.has_backward else None,
-            range(len(self.slots)),
-            self.mutated,
-            self.outputs,
-            self.tangent_outputs,
-            bool(self.output_groups),
-            draws,
+            forward=self.forward,
+            backward=self.backward if self.captured.has_backward else None,
+            fixed=range(len(self.slots)),
+            changed=self.mutated,
+            results=self.outputs,
+            differentiated=self.tangent_outputs,
+            in_parts=bool(self.output_groups),
+            draws=draws,
         )
         steps = StepGraphs(graphs, halves, self.groups.device)
         self.forward, self.backward = steps.forward, steps.backward

@@ -297,7 +297,13 @@ class ShardedModule(MeshModule):
                 store_by_parts(tensor, placements(spec, self._mesh))
         bind(parameters)
         return JointProgram(
-            plan, self._groups, self._model, tensors, self._options, signature, self._graphs
+            plan,
+            self._groups,
+            self._model,
+            tensors,
+            options=self._options,
+            signature=signature,
+            graphs=self._graphs,
         )
 
     def _identity(self, call: ModuleCall, text: str) -> Identity | str:

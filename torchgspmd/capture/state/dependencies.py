@@ -147,15 +147,8 @@ def _modes(model: nn.Module) -> Iterator[Fact]:
         yield f"the mode of {name}", "train" if module.training else "eval"
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _kinds(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
         yield (
             f"the kind of {name}",
@@ -164,18 +157,18 @@ def _kinds(model: nn.Module) -> Iterator[Fact]:
 
 
 def _requires_grad(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         yield f"requires_grad of {name}", str(t.requires_grad)
 
 
 def _shared(model: nn.Module) -> Iterator[Fact]:
     first: dict[int, str] = {}
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         yield f"the tensor of {name}", f"that of {first.setdefault(id(t), name)}"
 
 
 def _places(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         mark = recorded_mark(t)
         yield f"the mark and device of {name}", str((mark and mark[:2], t.device.type))
 

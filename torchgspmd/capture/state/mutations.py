@@ -193,7 +193,11 @@ class Tables:
     ) -> bool:
         """Return whether runs write the entry: it is plain, or a tensor from the trace."""
         return step_name(step) not in KEPT_BY_TORCH and (
-            is_plain(value) or _contains_tensor(value, self.traced, excluded)
+            is_plain(value)
+            or any(
+                isinstance(leaf, self.traced) and id(leaf) not in excluded
+                for leaf in pytree.tree_leaves(opened(value))
+            )
         )
 
     def guards(self, used: Container[int], operands: Container[int]) -> Guards:
@@ -319,16 +323,6 @@ class Tables:
                 ):
                     return table.source.at(step)
         return None
-
-
-def _contains_tensor(
-    value: object, kind: type[Tensor], excluded: frozenset[int] = frozenset()
-) -> bool:
-    """Return whether the value has a tensor with this type, besides those excluded."""
-    return any(
-        isinstance(leaf, kind) and id(leaf) not in excluded
-        for leaf in pytree.tree_leaves(opened(value))
-    )
 
 
 def _inside(uses: set[str]) -> set[str]:
