@@ -118,7 +118,8 @@ class Reading:
                     where=self.where,
                     why=f"audit of call {self.call}: an update of the last {self.every} calls, or "
                     "the memory of a rank, made it",
-                    fix=f"start anew from a checkpoint before call {max(self.call - self.every, 0)}; "
+                    fix="start anew from a checkpoint before call "
+                    f"{max(self.call - self.every, 0)}; "
                     "torch.autograd.detect_anomaly() names the operation if it comes again",
                 )
 
