@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from torchgspmd.runtime.cuda_graphs import Capture
+from torchgspmd.runtime.step_graphs import Capture
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 READS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)

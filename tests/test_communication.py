@@ -12,7 +12,7 @@ import torch
 
 import torchgspmd as gspmd
 from torchgspmd.compiler.agreement import Agreement
-from torchgspmd.compiler.plan_cache.contents import content
+from torchgspmd.compiler.plan_cache.guard_text import content
 
 sys.path.insert(0, str(Path(__file__).parent / "tools/report"))
 from test_golden import MESH, SPECS, Net, plan_of

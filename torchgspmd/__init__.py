@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .comm.termination import print_errors_once
 from .compat import moved_modules
-from .compiler.plan_methods import add_tool
+from .compiler import add_tool
 from .errors import ShardingError
 from .layout.layout_rules import Layout
 from .layout.mesh import Mesh

@@ -11,7 +11,7 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.compiler.plan_cache.identity import Identity
+from torchgspmd.compiler.plan_cache.files import Identity
 from torchgspmd.compiler.plan_cache.values import Stale
 from torchgspmd.runtime.sharded_module import ShardedModule
 

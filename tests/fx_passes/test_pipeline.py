@@ -19,7 +19,7 @@ from torchgspmd import Mesh, ShardingError
 from torchgspmd.capture import PARAMETER
 from torchgspmd.features.tables import without_feature
 from torchgspmd.fx_passes import pass_runner, pipeline
-from torchgspmd.fx_passes.pass_types import order_faults
+from torchgspmd.fx_passes.pass_types import FEATURE_PASSES, order_faults
 from torchgspmd.fx_passes.pipeline import PIPELINE, Alternatives, Pass, lower_plan, with_pass
 from torchgspmd.fx_passes.program import Program, Rank
 from torchgspmd.fx_passes.stages import ANNOTATED, CAPTURED, LOCAL, META, RUNNABLE, Stage
@@ -358,3 +358,32 @@ def test_a_way_without_a_pass_goes_on_from_where_it_would_have_run(
     assert counts == {"decompose_ops": 1, "split_fused": 1, "split_axes": 2, "partition": 2}
     assert (" slice(%w" in plan.text(full=True)) != last
     torch.testing.assert_close(plan.simulate(x, w), halves(x, w))
+
+
+def test_a_feature_s_pass_runs_only_on_a_graph_with_its_nodes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[str] = []
+
+    def noting(name: str) -> None:
+        def run(program: Program) -> object:
+            ran.append(name)
+            return before.run(program)
+
+        before = FEATURE_PASSES[name]
+        monkeypatch.setitem(FEATURE_PASSES, name, before._replace(run=run))
+
+    for name in FEATURE_PASSES:
+        noting(name)
+    x, table, index = torch.randn(8, 8), torch.randn(4, 8, 8), torch.randint(4, (8,))
+    planned()
+    assert ran == []
+    gspmd.plan(lambda x: nn.functional.scaled_dot_product_attention(x, x, x), x[None], mesh=MESH)
+    assert set(ran) == {"balance_attention", "ring_keys", "attention_rings"}
+    ran.clear()
+    gspmd.plan(lambda x, t, i: torch.einsum("tk,tkn->tn", x, t[i]), x, table, index, mesh=MESH)
+    assert set(ran) == {"split_groups"}
+    ran.clear()
+    stack = gspmd.nn.stack([nn.Linear(8, 8) for _ in range(4)])
+    gspmd.plan(stack, x, mesh=MESH)
+    assert set(ran) == {"sink_exits", "outline_loops", "outline_stages", "prefetch_rows"}

@@ -21,8 +21,8 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan, ShardingError
 from torchgspmd.compiler.plan_cache import files
-from torchgspmd.compiler.plan_cache.faults import Stale
-from torchgspmd.compiler.plan_cache.identity import Identity
+from torchgspmd.compiler.plan_cache.files import Identity
+from torchgspmd.compiler.plan_cache.json_text import Stale
 from torchgspmd.compiler.plan_cache.plans import decode_plan, encode_plan
 from torchgspmd.runtime.shared_plan import packed, unpacked
 

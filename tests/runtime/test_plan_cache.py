@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.compiler.plan_cache import decoder, identity, plans, values
+from torchgspmd.compiler.plan_cache import decoder, plans, values
 from torchgspmd.compiler.plan_cache import files as cache_files
 from torchgspmd.runtime.sharded_module import ShardedModule
 
@@ -281,12 +281,12 @@ def other_mesh(monkeypatch):
 
 
 def other_version(monkeypatch):
-    monkeypatch.setattr(identity.torch, "__version__", torch.__version__ + "1")
+    monkeypatch.setattr(cache_files.torch, "__version__", torch.__version__ + "1")
     return Net(), None
 
 
 def other_code(monkeypatch):
-    monkeypatch.setattr(identity, "_checksum", lambda file, time: "another")
+    monkeypatch.setattr(cache_files, "_checksum", lambda file, time: "another")
     return Net(), None
 
 

@@ -20,13 +20,13 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, traced_line
 from ..layout.mark import mark_sharding, reshard
 from ..rules.rewrites import DECLINED, rewrite_of, rewrites_of
-from .asked_orders import AskedOrders
 from .cached_constants import CachedConstants
 from .functionalize import Functional, FunctionalTensor, set_data
 from .rewrites import products, sparse_coo, value_free, vmapped  # noqa: F401 (register)
 from .rewrites.inline_python import bodies
 from .rewrites.loop_trace import recording
-from .rewrites.masked_indexing import SELECTIONS
+from .rewrites.value_free import SELECTIONS
+from .state.state_inputs import AskedOrders
 from .state.symbolic_numbers import specialize_tree
 from .trace_context import OPENED, at_once
 from .traced_values import is_transforming, is_vectorizing, unwrap
@@ -104,7 +104,8 @@ class CallInterceptor(TorchFunctionMode):
         replacements = [*rewrites_of("value", func), *rewrites_of("product", func)]
         if not replacements or kwargs.get("out") is not None:
             return DECLINED
-        if any(map(_is_wrapped, (*args, *kwargs.values()))):
+        # Some library's tensor around others, as torchao's float8, knows no operation of ours.
+        if any(hasattr(x, "__tensor_flatten__") for x in (*args, *kwargs.values())):
             return DECLINED
         # torch.func takes few custom operations, and asks no tensor for a number.
         if is_transforming():
@@ -155,14 +156,6 @@ class CallInterceptor(TorchFunctionMode):
         if str(kwargs.get("device")) == "meta":  # inputs on meta have stand-ins on the CPU
             kwargs = {**kwargs, "device": "cpu"}
         return func(*args, **kwargs)
-
-
-def _is_wrapped(value: object) -> bool:
-    """Return whether a value is some library's tensor around others, such as torchao's float8.
-
-    Such a tensor knows PyTorch's operations, and none from this package.
-    """
-    return hasattr(value, "__tensor_flatten__")
 
 
 def _accepts(function: Callable | None, args: tuple, kwargs: dict) -> bool:

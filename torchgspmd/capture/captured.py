@@ -14,7 +14,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from ..shard_spec import ShardSpec
 from .argument_sizes import ArgumentSizes
-from .breakpoints import Breakpoint
+from .prints import Breakpoint
 from .state.guards import Guards
 from .state.object_trees import Opened, closed
 from .state.run_guards import ArgumentKeys, Change, RunGuards

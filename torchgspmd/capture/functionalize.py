@@ -25,7 +25,7 @@ from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .draws import draws, one_draw
 from .eager_kernels import are_without_elements, ask_kernel
-from .rewrites.masked_indexing import SELECTING
+from .rewrites.value_free import SELECTING
 from .state.mutations import Tables
 from .state.source import Source, step_name
 from .state.state_inputs import Retrace

@@ -46,8 +46,6 @@ _ZEROS = {aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default}
 
 def loop_form(graph: fx.Graph) -> None:
     """Rewrite a graph's loops in place."""
-    if not any(node.target in ENTRIES for node in graph.nodes):
-        return
     for node in graph.find_nodes(op="call_function", target=CONST):
         if mark_of(node).nest[-1].ends != "?":
             node.replace_all_uses_with(mark_of(node).value)

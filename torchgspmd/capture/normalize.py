@@ -9,7 +9,6 @@ import itertools
 import keyword
 import operator
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,13 +18,13 @@ from ..compat.fx_nodes import copy_node, drop_unused
 from ..compat.operators import aten
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
-from .breakpoints import name_values
+from ..rules.custom_ops.loops import ENTRIES
 from .captured import TANGENT, UNKNOWN, Input
-from .draws import draws, number_draws
+from .draws import REGION, draws, number_draws, recompute_regions
 from .loop_form import loop_form
-from .rewrite_sites import SITE
-from .rewrites.recomputed_regions import REGION, recompute_regions
+from .prints import name_values
 from .stand_in_sizes import StandInSizes
+from .trace_context import SITE, current_sites
 
 _IDENTITIES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 
@@ -48,7 +47,10 @@ def normalize(
     for node, name in zip(placeholders, names):
         new[node] = graph.placeholder(name)
         _copy_meta(node, new[node], sizes, bool(tangents))
-    for node, (output, seed) in zip(_seed_nodes(old_nodes, tangents), tangents):
+    # The backward starts with a ones_like for each tangent.
+    of_backward = itertools.dropwhile(lambda n: not _is_of_backward(n, True), old_nodes)
+    seeds = (n for n in of_backward if n.target is aten.ones_like.default)
+    for (output, seed), node in zip(tangents, seeds):
         new[node] = graph.placeholder(f"tangent_{output}")
         _copy_meta(node, new[node], sizes, bool(tangents))
         val, other = new[node].meta["val"], new[node].meta.get("other", new[node].meta["val"])
@@ -68,17 +70,26 @@ def normalize(
         elif (
             node.op in ("call_function", "get_attr")
             and node not in new
-            and not _is_profiling(node.target)
+            # An optimizer's step is inside torch.profiler.record_function.
+            and getattr(node.target, "namespace", "") != "profiler"
         ):
             new[node] = copy_node(graph, node, new.__getitem__)
             _copy_meta(node, new[node], sizes, bool(tangents))
     graph.output(tuple(new[r] if isinstance(r, fx.Node) else r for r in results))
-    number_draws(graph)
+    # What the rewrites below look for.
+    marks, targets = set[str](), set[Any]()
+    for node in graph.nodes:
+        marks.update(node.meta)
+        targets.add(node.target)
+    if "draw" in marks:
+        number_draws(graph)
     # Breakpoints name nodes that stay, so views are merged before.
     merged = _merge_equal_views(graph)
     name_values({node: merged.get(new[node], new[node]) for node in new})
-    recompute_regions(graph)
-    loop_form(graph)
+    if REGION in marks:
+        recompute_regions(graph)
+    if not ENTRIES.isdisjoint(targets):
+        loop_form(graph)
     drop_unused(graph)
     return graph, inputs, sizes.units
 
@@ -101,16 +112,6 @@ def _identifiers(names: list[str]) -> list[str]:
             )
         ] = None
     return list(identifiers)
-
-
-def _seed_nodes(nodes: list[fx.Node], tangents: list) -> Iterable[fx.Node]:
-    """Return the ones_like nodes that start the backward, one for each tangent.
-
-    They are the first nodes of the backward.
-    """
-    backward_nodes = itertools.dropwhile(lambda n: not _is_of_backward(n, True), nodes)
-    seeds = [n for n in backward_nodes if n.target is aten.ones_like.default]
-    return seeds[: len(tangents)]
 
 
 def _is_of_backward(node: fx.Node, differentiated: bool) -> bool:
@@ -140,7 +141,7 @@ def _copy_meta(source: fx.Node, target: fx.Node, sizes: StandInSizes, differenti
         target.meta["module"] = custom["module"]
     if REGION in source.meta:
         target.meta[REGION] = source.meta[REGION]
-    if SITE in custom:
+    if (sites := current_sites()) is not None and custom.get(SITE) in sites.rewritten:
         target.meta[SITE] = custom[SITE]
     if "draw" in custom and draws(source.target):
         target.meta["draw"] = custom["draw"]
@@ -178,11 +179,3 @@ def _merge_equal_views(graph: fx.Graph) -> dict[Any, fx.Node]:
 def _is_view(target: object) -> bool:
     """Return whether an operator's result shares its operand's memory."""
     return isinstance(target, OpOverload) and target.is_view
-
-
-def _is_profiling(target: object) -> bool:
-    """Return whether the target comes from torch.profiler.record_function.
-
-    Every optimizer's step is inside one.
-    """
-    return isinstance(target, OpOverload) and target.namespace == "profiler"

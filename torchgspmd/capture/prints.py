@@ -16,24 +16,32 @@ import builtins
 import logging
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 from torch.distributed.tensor import DTensor
 
 from ..compat.patches import Patch, setting
-from ..compat.private_apis import FunctionalTensor, get_proxy_mode, is_functorch_wrapped_tensor
+from ..compat.private_apis import (
+    FunctionalTensor,
+    get_proxy_mode,
+    get_proxy_slot,
+    is_functorch_wrapped_tensor,
+)
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
 from .state.source import Source
 from .state.writes import EXTEND, Write, replace_tensors
 from .trace_context import PATCHES
-from .traced_values import is_transforming
+from .traced_values import is_transforming, unwrap
 
 _NUMBERS = torch.SymInt, torch.SymFloat
 _STAND_IN = re.compile("<value ([0-9]+) of a run>")
@@ -119,7 +127,9 @@ class Prints:
 
     def add(self, kind: str, option: object, text: str) -> None:
         """Add a row that prints a text, with values for its stand-ins."""
-        if not self.is_outside():
+        mode = get_proxy_mode()
+        # Within a loop's body or a transform.
+        if mode is None or mode.tracer is not self.tracer or is_transforming():
             raise ShardingError.here(
                 "a print or log in the body of a transform has a value of each of its iterations",
                 why="a loop, a pipeline and torch.vmap trace their body once for all of them",
@@ -132,11 +142,6 @@ class Prints:
             self.used.add(number)
             pieces[i] = [*self.values[number]]
         self.rows.append([[kind, option], pieces])
-
-    def is_outside(self) -> bool:
-        """Return whether the trace is outside all loop bodies and transforms."""
-        mode = get_proxy_mode()
-        return mode is not None and mode.tracer is self.tracer and not is_transforming()
 
 
 class _Shown:
@@ -209,3 +214,110 @@ PATCHES.extend(
         Patch(torch.SymInt, "__format__", _format, _WHY),
     ]
 )
+
+
+VALUES = "breakpoint values"  # metadata on a traced node: its LocalValues
+
+
+@dataclass
+class LocalValue:
+    """A tensor in a user's variable. name: its node's in the captured graph, if it has one."""
+
+    name: str = ""
+
+
+# While a program is traced a tensor has no value, so a breakpoint does not stop. It is recorded
+# with its frame's variables; gspmd.debug stops in such a frame when a run has computed them.
+@dataclass(frozen=True)
+class Breakpoint:
+    """A breakpoint() in forward; variables have a LocalValue in place of each tensor."""
+
+    file: str
+    line: int
+    function: str
+    space: dict[str, Any]  # the function's globals
+    variables: dict[str, Any]
+
+    def values(self) -> set[str]:
+        """Return the captured graph's nodes that its variables hold."""
+        leaves = pytree.tree_leaves(self.variables)
+        return {leaf.name for leaf in leaves if isinstance(leaf, LocalValue) and leaf.name}
+
+    def stop(self, values: Mapping[str, object], **more: object) -> None:
+        """Call breakpoint() in a frame at this line of the user's file.
+
+        values: by node name. more: further variables for the frame.
+        """
+
+        def known(leaf: LocalValue) -> object:
+            return values.get(leaf.name, "<the program does not compute it>")
+
+        variables = pytree.tree_map_only(LocalValue, known, self.variables)
+        exec(self._code(), self.space, {**variables, **more})
+
+    def _code(self) -> CodeType:
+        # Empty lines before the call give it the user's line number.
+        text = "\n" * (self.line - 1) + "breakpoint()"
+        return compile(text, self.file, "exec").replace(co_name=self.function)
+
+
+class Breakpoints:
+    """One trace's breakpoints."""
+
+    def __init__(self) -> None:
+        self.found: list[Breakpoint] = []
+        mode = get_proxy_mode()
+        self.tracer = None if mode is None else mode.tracer
+
+    def recorded(self) -> AbstractContextManager[Breakpoints | None]:
+        """Record breakpoints while in this context."""
+        return setting(_value_now, self)
+
+    def add(self) -> None:
+        # Frames: this method, the patched breakpoint, the user's function.
+        frame, mode = sys._getframe(2), get_proxy_mode()
+        if mode is None or mode.tracer is not self.tracer or is_transforming():
+            _warn("breakpoint() in the body of a loop, a pipeline or torch.vmap does not stop")
+            return
+        if not wanted.get():
+            _warn("breakpoint() in forward stops in a run under `with gspmd.debug(model):`")
+        variables = pytree.tree_map_only(FunctionalTensor, _local_value, dict(frame.f_locals))
+        code, line = frame.f_code, frame.f_lineno
+        self.found.append(
+            Breakpoint(code.co_filename, line, code.co_name, frame.f_globals, variables)
+        )
+
+
+_value_now: ContextVar[Breakpoints | None] = ContextVar("breakpoints of the trace", default=None)
+wanted: ContextVar[bool] = ContextVar("whether runs will stop", default=False)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"{user_line()}: {text}", stacklevel=4)
+
+
+def _local_value(tensor: FunctionalTensor) -> LocalValue:
+    value, mode = LocalValue(), get_proxy_mode()
+    slot = None if mode is None else get_proxy_slot(unwrap(tensor), mode.tracer, None)
+    if slot is not None:
+        slot.proxy.node.meta.setdefault(VALUES, []).append(value)
+    return value
+
+
+def name_values(new: Mapping[fx.Node, Any]) -> None:
+    """Write the names of nodes in the captured graph. new: these by the traced nodes."""
+    for node, named in new.items():
+        for value in node.meta.get(VALUES, ()):
+            value.name = named.name if isinstance(named, fx.Node) else ""
+
+
+def _breakpoint(before: Callable[..., Any]) -> Callable[..., Any]:
+    def breakpoint_(*args: object, **kwargs: object) -> Any:
+        now = _value_now.get()
+        return before(*args, **kwargs) if now is None else now.add()
+
+    return breakpoint_
+
+
+_WHY_NO_STOP = "a breakpoint would stop once, at tensors without values"
+PATCHES.append(Patch(builtins, "breakpoint", _breakpoint, _WHY_NO_STOP))

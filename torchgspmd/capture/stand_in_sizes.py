@@ -52,7 +52,11 @@ class StandInSizes:
         tensors = (t for n in nodes for t in pytree.tree_leaves(n.meta["val"]))
         shapes = [t.shape for t in tensors if isinstance(t, Tensor)]
         self.sizes = {self._reduced(n) for s in shapes for n in s if isinstance(n, torch.SymInt)}
-        self.ratios = self._without_parts()
+        # Argument sizes that axes may shard. A size with parts in the program, such as n // 2, is
+        # none: by numbers, 8 (n // 2) is 4 n.
+        parts = (e for size in self.sizes for e in size.find(_is_part))
+        in_parts = {symbol for part in parts for symbol in part.free_symbols}
+        self.ratios = {s: ratio for s, ratio in self.ratios.items() if s not in in_parts}
         self.primes = [_primes(_FIRST), _primes(_SECOND)]
 
     def _take_units(self) -> None:
@@ -67,15 +71,6 @@ class StandInSizes:
                 self.solved[symbol], self.near[parts] = unit * parts, self.near[symbol] // unit
                 symbol = parts
             self.ratios[symbol] = ratio
-
-    def _without_parts(self) -> dict[Any, int]:
-        """Return the ratios for argument sizes that axes may shard.
-
-        A size with parts in the program, such as n // 2, is none: by numbers, 8 (n // 2) is 4 n.
-        """
-        parts = (e for size in self.sizes for e in size.find(_is_part))
-        in_parts = {symbol for part in parts for symbol in part.free_symbols}
-        return {symbol: ratio for symbol, ratio in self.ratios.items() if symbol not in in_parts}
 
     def values(self, value: Any) -> tuple[Any, Any]:
         """Return a node's result with each stand-in in place of symbols.
@@ -121,7 +116,8 @@ class StandInSizes:
             if node not in needed:
                 continue
             key: Any = node
-            if node.op == "call_function" and not _is_random(node.target):
+            tags = getattr(node.target, "tags", ())
+            if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags:
                 key = (
                     node.target,
                     repr(fx.map_arg((node.args, dict(node.kwargs)), same.__getitem__)),
@@ -172,7 +168,10 @@ class StandInSizes:
         """
         if not expression.is_Symbol:
             symbols = sorted(expression.free_symbols, key=str)
-            pairs = {symbol: self._symbol(symbol) for symbol in symbols}
+            for symbol in symbols:
+                if symbol not in self.stand_ins:
+                    self.stand_ins[symbol] = self._evaluate(symbol)
+            pairs = {symbol: self.stand_ins[symbol] for symbol in symbols}
             one, other = (
                 int(expression.subs({symbol: pair[i] for symbol, pair in pairs.items()}))
                 for i in (0, 1)
@@ -201,11 +200,6 @@ class StandInSizes:
         """Return two numbers, and use them for nothing else."""
         self.taken |= {one, other}
         return one, other
-
-    def _symbol(self, symbol: Any) -> tuple[int, int]:
-        if symbol not in self.stand_ins:
-            self.stand_ins[symbol] = self._evaluate(symbol)
-        return self.stand_ins[symbol]
 
     def _next(self, which: int, near: int = 0, multiple: int = GROUP, ratio: int = 1) -> int:
         """Return a number >= `near` that does not occur in the program, nor does its multiple.
@@ -265,10 +259,6 @@ def _is_quotient(expression: Any) -> bool:
 
 def _is_part(expression: Any) -> bool:
     return type(expression).__name__ in ("FloorDiv", "CeilToInt", "FloorToInt", "TruncToInt")
-
-
-def _is_random(target: Any) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _substitute(expression: Any, values: dict[Any, Any]) -> Any:

@@ -33,7 +33,6 @@ from .captured import ARGUMENT, BUFFER, PARAMETER, Captured, Input
 from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
-from .rewrite_sites import RewriteSites, rewriting
 from .rewrites.microbatches import Microbatches
 from .state.mutations import Tables
 from .state.object_trees import opened
@@ -43,7 +42,7 @@ from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
-from .trace_context import no_other_random_numbers
+from .trace_context import RewriteSites, no_other_random_numbers, rewriting, without_gc
 from .traced_program import Casts, TracedProgram
 from .unsupported import (
     check_arguments,
@@ -52,7 +51,6 @@ from .unsupported import (
     check_module,
     translate_errors,
 )
-from .without_gc import without_gc
 
 MOST_RETRACES = 256  # each makes at least one more tensor or number an input
 
@@ -286,18 +284,18 @@ class _Capture:
             looks=tuple(value_guards.looks.values()),
             functions=tuple(tables.called),
             dynamic=self.dynamic.of_trace(units, shape_env),
-            run_guards=self._run_guards(tables, state_inputs),
+            run_guards=RunGuards(
+                ArgumentKeys.of(self.names, self.leaves, bool(state.asks_order)),
+                ModuleFacts(fn) if self.is_module else None,
+                FunctionFacts(
+                    tables.reach,
+                    self.is_module,
+                    {*tables.changed, *(each.source.entry for each in state_inputs)},
+                ),
+            ),
             breakpoints=program.breakpoints,
         )
         return captured, lambda cached=program.constants: cached.fill_values(constants, traced)
-
-    def _run_guards(self, tables: Tables, state_inputs: list[TensorInput]) -> RunGuards:
-        besides = {*tables.changed, *(each.source.entry for each in state_inputs)}
-        return RunGuards(
-            ArgumentKeys.of(self.names, self.leaves, bool(self.state.asks_order)),
-            ModuleFacts(self.fn) if self.is_module else None,
-            FunctionFacts(tables.reach, self.is_module, besides),
-        )
 
     def _readable_inputs(self, inputs: list[TensorInput]) -> dict[int, TensorInput]:
         """Return buffers, and tensors in attributes and tables, by input index.

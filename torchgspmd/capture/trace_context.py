@@ -1,24 +1,27 @@
-"""A capture's environment: patches to library code, and modes."""
+"""A capture's environment: patches to library code, modes, sites, no garbage collection."""
 
 from __future__ import annotations
 
+import gc
 import logging
 import operator
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributions import Distribution
 from torch.nn.modules import transformer
 from torch.utils import checkpoint as checkpointing
 
-from ..compat.patches import Patch, apply
+from ..compat.patches import Patch, apply, setting
 from ..compat.private_apis import (
     DisableTorchFunction,
     FunctionalTensor,
@@ -32,8 +35,7 @@ from ..compat.private_apis import (
     has,
     is_missing,
 )
-from .draws import recomputing_dispatch
-from .rewrites.recomputed_regions import region_or
+from .draws import recomputing_dispatch, region_or
 from .traced_values import SavedValue
 
 
@@ -79,6 +81,11 @@ def _cumulative_batch_norm(self: _BatchNorm, input: Tensor) -> Tensor:
 def always(value: object) -> Callable[[Any], Any]:
     """Return a replacement that ignores the original and is a value."""
     return lambda _: value
+
+
+def around(function: Callable) -> Callable[[Callable], Callable]:
+    """Return a replacement that calls a function with the original, and the arguments."""
+    return lambda before: partial(function, before)
 
 
 def _comparison(compare: Callable[[object, object], object]) -> Callable[[Callable], Callable]:
@@ -281,3 +288,77 @@ def not_compiled(method: Callable) -> Callable:
 def is_capturing() -> bool:
     """Return whether a program is being traced."""
     return capturing.active > 0
+
+
+# Planning makes millions of small objects, which the collector would scan in vain: a fifth of the
+# time. At the end the new objects join the old ones unscanned: one scan would take half a second.
+MOST_UNSEEN = 3_000_000  # Objects that the collector has not seen; it runs when there are more.
+
+
+class _Unseen:
+    """The number of objects that became old unscanned since the collector ran."""
+
+    count = 0
+
+
+@contextmanager
+def without_gc() -> Iterator[None]:
+    """Disable the garbage collector: a context manager or a decorator."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            _age()
+            gc.enable()
+
+
+def _age() -> None:
+    """Make all objects old without a scan, unless too many have escaped it."""
+    if gc.get_freeze_count():  # The user's, which only unfreezing everything would make old.
+        return
+    # Objects made since the last collection, none of them scanned.
+    _Unseen.count += gc.get_count()[0]
+    if _Unseen.count > MOST_UNSEEN:
+        _Unseen.count = 0
+        gc.collect()
+    else:
+        # freeze() takes all objects from the generations; unfreeze() puts them into the oldest one.
+        gc.freeze()
+        gc.unfreeze()
+
+
+# A site is a source line whose values a rewrite leaves out, as the results need only other values.
+# A softmax whose weights only attention needs is no part of the captured program. If the program
+# needs the weights elsewhere, too, it is traced again and the rewrite keeps that site. A checkpoint
+# computes a value again on the same line.
+SITE = "site"  # the key for a site in its node's metadata
+
+
+class RewriteSites:
+    """One trace's sites. kept: those whose values the program needs."""
+
+    def __init__(self, kept: set[str]) -> None:
+        self.kept, self.rewritten = kept, set[str]()
+
+    def needed(self, graph: fx.Graph) -> set[str]:
+        """Return the rewritten sites whose values a graph needs all the same.
+
+        The metadata that says so is removed.
+        """
+        nodes = graph.nodes if self.rewritten else ()
+        return self.rewritten & {node.meta.pop(SITE, "") for node in nodes}
+
+
+_sites: ContextVar[RewriteSites | None] = ContextVar("sites", default=None)
+
+
+def current_sites() -> RewriteSites | None:
+    """Return the running trace's sites; None if rewrites may leave out nothing."""
+    return _sites.get()
+
+
+def rewriting(sites: RewriteSites) -> AbstractContextManager[RewriteSites | None]:
+    """Allow rewrites to leave out values while in this context."""
+    return setting(_sites, sites)

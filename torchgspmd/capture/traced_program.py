@@ -11,24 +11,21 @@ from torch import Tensor, fx, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from .asked_orders import AskedOrders
-from .autograd_reach import connected_components, reachable_inputs
-from .breakpoints import Breakpoint, Breakpoints
 from .cached_constants import CachedConstants
 from .call_interceptor import CallInterceptor, SourceTracker, autograd_grad
 from .captured import GRADIENT, MUTATION, OBSERVED, OUTPUT, Output
 from .functionalize import Functional, FunctionalTensor
-from .module_tensors import with_tensors
-from .prints import Prints
+from .prints import Breakpoint, Breakpoints, Prints
 from .stand_in_sizes import NUMBERS
+from .state.dependencies import with_tensors
 from .state.mutations import Tables
 from .state.object_trees import closed, is_opened, opened
-from .state.state_inputs import TensorInput, Varying
+from .state.state_inputs import AskedOrders, TensorInput, Varying
 from .state.symbolic_numbers import to_computed
 from .state.value_guards import ValueGuards
 from .state.writes import WatchedArguments, Write, rebound_buffers, rebound_parameters
 from .trace_context import capturing
-from .traced_values import unwrap, was_mutated
+from .traced_values import connected_components, reachable_inputs, unwrap, was_mutated
 
 
 @dataclass(eq=False)
@@ -240,7 +237,11 @@ class TracedProgram:
             }
             self.result_count = len(outputs)
             self.rebound = self._rebound(used) if isinstance(self.fn, nn.Module) else {}
-            self._check_casts()
+            # A change of a copy from _cast would be lost.
+            self.casts.check_unchanged()
+            for i in self.rebound if self.casts.dtype else ():
+                if i < len(self.parameters):
+                    raise self.casts.change_error(f"parameter '{self.parameters[i]}'")
             state_writes = self.tables.writes(
                 outputs, [*used[: len(self.names)], *self.rebound.values()]
             )
@@ -269,13 +270,6 @@ class TracedProgram:
         grads = self._backward(outputs, inputs, tracker) if self.grad else {}
         self.observed = self.tables.writes(self.observed_values, used[: len(self.names)])
         return outputs, grads
-
-    def _check_casts(self) -> None:
-        """Raise ShardingError if forward changed or rebound a copy from _cast."""
-        self.casts.check_unchanged()
-        for i in self.rebound if self.casts.dtype else ():
-            if i < len(self.parameters):
-                raise self.casts.change_error(f"parameter '{self.parameters[i]}'")
 
     def _backward(
         self, outputs: list[Tensor], inputs: list[Tensor], tracker: SourceTracker

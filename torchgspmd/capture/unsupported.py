@@ -189,8 +189,8 @@ def _without_numbers(translated: ShardingError, error: BaseException) -> Shardin
 
 def check_constants(graph: fx.Graph, owner: nn.Module) -> None:
     """Raise ShardingError if a constant in the graph has no values."""
-    for node in graph.nodes:
-        if node.op == "get_attr" and isinstance(getattr(owner, node.target, None), FakeTensor):
+    for node in graph.find_nodes(op="get_attr"):
+        if isinstance(getattr(owner, node.target, None), FakeTensor):
             what, fix, why = _NO_VALUES
             raise ShardingError(what, where=node.meta.get("source"), why=why, fix=fix)
 

@@ -6,7 +6,7 @@ us. Programs have none. Nodes are traced with fake tensors, in a process that ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -54,6 +54,11 @@ def copy_node(
     result = add_node(graph, node.op, node.target, args, kwargs, node.name)
     result.meta.update(node.meta)
     return result
+
+
+def calls_any(graph: fx.Graph, targets: Iterable[Any]) -> bool:
+    """Return whether a graph calls one of the targets, by fx's table of nodes: without a walk."""
+    return any(graph.find_nodes(op="call_function", target=target) for target in targets)
 
 
 def drop_unused(graph: fx.Graph) -> None:

@@ -23,7 +23,7 @@ from ..capture import (
     opened,
     sizes_of,
 )
-from ..capture.without_gc import without_gc
+from ..capture.trace_context import without_gc
 from ..comm.hardware import Hardware
 from ..compat.private_apis import PLAN, check_torch
 from ..compat.private_apis import _pytree as pytree
@@ -43,8 +43,7 @@ from ..layout.mesh import Mesh
 from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .agreement import Agreement
-from .communication import check_communication
-from .fix_candidates import report_replicated
+from .fix_candidates import check_communication, report_replicated
 from .option_docs import documented
 from .options import NAMED, Options, check_choice, is_an_option, rows_for
 from .plan import Plan

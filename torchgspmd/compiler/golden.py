@@ -77,11 +77,14 @@ class Golden:
         operations = [
             (each.op, place_text(each.module), _bytes(each.bytes)) for each in plan.replicated_ops
         ]
+        rows = Counter[Row]()  # like collectives are counted
+        for each in collectives:
+            rows[collective_row(each)] += each.count
         return cls(
             {
                 "mesh": Counter([(" ".join(f"{n}={s}" for n, s in plan.mesh.axes),)]),
                 "inputs": Counter(_inputs(plan)),
-                COMMUNICATION: collective_rows(collectives),
+                COMMUNICATION: rows,
                 "replicated": Counter(operations),
                 "memory": Counter((name, _bytes(count)) for name, count in memory.items()),
             }
@@ -152,14 +155,6 @@ def read(path: str | Path) -> Golden:
         ) from None
     except UnicodeDecodeError:
         raise ShardingError.here(f"{path} is no text", fix="name a file of plan.check") from None
-
-
-def collective_rows(collectives: Sequence[Collective]) -> Counter[Row]:
-    """Count like collectives."""
-    rows = Counter[Row]()
-    for each in collectives:
-        rows[collective_row(each)] += each.count
-    return rows
 
 
 def collective_row(each: Collective) -> Row:

@@ -38,9 +38,9 @@ from ..fx_passes.units import size_text
 from ..layout.mesh import Mesh
 from ..layout.sub_axes import whole_axis
 from ..shard_spec import ShardSpec
+from . import ToolMethod
 from .golden import Golden
 from .plan_cache.plan_files import PlanFiles
-from .plan_methods import ToolMethod
 from .plan_summary import (
     Memory,
     collective_of,
@@ -124,11 +124,8 @@ class Plan(PlanFiles):
     @cached_property
     def in_specs(self) -> tuple[ShardSpec, ...]:
         """Layouts for the flat inputs: parameters, buffers, then the arguments' tensors."""
-        return tuple(
-            spec
-            for spec, inp in zip(self.input_layouts, self.captured.inputs)
-            if inp.kind != TANGENT
-        )
+        pairs = zip(self.input_layouts, self.captured.inputs)
+        return tuple(spec for spec, each in pairs if each.kind != TANGENT)
 
     @cached_property
     def input_layouts(self) -> tuple[ShardSpec, ...]:
@@ -143,12 +140,11 @@ class Plan(PlanFiles):
     @cached_property
     def collectives(self) -> tuple[Collective, ...]:
         """Every communication in a run, in program order; those that are recomputed come last."""
-        nodes, named = [(n, runs(n)) for n in self.sharded.nodes], {}
+        nodes = [(n, runs(n)) for n in self.sharded.nodes]
         names = [each.name for each in self.captured.inputs]
         inputs = dict(zip(self.sharded.find_nodes(op="placeholder"), names))
         recomputed = [*recomputed_nodes(self.program_graph)]
-        if recomputed:
-            named = {n.name: n for n, _ in nodes}
+        named = {n.name: n for n, _ in nodes} if recomputed else {}
         return tuple(
             collective_of(n, self.mesh, count, named.get(str(n.meta.get("value")), n), inputs)
             for n, count in (*nodes, *recomputed)
@@ -157,10 +153,7 @@ class Plan(PlanFiles):
 
     @property
     def sent_bytes(self) -> float:
-        """Bytes that one device sends in a run, by bandwidth-optimal algorithms.
-
-        comm/kinds has the formulas.
-        """
+        """Bytes that a device sends in a run, by bandwidth-optimal algorithms (comm/kinds)."""
         return sum(c.sent_bytes for c in self.collectives)
 
     @cached_property
@@ -174,9 +167,7 @@ class Plan(PlanFiles):
     def overruled_marks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Axes from which the batch is gathered, as it is small, for weights marked with them."""
         pairs = zip(self.captured.inputs, self.input_layouts)
-        rows = {
-            axis for i, spec in pairs if i.kind == ARGUMENT and spec.dims for axis in spec.dims[0]
-        }
+        rows = {a for i, spec in pairs if i.kind == ARGUMENT for dim in spec.dims[:1] for a in dim}
         return overruled_marks(self.sharded, self.captured.inputs, rows & self._data_axes)
 
     @cached_property
@@ -409,9 +400,7 @@ class Plan(PlanFiles):
             elif out.kind == OBSERVED:
                 observed.append(value)
             elif out.kind == MUTATION:
-                with torch.no_grad():
-                    # Outside no_grad autograd refuses to write into a leaf that requires a
-                    # gradient.
+                with torch.no_grad():  # else autograd refuses to write into a leaf
                     tensors[out.input].copy_(value)
         result = self.captured.result(outputs, arguments)
         self.captured.observe(observed)

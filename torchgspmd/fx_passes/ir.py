@@ -6,7 +6,7 @@ It is a torch.fx.Graph of ATen operations at global shapes; stages.py lists its 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -261,9 +261,9 @@ def boundary_spec(node: fx.Node, spec: ShardSpec | None = None) -> ShardSpec:
     return replace(found, parts=tuple(count if d == dim else 1 for d in range(found.rank)))
 
 
-def values(graph: fx.Graph) -> Iterator[fx.Node]:
-    """Yield every node whose value is one tensor."""
-    for node in graph.nodes:
+def values(nodes: Iterable[fx.Node]) -> Iterator[fx.Node]:
+    """Yield the nodes whose value is one tensor."""
+    for node in nodes:
         if node.op != "output" and isinstance(node.meta.get("val"), Tensor):
             yield node
 

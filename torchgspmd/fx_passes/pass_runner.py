@@ -15,7 +15,7 @@ from functools import partial
 from itertools import dropwhile
 from typing import Any
 
-from ..capture.without_gc import without_gc
+from ..capture.trace_context import without_gc
 from .dump import dump_pass
 from .internal_error import reported
 from .loop_call import loop_calls
@@ -57,14 +57,16 @@ def _run_alternatives(step: Alternatives, program: Program) -> Program:
             continue
         passes = [each for each in step.passes if each.name != left_out]
         way, done = copy.copy(program), 0
+        way.known = None  # the way before may have changed this graph
         if left_out is not None and left_out in before:
             way, done = before[left_out], [p.name for p in step.passes].index(left_out)
         for number, each in enumerate(passes[done:], done + 1):
             # A fork is a copy of the graph, made only where a second way will start from it.
-            if not ways and each.changes(way):
+            has_work = bool(ways) or each.changes is None or each.changes(way)
+            if not ways and each.changes is not None and has_work:
                 before[each.name] = way.fork()
             way.behind = partial(_run_passes, passes[number:])
-            _run_pass(each, way, passes)
+            _run_pass(each, way, passes, has_work)
         limits = [each.limit for each in step.passes if each.name == left_out]
         if ways and any(limit(way) > _ABOUT * limit(ways[0]) for limit in limits):
             continue
@@ -79,8 +81,8 @@ def _run_passes(passes: Sequence[Pass], program: Program) -> None:
         _run_pass(each, program, passes)
 
 
-def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
-    """Run a pass, then the passes that have to run again if it changed the program."""
+def _run_pass(step: Pass, program: Program, steps: Sequence[Step], has_work: bool = True) -> None:
+    """Run a pass if it has work, then those that have to run again if it changed the program."""
     if not step.when(program) or step.optional and program.request.skip_passes >= {*step.optional}:
         return
     siblings = [each for each in steps if isinstance(each, Pass)]
@@ -91,7 +93,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
                 f"{step.name} needs stage {step.needs.name}, not {half.stage.name}"
             )
         begin = time.perf_counter()
-        graph = _run_on(step, half)
+        graph = _run_on(step, half) if has_work else None
         program.seconds[step.name] = (
             program.seconds.get(step.name, 0.0) + time.perf_counter() - begin
         )
@@ -100,6 +102,7 @@ def _run_pass(step: Pass, program: Program, steps: Sequence[Step]) -> None:
             if half.call is not None:
                 half.call.graph = graph
             half.graph, half.changed = graph, half.changed | {step.name}
+            half.known = None
             if again:
                 # The changed graph is at an earlier stage again: later metadata would be out of
                 # date.
@@ -153,7 +156,8 @@ def _halves(program: Program) -> tuple[Program, ...]:
 def _bodies(program: Program) -> Iterator[Program]:
     """Yield the loop bodies in a program, inner ones first, at its stage."""
     for half in _halves(program):
-        for each in (each for _, call in loop_calls(half.graph) for each in call.bodies):
+        calls = loop_calls(half.graph) if half.has_bodies else ()
+        for each in (each for _, call in calls for each in call.bodies):
             body = copy.copy(half)
             body.graph, body.call, body.backward = each.graph, each, None
             yield from _bodies(body)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import fx
 
@@ -12,7 +12,16 @@ from .program import Program
 from .stages import Stage
 
 Run = Callable[[Program], fx.Graph | None]
-FEATURE_PASSES: dict[str, Run] = {}  # by a row's name; each feature adds its own at import
+
+
+class FeaturePass(NamedTuple):
+    """A pass that a feature adds. looks_for: it runs if the graph calls any of these targets."""
+
+    run: Run
+    looks_for: Collection[object]
+
+
+FEATURE_PASSES: dict[str, FeaturePass] = {}  # by a row's name; each feature adds its own at import
 
 
 @dataclass(frozen=True)
@@ -26,7 +35,8 @@ class Pass:
     when: whether the pass is for this program.
     again: passes before it, or itself, that run next if it changed the program.
     in_loops: whether it runs on loop bodies, too.
-    changes: whether it will change the program; a way without it then goes on from where it runs.
+    changes: whether it may change the program; else it is left out. A way without it goes on from
+    where it runs.
     limit: the way without it is taken only if this is about as much as in the first way.
     feature: the features/ folder that the row belongs to; "core" for none.
     after, before: passes, by name, that the row has to follow and to precede.
@@ -41,7 +51,7 @@ class Pass:
     when: Callable[[Program], bool] = lambda p: True
     again: tuple[str, ...] = ()
     in_loops: bool = False
-    changes: Callable[[Program], bool] = lambda p: False
+    changes: Callable[[Program], bool] | None = None
     limit: Callable[[Program], float] = lambda p: 0.0
     feature: str = "core"
     after: tuple[str, ...] = ()
@@ -120,12 +130,14 @@ def feature_pass(
     feature: str,
     name: str,
     stage: Stage,
-    has_work: Callable[[Program], bool] = lambda p: True,
+    has_work: Callable[[Program], bool] = lambda p: False,
     **row: Any,
 ) -> Pass:
-    """Return the row for a pass that a feature adds. has_work: whether a program may need it."""
+    """Return the row for a pass that a feature adds. has_work: whether it runs without a target."""
 
     def run(program: Program) -> fx.Graph | None:
-        return FEATURE_PASSES[name](program) if has_work(program) else None
+        added = FEATURE_PASSES[name]
+        is_needed = program.calls_any(added.looks_for) or has_work(program)
+        return added.run(program) if is_needed else None
 
     return Pass(name, run, stage, feature=feature, **row)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,12 +14,12 @@ from torch import Tensor, fx
 from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
 from ..comm.process_groups import ProcessGroups
-from ..compat.fx_nodes import copy_node
+from ..compat.fx_nodes import calls_any, copy_node
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules, boundary_spec, other_shapes
-from .loop_call import InnerProgram
+from .loop_call import BodyCall, InnerProgram, loop_calls
 from .partition.cost_constants import CostConstants
 from .partition.partition_graph import Memories, Solutions
 from .partition.search_counts import SearchCounts, no_counts
@@ -177,6 +177,8 @@ class Program:
     printed: str = ""
     behind: Callable[[Program], None] = lambda program: None
     is_trial: bool = False
+    # A graph, and whether it calls loops or pipelines, until a pass changes it.
+    known: tuple[fx.Graph, bool] | None = field(default=None, repr=False)
 
     # From LOCAL on nodes have local shapes, and no global values that graph_text could print.
     def __str__(self) -> str:
@@ -201,6 +203,17 @@ class Program:
         trial.graph, trial.seconds, trial.is_trial = graph, {}, True
         self.behind(trial)
         return trial
+
+    def calls_any(self, targets: Collection[Any]) -> bool:
+        """Return whether the graph calls one of the targets; BodyCall: a loop or a pipeline."""
+        return BodyCall in targets and self.has_bodies or calls_any(self.graph, targets)
+
+    @property
+    def has_bodies(self) -> bool:
+        """Whether the graph calls loops or pipelines."""
+        if self.known is None or self.known[0] is not self.graph:
+            self.known = self.graph, any(True for _ in loop_calls(self.graph))
+        return self.known[1]
 
     @property
     def rules(self) -> Rules:

@@ -39,7 +39,9 @@ def keep_dims(program: Program) -> fx.Graph | None:
 
 def keeps_dims(program: Program) -> bool:
     """Return whether `keep_dims` has a reason to change the program."""
-    return any(dims.blocked_dims(program.graph, program.layouts, program.rules))
+    return program.calls_any(dims.VIEWS) and any(
+        dims.blocked_dims(program.graph, program.layouts, program.rules)
+    )
 
 
 def split_fused(program: Program) -> fx.Graph | None:

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
+from ..capture.draws import in_block
 from ..capture.rewrites.loop_trace import run_loop
-from ..capture.rewrites.recomputed_regions import in_block
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from ..layout.annotate import Row

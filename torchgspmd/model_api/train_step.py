@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..capture.module_tensors import with_tensors
 from ..capture.rewrites.microbatches import Microbatches, check_count
+from ..capture.state.dependencies import with_tensors
 from ..errors import ShardingError
 from ..layout.mark import follow_mark
 from .update_rules import Rule, rule_of

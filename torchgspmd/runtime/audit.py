@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import PARAMETER
-from ..capture.module_tensors import named_tensors
+from ..capture.state.dependencies import named_tensors
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import RankCheck, all_gather_rows
 from ..comm.rank_failure import listed

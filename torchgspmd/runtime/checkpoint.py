@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -24,24 +24,30 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.api import CheckpointException
 
-from ..comm.process_groups import all_ranks
-from ..comm.rank_check import agree, all_gather_rows
 from ..errors import ShardingError
-from .checkpoint_files import CheckedWriter, are_sums, collect_sums, fault_of, make_own, release
-from .checkpoint_states import (
+from .checkpoint_files import (
+    CheckedWriter,
     Optimizers,
     allocate_state,
+    are_sums,
     as_plain,
     as_state,
+    collect_sums,
+    failure_of,
+    fault_of,
+    gathered,
     is_plain_state,
+    make_own,
+    meet,
+    meet_all,
+    release,
+    run,
     set_state,
     state_of,
 )
 
 FILE = "gspmd.json"
-_MEETS = "the files of a checkpoint"
 WRITING = ".writing"  # behind the name of a folder that is not a checkpoint yet
 
 
@@ -315,8 +321,7 @@ def _fault(path: Path, said: Mapping[str, Any]) -> str:
 
 def _damaged(path: Path, fault: str) -> ShardingError:
     """Return the error for a damaged checkpoint, which names the newest whole one."""
-    others = [each for each in reversed(checkpoints_in(path.parent)) if each != path]
-    whole = next((each for each in others if not _fault(each, _read(each / FILE))), None)
+    whole = newest_whole(path.parent, besides=path)
     return ShardingError.here(
         fault,
         why=f"the checkpoint {path} is damaged, and nothing of it was loaded",
@@ -327,9 +332,9 @@ def _damaged(path: Path, fault: str) -> ShardingError:
     )
 
 
-def newest_whole(folder: Path) -> Path | None:
+def newest_whole(folder: Path, besides: Path | None = None) -> Path | None:
     """Return the newest checkpoint in a folder whose files are whole; every rank calls it."""
-    found = reversed(checkpoints_in(folder))
+    found = (each for each in reversed(checkpoints_in(folder)) if each != besides)
     return next((each for each in found if not _fault(each, _read(each / FILE))), None)
 
 
@@ -372,46 +377,3 @@ def _checksum(said: dict[str, Any]) -> str:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def failure_of(function: Callable[[], object]) -> BaseException | None:
-    try:
-        function()
-    except (Exception, CheckpointException) as error:  # the latter is a BaseException
-        return error
-    return None
-
-
-def meet(failure: BaseException | None) -> None:
-    """Wait for all ranks. If one has an error, all raise it: else they would wait for it."""
-    said = None if failure is None else f"{type(failure).__name__}: {failure}"
-    texts = gathered(said)
-    if failure is not None:
-        raise failure
-    for rank, text in enumerate(texts):
-        if text is not None:
-            raise ShardingError.here(
-                f"rank {rank} has not written the checkpoint: {text}",
-                why="a checkpoint needs the parts of all ranks; the one before stays as it was",
-                fix="read the error of that rank",
-            )
-
-
-def gathered(value: Any) -> list[Any]:
-    """Return all ranks' values, as JSON has them."""
-    everyone = all_ranks()
-    return [value] if everyone is None else all_gather_rows(everyone, value, _MEETS)
-
-
-def meet_all(call: str) -> None:
-    """Meet all ranks before a call that communicates; see `agree`."""
-    if (everyone := all_ranks()) is not None:
-        agree(everyone, call)
-
-
-def run(function: Callable, *args: Any, **options: Any) -> Any:
-    """Call a function that communicates: a wait in it that ends says for whom."""
-    everyone = all_ranks()
-    if everyone is None:
-        return function(*args, **options)
-    return everyone.watcher.run(function, *args, **options)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OUTPUT, PARAMETER, TANGENT, Captured
-from ..capture.module_tensors import slot_of
+from ..capture.state.dependencies import slot_of
 from ..dtensor.storage import gradient_like, local_of, store_gradient, takes_gradient, whole_of
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (

@@ -123,7 +123,10 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
             "no tensor of the model is on a mesh of processes",
             fix="call model.state_dict(), which has the whole tensors already",
         )
-    described = [(name, f"{t.dtype} {list(t.shape)} {_placements(t)}") for name, t in tensors]
+    described = [
+        (name, f"{t.dtype} {list(t.shape)} {t.placements if isinstance(t, DTensor) else 'whole'}")
+        for name, t in tensors
+    ]
     meta = next((name for name, t in tensors if t.device.type == "meta"), None)
     if meta is not None:
         raise ShardingError.here(
@@ -137,10 +140,6 @@ def groups_of_state(tensors: list[tuple[str, Tensor]], caller: str) -> ProcessGr
     # Compared first: ranks that gather other tensors would wait for ever.
     agree(groups, caller, model=described)
     return groups
-
-
-def _placements(tensor: Tensor) -> str:
-    return str(tensor.placements) if isinstance(tensor, DTensor) else "whole"
 
 
 class Gather:

@@ -22,8 +22,7 @@ from ..fx_passes.program import Rank
 from .autograd_boundary import PartialBackward
 from .compile_graph import compile_graph
 from .compiled_program import CompiledProgram
-from .cuda_graphs import CudaGraphs
-from .step_graphs import Halves, StepGraphs, take_draws
+from .step_graphs import CudaGraphs, Halves, StepGraphs, take_draws
 
 
 class JointProgram(CompiledProgram):
@@ -94,14 +93,14 @@ class JointProgram(CompiledProgram):
 
     def _capture_by(self, graphs: CudaGraphs, draws: list) -> None:
         halves = Halves(
-            self.forward,
-            self.backward if self.captured.has_backward else None,
-            range(len(self.slots)),
-            self.mutated,
-            self.outputs,
-            self.tangent_outputs,
-            bool(self.output_groups),
-            draws,
+            forward=self.forward,
+            backward=self.backward if self.captured.has_backward else None,
+            fixed=range(len(self.slots)),
+            changed=self.mutated,
+            results=self.outputs,
+            differentiated=self.tangent_outputs,
+            in_parts=bool(self.output_groups),
+            draws=draws,
         )
         steps = StepGraphs(graphs, halves, self.groups.device)
         self.forward, self.backward = steps.forward, steps.backward
@@ -181,3 +180,9 @@ class JointProgram(CompiledProgram):
         if self.is_captured or not self.checks_in_forward:
             self.settle()
         return super().run_forward(flat)
+
+
+# Ranks compare a call:
+#     on the CPU    each call, before its program sends anything; the result may travel with a sum
+#     on a GPU      the first call of a program so; later ones by messages that nobody waits for
+# check="never": the first call of a program alone.

@@ -77,7 +77,11 @@ def load_safetensors(
         both = (("the files lack", lacking), ("the model has no", unknown))
         problem = "; ".join(f"{verb} {names_of(names)}" for verb, names in both if names)
     # Before anything is written: a rank alone would be left with half a model.
-    _agree(groups, problem)
+    raise_first(
+        all_gather_rows(groups, problem),
+        why="load_safetensors takes the names and shapes of the one-device model",
+        fix="pass rename=, which returns the model's name for one of a file, or strict=False",
+    )
     for file in files:
         with safe_open(file, "pt") as tensors:
             for name in tensors.keys():
@@ -120,15 +124,6 @@ def _compare(
                     return [], [], problem
                 missing.pop(own, None)
     return [*without_tied(missing, targets)], unknown, ""
-
-
-def _agree(groups: ProcessGroups, problem: str) -> None:
-    """Raise on every rank if one has a problem."""
-    raise_first(
-        all_gather_rows(groups, problem),
-        why="load_safetensors takes the names and shapes of the one-device model",
-        fix="pass rename=, which returns the model's name for one of a file, or strict=False",
-    )
 
 
 @torch.no_grad()

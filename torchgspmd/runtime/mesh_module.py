@@ -181,7 +181,7 @@ class MeshModule(ModuleProxy):
             # All that a program depends on, besides the arguments.
             self._structure_version(),
             self._modes(),
-            self._trainable(),
+            tuple([table[name].requires_grad for table, name in self._slots]),
             is_same(self._out_specs),
             *torch_modes(self._device_type),
         )

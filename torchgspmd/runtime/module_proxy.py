@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ..capture import BUFFER, PARAMETER, State, Varying, is_transforming
-from ..capture.module_tensors import named_tensors
 from ..capture.state.dependencies import (
     GLOBAL_HOOKS,
     HOOKS,
@@ -21,6 +20,7 @@ from ..capture.state.dependencies import (
     WATCHED,
     facts_of,
     has_global_hooks,
+    named_tensors,
 )
 from ..capture.state.run_guards import module_description
 from ..capture.state.value_keys import value_key
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from ..compiler.plan import Plan
 
 MAX_PROGRAMS = 8  # Most programs per key, which differ in the attributes that forward reads.
-_REQUIRES_GRAD, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_TRAINING = attrgetter("training")
 _HOOK_TABLES = itemgetter(*HOOKS)  # `module._forward_hooks = OrderedDict()` removes all
 
 
@@ -313,9 +313,6 @@ class ModuleProxy(nn.Module):
             "a module on a mesh is compiled by its backend",
             fix="call parallelize(..., backend='inductor')",
         )
-
-    def _trainable(self) -> tuple[bool, ...]:
-        return tuple(map(_REQUIRES_GRAD, [table[name] for table, name in self._slots]))
 
     def _modes(self) -> tuple[bool, ...]:
         return tuple(map(_TRAINING, self._everything))

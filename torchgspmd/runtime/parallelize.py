@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from ..capture import check_module
-from ..capture.module_tensors import named_tensors
+from ..capture.state.dependencies import named_tensors
 from ..comm.process_groups import ProcessGroups, groups_of, part_of
 from ..comm.rank_check import all_gather_rows
 from ..comm.value_check import hash_of_bits

@@ -26,16 +26,21 @@ from .checkpoint import (
     Optimizers,
     checkpoints_in,
     content_of,
-    failure_of,
-    gathered,
     load,
-    meet,
-    meet_all,
     parsed,
-    run,
     write_said,
 )
-from .checkpoint_files import METADATA, CheckedWriter, collect_sums, fault_of
+from .checkpoint_files import (
+    METADATA,
+    CheckedWriter,
+    collect_sums,
+    failure_of,
+    fault_of,
+    gathered,
+    meet,
+    meet_all,
+    run,
+)
 
 KEPT = 2  # copies that a host holds: one is whole while the next one is written
 

@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ..capture import ARGUMENT, Captured
-from ..capture.module_tensors import named_tensors
-from ..capture.state.dependencies import TORCH_MODES
+from ..capture.state.dependencies import TORCH_MODES, named_tensors
 from ..capture.state.value_keys import as_text
 from ..comm.hosts import devices_of_a_host
 from ..comm.process_groups import groups_of, on_own_card, watched
@@ -22,7 +21,7 @@ from ..comm.rank_failure import CALL
 from ..compiler.api import compile_plan
 from ..compiler.options import Options
 from ..compiler.plan import Plan
-from ..compiler.plan_cache.identity import Identity, identity_of
+from ..compiler.plan_cache.files import Identity, identity_of
 from ..compiler.plan_cache.values import Unshareable
 from ..dtensor.install import hold
 from ..dtensor.parts import bind, is_bound, store_by_parts
@@ -37,14 +36,14 @@ from ..shard_spec import ShardSpec
 from .audit import Audit
 from .call_comparison import compared, hash_of
 from .changing_sizes import free_dims
-from .cuda_graphs import check_capturable, graphs_for
 from .full_state import install_writers
 from .joint_program import JointProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on
 from .shared_plan import compare, shared_plan
+from .step_graphs import check_capturable, graphs_for
 from .stored_inputs import MarkedInputs, Stored
-from .unasked_work import warn_of_gathered_results, warn_of_idle_axes, warn_of_unasked
+from .unasked_work import warn_of_work
 
 
 class ShardedModule(MeshModule):
@@ -110,7 +109,8 @@ class ShardedModule(MeshModule):
             groups.wrap = _wrapper(mesh, options, part)
             for module in model.modules():  # behind hooks that rename what is loaded
                 module.register_load_state_dict_pre_hook(distribute_state)
-            model.register_state_dict_post_hook(_hold_state)
+            # DTensor's patches hold while a state_dict's tensor lives.
+            model.register_state_dict_post_hook(lambda m, state, *_: hold(m, state.values()))
             install_writers(model)
 
     def _submodule(self, module: nn.Module) -> nn.Module:
@@ -171,9 +171,7 @@ class ShardedModule(MeshModule):
 
     def _symbol_dims(self, key: tuple) -> set[tuple[int, int]]:
         program = next(iter(self._programs.get(key, ())), None)
-        if program is None:
-            return set()
-        return free_dims(program.plan)
+        return set() if program is None else free_dims(program.plan)
 
     @watched
     def _run(self, program: JointProgram, call: ModuleCall) -> Any:
@@ -256,7 +254,14 @@ class ShardedModule(MeshModule):
     def _build_planned(self, call: ModuleCall, text: str) -> JointProgram:
         """Compile a call's program, which all ranks are about to plan."""
         try:
-            plan, checksum, tensors = self._plan_call(call, text)
+            plan, checksum = shared_plan(
+                self._groups,
+                self._model,
+                self._state,
+                self._identity(call, text),
+                lambda before_talk: self._plan_here(call, before_talk),
+            )
+            tensors = self._tensors(call, plan.captured)
         except Exception as error:
             failure = Account(CALL, failure=f"{type(error).__name__}: {error}".splitlines()[0])
             number = hash_of("no program")
@@ -264,14 +269,8 @@ class ShardedModule(MeshModule):
             raise
         captured = plan.captured
         if self._groups.rank == 0 and not self._has_warned:
-            idle = plan.idle_axes if self._in_specs is None else ()
-            results = plan.gathered_results if self._out_specs is None else ()
-            warned = (
-                warn_of_idle_axes(self._mesh, idle),
-                warn_of_gathered_results(results),
-                warn_of_unasked(plan.replicated_ops),
-            )
-            self.__dict__["_has_warned"] = any(warned)
+            has_warned = warn_of_work(plan, self._in_specs is not None, self._out_specs is not None)
+            self.__dict__["_has_warned"] = has_warned
 
         def raise_on_difference() -> NoReturn:
             self._raise_difference(call, compiled=captured)
@@ -290,21 +289,21 @@ class ShardedModule(MeshModule):
             self._check_tensors_alike(captured, tensors, raise_on_difference)
         if self._graphs is not None:
             check_capturable(plan, self._options.backend)
-        self._store_by_parts(plan)
+        # Parameters are stored by parts, as their first program takes them.
+        parameters = captured.module_tensors()
+        for tensor, spec in zip(parameters, plan.input_layouts):
+            if spec.parts and isinstance(tensor, DTensor):
+                store_by_parts(tensor, placements(spec, self._mesh))
+        bind(parameters)
         return JointProgram(
-            plan, self._groups, self._model, tensors, self._options, signature, self._graphs
-        )
-
-    def _plan_call(self, call: ModuleCall, text: str) -> tuple[Plan, str | None, list[Tensor]]:
-        """Return the plan, its text's checksum if all ranks got that, and its tensors."""
-        plan, checksum = shared_plan(
+            plan,
             self._groups,
             self._model,
-            self._state,
-            self._identity(call, text),
-            lambda before_talk: self._plan_here(call, before_talk),
+            tensors,
+            options=self._options,
+            signature=signature,
+            graphs=self._graphs,
         )
-        return plan, checksum, self._tensors(call, plan.captured)
 
     def _identity(self, call: ModuleCall, text: str) -> Identity | str:
         """Return the key for a call's plan, or why the plan is for this rank alone."""
@@ -328,14 +327,6 @@ class ShardedModule(MeshModule):
     def _bound(self) -> list[str]:
         """Return the names of the tensors that a program takes as they are stored."""
         return [name for name, t in named_tensors(self._model) if is_bound(t)]
-
-    def _store_by_parts(self, plan: Plan) -> None:
-        """Store parameters by parts, as their first program takes them."""
-        tensors = plan.captured.module_tensors()
-        for tensor, spec in zip(tensors, plan.input_layouts):
-            if spec.parts and isinstance(tensor, DTensor):
-                store_by_parts(tensor, placements(spec, self._mesh))
-        bind(tensors)
 
     def _tensors(self, call: ModuleCall, captured: Captured) -> list[Tensor]:
         leaves = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
@@ -413,11 +404,6 @@ def _wrapper(
         return wrapped
 
     return wrap
-
-
-def _hold_state(module: nn.Module, state: dict[str, object], *_: object) -> None:
-    """Hold DTensor's patches while a state_dict's tensor lives."""
-    hold(module, state.values())
 
 
 def _argument_text(key: object) -> str | None:

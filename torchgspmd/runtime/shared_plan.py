@@ -22,14 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from ..capture import State
-from ..capture.without_gc import without_gc
+from ..capture.trace_context import without_gc
 from ..comm.json_rows import conforms
 from ..comm.process_groups import ProcessGroups
 from ..comm.rank_check import check_ranks
 from ..compiler.plan import Plan
 from ..compiler.plan_cache import files, json_text
-from ..compiler.plan_cache.faults import Stale, Unshareable
-from ..compiler.plan_cache.identity import Identity
+from ..compiler.plan_cache.files import Identity
+from ..compiler.plan_cache.json_text import Stale, Unshareable
 from ..compiler.plan_cache.plans import decode_plan, encode_plan
 
 PlanHere = Callable[[Callable[[], None]], Plan]
@@ -135,7 +135,11 @@ class _Sender:
             plan = self.plan_here(lambda: self._send(None, ""))
             why = "it stores arguments" if self.has_sent else ""
             if not why:
-                text, why = self._encode(plan)
+                why = self.state.learnt
+                try:
+                    text = "" if why else encode_plan(plan, self.model)
+                except Unshareable as error:
+                    why = str(error)
                 self._send(identity if text else None, text)
         finally:
             self._send(None, "")
@@ -144,15 +148,6 @@ class _Sender:
         # Written also without a text, so that the next start does not try.
         files.write(identity.text, text or f"{_NO_TEXT}{why}")
         return SharedPlan(plan, _checksum(text) if text else None)
-
-    def _encode(self, plan: Plan) -> tuple[str, str]:
-        """Return a plan's text; if it has none, an empty one and the reason."""
-        if self.state.learnt:
-            return "", self.state.learnt
-        try:
-            return encode_plan(plan, self.model), ""
-        except Unshareable as error:
-            return "", str(error)
 
     def _send(self, identity: Identity | None, text: str) -> None:
         """Send a plan, or that there is none, unless one was sent."""

@@ -18,14 +18,98 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
 
+from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
-from .cuda_graphs import Capture, CudaGraphs
+
+T = TypeVar("T")
+
+
+class Capture(NamedTuple):
+    """A captured function. replay: runs it. results: its results, written by each replay."""
+
+    replay: Callable[[], None]
+    results: Any
+
+
+class CudaGraphs:
+    """Captures functions that run on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def new_pool(self) -> Any:
+        """Return memory for captures that run in turn: one may reuse what an earlier one frees."""
+        return torch.cuda.graph_pool_handle()
+
+    def warm_up(self, run: Callable[[], T]) -> T:
+        """Run a function where captures run, so that libraries allocate and compile before."""
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            results = run()
+        current.wait_stream(self.stream)
+        return results
+
+    def capture(self, run: Callable[[], Any], pool: Any) -> Capture:
+        """Capture a function. It reads and writes memory at the same addresses in each replay."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads (NCCL's watchdog, data loaders) may call CUDA meanwhile.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool, self.stream, capture_error_mode=mode):
+            results = run()
+        return Capture(graph.replay, results)
+
+
+def graphs_for(device_type: str, backend: str) -> CudaGraphs:
+    """Return the graphs of this process's device, for a backend that needs them.
+
+    Raises:
+        ShardingError: The model is not on a CUDA device.
+    """
+    if device_type != "cuda":
+        raise ShardingError.here(
+            f"backend '{backend}' needs a CUDA device",
+            why=f"the model is on {device_type}, and graphs are CUDA's",
+            fix=f"call model.cuda() before parallelize, or set backend='{_without(backend)}'",
+        )
+    return _of_card(torch.cuda.current_device())
+
+
+@cache
+def _of_card(index: int) -> CudaGraphs:
+    # One stream captures all programs: libraries are warm on it.
+    return CudaGraphs(torch.device("cuda", index))
+
+
+def check_capturable(plan: Plan, backend: str) -> None:
+    """Raise ShardingError for a plan with values that no graph can compute."""
+    rows = plan.uncapturable()
+    if not rows:
+        return
+    first, rest = rows[0], len(rows) - 1
+    raise ShardingError(
+        f"a CUDA graph cannot compute %{first.name}"
+        + (f", nor {rest} more values" if rest > 1 else ", nor one more value" if rest else ""),
+        where=first.where,
+        why=first.why,
+        fix=f"set backend='{_without(backend)}'; plan.uncapturable() lists such values",
+    )
+
+
+def _without(backend: str) -> str:
+    """Return the backend that runs the same program without graphs."""
+    return "inductor" if backend.startswith("inductor") else "torch"
+
 
 WARM_UPS = 3  # as torch.cuda.make_graphed_callables; libraries tune themselves in the first
 MOST = 8  # calls that may wait for their backward: each has activations of its own
@@ -194,7 +278,12 @@ class StepGraphs:
             try:
                 step = self._capture(placed, places)
             except RuntimeError as error:
-                raise _not_captured(error) from error
+                raise ShardingError.here(
+                    "a program cannot be captured in a CUDA graph",
+                    why=str(error).partition("\n")[0],
+                    fix="set backend='torch' (or 'inductor'); a custom operation may read values "
+                    "on the host",
+                ) from error
         self.captures += 1
         self.steps[self.captures] = step
         return self.captures, step
@@ -252,15 +341,6 @@ class StepGraphs:
 def _copies(values: Sequence[Any]) -> list[Any]:
     copies = {id(x): x.clone() for x in values if isinstance(x, Tensor)}
     return [copies.get(id(x), x) for x in values]
-
-
-def _not_captured(error: RuntimeError) -> ShardingError:
-    """Return the error for a program that CUDA, or an operation in it, does not capture."""
-    return ShardingError.here(
-        "a program cannot be captured in a CUDA graph",
-        why=str(error).partition("\n")[0],
-        fix="set backend='torch' (or 'inductor'); a custom operation may read values on the host",
-    )
 
 
 def _overwritten(is_last: bool) -> ShardingError:

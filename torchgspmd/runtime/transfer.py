@@ -27,7 +27,7 @@ from ..comm.process_groups import backend_of
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
-from .checkpoint import gathered, meet_all, run
+from .checkpoint_files import gathered, meet_all, run
 from .full_state import part_of_shard
 from .load_full_state import names_of, raise_first, stored_tensors
 
@@ -129,21 +129,18 @@ def transfer(
     hosts, holders = [row[1] for row in rows], [*map(_from_json, (row[2] for row in rows))]
 
     shapes = {name: part for parts in holders for name, part in parts.items()}
-    made, targets, wanted, known = (
-        dict[str, Tensor](),
-        dict[str, Tensor](),
-        dict[str, TensorPart](),
-        [],
-    )
+    made, targets, wanted = dict[str, Tensor](), dict[str, Tensor](), dict[str, TensorPart]()
+    known: list[str] = []
     try:
         if callable(target) and not isinstance(target, nn.Module):
             wanted, known = _asked(target, rank, shapes), [*shapes]
             device = next((t.device for t in sources.values()), None)
-            made = {n: _empty(part, device) for n, part in wanted.items()}
+            for name, part in wanted.items():
+                sizes = [e - b for b, e in part.boxes[0]]
+                made[name] = torch.empty(sizes, dtype=part.dtype, device=device)
             targets = made
         else:
-            targets = _tensors(target)
-            known = [*targets]
+            known = [*(targets := _tensors(target))]
             targets = _once(targets, shapes)
             wanted = _parts(targets)
     except Exception as error:
@@ -230,14 +227,11 @@ def _views(tensor: Tensor) -> dict[Box, Tensor]:
         if count > 1:
             rows = (whole[d][1] - whole[d][0]) // count
             begin = mesh.index(spec.dims[d], at) * rows
+            starts = [i * shape[d] // count + begin for i in range(count)]
             views = {
-                (
-                    *box[:d],
-                    (first := i * shape[d] // count + begin, first + rows),
-                    *box[d + 1 :],
-                ): view.narrow(d, i * rows, rows)
+                (*box[:d], (first, first + rows), *box[d + 1 :]): view.narrow(d, i * rows, rows)
                 for box, view in views.items()
-                for i in range(count)
+                for i, first in enumerate(starts)
             }
     return views
 
@@ -260,10 +254,6 @@ def _asked(target: Wants, rank: int, shapes: Mapping[str, TensorPart]) -> dict[s
     return found
 
 
-def _empty(part: TensorPart, device: torch.device | None) -> Tensor:
-    return torch.empty([e - b for b, e in part.boxes[0]], dtype=part.dtype, device=device)
-
-
 def _mismatch(shapes: Mapping[str, TensorPart], wanted: Mapping[str, TensorPart]) -> str:
     """Return the reason why a rank's parts cannot come from the source, or nothing."""
     if missing := [name for name in wanted if name not in shapes]:
@@ -282,11 +272,12 @@ def _as_json(parts: Mapping[str, TensorPart]) -> list[list]:
 
 
 def _from_json(rows: Iterable[Sequence[Any]]) -> dict[str, TensorPart]:
-    def box_of(pairs: Iterable[Sequence[int]]) -> Box:
-        return tuple((begin, end) for begin, end in pairs)
-
     return {
-        name: TensorPart(tuple(shape), getattr(torch, dtype), tuple(map(box_of, boxes)))
+        name: TensorPart(
+            tuple(shape),
+            getattr(torch, dtype),
+            tuple(tuple((begin, end) for begin, end in box) for box in boxes),
+        )
         for name, shape, dtype, boxes in rows
     }
 

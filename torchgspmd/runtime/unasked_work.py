@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from ..compiler.plan import Plan
 from ..compiler.plan_summary import gathered_text, idle_axes_text
 from ..errors import user_line
 from ..fx_passes.replication_report import ReplicatedOp
 from ..fx_passes.units import size_text
-from ..layout.mesh import Mesh
 from ..layout.spec_notation import SAME
 
 LARGE_OP = 2**20  # Bytes. What is smaller takes no time that one would see in a step.
@@ -17,27 +17,29 @@ LARGE_WEIGHT = 2**16  # Bytes. Gathering fewer is a matter of latency, and marke
 SHOWN = 3
 
 
-def warn_of_idle_axes(mesh: Mesh, idle: Sequence[str]) -> bool:
-    """Warn about axes that divide nothing; return whether there are any."""
-    for line in idle_axes_text(mesh, idle):
-        warnings.warn(line, stacklevel=6)
-    return bool(idle)
+def warn_of_work(plan: Plan, has_inputs: bool, has_outputs: bool) -> bool:
+    """Warn about idle axes, gathered results and replicated work; return whether there is any.
 
-
-def warn_of_gathered_results(results: Sequence[tuple[str, float]]) -> bool:
-    """Warn about large results; return whether there are any. results: a plan's."""
+    has_inputs, has_outputs: whether in_specs and out_specs are given.
+    """
+    results = () if has_outputs else plan.gathered_results
     large = [(name, sent) for name, sent in results if sent >= LARGE_OP]
-    for line in gathered_text(large):
-        warnings.warn(
+    texts = [
+        *idle_axes_text(plan.mesh, () if has_inputs else plan.idle_axes),
+        *(
             f"{line}, at every call, at {user_line()}; write "
-            f'parallelize(..., out_specs="{SAME}"), or return only the loss from forward',
-            stacklevel=6,
-        )
-    return bool(large)
+            f'parallelize(..., out_specs="{SAME}"), or return only the loss from forward'
+            for line in gathered_text(large)
+        ),
+        *unasked_text(plan.replicated_ops),
+    ]
+    for text in texts:
+        warnings.warn(text, stacklevel=6)
+    return bool(texts)
 
 
-def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
-    """Warn about the largest of a plan's replicated_ops; return whether there was any.
+def unasked_text(replicated: Sequence[ReplicatedOp]) -> Iterator[str]:
+    """Yield a text about the largest of a plan's replicated_ops, if one is large.
 
     replicated: the largest is first.
     """
@@ -45,7 +47,7 @@ def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
         each for each in replicated if each.bytes >= (LARGE_WEIGHT if each.weight else LARGE_OP)
     ]
     if not large:
-        return False
+        return
     # Three are shown: the first ones are most of the cost.
     count = f"{len(large)} operations and weights" if len(large) > 1 else "one operation or weight"
     lines = [
@@ -55,8 +57,7 @@ def warn_of_unasked(replicated: Sequence[ReplicatedOp]) -> bool:
         "  all of them, with reasons: model.plan.replicated_ops; parallelize(..., strict=True) "
         "makes an error of it",
     ]
-    warnings.warn("\n".join(lines), stacklevel=6)
-    return True
+    yield "\n".join(lines)
 
 
 def _described(each: ReplicatedOp) -> str:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from ..capture import ARGUMENT, BUFFER, GRADIENT, MUTATION, OBSERVED, PARAMETER, not_compiled
-from ..capture.module_tensors import named_tensors
+from ..capture.state.dependencies import named_tensors
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..errors import ShardingError
@@ -61,7 +61,13 @@ class XlaModule(MeshModule):
         self._hook_optimizers()
 
     def _hook_optimizers(self) -> None:
-        hook = register_optimizer_step_post_hook(_after_step(weakref.ref(self)))
+        module = weakref.ref(self)  # the hook does not keep the module alive
+
+        def finish(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+            if (alive := module()) is not None:
+                alive._finish_step(optimizer)
+
+        hook = register_optimizer_step_post_hook(finish)
         weakref.finalize(self, hook.remove)
 
     def __deepcopy__(self, memo: dict) -> XlaModule:
@@ -153,16 +159,6 @@ class XlaModule(MeshModule):
             # The step has written to parameters, and torch_xla may have changed their layouts.
             self.__dict__["_versions"] = None
             self._pin_changed()
-
-
-def _after_step(module: weakref.ref) -> Any:
-    """Return an optimizer hook that does not keep the module alive."""
-
-    def hook(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-        if (alive := module()) is not None:
-            alive._finish_step(optimizer)
-
-    return hook
 
 
 class _Program(CompiledProgram):

@@ -22,8 +22,8 @@ from torch import Tensor, fx, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..capture import BUFFER, GRADIENT, OUTPUT, PARAMETER, Captured
-from ..capture.module_tensors import named_tensors
 from ..capture.pinned_sizes import cotangents_of
+from ..capture.state.dependencies import named_tensors
 from ..comm.rank_check import agree, all_gather_rows
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.api import Plan, compile_plan

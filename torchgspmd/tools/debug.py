@@ -24,7 +24,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..capture.breakpoints import wanted
+from ..capture.prints import wanted
 from ..compiler.api import Plan
 from ..errors import ShardingError
 from ..fx_passes.simulator import Simulator

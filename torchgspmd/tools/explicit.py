@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from ..compiler.communication import ExchangeSite
+from ..compiler.fix_candidates import ExchangeSite
 from ..compiler.plan import Plan
 from ..fx_passes.units import short_source
 from . import plan_command

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..capture.breakpoints import Breakpoint, LocalValue
+from ..capture.prints import Breakpoint, LocalValue
 from ..compiler.api import Plan
 from ..errors import ShardingError, did_you_mean
 from ..fx_passes.ir import other_shapes

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ..capture.module_tensors import named_tensors, slot_of
+from ..capture.state.dependencies import named_tensors, slot_of
 from ..errors import ShardingError
 from ..layout.mark import copy_mark
 from ..layout.mesh import Mesh

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
-from torchgspmd.capture.rewrites.foreach import tensor_by_tensor
+from torchgspmd.capture.rewrites.inline_python import tensor_by_tensor
 
 MESH = gspmd.Mesh(data=2, model=2)
 X = torch.randn(8, 16)

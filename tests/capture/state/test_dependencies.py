@@ -22,7 +22,7 @@ from torch.nn.modules import module as of_all
 import torchgspmd as gspmd
 from torchgspmd.capture.state.dependencies import CALL, DEPENDENCIES, GUARDS, START, TABLES
 from torchgspmd.capture.state.run_guards import ModuleFacts
-from torchgspmd.compiler.plan_cache import identity
+from torchgspmd.compiler.plan_cache import files
 from torchgspmd.errors import ShardingError
 from torchgspmd.runtime.sharded_module import ShardedModule
 
@@ -533,7 +533,7 @@ def test_the_list_is_read_by_all():
     of_file = {name for row in DEPENDENCIES if row.compared == START for name, _ in rows_of(row)}
     assert set(ModuleFacts(model).then) == {*names} - of_file
     modules = {id(m): name for name, m in model.named_modules()}
-    assert [name for name, _ in identity._description(model, modules)] == names
+    assert [name for name, _ in files._description(model, modules)] == names
 
 
 def rows_of(row):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from record_instructions import FILE, PROGRAMS, function_code, opcodes
 
-from torchgspmd.capture.state import bytecode_names, name_uses
+from torchgspmd.capture.state import bytecode_names, instructions
 from torchgspmd.capture.state import instructions as reading
 from torchgspmd.capture.state.instructions import ACTIONS, Body, Instruction, steps
 
@@ -89,7 +89,7 @@ def code_of(request, monkeypatch):
     """A function that returns a program's code, read from this Python or from a record."""
     if request.param == HERE:
         return lambda program: function_code(PROGRAMS[program])
-    for module in (bytecode_names, name_uses):
+    for module in (bytecode_names, instructions):
         monkeypatch.setattr(module, "bodies", recorded_bodies)
     return lambda program: Code(request.param, program)
 
@@ -136,7 +136,7 @@ def test_names(code_of, program):
 @pytest.mark.parametrize("program", USES)
 def test_uses(code_of, program):
     found = collections.defaultdict(set)
-    for name, use in name_uses._uses_in_code(code_of(program)):
+    for name, use in instructions._uses_in_code(code_of(program)):
         found[name].add(use)
     assert {name: found[name] for name in USES[program]} == {
         name: {use} for name, use in USES[program].items()

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.capture.state.name_uses import uses_of_names
+from torchgspmd.capture.state.instructions import uses_of_names
 from torchgspmd.errors import ShardingError
 
 X = torch.arange(12.0).view(3, 4)

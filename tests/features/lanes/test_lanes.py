@@ -270,7 +270,8 @@ def test_small_members_of_an_ensemble_are_computed_everywhere():
 
 
 def test_a_program_without_such_work_runs_no_file_of_lanes(monkeypatch):
-    monkeypatch.setitem(FEATURE_PASSES, "batch_lanes", None)  # a call is a TypeError
+    row = FEATURE_PASSES["batch_lanes"]._replace(run=None)  # a call is a TypeError
+    monkeypatch.setitem(FEATURE_PASSES, "batch_lanes", row)
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     layers = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     for each in (model, layers):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ...compat.private_apis import _pytree as pytree
 from ...errors import ShardingError
-from ..module_tensors import with_tensors
+from ..state.dependencies import with_tensors
 from ..state.object_trees import closed, opened
 from ..trace_context import is_capturing
 from ..traced_values import unwrap, was_mutated

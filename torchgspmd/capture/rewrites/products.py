@@ -67,7 +67,9 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
         return DECLINED
     if a.dtype != b.dtype:  # torch's kernels say so, its shape functions do not
         raise RuntimeError(f"a product of {a.dtype} and {b.dtype}: they have to be of one dtype")
-    result = apply_first("contract", einsum, equation, a, b)
+    # Features replace products of batches of matrices only.
+    is_batched = max(a.dim(), b.dim()) > 2
+    result = apply_first("contract", einsum, equation, a, b) if is_batched else DECLINED
     return einsum(equation, a, b) if result is DECLINED else result
 
 

@@ -99,7 +99,7 @@ def body(function: Callable) -> Callable | None:
     return (
         rewrite_of("sparse", function)
         or rewrite_of("sparse", name)
-        or (None if name in _METADATA_ONLY else _decline)
+        or (None if name in _METADATA_ONLY else lambda *_, **__: DECLINED)
     )
 
 
@@ -125,10 +125,6 @@ def sparse_coo_tensor(
     ):
         return DECLINED
     return stand_in(Entries(indices, values.to(dtype or values.dtype), tuple(size)))
-
-
-def _decline(*_: object, **__: object) -> Declined:
-    return DECLINED
 
 
 @rewrite("sparse", "mm", "matmul", "mv", "_sparse_mm")

@@ -11,8 +11,8 @@ All read the rows here, so that a new row is compared everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,50 @@ from ...compat.private_apis import (
     _global_forward_pre_hooks,
 )
 from ...layout.mark import recorded_mark
+
+T = TypeVar("T")
+
+
+def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor], call: Callable[[], T]) -> T:
+    """Call a function while these tensors replace a module's parameters and buffers, by name.
+
+    A tensor with several names is replaced under all of them.
+    """
+    # Not torch.func.functional_call: it visits the slot of a module with two names twice, and
+    # restores the stand-in there.
+    slots: list[tuple[Any, str, Tensor]] = [
+        (table, name, tensor)
+        for each in module.modules()
+        for table in (each._parameters, each._buffers)
+        for name, tensor in table.items()
+        if tensor is not None
+    ]
+    present = dict(named_tensors(module))
+    stand_ins = {id(present[name]): tensor for name, tensor in tensors.items()}
+    slots = [slot for slot in slots if id(slot[2]) in stand_ins]
+    try:
+        for table, name, tensor in slots:
+            table[name] = stand_ins[id(tensor)]
+        return call()
+    finally:
+        for table, name, tensor in slots:
+            table[name] = tensor
+
+
+def named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return parameters and buffers under all their names."""
+    return [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+
+
+def slot_of(model: nn.Module, name: str) -> tuple[dict, str]:
+    """Return the table (dict) that holds a parameter or buffer, and its name in it."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    return (owner._parameters if last in owner._parameters else owner._buffers), last
+
 
 Fact = tuple[str, Any]  # what is compared, and its value: by identity, or by equality if plain
 # At every call, by the key under which a wrapped module keeps its programs.
@@ -103,15 +147,8 @@ def _modes(model: nn.Module) -> Iterator[Fact]:
         yield f"the mode of {name}", "train" if module.training else "eval"
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
 def _kinds(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         kind = "parameter" if isinstance(t, nn.Parameter) else "buffer"
         yield (
             f"the kind of {name}",
@@ -120,18 +157,18 @@ def _kinds(model: nn.Module) -> Iterator[Fact]:
 
 
 def _requires_grad(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         yield f"requires_grad of {name}", str(t.requires_grad)
 
 
 def _shared(model: nn.Module) -> Iterator[Fact]:
     first: dict[int, str] = {}
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         yield f"the tensor of {name}", f"that of {first.setdefault(id(t), name)}"
 
 
 def _places(model: nn.Module) -> Iterator[Fact]:
-    for name, t in _tensors(model):
+    for name, t in named_tensors(model):
         mark = recorded_mark(t)
         yield f"the mark and device of {name}", str((mark and mark[:2], t.device.type))
 

@@ -40,7 +40,14 @@ class Methods:
 
     def __init__(self, classes: Iterable[type], functions: Iterable[FunctionType]) -> None:
         classes = [*dict.fromkeys(classes)]
-        bases = dict.fromkeys(base for c in classes for base in c.__mro__ if _varies(base))
+        # Nobody replaces methods of the standard library.
+        kept = {*sys.stdlib_module_names, _OWN}
+        bases = dict.fromkeys(
+            base
+            for c in classes
+            for base in c.__mro__
+            if base.__flags__ & OF_PYTHON and str(base.__module__).partition(".")[0] not in kept
+        )
         self.classes = [*bases]
         of_torch = [c.forward for c in classes if issubclass(c, nn.Module) and _is_torch(c)]
         code = [*functions, *(f for f in map(function_in, of_torch) if isinstance(f, FunctionType))]
@@ -115,12 +122,6 @@ class Methods:
         functions = ((name, table.get(name)) for table, name in zip(self.tables, self.names))
         rows.append(("the functions of torch", functions))
         return [[name, _checksum(items)] for name, items in rows]
-
-
-def _varies(cls: type) -> bool:
-    """Return whether a user may replace a class's methods: not in the standard library."""
-    top = str(cls.__module__).partition(".")[0]
-    return bool(cls.__flags__ & OF_PYTHON) and top not in (*sys.stdlib_module_names, _OWN)
 
 
 def _is_torch(owner: Any) -> bool:

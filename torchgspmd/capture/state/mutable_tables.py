@@ -90,10 +90,6 @@ class MutableTable:
         """Return a snapshot of the entries for `matches` to compare with."""
         return (snapshot_components if self.are_attributes else snapshot)(self.container)
 
-    def tracks(self, step: Step) -> bool:
-        """Return whether the component is among the entries if it is there."""
-        return self.steps is None or step in self.steps
-
 
 def find_tables(
     modules: Sequence[nn.Module],

@@ -33,8 +33,8 @@ from .guards import (
     leaves_of,
     matches,
 )
+from .instructions import READ, uses_of_names
 from .mutable_tables import MutableTable, find_tables
-from .name_uses import READ, uses_of_names
 from .object_trees import opened
 from .recorder import Reach, Recorder
 from .source import ABSENT, LISTS, Attribute, Source, Step, is_table, set_component, step_name
@@ -193,7 +193,11 @@ class Tables:
     ) -> bool:
         """Return whether runs write the entry: it is plain, or a tensor from the trace."""
         return step_name(step) not in KEPT_BY_TORCH and (
-            is_plain(value) or _contains_tensor(value, self.traced, excluded)
+            is_plain(value)
+            or any(
+                isinstance(leaf, self.traced) and id(leaf) not in excluded
+                for leaf in pytree.tree_leaves(opened(value))
+            )
         )
 
     def guards(self, used: Container[int], operands: Container[int]) -> Guards:
@@ -232,7 +236,8 @@ class Tables:
         value: the value when it was read. then: its snapshot.
         """
         table = self.table_of.get(id(source.root))
-        if source.steps and table is not None and table.tracks(source.steps[0]):
+        steps = source.steps if table is None or table.steps is None else table.steps
+        if source.steps and table is not None and source.steps[0] in steps:
             before = table.initial.get(source.steps[0], ABSENT)
             if type(before) is SymbolicNumber or id(before) in self.stand_ins:
                 value = then = before  # the read may have come before the stand-in
@@ -241,7 +246,10 @@ class Tables:
         elif (
             source.steps
             and source.dict_entry() is None
-            and not self._has_stand_in(then)
+            and not any(
+                type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins
+                for leaf in leaves_of(then)
+            )
             and not matches(source.read(), then)
         ):
             warnings.warn(
@@ -253,12 +261,6 @@ class Tables:
         if source.read() is not value and not is_watched(value) and not is_table(value):
             return ANY  # an object that the trace replaced
         return self._predicate(then, used, self._uses_of(source))
-
-    def _has_stand_in(self, value: object) -> bool:
-        """Return whether the value is or contains a stand-in for an input."""
-        return any(
-            type(leaf) is SymbolicNumber or id(leaf) in self.stand_ins for leaf in leaves_of(value)
-        )
 
     def _uses_of(self, source: Source) -> set[str]:
         """Return how functions use a source's value, by the names that lead to it."""
@@ -321,16 +323,6 @@ class Tables:
                 ):
                     return table.source.at(step)
         return None
-
-
-def _contains_tensor(
-    value: object, kind: type[Tensor], excluded: frozenset[int] = frozenset()
-) -> bool:
-    """Return whether the value has a tensor with this type, besides those excluded."""
-    return any(
-        isinstance(leaf, kind) and id(leaf) not in excluded
-        for leaf in pytree.tree_leaves(opened(value))
-    )
 
 
 def _inside(uses: set[str]) -> set[str]:

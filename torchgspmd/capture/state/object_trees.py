@@ -32,12 +32,11 @@ class Opened:
     origin: Source | None = None  # in the arguments, if it is there
 
 
-def _key_of(step: Step) -> Any:
-    return step.name if isinstance(step, Attribute) else step
-
-
 def _with_keys(opened: Any) -> Any:
-    items = [(pytree.MappingKey(_key_of(s)), v) for s, v in opened.components.items()]
+    items = [
+        (pytree.MappingKey(step.name if isinstance(step, Attribute) else step), value)
+        for step, value in opened.components.items()
+    ]
     return items, (opened.cls, tuple(opened.components), opened.origin)
 
 

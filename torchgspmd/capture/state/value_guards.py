@@ -3,7 +3,7 @@
     for h, w in torch.tensor([[32, 32], [16, 16]]).tolist():    a constant
     if self.ready:              a buffer: the program is traced again if the outcome changes
     if self.table[0] > 0:       a tensor in an attribute, which is compared as a whole
-    x[:, self.mask]             a mask that decides on a shape (masked_indexing.py)
+    x[:, self.mask]             a mask that decides on a shape (value_free.py)
     if x.sum() > 0:             an argument: an error, as one program serves all batches
 
 The values are computed by the operations that have been traced so far.

@@ -22,7 +22,7 @@ from ...compat.private_apis import _pytree as pytree
 from ...layout.mesh import Mesh
 from ...layout.sub_axes import sub_axis
 from ...shard_spec import ShardSpec
-from .faults import Malformed, Stale
+from .json_text import Malformed, Stale
 from .values import FUNCTIONS, OF_TORCH, RECORDS, class_name, operator_of
 
 # What parsers and constructors raise for values that they do not take.
@@ -68,7 +68,11 @@ class Decoder:
             "complex": (2, lambda *parts: complex(*map(_number, parts)), "a complex number"),
             "mesh": (1, Mesh.parse, "a mesh"),
             "tensor": (4, self._tensor, "shape, strides, dtype and device of a tensor"),
-            "tree": (1, self._treespec, "a structure of containers that pytree knows"),
+            "tree": (
+                1,
+                lambda t: pytree.tree_flatten(self._tree(t))[1],
+                "a structure of containers that pytree knows",
+            ),
         }
         # Record by record: a later one may refer to those before it, and to no other.
         for row in typed(records, None, list, "a list of records", of=records):
@@ -156,9 +160,6 @@ class Decoder:
         meta = torch.empty_strided(*sizes, dtype=dtype, device="meta")
         return FakeTensor(self.fake_mode, meta, torch.device(device))
 
-    def _treespec(self, tree: object) -> object:
-        return pytree.tree_flatten(self._tree(tree))[1]
-
     def _tree(self, tree: Any) -> object:
         """Return nested containers with 0 as every leaf."""
         if tree is None:
@@ -181,7 +182,8 @@ class Decoder:
         values = [*map(self.decode, row[1:])]
         for i, ((name, hint), value) in enumerate(zip(hints.items(), values), 1):
             if not conforms(value, hint):
-                raise Malformed(row, i, f"{name} of a {row[0]}: {_type_name(hint)}")
+                kind = hint.__name__ if type(hint) is type else hint
+                raise Malformed(row, i, f"{name} of a {row[0]}: {kind}")
         record = self._built(row, lambda items: cls(*items), values)
         # The class cannot check axes: a spec has no mesh.
         if cls is ShardSpec and not self._is_legal(record):
@@ -227,10 +229,6 @@ def typed(value: Any, key: int | str | None, kind: type, expected: str, of: Any 
     if type(found) is not kind:
         raise Malformed(holder, key, expected)
     return found
-
-
-def _type_name(hint: object) -> str:
-    return hint.__name__ if type(hint) is type else str(hint)
 
 
 def _number(text: str) -> float:

@@ -25,7 +25,7 @@ from ...fx_passes.stages import META
 from ...rules import FlatCall
 from ...rules.custom_ops.loops import Loop
 from .decoder import REFUSALS, Decoder, natural, typed
-from .faults import Malformed, Stale
+from .json_text import Malformed, Stale
 from .values import Encoder
 
 _IDENTIFIER = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)

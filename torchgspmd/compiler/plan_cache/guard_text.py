@@ -11,16 +11,20 @@ the guard is on its own value, as after a capture.
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from types import FunctionType
+from enum import Enum
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ...capture import Captured
-from ...capture.state.bytecode_names import function_in, is_installed
+from ...capture.state.bytecode_names import function_in, is_installed, is_own
 from ...capture.state.guards import (
     ANY,
     Contents,
@@ -34,11 +38,91 @@ from ...capture.state.guards import (
 )
 from ...capture.state.recorder import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, ModuleFacts, RunGuards
-from ...capture.state.source import ABSENT, LISTS, Attribute, Source
+from ...capture.state.source import ABSENT, LISTS, Attribute, Marker, Source, attributes
 from ...capture.state.state_inputs import Conditions
-from .contents import content
+from ...capture.state.value_keys import as_text
 from .decoder import typed
-from .faults import Malformed, Stale, Unshareable
+from .json_text import Malformed, Stale, Unshareable
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None))
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format)
+_DEEP = 12  # limit of nesting
+
+
+class _Bare:
+    """A class whose objects have nothing but attributes."""
+
+
+def content(value: object, modules: Mapping[int, str], depth: int = 0) -> str:
+    """Return a value's content as text.
+
+    modules: the names of the model's modules, and of parameters that may be named, by id.
+
+    Raises:
+        Unshareable: It cannot be compared, such as a tensor.
+    """
+
+    def of(item: object) -> str:
+        return content(item, modules, depth + 1)
+
+    # An Enum may derive from int or str: it is written below, with its class.
+    if isinstance(value, (*_PLAIN, *_OF_TORCH)) and not isinstance(value, Enum):
+        return repr(value)
+    if isinstance(value, Marker):
+        return f"<{value}>"
+    # Objects that refer to each other in a circle end here, too.
+    if depth > _DEEP:
+        raise Unshareable("it reads deeply nested values")
+    if isinstance(value, (Tensor, np.ndarray)):
+        if id(value) in modules:
+            return f"parameter {modules[id(value)]}"
+        raise Unshareable("it reads a tensor that is neither a parameter nor a buffer")
+    if isinstance(value, nn.Module):
+        return f"module {modules.get(id(value)) or _other(value)}"
+    if isinstance(value, (type, BuiltinFunctionType, ModuleType)):
+        return (
+            f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}"
+        )
+    if isinstance(value, MethodType):
+        return f"{of(value.__func__)} of {of(value.__self__)}"
+    if isinstance(value, functools.partial):
+        return f"partial({of(value.func)}, {of(value.args)}, {of(value.keywords)})"
+    if isinstance(value, FunctionType):
+        return _of_function(value, of)
+    if isinstance(value, CellType):
+        return "<empty>" if value == CellType() else of(value.cell_contents)
+    if isinstance(value, dict):
+        entries = ", ".join(f"{of(k)}: {of(v)}" for k, v in value.items())
+        return f"{type(value).__qualname__}({entries})"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__qualname__}({', '.join(map(of, value))})"
+    if isinstance(value, (set, frozenset)):
+        # The order of a set differs between processes, as hashes of strings do.
+        return f"{type(value).__qualname__}({', '.join(sorted(map(of, value)))})"
+    if isinstance(value, Enum) or not is_own(type(value).__module__):
+        return f"{type(value).__qualname__} {as_text(repr(value))}"
+    return f"{type(value).__module__}.{type(value).__qualname__}({of(_plain_attributes(value))})"
+
+
+def _plain_attributes(value: object) -> dict[str, object]:
+    table = {step.name: item for step, item in attributes(value).items() if item is not ABSENT}
+    # An extension's object may have content besides its attributes; a Python class adds no bytes.
+    if not table and type(value).__basicsize__ != _Bare.__basicsize__:
+        raise Unshareable(f"it reads a {type(value).__qualname__}, whose content is unknown")
+    return table
+
+
+def _of_function(function: FunctionType, of: Any) -> str:
+    code = function.__code__
+    # The first line tells apart functions with one name, as lambdas have.
+    name = f"{function.__module__}.{function.__qualname__}:{code.co_firstlineno}"
+    rest = (function.__closure__, function.__defaults__, function.__kwdefaults__)
+    return name if not any(rest) else f"{name}{of(tuple(each or () for each in rest))}"
+
+
+def _other(value: object) -> str:
+    raise Unshareable(f"it reads a {type(value).__qualname__} that is no module of the model")
+
 
 _SHOWN = 200  # characters of a content in the log
 _OF_THE_STATE = (TensorPredicate, Conditions, HasAttributes)

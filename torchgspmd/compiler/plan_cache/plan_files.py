@@ -14,7 +14,7 @@ from torch import Tensor, fx, nn
 
 from ...capture import BUFFER, PARAMETER, Input
 from ...capture.state.guards import Guards
-from ...capture.without_gc import without_gc
+from ...capture.trace_context import without_gc
 from ...comm.json_rows import conforms
 from ...errors import ShardingError
 from ...fx_passes import Layouts
@@ -24,10 +24,9 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from . import json_text
 from .decoder import REFUSALS, Decoder, typed
-from .faults import Malformed, Stale, Unshareable
 from .graph_codec import encode_graph, identifier
 from .guard_text import encode_run_guards, place_run_guards
-from .json_text import read_regular_file
+from .json_text import Malformed, Stale, Unshareable, read_regular_file
 from .plans import FIELDS, NEEDED, Later, constants_of, decode_graphs, encode_graphs, tensors_of
 from .signature import check_source, signature_of
 from .values import Encoder

@@ -25,9 +25,9 @@ from ...fx_passes.runnable_plan import RunnablePlan
 from ...layout.mesh import Mesh
 from . import json_text
 from .decoder import REFUSALS, Decoder, natural, typed
-from .faults import Malformed, Stale, Unshareable
 from .graph_codec import decode_graph, encode_graph, identifier
 from .guard_text import GuardDecoder, GuardEncoder, check_rows
+from .json_text import Malformed, Stale, Unshareable
 from .signature import bytes_of, check_signature
 from .values import Encoder
 

@@ -35,7 +35,7 @@ from ...fx_passes.localize.sizes_in_a_run import shard_inputs
 from ...fx_passes.program import Boundary
 from ...layout.mesh import Mesh
 from . import json_text
-from .faults import Stale, Unshareable
+from .json_text import Stale, Unshareable
 from .values import Encoder
 
 

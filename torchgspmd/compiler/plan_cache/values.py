@@ -40,8 +40,8 @@ from ...layout.mesh import Mesh
 from ...rules import FlatCall
 from ...rules.registry import RULES, rule_function
 from ...shard_spec import ShardSpec
-from .faults import Stale as Stale
-from .faults import Unshareable
+from .json_text import Stale as Stale
+from .json_text import Unshareable
 
 _SEQUENCES: dict[type, str] = {
     tuple: "tuple",

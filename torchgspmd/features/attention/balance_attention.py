@@ -126,7 +126,7 @@ class _Reordering:
         self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         self.exchanged: dict[tuple[fx.Node, TokenDim], fx.Node] = {}
         self.producers = {v: op for op in ops.values() for v in op.results if v is not None}
-        self.users: dict[fx.Node, list[tuple[Op, int]]] = {v: [] for v in values(graph)}
+        self.users: dict[fx.Node, list[tuple[Op, int]]] = {v: [] for v in values(graph.nodes)}
         for op in ops.values():
             for i, value in enumerate(op.operands):
                 self.users[value].append((op, i))

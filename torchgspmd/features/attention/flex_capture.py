@@ -225,11 +225,7 @@ def flexible_attention(
 RETURNS = "returns_statistics"
 
 
-def with_returns(options_of: Callable) -> Callable:
-    """Wrap torch's `_apply_kernel_options`, to add whether statistics are returned."""
-
-    def options(*args: object) -> dict[str, Any]:
-        returns = bool(args[3]) or any(x is not None for x in args[5:])
-        return {**options_of(*args), RETURNS: returns}
-
-    return options
+def options_with_returns(options_of: Callable, *args: object) -> dict[str, Any]:
+    """Add to the result of torch's `_apply_kernel_options` whether statistics are returned."""
+    returns = bool(args[3]) or any(x is not None for x in args[5:])
+    return {**options_of(*args), RETURNS: returns}

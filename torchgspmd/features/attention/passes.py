@@ -11,7 +11,7 @@ from .op import attention, attention_backward, attention_backward_in_blocks, att
 from .ring_keys import mark_rings
 
 # Direct calls, which skip the overhead of PyTorch's operator registry.
-_IN_BLOCKS = {
+IN_BLOCKS = {
     attention._opoverload: attention_in_blocks,
     attention_backward._opoverload: attention_backward_in_blocks,
 }
@@ -54,8 +54,8 @@ def attention_rings(program: Program) -> fx.Graph:
 def attention_kernels(program: Program) -> fx.Graph:
     """Call PyTorch's kernels block by block, past its operator registry."""
     for node in program.graph.nodes if program.request.device in ("cpu", "cuda") else ():
-        if node.target in _IN_BLOCKS and not _has_dropout(node):
-            node.target = _IN_BLOCKS[node.target]
+        if node.target in IN_BLOCKS and not _has_dropout(node):
+            node.target = IN_BLOCKS[node.target]
     return program.graph
 
 

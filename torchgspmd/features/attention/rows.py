@@ -9,16 +9,17 @@ import torch
 from torch.nn.attention import flex_attention
 from torch.utils.flop_counter import register_flop_formula
 
-from ...capture.trace_context import PATCHES, always
+from ...capture.trace_context import PATCHES, always, around
 from ...comm.kinds import add_kinds
 from ...compat.patches import Patch
-from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...rules.rewrites import rewrite
 from . import capture, passes, repeated_heads, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .call import AttentionCall, Gradients, Results, of_backward
-from .flex_capture import flexible_attention, with_returns
+from .flex_capture import flexible_attention, options_with_returns
 from .products import attention_by_products, gradients_by_products
 from .ring import ring_attention, ring_attention_backward
+from .ring_keys import RINGS
 
 ours = torch.ops.torchgspmd
 _FLEX = "flex_attention is compiled; it is traced as one operation, or as a softmax of scores"
@@ -26,16 +27,16 @@ _RETURNS = "its statistics are differentiable; an operation does not know whethe
 
 add_kinds(ring_attention, ring_attention_backward)
 FEATURE_PASSES |= {
-    "balance_attention": passes.balance_attention,
-    "ring_keys": passes.ring_keys,
-    "attention_rings": passes.attention_rings,
-    "attention_kernels": passes.attention_kernels,
+    "balance_attention": FeaturePass(passes.balance_attention, RINGS),
+    "ring_keys": FeaturePass(passes.ring_keys, RINGS),
+    "attention_rings": FeaturePass(passes.attention_rings, RINGS),
+    "attention_kernels": FeaturePass(passes.attention_kernels, passes.IN_BLOCKS),
 }
 PATCHES += [
     Patch(flex_attention, name, replace, why, feature="attention")
     for name, replace, why in (
         ("flex_attention_hop", always(flexible_attention), _FLEX),
-        ("_apply_kernel_options", with_returns, _RETURNS),
+        ("_apply_kernel_options", around(options_with_returns), _RETURNS),
         ("_validate_device", always(lambda *_: None), _FLEX),
     )
 ]

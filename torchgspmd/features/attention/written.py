@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import traceback as fx_traceback
 
-from ...capture.rewrite_sites import SITE, current_sites
 from ...capture.rewrites.loop_trace import is_unrolling
+from ...capture.trace_context import SITE, current_sites
 from ...errors import user_line
 from ...rules.custom_ops.nd import einsum, split_equation
 from ...rules.custom_ops.random import draw_seed

@@ -99,6 +99,9 @@ def sorted_index_of(ends: fx.Node) -> fx.Node | None:
     return index if list(index.args[0].args[1:]) in _ASCENDING else None
 
 
+_READS = aten.index.Tensor, aten._unsafe_index.Tensor
+_ADDS = aten.index_put.default, aten._unsafe_index_put.default
+ROWS_BY_INDEX = {*_READS, *_ADDS, aten.index_select.default, aten.index_add.default}
 _COUNT, _SORTS = aten.histc.default, (aten.sort.default, aten.sort.stable)
 _ASCENDING: list[list[Any]] = [[], [-1], [0]]
 
@@ -115,7 +118,7 @@ def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
     if not isinstance(node, fx.Node) or node.meta.get("dynamic"):
         return None
     args: Any = node.args
-    if node.target in (aten.index.Tensor, aten._unsafe_index.Tensor):
+    if node.target in _READS:
         table, indices = args
         index, fits = indices[0], _is_first_alone(indices)
     elif node.target is aten.index_select.default:
@@ -141,7 +144,7 @@ def _added_to(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     if node.meta.get("dynamic"):
         return None
     args: Any = node.args
-    if node.target in (aten.index_put.default, aten._unsafe_index_put.default):
+    if node.target in _ADDS:
         table, indices, values, *accumulate = args
         index, fits = indices[0], _is_first_alone(indices) and accumulate == [True]
     elif node.target is aten.index_add.default and not node.kwargs:

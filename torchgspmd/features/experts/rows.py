@@ -10,11 +10,11 @@ from torch import fx
 from torch.utils.flop_counter import register_flop_formula
 
 from ...fx_passes.expand.split_fused import block_ops_to_split
-from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import SHARED_ROWS
 from . import capture, rule  # noqa: F401 (rows of REWRITES and RULES)
-from .chosen import group_choices
+from .chosen import ROWS_BY_INDEX, group_choices
 from .split_groups import keep_blocks
 
 ours = torch.ops.torchgspmd
@@ -68,4 +68,6 @@ def split_groups(program: Program) -> fx.Graph | None:
     return keep_blocks(program.request.expand(program.graph, splitting), program.rules)
 
 
-FEATURE_PASSES["split_groups"] = split_groups
+FEATURE_PASSES["split_groups"] = FeaturePass(
+    split_groups, {*ROWS_BY_INDEX, ours.grouped_mm.default, ours.grouped_outer.default}
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program
 from ...fx_passes.program_passes import work_of
 from . import batch_lanes as batching
@@ -16,4 +16,4 @@ def batch_lanes(program: Program) -> fx.Graph | None:
     return program.request.expand(program.graph) if changed else None
 
 
-FEATURE_PASSES["batch_lanes"] = batch_lanes
+FEATURE_PASSES["batch_lanes"] = FeaturePass(batch_lanes, ())

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from torch import fx
 
-from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.loop_call import BodyCall
+from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program
-from ...rules.custom_ops.loops import CARRY, CONST, NEXT, ROW, STACK, TOTAL, LoopMark
+from ...rules.custom_ops.loops import CARRY, CONST, EXITS, NEXT, ROW, STACK, TOTAL, LoopMark
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
 from . import capture, recurrent  # noqa: F401 (rows of REWRITES)
@@ -49,8 +50,8 @@ def _prefetch_rows(program: Program) -> fx.Graph:
 
 
 FEATURE_PASSES |= {
-    "sink_exits": lambda p: sink_exits(p.graph),
-    "outline_loops": lambda p: outline_loops(p.graph, p.mesh),
-    "prefetch_rows": _prefetch_rows,
-    "list_rows": lambda p: list_rows(p.graph),
+    "sink_exits": FeaturePass(lambda p: sink_exits(p.graph), EXITS),
+    "outline_loops": FeaturePass(lambda p: outline_loops(p.graph, p.mesh), EXITS),
+    "prefetch_rows": FeaturePass(_prefetch_rows, (BodyCall,)),
+    "list_rows": FeaturePass(lambda p: list_rows(p.graph), (BodyCall,)),
 }

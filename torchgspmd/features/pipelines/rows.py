@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...fx_passes.loop_call import BODY_CALLS
-from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.loop_call import BODY_CALLS, BodyCall
+from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...rules.custom_ops.loops import APART, DELIVERED, LOOP_MARKS, SIZED_MARKS
 from ...rules.notation import Call, FactorRule, factors
 from ...rules.registry import rule_for
@@ -22,8 +22,8 @@ def _alike(call: Call) -> FactorRule:
 
 
 FEATURE_PASSES |= {
-    "stage_sends": lambda p: stage_sends(p.graph, p.mesh),
-    "outline_stages": lambda p: outline_stages(p.graph, p.mesh),
+    "stage_sends": FeaturePass(lambda p: stage_sends(p.graph, p.mesh), (SEND,)),
+    "outline_stages": FeaturePass(lambda p: outline_stages(p.graph, p.mesh), (BodyCall,)),
 }
 BODY_CALLS[TAG] = StageCall
 LOOP_MARKS |= {HEAD, SEND}

@@ -39,6 +39,7 @@ Borders = frozenset[int]  # products of sizes, from the minor end: {2048} cuts 1
 Seed = tuple[fx.Node, int, Borders]
 
 _JOIN, _SPLIT = join_rows._opoverload, split_rows._opoverload  # split_fused makes them of reshapes
+VIEWS = aten.reshape.default, _JOIN, _SPLIT
 
 
 def keep_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> fx.Graph | None:
@@ -56,8 +57,7 @@ def blocked_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> Iterator[Se
 
 def is_view(op: Op) -> bool:
     """Return whether an operation is a reshape: rows in their order, in other dimensions."""
-    target = op.node.target
-    return isinstance(target, OpOverload) and target in (aten.reshape.default, _JOIN, _SPLIT)
+    return isinstance(op.node.target, OpOverload) and op.node.target in VIEWS
 
 
 def _blocked(op: Op, layouts: Layouts) -> Iterator[Seed]:

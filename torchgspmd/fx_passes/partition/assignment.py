@@ -85,9 +85,8 @@ class Assignment:
             node: all(value.op == "placeholder" for value in op.operands)
             for node, op in self.ops.items()
         }
-        self.open_inputs = [
-            n for n in graph.nodes if n.op == "placeholder" and n not in input_specs
-        ]
+        inputs = graph.find_nodes(op="placeholder")
+        self.open_inputs = [n for n in inputs if n not in input_specs]
         self.layout_of = self._initial_layouts(input_specs)
         self.layout_of.update((value, value.meta["spec"]) for value in self.carries)
         self.strategy_of: dict[fx.Node, Strategy] = {}
@@ -104,7 +103,7 @@ class Assignment:
         self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
         self.trial: Trial | None = None
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
-            v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph)
+            v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
         self.worklist = set(self.ops)  # operations whose neighborhood changed
         # value -> operations that produce or use it
@@ -118,10 +117,9 @@ class Assignment:
 
     def _initial_layouts(self, input_specs: Mapping[fx.Node, ShardSpec]) -> dict:
         """Return the layouts for inputs and constants; an open input uses whole axes only."""
-        layout_of = {n: n.meta["spec"] for n in self.graph.nodes if n.op == "placeholder"}
-        for node in self.graph.nodes:
-            if node.op == "get_attr":
-                layout_of[node] = ShardSpec.replicated(node.meta["val"].dim())
+        layout_of = {n: n.meta["spec"] for n in self.graph.find_nodes(op="placeholder")}
+        for node in self.graph.find_nodes(op="get_attr"):
+            layout_of[node] = ShardSpec.replicated(node.meta["val"].dim())
         layout_of.update(input_specs)
         # Inputs are stored by whole axes, which a DTensor can express.
         for node in self.open_inputs:

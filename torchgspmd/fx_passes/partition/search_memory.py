@@ -81,5 +81,5 @@ Solutions = dict[Situation, Solution]
 
 def situation(graph: fx.Graph, mesh: Mesh, constants: CostConstants) -> Situation:
     """Return the key for graphs that share a memory."""
-    layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph))
+    layouts = ((v.meta["val"].shape, v.meta["spec"]) for v in values(graph.nodes))
     return mesh, crowded(layouts, mesh), constants

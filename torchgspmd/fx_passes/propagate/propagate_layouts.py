@@ -22,9 +22,10 @@ from typing import NamedTuple
 
 from torch import fx
 
+from ...compat.fx_nodes import calls_any
 from ...layout.mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
-from ...rules.custom_ops.loops import axes_apart, delivered_alike, nests
+from ...rules.custom_ops.loops import ENTRIES, axes_apart, delivered_alike, nests
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
@@ -49,10 +50,11 @@ def propagate_layouts(
     run did more than those before.
     """
     rules = rules or Rules()
-    for node in graph.nodes:
+    nodes = list(graph.nodes)
+    for node in nodes:
         # Of an earlier propagation: pins follow from the marks of this one.
         node.meta.pop(PINNED, None)
-    all_values = list(values(graph))
+    all_values = list(values(nodes))
     layouts = Layouts(
         mesh,
         {v: ShardSpec.replicated(v.meta["val"].dim()) for v in all_values},
@@ -69,7 +71,7 @@ def propagate_layouts(
         # decides.
         for stage in (ELEMENTWISE, PASSING, ALL):
             propagation.run(stage)
-    nest = nests(graph)
+    nest = nests(graph) if calls_any(graph, ENTRIES) else {}
     apart = axes_apart(nest)
     # Stages send these values to each other in any round, so one layout has to fit all.
     held = {node: group[0] for group in delivered_alike(nest) for node in group}
@@ -77,7 +79,7 @@ def propagate_layouts(
         # Ties have no key, and no operation that the partitioner could pin.
         if op.key is None:
             continue
-        loops = nest[op.node]
+        loops = nest.get(op.node, ())
         axes = {apart[loops[:n]] for n in range(1, len(loops) + 1) if loops[:n] in apart}
         pinned = (*rounds.pinned(op, mesh), *(rounds.staying(op, mesh, axes) if axes else ()))
         if op.node in held:

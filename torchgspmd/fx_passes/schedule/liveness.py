@@ -13,7 +13,7 @@ from operator import getitem
 from torch import fx
 
 from ...comm.collective import start, wait
-from ..loop_call import BodyCall, LoopCall, loop_calls
+from ..loop_call import BodyCall, LoopCall
 from .aliasing import Aliasing
 
 
@@ -55,10 +55,14 @@ class Ledger:
 
     def __init__(self, graph: fx.Graph) -> None:
         self.aliasing = Aliasing()
-        self.uses = {node: len(node.users) for node in graph.nodes}  # of it, and of its views
+        self.uses: dict[fx.Node, int] = {}  # of a value, and of its views
+        self.iterations: dict[fx.Node, int] = {}  # bytes of a loop's iteration
+        for node in graph.nodes:
+            self.uses[node] = len(node.users)
+            if isinstance(node.target, BodyCall):
+                self.iterations[node] = iteration_bytes(node.target)
         self.alive = self.peak = inputs_bytes(graph)
         self.sent: set[fx.Node] = set()  # Starts that have been waited for.
-        self.iterations = {node: iteration_bytes(call) for node, call in loop_calls(graph)}
 
     def needed(self, node: fx.Node) -> int:
         """Return the bytes that a node allocates."""

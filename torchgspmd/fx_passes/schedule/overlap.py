@@ -29,7 +29,7 @@ import torch
 from torch import fx
 
 from ...comm.collective import start, wait
-from ..loop_call import loop_calls
+from ..loop_call import BodyCall
 from .liveness import Ledger, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
@@ -49,13 +49,16 @@ def overlap(
     the program writes to inputs, such as weights. most: bytes that a budget leaves.
     """
     # A body gets the room of the whole program: a share of its own small peak would allow nothing.
-    room = EXTRA * peak(graph) if room is None else room
+    whole = peak(graph)
+    room = EXTRA * whole if room is None else room
     room = room if most is None else min(room, most)
-    for body in (body for _, call in loop_calls(graph) for body in call.bodies):
-        overlap(body.graph, early, prefetch, room)
-    limit = peak(graph) + room
     inputs = graph.find_nodes(op="placeholder")
     order = [n for n in graph.nodes if n.op != "placeholder"]
+    calls = [n.target for n in order if isinstance(n.target, BodyCall)]
+    bodies = [body for call in calls for body in call.bodies]
+    for body in bodies:
+        overlap(body.graph, early, prefetch, room)
+    limit = (peak(graph) if bodies else whole) + room
     # Each better order is taken only if its memory fits, so a tight program keeps the old one.
     if early and max(_profile(graph, urgent := _urgent_first(order))) <= limit:
         order = urgent

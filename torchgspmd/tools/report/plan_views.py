@@ -37,7 +37,7 @@ _ROWS = {COMPUTE: (1, "compute"), "exposed": (1, "compute"), "communication": (2
 
 
 class PlanViews(Plan):
-    """The definitions for Plan's ToolMethods, by name (compiler/plan_methods.py)."""
+    """The definitions for Plan's ToolMethods, by name (compiler/__init__.py)."""
 
     def estimate(
         self, hardware: str | Hardware = "h100", kernels: Kernels | None = None
