@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
 from torchgspmd.comm import process_groups
-from torchgspmd.features.attention import kernels
+from torchgspmd.features.attention import attention_kernels, kernels
 from torchgspmd.features.attention.call import AttentionCall, Upstream
 from torchgspmd.features.attention.op import attention, attention_in_blocks
-from torchgspmd.features.attention.passes import attention_kernels
 from torchgspmd.rules.custom_ops import random, updates
 
 MESH = gspmd.Mesh(data=2)

@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_map
 
 import torchgspmd.features.tables  # noqa: F401 (registers the operations)
 from torchgspmd.features.attention import op as attention_op
-from torchgspmd.features.attention.zigzag import zigzag_attention, zigzag_attention_backward
+from torchgspmd.features.attention.op import zigzag_attention, zigzag_attention_backward
 from torchgspmd.features.experts import op as experts
-from torchgspmd.features.windows.resampling import band
+from torchgspmd.features.windows.interpolate import band
 from torchgspmd.rules.custom_ops.nd import ctc_losses, einsum
 from torchgspmd.rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS, dropout_mask, uniform
 from torchgspmd.rules.custom_ops.updates import adam_, rate

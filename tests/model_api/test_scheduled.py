@@ -10,7 +10,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
-from torchgspmd.features.pipelines.order import Order, order_within
+from torchgspmd.features.pipelines.list_scheduler import Order, order_within
 from torchgspmd.tools.report.estimate import EXPOSED
 
 

@@ -31,14 +31,13 @@ from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
-from ..features.pipelines.list_scheduler import StagePlacement
-from ..features.pipelines.order import Order, order_within
+from ..features.pipelines.list_scheduler import Order, StagePlacement, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
 from ..layout.device_mesh import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .row_arguments import RowArguments, SharedArguments
+from .block_calls import RowArguments, SharedArguments
 from .scheduled import ScheduledStages
 from .stacked_blocks import StackedBlocks, check_alike
 

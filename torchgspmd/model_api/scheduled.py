@@ -2,7 +2,7 @@
 
 A backward that begins before the last forward needs a microbatch's loss, so the forward computes
 the gradients as well. Its backward multiplies them by the loss's gradient. In the graph it is one
-loop over the microbatches (features/pipelines/op.py).
+loop over the microbatches (features/pipelines/parts.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from ..capture.rewrites.loop_trace import (
     replaced,
     use_in_bodies_around,
 )
-from ..features.pipelines.op import stage_head, stage_send
-from ..features.pipelines.order import Order
+from ..features.pipelines.list_scheduler import Order
+from ..features.pipelines.parts import stage_head, stage_send
 from ..rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 
 Stages = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]

@@ -25,8 +25,7 @@ from ..errors import ShardingError
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
-from .block_calls import BlockCalls, BlockPlace, of_block, separate
-from .row_arguments import SharedArguments
+from .block_calls import BlockCalls, BlockPlace, SharedArguments, of_block, separate
 
 
 class StackedBlocks(nn.Module):

@@ -8,8 +8,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.comm.loop_call import loop_calls
-from torchgspmd.features.pipelines.list_scheduler import curve, list_schedule
-from torchgspmd.features.pipelines.order import Order
+from torchgspmd.features.pipelines.list_scheduler import Order, curve, list_schedule
 from torchgspmd.features.pipelines.schedule import Piece, Times, in_ticks, needed_by
 
 TIMES = (Times(), Times(10, 11, 9), Times(1, 1, 0.5))

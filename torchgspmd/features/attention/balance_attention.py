@@ -8,7 +8,7 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %q, %k, %v = ... %x
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
 needs    a propagated graph, rules
-source   ours, with the order that Ring Flash Attention uses (zigzag.py)
+source   ours, with the order that Ring Flash Attention uses (op.py)
 
 A norm, a product or a loss has the same rule for all tokens, so it takes them in any order. The
 values between attention and the program's inputs may therefore be in zigzag order as well. Devices
@@ -36,8 +36,8 @@ from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
+from .op import zigzag
 from .ring_keys import RINGS, cheapest_loans, is_hidden
-from .zigzag import zigzag
 
 
 class ZigzagOrder(NamedTuple):

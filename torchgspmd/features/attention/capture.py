@@ -24,7 +24,7 @@ from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, apply_first, rewrite
 from .op import attention
-from .repeated_heads import unrepeated
+from .written import unrepeated
 
 
 @rewrite("vmap", F.scaled_dot_product_attention)

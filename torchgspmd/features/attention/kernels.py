@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from .call import AttentionCall, Gradients, Results, Upstream
-from .products import added_mask, backward_in_rows, in_rows
+from .tiles import added_mask, backward_in_rows, in_rows
 
 LSE_ROWS = 32  # the GPU kernel needs a multiple of this many rows in its logsumexp
 BIAS_COLUMNS = 16  # and a multiple of this many columns in the memory of a mask

@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 
 from .call import AttentionCall, Upstream
-from .lent_rows import LentRows
 from .op import computed, gradients
-from .ring_blocks import Arrival, Message, packed, size_of, unpacked
+from .ring_blocks import Arrival, LentRows, Message, packed, size_of, unpacked
 from .tiles import lse_dtype
 
 # Bytes of a logsumexp, at least.

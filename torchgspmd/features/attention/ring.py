@@ -8,8 +8,8 @@
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
 only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
-in zigzag order (zigzag.py), or if late devices lend queries to early ones (lending.py,
-lent_rows.py). Source: Ring Attention, arXiv 2310.01889.
+in zigzag order (op.py), or if late devices lend queries to early ones (lending.py). Source: Ring
+Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from ...layout.mesh import Mesh
 from .call import AttentionCall, Gradients, Results, Upstream, of_backward
 from .flex_op import flex_tiles
 from .lending import Backward, Forward, Lending, borrow, give_back, lend
-from .lent_rows import LentRows
-from .op import computed, gradients
+from .op import Merged, computed, gradients
 from .ring_blocks import (
     LOANS_OF_ROWS,
     LOANS_OF_STEPS,
     Arrival,
     Blocks,
     Joint,
+    LentRows,
     Message,
     Steps,
     in_step,
@@ -46,7 +46,6 @@ from .ring_blocks import (
     unpacked,
 )
 from .tiles import lse_dtype
-from .zigzag import Merged
 
 
 class RingOptions(NamedTuple):

@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .lent_rows import LentRows
-from .zigzag import runs_of_rows
+from .op import runs_of_rows
+
+
+class LentRows(NamedTuple):
+    """Which rows a device computes. rows: queries of a device before it lends any."""
+
+    n: int
+    me: int
+    rows: int
+
+    @property
+    def partner(self) -> int:
+        """The device that borrows this one's last rows, or lends it its own."""
+        return self.n - 1 - self.me
+
+    @property
+    def kept(self) -> int:
+        """The number of own rows that a device computes itself."""
+        return self.rows - lent_by(self.me, self.n, self.rows)
+
+    @property
+    def borrowed(self) -> int:
+        """The number of rows that a device computes for its partner."""
+        return lent_by(self.partner, self.n, self.rows)
+
+    def runs(self, total: int) -> list[tuple[slice, int]]:
+        """Return the runs of adjacent rows, each with its first position.
+
+        total: queries over all devices; rows behind the last one are padding.
+        """
+        own = (0, self.kept, self.me * self.rows)
+        others = (self.kept, self.borrowed, (self.partner + 1) * self.rows - self.borrowed)
+        return [
+            (slice(row, row + valid), first)
+            for row, count, first in (own, others)
+            if (valid := min(count, total - first)) > 0
+        ]
+
+
+def lent_by(device: int, n: int, rows: int) -> int:
+    """Return the number of rows that a device lends."""
+    # In blocks: rows up to x see x**2 / 2, so the rows from `device` to x have a fair share, n / 2,
+    # at this x.
+    end = math.sqrt(device**2 + n)
+    return max(0, round((device + 1 - end) * rows))
+
+
+def sent_with_rows(
+    n: int, rows: int, keys: float, lent: float, result: float, is_backward: bool
+) -> float:
+    """Return the bytes that the device sends that sends most.
+
+    rows: queries of a device. keys: the bytes of a block's keys and values. lent, result: those of
+    all rows of a device.
+    """
+    shares = [lent_by(device, n, rows) / max(rows, 1) for device in range(n)]
+    return max(
+        keys * blocks_needed((me + 1) % n, n)
+        + keys * (blocks_needed(me, n) if is_backward else 0)
+        + lent * shares[me]
+        + result * shares[n - 1 - me]
+        for me in range(n)
+    )
+
+
+def blocks_needed(device: int, n: int) -> int:
+    """Return the number of other devices' blocks that a device computes with."""
+    return max(device, n - 1 - device)
+
 
 # Who computes for whom in a ring under a causal mask. NO_LOANS: every device for its own queries.
 # LOANS_OF_STEPS: late devices lend all queries for some steps, and keys travel half way
-# (lending.py). LOANS_OF_ROWS: they lend their last queries for all steps (lent_rows.py).
+# (lending.py). LOANS_OF_ROWS: they lend their last queries for all steps (LentRows).
 NO_LOANS, LOANS_OF_STEPS, LOANS_OF_ROWS = "none", "steps", "rows"
 
 # Position in the ring -> tensor to send; position -> elements to receive.

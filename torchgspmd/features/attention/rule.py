@@ -3,7 +3,7 @@
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
 A device with some queries computes by their positions, with all keys. A causal mask leaves later
-queries more to do, unless tokens are in zigzag order (zigzag.py). A device with some keys computes
+queries more to do, unless tokens are in zigzag order (op.py). A device with some keys computes
 a part for all queries. Sums merge the parts, weighted by their logsumexp, so keys need no gather.
 The part is then a dimension `p`. Gradients are sums over queries, or over keys, and their terms
 need nothing but the merged result.
@@ -38,7 +38,7 @@ from ...rules.notation import (
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
 from . import flex_op as _flex  # noqa: F401
-from . import zigzag as _zigzag  # noqa: F401
+from . import op as _op  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
 from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts

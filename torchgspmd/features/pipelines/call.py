@@ -25,8 +25,7 @@ from ...comm.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...comm.process_groups import ProcessGroups
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
-from .list_scheduler import curve
-from .order import Order
+from .list_scheduler import Order, curve
 from .parts import LossSize, Message, StageBody, StageLink, Transport
 from .schedule import Piece
 from .stage_run import StageProgram, StageRun

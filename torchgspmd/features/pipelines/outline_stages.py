@@ -31,9 +31,8 @@ from ...layout.mesh import Mesh
 from ...layout.open_sizes import product_of
 from ..loops.split_loops import drop_unused_results, split_loop
 from .call import StageCall
-from .op import HEAD, SEND
-from .order import Order, order_within
-from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
+from .list_scheduler import Order, order_within
+from .parts import BACKWARD, FORWARD, HEAD, LOSS, SEND, WEIGHTS, LossSize, StageBody, StageLink
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 

@@ -8,10 +8,45 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, fx
 
 from ...comm.kinds import Step
 from ...comm.loop_call import InnerProgram
+from ...compat.operators import custom_op
+
+
+@custom_op("stage_send")
+def stage_send(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
+    """Return x [devices, ...]: each stage has sent it to the one that is `shift` behind.
+
+    place: the stages' round, and the value's number among several. schedule: the order of pieces,
+    as text (Order).
+    """
+    return x.clone()
+
+
+@custom_op("stage_head")
+def stage_head(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return x. Values computed from it, and from no gradient, are work for the last stage alone.
+
+    sizes: the arguments' sizes that only a run knows, in the local program.
+    """
+    return x.clone()
+
+
+@stage_send.register_fake
+def _(x: Tensor, shift: int, place: list[int], axis: str, schedule: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@stage_head.register_fake
+def _(x: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+SEND, HEAD = (op._opoverload for op in (stage_send, stage_head))
+
 
 FORWARD, LOSS, BACKWARD, WEIGHTS = "forward", "loss", "backward", "weights"
 

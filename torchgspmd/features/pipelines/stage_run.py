@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...comm.local_ops import Rows, add_rows, copy_rows, stack_rows
 from ...rules.custom_ops.loops import Loop
-from .order import Order
+from .list_scheduler import Order
 from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
 from .schedule import Piece
 

@@ -23,8 +23,7 @@ from ...rules.memory_order import ordered
 from ...rules.notation import Call, FactorRule, LocalForm, Split
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
-from .interpolate import adaptive_lines, is_identity, read_line, rule_along
-from .resampling import Line
+from .interpolate import Line, adaptive_lines, is_identity, read_line, rule_along
 from .window_rule import renumber
 
 

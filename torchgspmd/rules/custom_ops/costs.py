@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...compat.private_apis import OpOverload
-from .matrix_form import Matrix, matrix_form
-from .nd import einsum, split_equation
+from .nd import Matrix, einsum, matrix_form, split_equation
 
 _OURS = torch.ops.torchgspmd
 

@@ -3,7 +3,6 @@
 from . import (  # noqa: F401
     as_strided,
     bags,
-    block_scales,
     contraction,
     cumulative,
     factory,
