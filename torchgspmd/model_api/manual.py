@@ -131,7 +131,6 @@ def _join(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> Ten
 
 
 def _marked(x: Tensor, mesh: Mesh, leading: Sequence[str]) -> Tensor:
-    """Mark a tensor's leading dimensions with their axes."""
     if not leading:
         return x
     return mark_sharding(x, mesh, (*leading, *[UNCONSTRAINED] * (x.dim() - len(leading))))

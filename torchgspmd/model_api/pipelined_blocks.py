@@ -38,7 +38,7 @@ from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .block_calls import RowArguments, SharedArguments
-from .scheduled import ScheduledStages
+from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, check_alike
 
 Loss = Callable[..., Tensor]
@@ -301,7 +301,7 @@ class Pipeline(StackedBlocks):
                 new = [torch.where(is_new, x, old) for x, old in zip(new, again)]
             else:
                 new = [x[None] for x in new]
-            moved = [self._along(_only(first, x, old)) for x, old in zip(new, passed)]
+            moved = [self._along(only(first, x, old)) for x, old in zip(new, passed)]
             begun = (number - position).clamp(min=0)
             round_of = (begun // m).clamp(max=rounds - 1)
             mine = [self._along(x.index_select(0, begun % m)) for x in own]
@@ -358,7 +358,6 @@ class Pipeline(StackedBlocks):
         return [*all_stages(weights, *state)]
 
     def _along(self, leaf: Tensor) -> Tensor:
-        """Mark a value [stages, ...]."""
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
 
 
@@ -367,12 +366,6 @@ def _of_all_stages(function: Callable[..., object], *args: object) -> Any:
     results = torch.vmap(function, randomness="different")(*args)
     note_results(pytree.tree_leaves(results))
     return results
-
-
-def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
-    """Return the stages' inputs: one stage gets `new` [1 or stages, ...], others `old`."""
-    places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
-    return torch.where(places == stage, new, old)
 
 
 def _rows(weight: Tensor, round_of: Tensor) -> Tensor:

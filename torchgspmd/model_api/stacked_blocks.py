@@ -100,7 +100,6 @@ class StackedBlocks(nn.Module):
         return [*self]
 
     def place(self, layer: int) -> int:
-        """Return the row that has a block's weights."""
         return self.places[layer]
 
     def named_rows(self) -> Iterator[tuple[str, Row]]:
@@ -127,7 +126,6 @@ class StackedBlocks(nn.Module):
     def run(
         block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
-        """Run a block with these weights."""
         args = x, *shared.args
         with in_block():
             return torch.func.functional_call(block, weights, args, {**shared.kwargs})
@@ -274,7 +272,6 @@ class Stack(StackedBlocks):
         return f"{self.count} blocks"
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return the last block's result."""
         shared = SharedArguments(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)

@@ -20,6 +20,7 @@ from ..compat.operators import aten
 from ..layout.mark import mark_sharding_op
 from .custom_ops.scaled_mm import plain_scales
 from .ops.cumulative import EXTREMES, FROM_BEHIND, extreme_gradient, suffix_scan
+from .ops.pointwise import named
 from .rewrites import DECLINED, Declined, apply_first, rewrite
 
 MARK = mark_sharding_op._opoverload
@@ -130,13 +131,8 @@ def _gradient_of_extremes(node: fx.Node) -> fx.Node | Declined:
 # x[arange(m)[:, None], arange(n), i], where rows are in several dimensions.
 
 
-_RESHAPES = (
-    aten.view.default,
-    aten.reshape.default,
-    aten.unsqueeze.default,
-    aten._unsafe_view.default,
-)
-_ARANGES = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+_RESHAPES = named("view reshape unsqueeze _unsafe_view")
+_ARANGES = named("arange arange.start arange.start_step")
 
 
 @rewrite("simplify", aten.index.Tensor)
@@ -148,8 +144,10 @@ def _gather_of_each(node: fx.Node) -> fx.Node | Declined:
     # As indices, the dimensions before would be indexed ones, whose shards give terms of a sum.
     x, val, dim = node.args[0], node.meta["val"], len(node.args[1]) - 1
     shape = list(index.meta["val"].shape)
-    rows = _call(node, aten.gather.default, (x, dim, index), shape, val.dtype)
-    return _call(node, aten.reshape.default, (rows, list(val.shape)), list(val.shape), val.dtype)
+    rows = inserted_call(node, aten.gather.default, (x, dim, index), shape, val.dtype)
+    return inserted_call(
+        node, aten.reshape.default, (rows, list(val.shape)), list(val.shape), val.dtype
+    )
 
 
 @rewrite("simplify", aten.index_put.default)
@@ -164,7 +162,9 @@ def _scatter_of_each(node: fx.Node) -> fx.Node | Declined:
     if values.meta["val"].numel() != math.prod(shape):
         return DECLINED
     op = aten.scatter_add.default if rest and rest[0] else aten.scatter.src
-    rows = _call(node, aten.reshape.default, (values, list(shape)), shape, x.meta["val"].dtype)
+    rows = inserted_call(
+        node, aten.reshape.default, (values, list(shape)), shape, x.meta["val"].dtype
+    )
     return replacement_call(node, op, (x, len(indices) - 1, index, rows))
 
 
@@ -189,18 +189,18 @@ def _index_of_each(node: fx.Node) -> fx.Node | None:
     count = val.numel() // max(math.prod(n), 1)
     column, whole = [*n, count, *[1] * len(rest)], [*n, count, *rest]
     # gather takes no negative places; those behind the last row are its error.
-    is_negative = _call(node, aten.lt.Scalar, (index, 0), val.shape, torch.bool)
-    from_end = _call(node, aten.add.Scalar, (index, rows), val.shape, val.dtype)
+    is_negative = inserted_call(node, aten.lt.Scalar, (index, 0), val.shape, torch.bool)
+    from_end = inserted_call(node, aten.add.Scalar, (index, rows), val.shape, val.dtype)
     both = (is_negative, from_end, index)
-    places = _call(node, aten.where.self, both, val.shape, val.dtype)
-    places = _call(node, aten.reshape.default, (places, column), column, val.dtype)
-    return _call(node, aten.expand.default, (places, whole), whole, val.dtype)
+    places = inserted_call(node, aten.where.self, both, val.shape, val.dtype)
+    places = inserted_call(node, aten.reshape.default, (places, column), column, val.dtype)
+    return inserted_call(node, aten.expand.default, (places, whole), whole, val.dtype)
 
 
-def _call(
-    node: fx.Node, op: object, args: tuple[object, ...], shape: Sequence[int], dtype: torch.dtype
+def inserted_call(
+    node: fx.Node, op: object, args: tuple, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> fx.Node:
-    """Insert a call before a node; its result has this shape and dtype."""
+    """Insert a call before a node; its result has this shape, and this dtype or the node's."""
     call = replacement_call(node, op, args)
     call.meta["val"] = node.meta["val"].new_empty(list(shape), dtype=dtype)
     return call
@@ -256,16 +256,15 @@ def _recipe(value: Any, shape: tuple[int, int], found: list[fx.Node]) -> Any:
     if tuple(value.meta["val"].shape) == shape:
         found.append(value)
         return (_SOURCE,)
-    if value.target is aten.view.dtype and value.args[1].itemsize == _itemsize(value.args[0]):
+    if (
+        value.target is aten.view.dtype
+        and value.args[1].itemsize == value.args[0].meta["val"].itemsize
+    ):
         return _recipe(value.args[0], shape, found)
     if value.target not in _MOVES:
         return None
     parts = [_recipe(x, shape, found) for x in value.args]
     return None if None in parts else (value.target, *parts)
-
-
-def _itemsize(node: fx.Node) -> int:
-    return node.meta["val"].dtype.itemsize
 
 
 @cache

@@ -27,9 +27,10 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
-from .custom_ops.updates import adam_formula
+from .custom_ops.updates import AdamStep, adam_formula
 from .flat_call import FlatCall
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
+from .ops.pointwise import named
 from .registry import rule_function
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
 
@@ -167,14 +168,10 @@ class _Recorder(TorchDispatchMode):
 
 ours = torch.ops.torchgspmd
 
-NORMS = {
-    aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-    aten.native_group_norm.default,
-    aten.native_group_norm_backward.default,
-    aten.native_batch_norm.default,
-    aten.native_batch_norm_backward.default,
-}
+NORMS = named("""
+    native_layer_norm native_layer_norm_backward native_group_norm native_group_norm_backward
+    native_batch_norm native_batch_norm_backward
+""")
 
 
 def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Callable | None:
@@ -190,7 +187,7 @@ def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Ca
 @rewrite("xla", ours.adam.default)
 def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     # By plain operations: XLA does not know ours.
-    return adam_formula(p, g, m, v, None, *rest)[:3]
+    return adam_formula(p, g, m, v, None, AdamStep(*rest))[:3]
 
 
 @rewrite("xla", aten.roll.default)

@@ -69,7 +69,6 @@ class FlatCall:
         return pytree.tree_map(kept, results)
 
     def flattened(self, arguments: Any) -> Any:
-        """Return arguments with flattened operands."""
         leaves, tree = pytree.tree_flatten(arguments)
         groups = iter(self.operands)
         flat = [
@@ -232,7 +231,6 @@ class _Emission:
 
 
 def reshaped(local: LocalBuilder, x: Any, shape: tuple[int, ...]) -> fx.Node:
-    """Return a local value in another shape."""
     result = local.call(aten.reshape.default, x, list(shape))
     local.note(result, shape)
     return result

@@ -336,8 +336,6 @@ def make_rule(
 def describe(
     operands: Sequence[Dims], results: Sequence[Dims], halo: Mapping[Place, Reach] | None = None
 ) -> str:
-    """Return these factors as a sentence."""
-
     def tensor(dims: Dims, reaches: Mapping[int, Reach]) -> str:
         return " ".join(f"{_dim(dim)}{reaches.get(d, '')}" for d, dim in enumerate(dims))
 

@@ -40,8 +40,6 @@ LEVELS = (
 
 
 class Declined(Enum):
-    """DECLINED's type."""
-
     DECLINED = 0
 
 

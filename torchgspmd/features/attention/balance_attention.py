@@ -109,8 +109,6 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
 
 
 class _Reordering:
-    """Chooses the operations to reorder, and reorders them."""
-
     def __init__(
         self,
         graph: fx.Graph,
@@ -251,7 +249,6 @@ class _Reordering:
         return "", 1
 
     def _places(self, tokens: Tokens) -> Iterator[TokenDim]:
-        """Yield an operation's values that have its tokens."""
         op = self.ops[tokens.node]
         factors = (tokens.factor,)
         if tokens.factor == "":

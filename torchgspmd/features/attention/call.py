@@ -62,7 +62,6 @@ class AttentionCall(NamedTuple):
         return (self.causal, self.scale, self.mask, self.region, *self.modifiers)
 
     def in_block(self, rows: slice, columns: slice) -> AttentionCall:
-        """Return the call for some queries and some keys."""
         mask = self.mask
         if mask is not None:
             # A dimension of size 1 broadcasts, so it has nothing to cut.
@@ -84,7 +83,6 @@ class Upstream(NamedTuple):
     lse: Tensor
 
     def in_rows(self, rows: slice) -> Upstream:
-        """Return the operands for some queries."""
         return Upstream(self.grad[..., rows, :], self.out[..., rows, :], self.lse[..., rows])
 
 

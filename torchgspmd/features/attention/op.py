@@ -83,7 +83,6 @@ def computed(call: AttentionCall) -> Results:
 
 
 def gradients(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """Compute a call's gradients by kernels; with dropout by tiles."""
     s, t, offset = _extent(call)
     if call.seed is not None:
         return Tiles(call, Dropout(call.seed, call.dropout)).backward(upstream)
@@ -250,7 +249,6 @@ class Merged:
         self.lse = q.new_full(shape, -math.inf, dtype=lse_dtype(q))
 
     def add(self, rows: slice, results: Results) -> None:
-        """Merge some queries' results for further keys."""
         before = self.out[..., rows, :], self.lse[..., rows]
         self.out[..., rows, :], self.lse[..., rows] = merge(before, results)
 
@@ -309,19 +307,14 @@ def zigzag_attention(
 zigzag_attention.register_fake(empty_results)
 
 
-@custom_op("zigzag_attention_backward")
-def zigzag_attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    shards: int,
-    region: Sequence[int],
-) -> Gradients:
+@custom_op(
+    "zigzag_attention_backward",
+    schema=backward_schema("float scale, SymInt shards, SymInt[] region"),
+)
+def zigzag_attention_backward(*args: Any) -> Gradients:
     """Return terms of `zigzag_attention`'s gradients for q, k and v, from some keys."""
+    grad, q, k, v, out, lse, scale, shards, region = args
+    upstream = Upstream(grad, out, lse)
     total, keys = region[2], k.shape[-2]
     whole = keys == total
     if whole:
@@ -329,11 +322,10 @@ def zigzag_attention_backward(
     grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)]
     columns = [(slice(0, keys), 0)] if whole else [*runs_of_rows(region[1], keys, shards, total)]
     for rows, place in runs_of_rows(region[0], q.shape[-2], shards, total):
-        upstream = Upstream(grad, out, lse).in_rows(rows)
         for some, start in columns:
             here = [place, start, total, total]
             call = AttentionCall(q, k, v, True, scale, region=here).in_block(rows, some)
-            terms = gradients(call, upstream)
+            terms = gradients(call, upstream.in_rows(rows))
             for total_grad, part, term in zip(grads, (rows, some, some), terms):
                 total_grad[..., part, :] += term
     if whole:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +35,8 @@ from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
 from .lending import LSE_ITEMSIZE, sent_bytes
-from .ring import RingOptions, ring_attention, ring_attention_backward
-from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, sent_with_rows
+from .ring import ring_attention, ring_attention_backward
+from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, RingOptions, sent_with_rows
 
 Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
@@ -61,14 +62,6 @@ class Ring(NamedTuple):
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
-def _plain(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
-    return _of_call(AttentionCall(*args))
-
-
-def _plain_backward(args: tuple[object, ...]) -> tuple[bool, float, RingOptions]:
-    return _of_call(of_backward(*args)[0])
-
-
 def _of_call(call: AttentionCall) -> tuple[bool, float, RingOptions]:
     place = tuple(call.region[4:] if call.region else ())
     return call.causal, call.scale, RingOptions(call.mask, place, call.modifiers)
@@ -91,19 +84,15 @@ def _flex(at: int) -> Arguments:
 
 
 _ours = torch.ops.torchgspmd
+_forward = partial(Ring, ring_attention, "s", 0, None)
+_backward = partial(Ring, ring_attention_backward, "s", 1, reduce_scatter)
 RINGS: dict[Any, Ring] = {
-    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _plain),
-    _ours.attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, None, _plain_backward
-    ),
-    _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
-    _ours.flex_attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, None, _flex(6)
-    ),
-    _ours.zigzag_attention.default: Ring(ring_attention, "s", 0, None, 4, _zigzag(3)),
-    _ours.zigzag_attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, 7, _zigzag(6)
-    ),
+    _ours.attention.default: _forward(None, lambda args: _of_call(AttentionCall(*args))),
+    _ours.attention_backward.default: _backward(None, lambda args: _of_call(of_backward(*args)[0])),
+    _ours.flex_attention.default: _forward(None, _flex(3)),
+    _ours.flex_attention_backward.default: _backward(None, _flex(6)),
+    _ours.zigzag_attention.default: _forward(4, _zigzag(3)),
+    _ours.zigzag_attention_backward.default: _backward(7, _zigzag(6)),
 }
 
 
@@ -154,7 +143,6 @@ def mark_rings(
 
 
 def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:
-    """Return the operands that travel in a ring."""
     return node.args[ring.queries + 1 : ring.queries + 3]
 
 
@@ -193,7 +181,6 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
 
 
 def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> bool:
-    """Return whether a device computes with one block for longer than the next one travels."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
     return is_hidden(q, k, v, n, causal, flops_per_byte)
@@ -251,7 +238,6 @@ def cheapest_loans(
 
 
 def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
-    """Mark the users of gathers, and give each its own gathers."""
     for i, user in enumerate(users):
         user.meta["ring"] = NO_LOANS
         with graph.inserting_before(user):
@@ -294,7 +280,6 @@ def replace_by_rings(graph: fx.Graph) -> fx.Graph:
 
 
 def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, loans: str) -> None:
-    """Fuse an operation with its gathers and the reduce_scatters behind it."""
     # Keys and values follow the queries among the operands.
     place = ring.queries + 1
     chains = [_chain(x, ring) for x in node.args[place : place + 2]]

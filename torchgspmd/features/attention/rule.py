@@ -189,7 +189,6 @@ def _attention_parts(call: Call) -> FactorRule:
 
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries, with all keys."""
     call = AttentionCall(*args)
     region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
     region += place_of(local, 0) if call.modifiers else []
@@ -228,7 +227,6 @@ def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.No
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's key ranges."""
     call, _ = of_parts(*args)
     query, key, *sizes = args[6]
     rows = local.rule.sizes.get("t", 1)
@@ -275,25 +273,23 @@ def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
-    local = LocalForm(_emit_flex, when=["s", "t", *names.before], positional="s t")
-    return _rule(call, names, dims, whole, local=local)
+    return _rule(call, names, dims, whole, local=_flex_form(names, 0))
 
 
 @rule_for(ours.flex_attention_backward.default)
 def _flex_attention_backward(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 1), _buffers(call.tensors[6:])
-    local = LocalForm(_emit_flex_backward, when=["s", "t", *names.before], positional="s t")
-    return _rule(call, names, dims, whole, is_gradient=True, local=local)
+    return _rule(call, names, dims, whole, is_gradient=True, local=_flex_form(names, 1))
 
 
-def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries, with all keys."""
-    return results_of(local, local.target, *args[:8], _region(local, 0))
+def _flex_form(names: Names, q: int) -> LocalForm:
+    """Compute the device's queries; of gradients, terms. q: the index of the queries."""
 
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
+        # The region is the last argument, which a program before it is sharded lacks.
+        return results_of(local, local.target, *args[: 8 + 3 * q], _region(local, q))
 
-def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries and keys; gradients are terms to add up."""
-    return results_of(local, local.target, *args[:11], _region(local, 1))
+    return LocalForm(emit, when=["s", "t", *names.before], positional="s t")
 
 
 def _region(local: LocalBuilder, q: int) -> list[object]:

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol, cast
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ...rules.custom_ops.nd import einsum
-from ...rules.custom_ops.random import dropout_mask
+from ...rules.custom_ops.random import Shard, dropout_mask
 from .call import AttentionCall, Gradients, Results, Upstream
 
 # Score elements that are computed at a time.
@@ -28,45 +29,37 @@ TILE = 1 << 22
 TILE_KEYS = 1 << 10
 
 
-class ScoreChange(Protocol):
+class ScoreChange:
     """A change to a tile's scores. shape: theirs, [*lead, heads of keys, groups, s, t]."""
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
         """Return the mask for a tile; True if all scores are seen, False if none are."""
-        ...
+        return True
 
     def scores(self, scores: Tensor, place: Place) -> Tensor:
         """Return the changed scores."""
-        ...
+        return scores
 
     def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
         """Return the gradient for the scores, given that for the changed scores."""
-        ...
+        return grad
 
     def factors(self, weights: Tensor, place: Place) -> Tensor | None:
         """Return factors for the weights, or None."""
-        ...
+        return None
 
 
-class Dropout(NamedTuple):
-    """A ScoreChange that leaves weights out. seed: a number; p: the probability."""
+@dataclass(frozen=True)
+class Dropout(ScoreChange):
+    """Leaves weights out. seed: a number; p: the probability."""
 
     seed: Tensor
     p: float
 
-    def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> bool:
-        return True
-
-    def scores(self, scores: Tensor, place: Place) -> Tensor:
-        return scores
-
-    def score_gradient(self, grad: Tensor, scores: Tensor, place: Place) -> Tensor:
-        return grad
-
     def factors(self, weights: Tensor, place: Place) -> Tensor:
-        shape = list(weights.shape)
         # By global positions, so that shards drop the same weights as one device would.
-        kept = dropout_mask(self.seed, self.p, shape, *place, weights.device)
+        shard = Shard([*weights.shape], *place)
+        kept = dropout_mask(self.seed, self.p, shard, weights.device)
         # Scaled, so that the weights keep their expected sum; with p = 1 none is left.
         return kept.to(weights.dtype) * (1 / (1 - self.p) if self.p < 1 else 0.0)
 
@@ -194,7 +187,6 @@ class Tiles:
         return out.to(q.dtype), lse
 
     def backward(self, upstream: Upstream) -> Gradients:
-        """Return the gradients for q, k and v."""
         grad, out, lse = upstream
         lead, heads, k, v = self.lead, self.heads, self.call.k, self.call.v
         # Many tiles are summed, so in float32 or wider.
@@ -258,7 +250,6 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def empty_results(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Return tensors like attention's result and logsumexp."""
     return q.new_empty([*q.shape[:-1], v.shape[-1]]), q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
 
 
@@ -286,7 +277,6 @@ def added_mask(mask: Tensor | None, q: Tensor) -> Tensor | None:
 
 
 def in_rows(call: AttentionCall) -> Results:
-    """Compute some score rows at a time."""
     out, lse = zip(*(attention_by_products(piece) for _, piece in _pieces(call)))
     return torch.cat(out, 2), torch.cat(lse, 2)
 
@@ -359,7 +349,6 @@ def _letters(q: Tensor, k: Tensor) -> tuple[str, str]:
 
 
 def _in_groups(x: Tensor, k: Tensor, dims: int) -> Tensor:
-    """Split query heads into key heads and groups. dims: the dimensions from the heads on."""
     heads = x.shape[-dims]
     if heads == k.shape[-3]:
         return x

@@ -150,7 +150,6 @@ def _repeat_interleave(
 
 @rewrite("product", torch.transpose, Tensor.transpose)
 def _transpose(input: Tensor, dim0: Any, dim1: Any) -> Any:
-    """Pass on the remembered value."""
     repeats = _repeats_of(input)
     if repeats is None or not isinstance(dim0, int):
         return DECLINED

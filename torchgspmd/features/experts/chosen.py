@@ -104,7 +104,6 @@ _ASCENDING: list[list[Any]] = [[], [-1], [0]]
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """Return a value before casts."""
     while node.target is aten._to_copy.default:
         node = node.args[0]
     return node
@@ -127,7 +126,6 @@ def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_first_alone(indices: list[fx.Node | None]) -> bool:
-    """Return whether only the first dimension is indexed."""
     return [i is not None for i in indices] == [True] + [False] * (len(indices) - 1)
 
 
@@ -328,7 +326,6 @@ def _is_added(node: fx.Node, rules: Rules) -> bool:
 
 
 def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> None:
-    """Compute a node by blocks instead."""
     assert choices is not None
     values = tuple(v.meta["val"] for v in choices.operands)
     inner = trace(choices.compute, (*values, shards), {})

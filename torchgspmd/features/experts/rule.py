@@ -117,12 +117,10 @@ class BlockCut(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """The number of dimensions before the rows."""
         return leading_dims(self.ends.meta["val"])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """A call's arguments behind the rows."""
         return (*self[:2], *((self.groups,) if self.groups else ()))
 
 
@@ -157,7 +155,6 @@ def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups:
 def outer_by_blocks(
     x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0
 ) -> Tensor:
-    """Compute each block's products by itself."""
     xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
     blocks = ours.block_outer(xs, ys, ends, shards, groups)
     # Without the empty groups that fill the last block.

@@ -11,7 +11,6 @@ from . import batch_lanes
 
 
 def _batch_lanes(program: Program) -> fx.Graph | None:
-    """Compute lanes as one region, over the devices."""
     changed = batch_lanes.batch_lanes(work_of(program), program.request.constants)
     return program.request.expand(program.graph) if changed else None
 

@@ -73,7 +73,6 @@ class _Batcher:
         self.done: set[fx.Node] = set()  # operations of lanes that are computed as one
 
     def batch(self, lanes: Lanes) -> bool:
-        """Compute lanes as one region, if that costs less; return whether it does."""
         if any(op.node in self.done for op in lanes.core):
             return False
         best = min(self._divisions(lanes), key=lambda each: each.cost, default=None)
@@ -224,8 +223,6 @@ def _is_in_loop(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    """Writes one region in place of its lanes."""
-
     def __init__(self, batcher: _Batcher, lanes: Lanes, division: Division) -> None:
         self.at, self.lanes, self.division = batcher, lanes, division
         self.graph, self.axes = batcher.graph, division.axes

@@ -30,7 +30,6 @@ class StagePlacement:
 
     @property
     def stages(self) -> int:
-        """The number of stages on all devices."""
         return self.devices * self.rounds
 
     def device(self, stage: int) -> int:
@@ -88,7 +87,6 @@ def list_schedule(
 def _shortest(
     places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
-    """Return the shortest schedule that any rule gives."""
     # With one stage a device, one rule is best for all sizes; with rounds no rule is.
     rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
     tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
@@ -179,7 +177,6 @@ class _Order:
         return self.kept[device] + later < limit
 
     def choose(self, device: int, now: float) -> Piece | None:
-        """Return the most urgent piece that is ready."""
         ready = [
             Piece(kind, stage, i)
             for (kind, stage), i in self.next[device].items()
@@ -258,23 +255,13 @@ class Order:
 
     @classmethod
     def parse(cls, text: str) -> Order:
-        """Parse an order."""
         name, sizes, *words = text.split()
         numbers = dict(zip(words, words[1:]))
-        limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
         devices, microbatches = map(int, sizes.split("x"))
+        limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
         rounds = int(numbers.get("rounds", 1))
-        recompute, vee = "recompute" in words, "vee" in words
-        return cls(
-            name=name,
-            devices=devices,
-            microbatches=microbatches,
-            limit=limit,
-            memory=memory,
-            recompute=recompute,
-            rounds=rounds,
-            vee=vee,
-        )
+        marks = {mark: mark in words for mark in ("recompute", "vee")}
+        return cls(name, devices, microbatches, limit, memory, rounds=rounds, **marks)
 
     @property
     def splits(self) -> bool:
@@ -288,11 +275,9 @@ class Order:
 
     @property
     def places(self) -> StagePlacement:
-        """The map between devices and stages."""
         return StagePlacement(self.devices, self.rounds, self.vee)
 
     def zero_bubble(self, limit: int) -> Order:
-        """Return the zero-bubble schedule with a limit on activations."""
         return replace(self, name="zero_bubble", limit=limit)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""A pipeline's parts: pieces of work, their messages, and the transport that sends them."""
+"""A pipeline's parts: marks in its flat graph, pieces of work and their messages."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -67,7 +67,6 @@ class StageBody(InnerProgram):
 
     @cached_property
     def run(self) -> Callable[..., Any]:
-        """The compiled piece."""
         return self.compile(self.graph)
 
 
@@ -118,21 +117,3 @@ class Message(NamedTuple):
     link: StageLink
     device: int
     value: Tensor
-
-
-class Transport(Protocol):
-    """Sends between a device's stages and other devices' stages."""
-
-    device: int
-
-    def send(self, messages: Sequence[Message]) -> None:
-        """Send a piece's values; they may arrive later."""
-        ...
-
-    def receive(self, messages: Sequence[Message]) -> Callable[[], list[Tensor]]:
-        """Begin to receive a piece's values; return a function that returns them."""
-        ...
-
-    def finish(self) -> None:
-        """Wait until all sent values have arrived."""
-        ...

@@ -59,7 +59,6 @@ class StageProgram:
         return [body for each in kinds if (body := self.body(each, round_)) is not None]
 
     def kind_of(self, body: StageBody) -> str:
-        """Return the kind of piece that runs a body."""
         stage = (
             self.order.places.stages
             - 1
@@ -87,8 +86,6 @@ class StageProgram:
 
 
 class StageRun:
-    """One device's values while it does its stages' pieces."""
-
     def __init__(
         self,
         call: StageProgram,
@@ -131,7 +128,6 @@ class StageRun:
         return [each for each in self.links(piece, 1) if each[-1] != self.device]
 
     def arrive(self, piece: Piece, carry: str, x: Tensor) -> None:
-        """Take the value that another device has sent for a piece."""
         self.values[piece.microbatch][carry] = x
 
     def inputs(self, piece: Piece, body: StageBody) -> list[Any]:
@@ -158,7 +154,6 @@ class StageRun:
         return self.blank[name]
 
     def take(self, piece: Piece, body: StageBody, values: Sequence[Any]) -> None:
-        """Take the results that a body returns."""
         own = self.values[piece.microbatch]
         for name, x in zip(body.outputs, values):
             own[name] = x

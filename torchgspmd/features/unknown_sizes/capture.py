@@ -237,7 +237,6 @@ def _interpolate(
 
 
 def _scaled(size: Any, factor: float) -> Any:
-    """Return a result's size, rounded down."""
     # A whole factor keeps the size a product of integers.
     return size * int(factor) if float(factor).is_integer() else torch.sym_int(size * factor)
 

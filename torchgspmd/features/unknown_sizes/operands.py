@@ -12,6 +12,7 @@ Functions that move or resample rows are in capture.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -121,28 +122,34 @@ def _chunk(input: Tensor, chunks: int, dim: int = 0) -> Any:
 # the next one, behind the positions; norms, losses and means are computed by sums.
 
 
-def _asks(*values: Any) -> bool:
-    """Return whether torch.vmap on PyTorch's operator would ask for a run's size."""
-    return is_vectorizing() and is_unknown(*values)
+def _vmapped(*targets: Callable) -> Callable:
+    """Register a replacement under torch.vmap, where PyTorch's operator would ask for sizes."""
+
+    def register(function: Callable) -> Callable:
+        @wraps(function)
+        def replaced(*args: Any, **kwargs: Any) -> Any:
+            if not (is_vectorizing() and is_unknown(args, tuple(kwargs.values()))):
+                return DECLINED
+            return function(*args, **kwargs)
+
+        for level in ("vmap", "value"):
+            rewrite(level, *targets)(replaced)
+        return replaced
+
+    return register
 
 
 # ---------------------------------------------------------------------------- along a dimension
 
 
-@rewrite("vmap", torch.gather, Tensor.gather)
-@rewrite("value", torch.gather, Tensor.gather)
+@_vmapped(torch.gather, Tensor.gather)
 def _gather(input: Tensor, dim: int, index: Tensor) -> Any:
-    if not _asks(input, index):
-        return DECLINED
     dim %= input.dim()
     return with_positions(lambda n, x, i: torch.gather(x, dim + n, i), 0, input, index)
 
 
-@rewrite("vmap", torch.index_select, Tensor.index_select)
-@rewrite("value", torch.index_select, Tensor.index_select)
+@_vmapped(torch.index_select, Tensor.index_select)
 def _index_select(input: Tensor, dim: int, index: Tensor) -> Any:
-    if not _asks(input, index):
-        return DECLINED
     dim %= input.dim()
     return with_positions(lambda n, x, i: _selected(x, n, dim, i), 0, input, index)
 
@@ -167,31 +174,22 @@ def _selected(x: Tensor, front: int, dim: int, index: Tensor) -> Tensor:
     return torch.gather(x, front + dim, index.expand(shape))
 
 
-@rewrite("vmap", torch.scatter, Tensor.scatter)
-@rewrite("value", torch.scatter, Tensor.scatter)
+@_vmapped(torch.scatter, Tensor.scatter)
 def _scatter(input: Tensor, dim: int, index: Tensor, src: Any = 0.0) -> Any:
-    if not _asks(input, index):
-        return DECLINED
     dim %= input.dim()
     if not isinstance(src, Tensor):
         return with_positions(lambda n, x, i: x.scatter(dim + n, i, src), 0, input, index)
     return with_positions(lambda n, x, i, y: x.scatter(dim + n, i, y), 0, input, index, src)
 
 
-@rewrite("vmap", torch.scatter_add, Tensor.scatter_add)
-@rewrite("value", torch.scatter_add, Tensor.scatter_add)
+@_vmapped(torch.scatter_add, Tensor.scatter_add)
 def _scatter_add(input: Tensor, dim: int, index: Tensor, src: Tensor) -> Any:
-    if not _asks(input, index):
-        return DECLINED
     dim %= input.dim()
     return with_positions(lambda n, x, i, y: x.scatter_add(dim + n, i, y), 0, input, index, src)
 
 
-@rewrite("vmap", torch.cat, torch.concat, torch.concatenate)
-@rewrite("value", torch.cat, torch.concat, torch.concatenate)
+@_vmapped(torch.cat, torch.concat, torch.concatenate)
 def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
-    if not _asks(*tensors):
-        return DECLINED
     dim %= tensors[0].dim()
     return with_positions(lambda n, *each: torch.cat(each, dim + n), 0, *tensors)
 
@@ -199,8 +197,7 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 # ------------------------------------------------------------------------------------- by sums
 
 
-@rewrite("vmap", F.layer_norm)
-@rewrite("value", F.layer_norm)
+@_vmapped(F.layer_norm)
 def _layer_norm(
     input: Tensor,
     normalized_shape: Sequence[Any],
@@ -208,9 +205,6 @@ def _layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
 ) -> Any:
-    """Compute F.layer_norm by means: torch.vmap on PyTorch's operator asks for sizes."""
-    if not (is_vectorizing() and is_unknown(input)):
-        return DECLINED
     dims = [*range(-len(normalized_shape), 0)]
     # PyTorch's kernel also computes half types in float32.
     x = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
@@ -220,8 +214,7 @@ def _layer_norm(
     return (y if bias is None else y + bias).to(input.dtype)
 
 
-@rewrite("vmap", F.cross_entropy)
-@rewrite("value", F.cross_entropy)
+@_vmapped(F.cross_entropy)
 def _cross_entropy(
     input: Tensor,
     target: Tensor,
@@ -232,10 +225,9 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """Compute F.cross_entropy by sums: torch.vmap on PyTorch's operator asks for sizes."""
     plain = weight is None and size_average is None and reduce is None
     plain &= input.dim() > 1 and not (label_smoothing or target.is_floating_point())
-    if not (plain and is_vectorizing() and is_unknown(input, target)):
+    if not plain:
         return DECLINED
     counted = target != ignore_index
     classes = arange_of(input, input.shape[1]).view(-1, *[1] * (input.dim() - 2))
@@ -247,21 +239,18 @@ def _cross_entropy(
     return losses.sum() / (counted.sum() if reduction == "mean" else 1)
 
 
-@rewrite("vmap", F.dropout)
-@rewrite("value", F.dropout)
+@_vmapped(F.dropout)
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """Compute F.dropout by a mask: torch.vmap on PyTorch's operator asks for sizes."""
-    if not (is_vectorizing() and is_unknown(input)) or inplace or not 0 < p < 1 or not training:
+    if inplace or not 0 < p < 1 or not training:
         return DECLINED
     kept = torch.rand_like(input, dtype=torch.float32) >= p
     return torch.where(kept, input / (1 - p), 0)
 
 
-@rewrite("vmap", torch.mean, Tensor.mean)
-@rewrite("value", torch.mean, Tensor.mean)
+@_vmapped(torch.mean, Tensor.mean)
 def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Compute a mean over all elements by a sum along each dimension: torch.vmap merges them."""
-    if dim is not None or not (is_vectorizing() and is_unknown(input)):
+    if dim is not None:
         return DECLINED
     dims, x = [*range(input.dim())], input if dtype is None else input.to(dtype)
     return x.sum(dims) / torch.ones_like(x).sum(dims)  # counted: vmap takes no numbers from a run

@@ -19,7 +19,7 @@ from itertools import pairwise
 from torch import fx
 
 from ...compat.operators import aten
-from ...rules.algebra import replacement_call
+from ...rules.algebra import inserted_call, replacement_call
 from ...rules.algebra_rows import concat_of, pads_of
 from ...rules.ops.slicing import ring_rows
 from ...rules.rewrites import DECLINED, Declined, rewrite
@@ -61,9 +61,9 @@ def _rows_of(x: fx.Node, dim: int) -> tuple[fx.Node, int, int]:
 
 def _ring(node: fx.Node, x: fx.Node, dim: int, start: int, count: int) -> fx.Node:
     """Insert a call of ring_rows before a node."""
-    call = replacement_call(node, ring_rows._opoverload, (x, dim, start, count))
-    call.meta["val"] = ring_rows(x.meta["val"], dim, start, count)
-    return call
+    shape = list(x.meta["val"].shape)
+    shape[dim] = count
+    return inserted_call(node, ring_rows._opoverload, (x, dim, start, count), shape)
 
 
 @rewrite("simplify", aten.add.Tensor)
@@ -110,7 +110,6 @@ def _is_summand(node: fx.Node) -> bool:
 
 
 def _terms(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the terms of a sum."""
     for x in node.args:
         if isinstance(x, fx.Node) and x.target is aten.add.Tensor and not x.kwargs:
             if _is_summand(x):
@@ -139,7 +138,7 @@ def _convolved(node: fx.Node, grad: fx.Node, dim: int, before: int, size: int) -
         inner = _convolved(node, pads[0], dim, before, size)
         shape = list(grad.meta["val"].shape)
         shape[dim] = size
-        return inner and _call(node, grad.target, (inner, *grad.args[1:]), shape)
+        return inner and inserted_call(node, grad.target, (inner, *grad.args[1:]), shape)
     if grad.target is not _CONVOLUTION or not grad.args[6]:
         return None
     y, w, bias, stride, padding, dilation, _, rest, groups = grad.args
@@ -165,11 +164,4 @@ def _convolved(node: fx.Node, grad: fx.Node, dim: int, before: int, size: int) -
     shape = list(grad.meta["val"].shape)
     shape[dim] = size
     options = (bias, stride, padding, dilation, True, rest, groups)
-    return _call(node, _CONVOLUTION, (ring, w, *options), shape)
-
-
-def _call(node: fx.Node, op: object, args: tuple, shape: list[int]) -> fx.Node:
-    """Insert a call before a node; its result has this shape."""
-    call = replacement_call(node, op, args)
-    call.meta["val"] = node.meta["val"].new_empty(shape)
-    return call
+    return inserted_call(node, _CONVOLUTION, (ring, w, *options), shape)

@@ -90,58 +90,38 @@ def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def computation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which to compute positions and weights."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-@custom_op("band")
-def band(
-    op: str,
-    dim: int,
-    rows: int,
-    positions: int,
-    corners: bool | None,
-    scale: float | None,
-    back: bool,
-    start: int,
-    count: int,
-    first: int,
-    length: int,
-    width: int,
-    kind: torch.dtype,
-    device: torch.device,
-) -> tuple[Tensor, Tensor]:
+@custom_op(
+    "band",
+    schema="(str op, SymInt dim, SymInt rows, SymInt positions, bool? corners, float? scale, "
+    "bool back, SymInt start, SymInt count, SymInt first, SymInt length, SymInt width, "
+    "ScalarType kind, Device device) -> (Tensor, Tensor)",
+)
+def band(*args: Any) -> tuple[Tensor, Tensor]:
     """Return the row numbers [count * width] and weights [count, width] for some positions.
 
-    Positions: start:start+count; those past the end read an arbitrary row. Row numbers count from
-    `first`, in rows first:first+length.
+    The arguments are those of a Line, then of `_part_on_device`. Positions: start:start+count;
+    those past the end read an arbitrary row. Row numbers count from `first`, in rows
+    first:first+length.
     """
-    line = Line(
-        op=op, dim=dim, rows=rows, positions=positions, corners=corners, scale=scale, back=back
-    )
-    kept = _part_on_device(line, start, count, first, length, width, kind=kind, device=device)
     # Programs write over results, and the cached tensors have to stay.
-    return kept[0].clone(), kept[1].clone()
+    rows, weight = _part_on_device(Line(*args[:7]), args[7:12], *args[12:])
+    return rows.clone(), weight.clone()
 
 
 @lru_cache(maxsize=256)
 def _part_on_device(
-    line: Line,
-    start: int,
-    count: int,
-    first: int,
-    length: int,
-    width: int,
-    kind: torch.dtype,
-    device: torch.device,
+    line: Line, part: tuple[int, ...], kind: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return `band`'s results. A GPU gets them once: a copy makes the host wait for it."""
+    start, count, first, length, width = part
     begin, _, weight = bands(line, kind)
     # The last device may have padding behind the last position.
     place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
     index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]
-    index = index.clamp(0, length - 1)
-    return index.flatten().to(device), weight[place].to(device)
+    return index.clamp(0, length - 1).flatten().to(device), weight[place].to(device)
 
 
 @band.register_fake
@@ -318,8 +298,8 @@ def read_line(
     """
     result, width = local.results[0], bands(line, kind)[2].shape[1]
     first, start = local.first_row(0, d), local.index(f"d{d}") * result.shape[d]
-    options = (start, result.shape[d], first, size, width, kind, result.device)
-    pair = local.call(band._opoverload, *astuple(line), *options)
+    part = start, result.shape[d], first, size, width
+    pair = local.call(band._opoverload, *astuple(line), *part, kind, result.device)
     rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
     return rows, weight, width, first
 
@@ -327,7 +307,6 @@ def read_line(
 def _resample_dimension(
     local: LocalBuilder, value: object, shape: Sequence[int], d: int, line: Line
 ) -> object:
-    """Resample one dimension in a local value with this shape."""
     count = local.results[0].shape[d]
     kind = computation_dtype(local.results[0].dtype)
     rows, weight, width, _ = read_line(local, line, d, shape[d], kind)

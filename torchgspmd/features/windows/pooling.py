@@ -110,7 +110,6 @@ def _average_backward(call: Call) -> FactorRule:
     uniform = divisor or _uniform_divisor(windows, padded)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Compute the gradient for all rows that the halo touches, then cut."""
         grad, spread = args[0], Spread.from_windows(local, windows)
         if not uniform:
             counts = _row_counts(local, windows, local.shape(grad), padded, 0)

@@ -33,7 +33,6 @@ class WindowCut:
     back: int
 
     def apply(self, local: LocalBuilder, y: object, dim: int) -> object:
-        """Return the device's positions of y along a dimension."""
         if self.front or self.back:
             y = local.call(
                 aten.constant_pad_nd.default,
@@ -184,7 +183,6 @@ class Spread:
 
     @classmethod
     def from_windows(cls, local: LocalBuilder, windows: Sequence[PoolWindow]) -> Spread:
-        """Return the rows that the device's halo touches."""
         shape, cuts = list(local.results[0].shape), {}
         lead = len(shape) - len(windows)
         for i, w in enumerate(windows):

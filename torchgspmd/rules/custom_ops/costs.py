@@ -33,7 +33,6 @@ register_flop_formula(_OURS.einsum)(einsum_flops)
 
 @register_flop_formula(_OURS.scaled_mm)
 def scaled_mm_flops(a: Any, b: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs in a product of scaled matrices, from their shapes."""
     return 2 * a[0] * a[1] * b[1]
 
 

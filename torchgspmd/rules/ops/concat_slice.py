@@ -112,7 +112,6 @@ def passes_parts(rule: FactorRule, factor: str) -> bool:
 
 
 def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """Insert a node that takes rows from a value."""
     return _call(
         graph,
         aten.slice.Tensor,
@@ -123,7 +122,6 @@ def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.
 
 
 def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta: dict) -> fx.Node:
-    """Insert a node that concatenates values."""
     return _call(graph, aten.cat.default, (list(values), dim), val, meta)
 
 

@@ -158,7 +158,6 @@ def _plain(scale: Tensor, rows: int, k: int) -> Tensor:
 def _wide_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *others: object, **named: object
 ) -> Tensor:
-    """Compute the scaled product by its definition."""
     bias = [x for x in (*others, named.get("bias")) if isinstance(x, Tensor)]
     if scale_a.dim() == 1 and scale_a.numel() > 1:
         (m, k), n = a.shape, b.shape[1]
@@ -177,7 +176,6 @@ def _wide_by_recipe(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
 def _wide_block_scaled_mm(
     a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, *_: object
 ) -> Tensor:
-    """Compute the product of scaled blocks by its definition."""
     return spread(a, scale_a) @ spread(b.t(), scale_b).t()
 
 

@@ -17,15 +17,13 @@ from ..memory_order import ordered, packed
 from ..notation import Call, FactorRule, Split, factors
 from ..registry import rule_for
 from ..rewrites import rewrite
+from .pointwise import named
 from .reduction import accumulation_dtype
 
 
 @rule_for(
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten._softmax_backward_data.default,
-    aten._log_softmax_backward_data.default,
-    aten._safe_softmax.default,
+    *named("_softmax _log_softmax _safe_softmax"),
+    *named("_softmax_backward_data _log_softmax_backward_data"),
 )
 def _softmax(call: Call) -> FactorRule:
     count, rank = len(call.tensors), call.results[0].dim()

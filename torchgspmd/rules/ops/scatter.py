@@ -19,16 +19,10 @@ from ..notation import IDENTITY, Call, FactorRule, LocalForm
 from ..registry import rule_for
 from ..rewrites import DECLINED, Declined
 from .lookup import aligned_factors, in_shard, outside_kept
+from .pointwise import named
 
-# PyTorch's words for reductions -> those in FactorRule.reduce.
-KINDS = {
-    "sum": "sum",
-    "prod": "prod",
-    "amax": "max",
-    "amin": "min",
-    "add": "sum",
-    "multiply": "prod",
-}
+# scatter_reduce's words for reductions -> those in FactorRule.reduce.
+KINDS = {"sum": "sum", "prod": "prod", "amax": "max", "amin": "min"}
 
 
 def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.Node:
@@ -39,7 +33,6 @@ def index_or_spare_row(local: LocalBuilder, index: fx.Node, factor: str) -> fx.N
 
 
 def with_spare_row(local: LocalBuilder, x: fx.Node, dim: int) -> fx.Node:
-    """Return x with one more row at a dimension's end."""
     return local.call(
         aten.constant_pad_nd.default, x, [0, 0] * (len(local.results[0].shape) - 1 - dim) + [0, 1]
     )
@@ -97,11 +90,7 @@ def _rule(
 
 
 @rule_for(
-    aten.scatter.value,
-    aten.scatter.src,
-    aten.scatter.reduce,
-    aten.scatter.value_reduce,
-    aten.scatter_add.default,
+    *named("scatter.value scatter.src scatter.reduce scatter.value_reduce scatter_add"),
     aten.scatter_reduce.two,
 )
 def _scatter(call: Call) -> FactorRule | Declined:
@@ -118,36 +107,21 @@ def _scatter(call: Call) -> FactorRule | Declined:
         kind = KINDS.get(call.args[4])
     elif call.target is aten.scatter.src:
         linear = [[0, 2]]
-    return _rule(
-        call,
-        dim,
-        names,
-        sizes=sizes,
-        whole=whole,
-        kind=None if f"i{dim}" in whole else kind,
-        linear=linear,
-    )
+    kind = None if f"i{dim}" in whole else kind
+    return _rule(call, dim, names, sizes=sizes, whole=whole, kind=kind, linear=linear)
 
 
-@rule_for(
-    aten.index_add.default,
-    aten.index_copy.default,
-    aten.index_fill.int_Scalar,
-    aten.index_fill.int_Tensor,
-)
+@rule_for(*named("index_add index_copy index_fill.int_Scalar index_fill.int_Tensor"))
 def _index_write(call: Call) -> FactorRule | Declined:
     x, index, *source = call.tensors
     if not x.dim() or not index.dim() or not index.numel() or not x.numel():
         return DECLINED
     dim, kind = call.dim(1), "sum" if call.target is aten.index_add.default else None
     table = [f"v{d}" if d == dim else f"d{d}" for d in range(x.dim())]
-    sources = [
-        [*table[:dim], f"i{dim}", *table[dim + 1 :]] if s.dim() == x.dim() else [] for s in source
-    ]
-    linear = [[0, 2]] if source and sources[0] else ()
-    return _rule(
-        call, dim, [table, [f"i{dim}"], *sources], sizes={}, whole=[], kind=kind, linear=linear
-    )
+    row = [*table[:dim], f"i{dim}", *table[dim + 1 :]]
+    sources = [row if s.dim() == x.dim() else [] for s in source]
+    names, linear = [table, [f"i{dim}"], *sources], [[0, 2]] if source and sources[0] else ()
+    return _rule(call, dim, names, sizes={}, whole=[], kind=kind, linear=linear)
 
 
 @rule_for(aten.index_reduce.default)

@@ -90,7 +90,8 @@ def _slice_scatter(call: Call) -> FactorRule:
     if step != 1 or source.dim() != x.dim():
         return keep_rule(call, [dim], linear=linear)
     if end - start == x.shape[dim]:
-        return keep_rule(call, [], linear=linear, local=LocalForm(arguments=_whole_scatter))
+        local = LocalForm(arguments=lambda args, _, to: ((*args[:2], 0, 0, to.operands[0][0]), {}))
+        return keep_rule(call, [], linear=linear, local=local)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         if not local.sharded(f"d{dim}"):
@@ -105,10 +106,6 @@ def _slice_scatter(call: Call) -> FactorRule:
 
     reaches = [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}]
     return movement_rule(call, reaches, emit, linear=linear)
-
-
-def _whole_scatter(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
-    return (*args[:2], 0, 0, shapes.operands[0][0]), {}
 
 
 @rule_for(aten.flip.default)

@@ -92,7 +92,6 @@ def _keys(x: Tensor, dim: int, descending: bool) -> Tensor:
 
 
 def _values(keys: Tensor, dtype: torch.dtype, descending: bool) -> Tensor:
-    """Turn keys back into values."""
     order = keys >> 32
     order = order.bitwise_not() if descending else order
     if not dtype.is_floating_point:
