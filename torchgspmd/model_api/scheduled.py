@@ -8,7 +8,7 @@ loop over the microbatches (features/pipelines/parts.py).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -38,24 +38,21 @@ def only(stage: int, x: Tensor, other: Tensor) -> Tensor:
     return torch.where(places == stage, x, other)
 
 
+@dataclass
 class ScheduledStages:
     """Traces a pipeline with its loss.
 
     stages: from a round's arguments and the targets' rows, the results [devices, rows, ...].
-    losses: from the last results, [devices]. along: marks the layouts.
+    losses: from the last results, [devices]. along: marks the layouts. names: outside values, as
+    stages and losses name them.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        losses: Loss,
-        along: Callable[[Tensor], Tensor],
-        axis: str,
-        order: Order,
-    ) -> None:
-        self.stages, self.losses, self.along = stages, losses, along
-        self.axis, self.order = axis, order
-        self.names: list[Tensor] = []  # outside values, as stages and losses name them
+    stages: Stages
+    losses: Loss
+    along: Callable[[Tensor], Tensor]
+    axis: str
+    order: Order
+    names: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss over microbatches [m, rows, ...]."""

@@ -16,6 +16,7 @@ from torch import fx
 
 from ..compat.operators import aten
 from .algebra import constant_of, replacement_call
+from .notation import Ints
 from .ops.pointwise import named
 from .rewrites import DECLINED, Declined, rewrite
 
@@ -211,11 +212,7 @@ def pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
 
 
 def _cut(
-    shape: Sequence[int],
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    shape: Ints, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[int, ...]:
     """Return a slice as (dimension, pad before, pad behind): x[2:7] of 8 rows is (0, -2, -1).
 

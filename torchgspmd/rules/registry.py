@@ -18,7 +18,7 @@ from torch import fx
 from ..compat.operators import AbsentOperator, find
 from ..compat.private_apis import OpOverload
 from .notation import Call, FactorRule, LocalForm, Sentence, Shapes, factors
-from .rewrites import Declined, check_ended, feature_of, is_present
+from .rewrites import Declined, check_ended, feature_of, is_present, restored
 
 RuleFunction = Callable[[Call], FactorRule | Declined]
 RULES: dict[Any, RuleFunction] = {}
@@ -64,16 +64,11 @@ def rule_for(*ops: OpOverload | AbsentOperator | str) -> Callable[[RuleFunction]
 @contextmanager
 def without_rules(feature: str) -> Generator[None, None, None]:
     """Take a feature's rows out of the table while in this context."""
-    before = dict(RULES)
-    for op, function in before.items():
-        if feature_of(function) == feature:
-            del RULES[op]
-    try:
+    with restored(RULES) as before:
+        for op, function in before.items():
+            if feature_of(function) == feature:
+                del RULES[op]
         yield
-    finally:
-        # In place: other modules have imported the table.
-        RULES.clear()
-        RULES.update(before)
 
 
 def is_registered(name: str) -> bool:

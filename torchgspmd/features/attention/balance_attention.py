@@ -157,12 +157,8 @@ class _Reordering:
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
         # The last device has all scores of its rows, an even share is about half of that.
         flops = self.attention[node].flops / n * (1 - 1 / shards)
-        excess, op, ring = (
-            flops / self.constants.link_flops_per_byte,
-            self.ops[node],
-            RINGS[node.target],
-        )
-        keys = op.operands[ring.queries : ring.queries + 3]
+        excess, ring = flops / self.constants.link_flops_per_byte, RINGS[node.target]
+        keys = self.ops[node].operands[ring.queries : ring.queries + 3]
         q, k, v = values = [x.meta["val"] for x in keys]
         if self.lends and is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
             specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh

@@ -28,6 +28,7 @@ from ...comm.kinds.all_gather import all_gather
 from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
+from ...rules.notation import Ints
 from .call import AttentionCall, Gradients, Results, Upstream, of_backward
 from .flex_op import flex_tiles
 from .lending import Backward, Forward, Lending, borrow, give_back, lend
@@ -159,11 +160,7 @@ def _on_rank(steps: Steps, like: Tensor, name: str, ranks: Sequence[int]) -> Any
 
 
 def _sent(
-    sends: dict[int, Tensor],
-    receives: dict[int, int],
-    like: Tensor,
-    name: str,
-    ranks: Sequence[int],
+    sends: dict[int, Tensor], receives: dict[int, int], like: Tensor, name: str, ranks: Ints
 ) -> Arrival:
     """Start to send a message. ranks: the process group's rank at each ring position."""
     # all_to_all_single takes pieces by rank, not by position in the ring.

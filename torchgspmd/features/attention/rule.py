@@ -190,9 +190,7 @@ def _attention_parts(call: Call) -> FactorRule:
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     call = AttentionCall(*args)
-    region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
-    region += place_of(local, 0) if call.modifiers else []
-    options = call._replace(region=region).options
+    options = call._replace(region=_region(local, 0, bool(call.modifiers))).options
     return results_of(local, local.target, *args[:3], *options)
 
 
@@ -215,14 +213,7 @@ def results_of(local: LocalBuilder, op: object, *args: object) -> list[fx.Node]:
 def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys; gradients are terms to add up."""
     call, _ = of_backward(*args)
-    region = [
-        local.start("s"),
-        local.start("t"),
-        local.global_shape(1)[-2],
-        local.global_shape(2)[-2],
-        *(place_of(local, 1) if call.modifiers else []),
-    ]
-    options = call._replace(region=region).options
+    options = call._replace(region=_region(local, 1, bool(call.modifiers))).options
     return results_of(local, local.target, *args[:6], *options)
 
 
@@ -292,7 +283,8 @@ def _flex_form(names: Names, q: int) -> LocalForm:
     return LocalForm(emit, when=["s", "t", *names.before], positional="s t")
 
 
-def _region(local: LocalBuilder, q: int) -> list[object]:
+def _region(local: LocalBuilder, q: int, has_place: bool = True) -> list[object]:
     """Return a device's region. q: the index of the queries among the operands."""
     sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
-    return [local.start("s"), local.start("t"), *sizes, *place_of(local, q)]
+    place = place_of(local, q) if has_place else []
+    return [local.start("s"), local.start("t"), *sizes, *place]

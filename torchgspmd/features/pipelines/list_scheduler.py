@@ -131,12 +131,9 @@ class _Order:
         self.rows: list[list[Piece]] = [[] for _ in range(places.devices)]
         self.turns = ["F"] * places.devices  # the last kind of F and B
         self.kept = [0] * places.devices
+        rounds = range(places.rounds)
         self.next = [
-            {
-                (kind, places.stage(device, round_)): 0
-                for kind in self.kinds
-                for round_ in range(places.rounds)
-            }
+            {(kind, places.stage(device, r)): 0 for kind in kinds for r in rounds}
             for device in range(places.devices)
         ]
 

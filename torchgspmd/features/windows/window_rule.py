@@ -15,7 +15,7 @@ from typing import Any
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
 from ...rules.local_builder import LocalBuilder
-from ...rules.notation import Call, FactorRule, LocalForm, factors
+from ...rules.notation import Call, FactorRule, Ints, LocalForm, factors
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,7 @@ class PoolWindow:
 
 
 def pool_windows(
-    x: Any,
-    y: Any,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int] = (1,),
+    x: Any, y: Any, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints = (1,)
 ) -> list[PoolWindow]:
     """Return the window along every spatial dimension. x, y: shapes before and after pooling."""
     count = 3 if len(kernel) == 3 else 2
@@ -150,11 +145,7 @@ def remaining_padding(local: LocalBuilder, windows: Sequence[PoolWindow]) -> lis
 
 
 def renumber(
-    local: LocalBuilder,
-    index: object,
-    old: Sequence[int],
-    new: Sequence[int],
-    moves: Sequence[object],
+    local: LocalBuilder, index: object, old: Ints, new: Ints, moves: Sequence[object]
 ) -> Any:
     """Convert flat indices into the last dimensions from sizes `old` to sizes `new`.
 

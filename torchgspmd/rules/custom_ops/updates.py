@@ -61,13 +61,7 @@ def rate(lr: Any, step: Tensor) -> Tensor:
     return lr if isinstance(lr, Tensor) else torch.ones_like(step, dtype=torch.float64) * lr
 
 
-def adam_(
-    ps: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    ms: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    *how: Any,
-) -> None:
+def adam_(ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, *how: Any) -> None:
     """Step parameters with one dtype and device, in place. how: as AdamStep."""
     step = AdamStep(*how)
     lists: list[tuple[Tensor, ...]] = []

@@ -15,18 +15,14 @@ from torch import Tensor, fx
 from ...compat.fx_nodes import ORIGIN
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
-from ..notation import FactorRule
+from ..notation import FactorRule, Ints
 from ..rewrites import DECLINED, Declined, SplitRequest
 
 MOST = 4  # the most slices along one dimension: q, k, v, and one more
 
 
 def parts_taken(
-    target: object,
-    args: tuple,
-    rule: FactorRule,
-    shape: Sequence[int],
-    results: Sequence[Sequence[int]],
+    target: object, args: tuple, rule: FactorRule, shape: Ints, results: Sequence[Ints]
 ) -> list[tuple[int, int, int]]:
     """Return (dimension, start, end) for every result that is a slice of the only operand.
 
@@ -46,11 +42,7 @@ def parts_taken(
 
 
 def equal_parts(
-    target: object,
-    args: tuple,
-    rule: FactorRule,
-    shape: Sequence[int],
-    results: Sequence[Sequence[int]],
+    target: object, args: tuple, rule: FactorRule, shape: Ints, results: Sequence[Ints]
 ) -> tuple[int, int] | None:
     """Return (dimension, count) for an operation that takes equal parts of the only operand.
 

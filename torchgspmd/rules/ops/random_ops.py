@@ -160,12 +160,7 @@ def _randn(size: Sequence[int], dtype: Dtype = None, device: Device = None, **_:
 
 @rewrite("decompose", aten.randint.low, aten.randint.low_generator)
 def _randint_low(
-    low: int,
-    high: int,
-    size: Sequence[int],
-    dtype: Dtype = None,
-    device: Device = None,
-    **_: object,
+    low: int, high: int, size: Sequence[int], dtype: Dtype = None, device: Device = None, **_: Any
 ) -> Tensor:
     # 53 bits reach every integer of a range up to 2^53.
     unit = _draw(size, torch.float64, device)[0]

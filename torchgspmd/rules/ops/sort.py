@@ -50,16 +50,11 @@ def _split_sort(
     return _values(keys, x.dtype, descending), keys.bitwise_and(0xFFFFFFFF) >> 1
 
 
-@rewrite("split", aten.sort.stable)
-def _split_stable_sort(
-    x: Tensor,
-    *,
-    stable: bool | None = False,
-    dim: int = -1,
-    descending: bool = False,
-    cuts: SplitRequest,
-) -> tuple[Tensor, Tensor] | Declined:
-    return _split_sort(x, dim, descending, cuts=cuts)
+rewrite("split", aten.sort.stable)(
+    lambda x, *, stable=False, dim=-1, descending=False, cuts: _split_sort(
+        x, dim, descending, cuts=cuts
+    )
+)
 
 
 def _columnsort(x: Tensor, dim: int, blocks: int, descending: bool) -> Tensor:

@@ -46,35 +46,22 @@ def reshape_factors(
             else:
                 b, j = b * after[j], j + 1
         _add_factors(
-            before,
-            after,
-            range(start[0], i),
-            outs=range(start[1], j),
-            left=left,
-            right=right,
-            sizes=sizes,
+            [(before, range(start[0], i), left), (after, range(start[1], j), right)], sizes
         )
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
 
 
 def _add_factors(
-    before: Sequence[int],
-    after: Sequence[int],
-    ins: range,
-    outs: range,
-    left: list[list[str]],
-    right: list[list[str]],
-    sizes: dict[str, int],
+    sides: Sequence[tuple[Sequence[int], range, list[list[str]]]], sizes: dict[str, int]
 ) -> None:
-    """Append one group's factors: dimensions `ins` in `before`, `outs` in `after`."""
-    a, b = [before[i] for i in ins], [after[j] for j in outs]
-    borders = sorted(set(_products(a)) | set(_products(b)))
+    """Append one group's factors. sides: the shape, the group's dimensions and all factors."""
+    borders = sorted({n for shape, dims, _ in sides for n in _products([shape[d] for d in dims])})
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
     # No common factors: each side keeps factors of its own, and the reshape gathers.
     if not nested:
-        for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+        for side, (shape, dims, factors) in zip("ab", sides):
             for d in dims:
-                name = f"{'a' if factors is left else 'b'}{d}"
+                name = f"{side}{d}"
                 sizes[name] = shape[d]
                 factors[d].append(name)
         return
@@ -83,7 +70,7 @@ def _add_factors(
         if y > x:
             names[x] = f"f{len(sizes)}"
             sizes[names[x]] = y // x
-    for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+    for shape, dims, factors in sides:
         product = math.prod(shape[d] for d in dims)
         for d in dims:
             upper = product  # products are counted from the minor end
