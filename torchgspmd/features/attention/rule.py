@@ -190,7 +190,7 @@ def _attention_parts(call: Call) -> FactorRule:
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     call = AttentionCall(*args)
-    options = call._replace(region=_region(local, 0, bool(call.modifiers))).options
+    options = call._replace(region=_region(local, 0, bool(call.modifiers), all_keys=True)).options
     return results_of(local, local.target, *args[:3], *options)
 
 
@@ -283,8 +283,10 @@ def _flex_form(names: Names, q: int) -> LocalForm:
     return LocalForm(emit, when=["s", "t", *names.before], positional="s t")
 
 
-def _region(local: LocalBuilder, q: int, has_place: bool = True) -> list[object]:
+def _region(
+    local: LocalBuilder, q: int, has_place: bool = True, all_keys: bool = False
+) -> list[object]:
     """Return a device's region. q: the index of the queries among the operands."""
+    first = [local.start("s"), 0 if all_keys else local.start("t")]
     sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
-    place = place_of(local, q) if has_place else []
-    return [local.start("s"), local.start("t"), *sizes, *place]
+    return [*first, *sizes, *(place_of(local, q) if has_place else [])]
