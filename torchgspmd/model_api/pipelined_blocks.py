@@ -39,7 +39,7 @@ from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .block_calls import RowArguments, SharedArguments
 from .scheduled import ScheduledStages, only
-from .stacked_blocks import StackedBlocks, check_alike
+from .stacked_blocks import StackedBlocks
 
 Loss = Callable[..., Tensor]
 # What a call of the blocks does while pipeline_model runs the model around them.
@@ -335,10 +335,7 @@ class Pipeline(StackedBlocks):
         def layer(
             weights: dict[str, Tensor], real: Tensor, mine: Sequence[Tensor], *leaves: Tensor
         ) -> tuple[Tensor, ...]:
-            arguments, x = shared.with_rows(mine), pytree.tree_unflatten([*leaves], tree)
-            y = self.run(self.block, weights, x, arguments)
-            computed, other = pytree.tree_flatten(y)
-            check_alike("pipeline", leaves, tree, computed, other)
+            computed = self.run_flat(tree, shared.with_rows(mine), weights, *leaves)
             if is_full:
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))

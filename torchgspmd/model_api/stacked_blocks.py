@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -56,7 +57,7 @@ class StackedBlocks(nn.Module):
         """
         super().__init__()
         self.places, self.rows, self.count = tuple(places), rows, len(blocks)
-        self.row_axis = axis
+        self.row_axis, self.what = axis, what
         self.names = _common_names(blocks, what)
         stacked = {
             name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
@@ -121,6 +122,16 @@ class StackedBlocks(nn.Module):
         weights = {name: w[self.places[number]] for name, w in self.weights().items()}
         with of_block(number):
             return self.run(self.block, weights, x, SharedArguments(args, kwargs))
+
+    def run_flat(
+        self, tree: Any, shared: SharedArguments, weights: dict[str, Tensor], *leaves: Tensor
+    ) -> list[Tensor]:
+        """Run a block on leaves; return those of its result, which the next block can take."""
+        y = self.run(self.block, weights, pytree.tree_unflatten([*leaves], tree), shared)
+        results, other = pytree.tree_flatten(y)
+        # Checked in the trace, since a loop's carry has one shape in all iterations.
+        check_alike(self.what, leaves, tree, results, other)
+        return results
 
     @staticmethod
     def run(
@@ -278,12 +289,7 @@ class Stack(StackedBlocks):
         leaves, tree = pytree.tree_flatten(x)
         weights = self.weights()
 
-        def block(row: dict[str, Tensor], *leaves: Tensor) -> list[Tensor]:
-            y = self.run(self.block, row, pytree.tree_unflatten(leaves, tree), shared)
-            results, other = pytree.tree_flatten(y)
-            # Checked in the trace, since a loop's carry has one shape in all iterations.
-            check_alike("stack", leaves, tree, results, other)
-            return results
+        block = partial(self.run_flat, tree, shared)
 
         def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             # run_loop passes the carry first, then this iteration's row of each weight.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...fx_passes.program import Program, Request
 from ...rules.rewrites import rewrite
 from . import capture, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .balance_attention import balance
-from .call import AttentionCall, Gradients, Results, of_backward
+from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, with_returns
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring import ring_attention, ring_attention_backward
@@ -50,24 +49,12 @@ def _attention_backward_on_xla(*args: object) -> Gradients:
     return gradients_by_products(*of_backward(*args))
 
 
-def _attention_flops(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
-    # Two products, each a multiplication and an addition: scores, and weights times v.
-    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
-
-
-def _attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
-    # Five products: the scores again, and the gradients for weights, v, q and k.
-    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
-
-
-register_flop_formula([ours.attention, ours.attention_parts, ours.zigzag_attention])(
-    _attention_flops
-)
-register_flop_formula(ours.flex_attention)(_attention_flops)
-register_flop_formula(ours.flex_attention_backward)(_attention_backward_flops)
-register_flop_formula([ours.attention_backward, ours.zigzag_attention_backward])(
-    _attention_backward_flops
-)
+register_flop_formula(
+    [ours.attention, ours.attention_parts, ours.zigzag_attention, ours.flex_attention]
+)(flops)
+register_flop_formula(
+    [ours.attention_backward, ours.zigzag_attention_backward, ours.flex_attention_backward]
+)(backward_flops)
 
 
 # Direct calls, which skip the overhead of PyTorch's operator registry.

@@ -9,6 +9,7 @@ The fields have the schemas' order. In a graph their values are nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,16 @@ def forward_schema(rest: str) -> str:
 
 def backward_schema(rest: str) -> str:
     return f"({BACKWARD}, {rest}) -> (Tensor, Tensor, Tensor)"
+
+
+def flops(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
+    """Return the FLOPs of attention: two products, the scores and the weights times v."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
+    """Return those of the backward: the scores again, and the gradients for weights, v, q and k."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
 class AttentionCall(NamedTuple):

@@ -14,7 +14,6 @@ Attention, arXiv 2310.01889.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -29,7 +28,15 @@ from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
 from ...rules.notation import Ints
-from .call import AttentionCall, Gradients, Results, Upstream, of_backward
+from .call import (
+    AttentionCall,
+    Gradients,
+    Results,
+    Upstream,
+    backward_flops,
+    flops,
+    of_backward,
+)
 from .flex_op import flex_tiles
 from .lending import Backward, Forward, Lending, borrow, give_back, lend
 from .op import Merged, computed, gradients
@@ -271,17 +278,6 @@ def _lower(runs: Callable[..., object], build: CollectiveBuilder, *args: object)
     return build.call(runs, *args, *build.ring_position(RingCall.of(args).axes))
 
 
-def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: object) -> int:
-    # k is one block, and each device computes with n blocks.
-    return 2 * math.prod(q[:-1]) * n * k[-2] * (q[-1] + v[-1])
-
-
-def _backward_flops(n: int, grad: Any, *shapes: Any) -> int:
-    q, k, v = shapes[:3]
-    # Three products have width d (scores, gradients for q and k), two have width e.
-    return 2 * math.prod(q[:-1]) * n * k[-2] * (3 * q[-1] + 2 * v[-1])
-
-
 _PICTURE = """
         device 0   q0 k0 v0   ->   attention of q0 to k0 and k1
         device 1   q1 k1 v1   ->   attention of q1 to k0 and k1
@@ -296,7 +292,8 @@ ring_attention = FusedKind(
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _forward_steps),
-    flops=_flops,
+    # Each device computes with n blocks; k is one of them.
+    flops=lambda n, *shapes: n * flops(*shapes),
     lower=partial(_lower, ring_forward),
     runs=(ring_forward,),
 )
@@ -308,7 +305,7 @@ ring_attention_backward = FusedKind(
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _backward_steps),
-    flops=_backward_flops,
+    flops=lambda n, *shapes: n * backward_flops(*shapes),
     lower=partial(_lower, ring_backward),
     runs=(ring_backward,),
 )

@@ -308,7 +308,10 @@ def group_choices(
         if choices is None or choices.index not in cuts:
             continue
         shards, ends = cuts[choices.index]
-        if _shards(choices, layouts) > 1 or choices.table is node or _is_added(node, rules):
+        # A value that is only added to others may be pending as they are.
+        users = [rules.op(user) if user.op == "call_function" else None for user in node.users]
+        is_added = all(op is not None and op.rule.joins for op in users)
+        if _shards(choices, layouts) > 1 or choices.table is node or is_added:
             _compute_by_blocks(node, rows_of_choices(node, ends), shards)
     drop_unused(graph)
     return bool(products)
@@ -318,11 +321,6 @@ def _shards(choices: Choices, layouts: Layouts) -> int:
     """Return the number of shards into which propagation cuts a table."""
     spec = layouts.spec.get(choices.table)
     return layouts.mesh.count(spec.dims[0]) if spec is not None else 1
-
-
-def _is_added(node: fx.Node, rules: Rules) -> bool:
-    """Return whether a value is only added to others, so that it may be pending as they are."""
-    return all(user.op == "call_function" and rules.op(user).rule.joins for user in node.users)
 
 
 def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> None:

@@ -241,7 +241,7 @@ class _Rewriter:
             for row in self.rows
             for op in row
             for v in op.operands
-            if self._maker(v) not in self.inside
+            if (maker := self.at.makers.get(v)) is None or maker.node not in self.inside
         ]
         anchor = max(inputs, key=self.order.__getitem__)
         # Placeholders stay together at the beginning.
@@ -256,10 +256,6 @@ class _Rewriter:
             results = [new for row in self.rows for new in self._deliver(row)]
         self._move_users(results, anchor, behind)
         return True
-
-    def _maker(self, value: fx.Node) -> fx.Node | None:
-        maker = self.at.makers.get(value)
-        return None if maker is None else maker.node
 
     def _likes(self, value: fx.Node) -> tuple[fx.Node, ...]:
         """Return the values in all lanes that are like one of the first lane."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -55,7 +57,9 @@ def _add_factors(
     sides: Sequence[tuple[Sequence[int], range, list[list[str]]]], sizes: dict[str, int]
 ) -> None:
     """Append one group's factors. sides: the shape, the group's dimensions and all factors."""
-    borders = sorted({n for shape, dims, _ in sides for n in _products([shape[d] for d in dims])})
+    # Products over trailing dimensions: 4, 12, 24 for [2, 3, 4].
+    products = (accumulate((s[d] for d in reversed(dims)), operator.mul) for s, dims, _ in sides)
+    borders = sorted({n for each in products for n in each})
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
     # No common factors: each side keeps factors of its own, and the reshape gathers.
     if not nested:
@@ -76,15 +80,6 @@ def _add_factors(
             upper = product  # products are counted from the minor end
             product //= shape[d]
             factors[d].extend(names[x] for x in sorted(names, reverse=True) if product <= x < upper)
-
-
-def _products(shape: Sequence[int]) -> list[int]:
-    """Return the products over trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
-    result, product = [], 1
-    for size in reversed(shape):
-        product *= size
-        result.append(product)
-    return result
 
 
 @rewrite("split", *VIEWS)
