@@ -4,6 +4,8 @@ before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)
                                            %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
 after    %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)              ring
          %k_g_1 = all_gather(%k, 2, seq);  %dq, ... = attention_backward(..., %k_g_1)  ring
+rings    %y = ring_attention(%q, %k, %v, (None, (), (), ()), seq, ...)          after localize
+         %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
 needs    the partitioned program
 ensures  `replace_by_rings` can replace gathers and reduce_scatters by a ring
 source   Ring Attention, arXiv 2310.01889

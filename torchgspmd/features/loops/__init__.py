@@ -17,8 +17,6 @@ from . import (
     list_rows,
     outline_loops,
     prefetch_rows,
-    recurrent,  # noqa: F401 (rows of REWRITES)
-    sink_exits,
 )
 
 
@@ -52,7 +50,7 @@ def _prefetch_rows(program: Program) -> fx.Graph:
 
 
 FEATURE_PASSES |= {
-    "sink_exits": lambda p: sink_exits.sink_exits(p.graph),
+    "sink_exits": lambda p: outline_loops.sink_exits(p.graph),
     "outline_loops": lambda p: outline_loops.outline_loops(p.graph, p.mesh),
     "prefetch_rows": _prefetch_rows,
     "list_rows": lambda p: list_rows.list_rows(p.graph),
