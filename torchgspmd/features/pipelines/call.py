@@ -26,9 +26,8 @@ from ...comm.process_groups import ProcessGroups
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
 from .list_scheduler import Order, curve
-from .parts import LossSize, Message, StageBody, StageLink
+from .parts import LossSize, Message, StageBody, StageLink, StageProgram, StageRun
 from .schedule import Piece
-from .stage_run import StageProgram, StageRun
 
 TAG = "stages"  # in saved plans
 _LINK = "kind", "round", "leaf", "sent", "carries"

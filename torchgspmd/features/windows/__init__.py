@@ -2,7 +2,6 @@
 
 from . import (  # noqa: F401 (rows of RULES and REWRITES)
     adaptive_max_pool,
-    circular,
     convolution,
     interpolate,
     pooling,

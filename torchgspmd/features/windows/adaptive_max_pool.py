@@ -19,9 +19,8 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...rules.local_builder import LocalBuilder
-from ...rules.memory_order import ordered
 from ...rules.notation import Call, FactorRule, Ints, LocalForm, Split
-from ...rules.registry import rule_for
+from ...rules.registry import ordered, rule_for
 from ...rules.rewrites import rewrite
 from .interpolate import Line, adaptive_lines, is_identity, read_line, rule_along
 from .window_rule import renumber

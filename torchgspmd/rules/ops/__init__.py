@@ -14,7 +14,6 @@ from . import (  # noqa: F401
     pointwise,
     random_ops,
     reduction,
-    scatter,
     slicing,
     sort,
     uneven_reshape,

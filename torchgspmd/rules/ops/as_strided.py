@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ...compat.operators import aten, prims
 from ...errors import ShardingError
-from ..memory_order import memory_order
 from ..notation import Ints
+from ..registry import memory_order
 from ..rewrites import DECLINED, Declined, rewrite
 
 _STEPS = 16  # so many slices read a block of `unfold`, at most

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..memory_order import ordered, packed
 from ..notation import Call, FactorRule, Ints, Split, factors
-from ..registry import rule_for
+from ..registry import ordered, packed, rule_for
 from ..rewrites import rewrite
 from .pointwise import named
 from .reduction import accumulation_dtype

@@ -12,9 +12,8 @@ from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...layout.mark import mark_sharding_op
 from ..custom_ops.updates import adam
-from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule, rule_for
+from ..registry import ordered, rule, rule_for
 from ..rewrites import rewrite
 
 

@@ -14,9 +14,8 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..flat_call import FlatCall
 from ..local_builder import LocalBuilder
-from ..memory_order import ordered
 from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
-from ..registry import rule_for, shape_argument
+from ..registry import ordered, rule_for, shape_argument
 from ..rewrites import DECLINED, Declined, SplitRequest, rewrite
 from .concat_slice import view_by_slices
 from .lookup import zero_outside
