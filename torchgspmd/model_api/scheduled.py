@@ -33,8 +33,8 @@ Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 def only(stage: int, x: Tensor, other: Tensor) -> Tensor:
     """Return x [1 or devices, ...] on one device, and `other` [devices, ...] on all others."""
-    rank, count = max(x.dim(), other.dim()), max(x.shape[0], *other.shape[:1])
-    places = torch.arange(count, device=x.device).view(-1, *[1] * (rank - 1))
+    like = other if other.dim() else x
+    places = torch.arange(like.shape[0], device=x.device).view(-1, *[1] * (like.dim() - 1))
     return torch.where(places == stage, x, other)
 
 

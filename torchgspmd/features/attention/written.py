@@ -84,9 +84,8 @@ def _mark_of(x: object, kind: type[Mark]) -> Mark | None:
     A symbolic number has none: looking would read it.
     """
     noted = getattr(x, f"_torchgspmd{kind.__name__}", None) if isinstance(x, Tensor) else None
-    if noted is None or noted[1] != [y._version for y in (x, *noted[0].sources)]:
-        return None
-    return noted[0]
+    is_unchanged = noted and noted[1] == [y._version for y in (x, *noted[0].sources)]
+    return noted[0] if noted and is_unchanged else None
 
 
 # Keys and values that a program repeats for query groups, as attention takes them unrepeated.

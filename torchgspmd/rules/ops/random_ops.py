@@ -25,7 +25,8 @@ from ..rewrites import rewrite, rewrite_of
 from .pointwise import named
 
 ours = torch.ops.torchgspmd
-Dtype, Device = torch.dtype | None, torch.device | None
+Dtype = torch.dtype | None
+Device = torch.device | None
 DRAWS = (ours.uniform.default, ours.keep_mask.default)  # numbers by an element's position
 
 
