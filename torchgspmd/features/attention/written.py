@@ -83,9 +83,11 @@ def _mark_of(x: object, kind: type[Mark]) -> Mark | None:
 
     A symbolic number has none: looking would read it.
     """
-    noted = getattr(x, f"_torchgspmd{kind.__name__}", None) if isinstance(x, Tensor) else None
-    is_unchanged = noted and noted[1] == [y._version for y in (x, *noted[0].sources)]
-    return noted[0] if noted and is_unchanged else None
+    name = f"_torchgspmd{kind.__name__}"
+    if not isinstance(x, Tensor) or not hasattr(x, name):
+        return None
+    mark, versions = getattr(x, name)
+    return mark if versions == [y._version for y in (x, *mark.sources)] else None
 
 
 # Keys and values that a program repeats for query groups, as attention takes them unrepeated.
