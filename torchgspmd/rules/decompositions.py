@@ -27,7 +27,7 @@ from ..compat.private_apis import (
     decomposition_table,
 )
 from ..compat.private_apis import _pytree as pytree
-from .custom_ops.updates import AdamStep, adam_formula
+from .custom_ops.updates import adam_formula
 from .flat_call import FlatCall
 from .ops import uneven_reshape  # noqa: F401 (registers its operations)
 from .ops.pointwise import named
@@ -187,7 +187,7 @@ def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Ca
 @rewrite("xla", ours.adam.default)
 def _adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     # By plain operations: XLA does not know ours.
-    return adam_formula(p, g, m, v, None, AdamStep(*rest))[:3]
+    return adam_formula(p, g, m, v, None, *rest)[:3]
 
 
 @rewrite("xla", aten.roll.default)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...rules.custom_ops.updates import AdamStep, adam, adam_formula, rate
+from ...rules.custom_ops.updates import adam, adam_formula, rate
 from ...rules.rewrites import DECLINED
 
 
@@ -111,7 +111,7 @@ def _adam(decoupled: bool) -> Callable:
             zip(params, grads, exp_avgs, exp_avg_sqs, state_steps)
         ):
             if amsgrad:
-                new = adam_formula(p, g, m, v, max_exp_avg_sqs[i], AdamStep(step, lr, *options))
+                new = adam_formula(p, g, m, v, max_exp_avg_sqs[i], step, lr, *options)
             else:
                 new = adam(p, g, m, v, step, rate(lr, step), *options)
             # The formula reads old values, so the copies come last.

@@ -82,7 +82,7 @@ def adam_(ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, *how: Any) -> None
             lists.append(dense)
         elif row[0].numel():
             p, g, m, v = row
-            new, m_new, v_new, _ = adam_formula(p, g, m, v, None, step)
+            new, m_new, v_new, _ = adam_formula(p, g, m, v, None, *how)
             for old, value in ((p, new), (m, m_new), (v, v_new)):
                 old.copy_(value)
     if lists:
@@ -107,13 +107,13 @@ vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
 
 
 def adam_formula(
-    p: Tensor, g: Tensor, m: Tensor, v: Tensor, largest: Tensor | None, step: AdamStep
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, largest: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return parameter, mean, mean square and its maximum after a step, by plain operations.
 
-    largest: amsgrad's maximum, or None.
+    largest: amsgrad's maximum, or None. how: as AdamStep.
     """
-    count, lr, beta1, beta2, weight_decay, eps, decoupled, maximize = step
+    count, lr, beta1, beta2, weight_decay, eps, decoupled, maximize = AdamStep(*how)
     g, count = -g if maximize else g, count.double()  # as torch.optim computes the corrections
     if decoupled:
         p = p * (1 - lr * weight_decay)
