@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import torchgspmd as gspmd
-from torchgspmd.features.attention.zigzag import runs_of_rows
+from torchgspmd.features.attention.op import runs_of_rows
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
-from torchgspmd.features.pipelines.order import Order
+from torchgspmd.features.pipelines.list_scheduler import Order
 from torchgspmd.features.pipelines.schedule import Times
 from torchgspmd.tools.decoders import config
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate

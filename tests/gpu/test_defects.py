@@ -19,10 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
 from torchgspmd.comm import process_groups
-from torchgspmd.features.attention import kernels
+from torchgspmd.features.attention import attention_kernels, kernels
 from torchgspmd.features.attention.call import AttentionCall, Upstream
 from torchgspmd.features.attention.op import attention, attention_in_blocks
-from torchgspmd.features.attention.passes import attention_kernels
 from torchgspmd.rules.custom_ops import random, updates
 
 MESH = gspmd.Mesh(data=2)
@@ -140,7 +139,7 @@ def test_dropout_is_one_kernel_of_one_byte(card: MetaCard) -> None:
 
     seed, kernel = torch.empty((), dtype=torch.int64, device="cuda"), lambda: fill
     with patch.object(random, "_kernel", kernel), patch.object(random, "_bound", int):
-        kept = random.dropout_mask(seed, 0.1, [8, 64], [0, 0], [8, 64], CUDA)
+        kept = random.dropout_mask(seed, 0.1, random.Shard([8, 64], [0, 0], [8, 64]), CUDA)
     assert kept.dtype == torch.bool and kept.itemsize == 1
     assert [(out is kept, drawn is seed) for out, drawn in filled] == [(True, True)]
 

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map
 
 import torchgspmd.features.tables  # noqa: F401 (registers the operations)
 from torchgspmd.features.attention import op as attention_op
-from torchgspmd.features.attention.zigzag import zigzag_attention, zigzag_attention_backward
+from torchgspmd.features.attention.op import zigzag_attention, zigzag_attention_backward
 from torchgspmd.features.experts import op as experts
-from torchgspmd.features.windows.resampling import band
+from torchgspmd.features.windows.interpolate import band
 from torchgspmd.rules.custom_ops.nd import ctc_losses, einsum
-from torchgspmd.rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS, dropout_mask, uniform
+from torchgspmd.rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS, Shard, dropout_mask, uniform
 from torchgspmd.rules.custom_ops.updates import adam_, rate
 from torchgspmd.rules.ops.cumulative import suffix_scan
 
@@ -213,7 +213,7 @@ def test_random_bits_are_those_of_the_cpu(
     ]
     assert torch.equal(*drawn) and 0 <= drawn[0].min() and drawn[0].max() < 1
     masks = [
-        dropout_mask(seed, 0.3, shape, first, whole, where).cpu()
+        dropout_mask(seed, 0.3, Shard(shape, first, whole), where).cpu()
         for where in (device, torch.device("cpu"))
     ]
     assert torch.equal(*masks)

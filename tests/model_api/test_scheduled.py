@@ -9,7 +9,7 @@ from pipelined import EXACT, check, with_pipeline
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.features.pipelines.order import Order, order_within
+from torchgspmd.features.pipelines.list_scheduler import Order, order_within
 from torchgspmd.fx_passes.loop_call import loop_calls
 from torchgspmd.tools.report.estimate import EXPOSED
 

@@ -1,7 +1,7 @@
 """Order in memory: the results of an operation are those of the trace, whatever a run's order is.
 
 Operands are permuted, and have gaps. An operation either gives the same results on them, or its
-rule says that they depend on the order (rules/memory_order.py).
+rule says that they depend on the order (rules/registry.py).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torchgspmd.rules.decompositions import RENAMED
-from torchgspmd.rules.memory_order import _ORDERED, is_packed, ordered_arguments
+from torchgspmd.rules.registry import _ORDERED, is_packed, ordered_arguments
 
 
 def orders(x: Tensor) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ from ..errors import ShardingError
 from ..layout.mark import recorded_mark
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import argument_names
-from ..rules.memory_order import memory_order
+from ..rules.registry import memory_order
 from .argument_sizes import ArgumentSizes
 from .assumed_sizes import AssumingShapeEnv, insert_checks
 from .builtin_numbers import replaced

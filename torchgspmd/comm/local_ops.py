@@ -25,7 +25,7 @@ def take_part(x: Tensor, dim: int, index: int, count: int, group: int = 1) -> Te
     return x.narrow(dim, index * rows, rows).contiguous()
 
 
-vars(take_part)["packs"] = True  # see rules/memory_order.py
+vars(take_part)["packs"] = True  # see rules/registry.py
 
 
 def to_host(x: Tensor) -> Tensor:

@@ -15,16 +15,10 @@ from ..errors import ShardingError, did_you_mean
 from ..fx_passes.pipeline import without_passes
 from ..rules.registry import without_rules
 from ..rules.rewrites import end_tables, without_rewrites
-from .attention import rows as attention
-from .experts import rows as experts
-from .lanes import rows as lanes
-from .loops import rows as loops
-from .pipelines import rows as pipelines
-from .unknown_sizes import rows as unknown_sizes
-from .windows import rows as windows
+from . import attention, experts, lanes, loops, pipelines, unknown_sizes, windows
 
-_ROWS = attention, experts, lanes, loops, pipelines, unknown_sizes, windows
-FEATURES = tuple(rows.__name__.split(".")[-2] for rows in _ROWS)
+_FOLDERS = attention, experts, lanes, loops, pipelines, unknown_sizes, windows
+FEATURES = tuple(folder.__name__.rpartition(".")[2] for folder in _FOLDERS)
 end_tables(__name__)
 
 

@@ -10,6 +10,7 @@ axis, are batched or not batched here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -131,29 +132,28 @@ def _join(x: Tensor, spec: ShardSpec, mesh: Mesh, order: tuple[str, ...]) -> Ten
 
 
 def _marked(x: Tensor, mesh: Mesh, leading: Sequence[str]) -> Tensor:
-    """Mark a tensor's leading dimensions with their axes."""
     if not leading:
         return x
     return mark_sharding(x, mesh, (*leading, *[UNCONSTRAINED] * (x.dim() - len(leading))))
 
 
+@dataclass
 class _Region:
-    """One run through a region: a vmap for each axis, the first one outermost."""
+    """One run through a region: a vmap for each axis, the first one outermost.
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        axes: tuple[str, ...],
-        tree: Any,
-        leaves: list[Any],
-        out_specs: Any,
-    ) -> None:
-        self.fn, self.mesh, self.axes = fn, mesh, axes
-        self.tree, self.leaves, self.out_specs = tree, leaves, out_specs
-        self.result: Any = None  # its structure, once the function has run
-        self.others: list[Any] = []  # its leaves
-        self.specs: list[ShardSpec] = []  # for its tensors
+    result, others: the function's result, once it has run: its structure, and its leaves. specs:
+    for its tensors.
+    """
+
+    fn: Callable[..., Any]
+    mesh: Mesh
+    axes: tuple[str, ...]
+    tree: Any
+    leaves: list[Any]
+    out_specs: Any
+    result: Any = None
+    others: list[Any] = field(default_factory=list[Any])
+    specs: list[ShardSpec] = field(default_factory=list[ShardSpec])
 
     def run(self, tensors: list[Tensor], along: Sequence[Sequence[str]]) -> Any:
         """Return the joined result. along: for each tensor, the axes of its leading dimensions."""

@@ -20,8 +20,8 @@ from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
 from ..layout.mesh import Mesh
+from .block_calls import SharedArguments
 from .pipelined_blocks import Pipeline, at_blocks, in_model, pipeline
-from .row_arguments import SharedArguments
 
 M = TypeVar("M", bound=nn.Module)
 

@@ -31,16 +31,15 @@ from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
-from ..features.pipelines.list_scheduler import StagePlacement
-from ..features.pipelines.order import Order, order_within
+from ..features.pipelines.list_scheduler import Order, StagePlacement, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
 from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .row_arguments import RowArguments, SharedArguments
-from .scheduled import ScheduledStages
-from .stacked_blocks import StackedBlocks, check_alike
+from .block_calls import RowArguments, SharedArguments
+from .scheduled import ScheduledStages, only
+from .stacked_blocks import StackedBlocks
 
 Loss = Callable[..., Tensor]
 # What a call of the blocks does while pipeline_model runs the model around them.
@@ -302,7 +301,7 @@ class Pipeline(StackedBlocks):
                 new = [torch.where(is_new, x, old) for x, old in zip(new, again)]
             else:
                 new = [x[None] for x in new]
-            moved = [self._along(_only(first, x, old)) for x, old in zip(new, passed)]
+            moved = [self._along(only(first, x, old)) for x, old in zip(new, passed)]
             begun = (number - position).clamp(min=0)
             round_of = (begun // m).clamp(max=rounds - 1)
             mine = [self._along(x.index_select(0, begun % m)) for x in own]
@@ -336,10 +335,7 @@ class Pipeline(StackedBlocks):
         def layer(
             weights: dict[str, Tensor], real: Tensor, mine: Sequence[Tensor], *leaves: Tensor
         ) -> tuple[Tensor, ...]:
-            arguments, x = shared.with_rows(mine), pytree.tree_unflatten([*leaves], tree)
-            y = self.run(self.block, weights, x, arguments)
-            computed, other = pytree.tree_flatten(y)
-            check_alike("pipeline", leaves, tree, computed, other)
+            computed = self.run_flat(tree, shared.with_rows(mine), weights, *leaves)
             if is_full:
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
@@ -359,7 +355,6 @@ class Pipeline(StackedBlocks):
         return [*all_stages(weights, *state)]
 
     def _along(self, leaf: Tensor) -> Tensor:
-        """Mark a value [stages, ...]."""
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
 
 
@@ -368,12 +363,6 @@ def _of_all_stages(function: Callable[..., object], *args: object) -> Any:
     results = torch.vmap(function, randomness="different")(*args)
     note_results(pytree.tree_leaves(results))
     return results
-
-
-def _only(stage: int, new: Tensor, old: Tensor) -> Tensor:
-    """Return the stages' inputs: one stage gets `new` [1 or stages, ...], others `old`."""
-    places = torch.arange(old.shape[0], device=old.device).view(-1, *[1] * (old.dim() - 1))
-    return torch.where(places == stage, new, old)
 
 
 def _rows(weight: Tensor, round_of: Tensor) -> Tensor:

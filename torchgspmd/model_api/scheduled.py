@@ -2,13 +2,13 @@
 
 A backward that begins before the last forward needs a microbatch's loss, so the forward computes
 the gradients as well. Its backward multiplies them by the loss's gradient. In the graph it is one
-loop over the microbatches (features/pipelines/op.py).
+loop over the microbatches (features/pipelines/parts.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
@@ -23,32 +23,36 @@ from ..capture.rewrites.loop_trace import (
     replaced,
     use_in_bodies_around,
 )
-from ..features.pipelines.op import stage_head, stage_send
-from ..features.pipelines.order import Order
+from ..features.pipelines.list_scheduler import Order
+from ..features.pipelines.parts import stage_head, stage_send
 from ..rules.custom_ops.loops import loop_carry, loop_next, loop_row, loop_stack, loop_total
 
 Stages = Callable[[int, Sequence[Tensor], Sequence[Tensor]], Sequence[Tensor]]
 Loss = Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor]
 
 
+def only(stage: int, x: Tensor, other: Tensor) -> Tensor:
+    """Return x [1 or devices, ...] on one device, and `other` [devices, ...] on all others."""
+    like = other if other.dim() else x
+    places = torch.arange(like.shape[0], device=x.device).view(-1, *[1] * (like.dim() - 1))
+    return torch.where(places == stage, x, other)
+
+
+@dataclass
 class ScheduledStages:
     """Traces a pipeline with its loss.
 
     stages: from a round's arguments and the targets' rows, the results [devices, rows, ...].
-    losses: from the last results, [devices]. along: marks the layouts.
+    losses: from the last results, [devices]. along: marks the layouts. names: outside values, as
+    stages and losses name them.
     """
 
-    def __init__(
-        self,
-        stages: Stages,
-        losses: Loss,
-        along: Callable[[Tensor], Tensor],
-        axis: str,
-        order: Order,
-    ) -> None:
-        self.stages, self.losses, self.along = stages, losses, along
-        self.axis, self.order = axis, order
-        self.names: list[Tensor] = []  # outside values, as stages and losses name them
+    stages: Stages
+    losses: Loss
+    along: Callable[[Tensor], Tensor]
+    axis: str
+    order: Order
+    names: list[Tensor] = field(default_factory=list[Tensor])
 
     def __call__(self, xs: Sequence[Tensor], targets: Sequence[Tensor]) -> Tensor:
         """Return the mean loss over microbatches [m, rows, ...]."""
@@ -87,8 +91,6 @@ class _Round:
 
 
 class _Trace:
-    """One trace through the loop's body."""
-
     def __init__(
         self,
         pipeline: ScheduledStages,
@@ -112,20 +114,13 @@ class _Trace:
         zeros = x.new_zeros([self.places.devices, *x.shape[1:]])
         return loop_carry(self.pipeline.along(zeros), self.text)
 
-    def only(self, device: int, x: Tensor, other: Tensor) -> Tensor:
-        """Return x [devices, ...] on one device, and `other` on all others."""
-        shape = [-1, *[1] * (x.dim() - 1)]
-        places = torch.arange(self.places.devices, device=x.device).view(shape)
-        return torch.where(places == device, x, other)
-
     def forward(self, number: int) -> _Round:
-        """Trace a round's forward."""
         ahead = [self.carry(x) for x in self.xs]
         behind = [self.carry(self.xs[i]) for i in self.with_gradient]
         taken = ahead
         if not number:
             taken = [
-                self.only(0, row.expand(self.places.devices, *row.shape), sent)
+                only(0, row.expand(self.places.devices, *row.shape), sent)
                 for row, sent in zip(self.rows, ahead)
             ]
         # Detached: each round is differentiated by itself, so its gradients can be sent back.
@@ -152,7 +147,7 @@ class _Trace:
                 arrived = [*map(self.pipeline.along, each.behind)]
                 # The last stage's gradient comes from the loss, not from a neighbor.
                 if each is rounds[-1]:
-                    arrived = [self.only(self.last, *pair) for pair in zip(seeds, arrived)]
+                    arrived = [only(self.last, *pair) for pair in zip(seeds, arrived)]
                     arrived = [*map(self.pipeline.along, arrived)]
                 inner = [each.taken[i] for i in self.with_gradient]
                 of_taken = self.gradients(outputs, inner, leaves, arrived, totals)
@@ -161,7 +156,7 @@ class _Trace:
                 self.send_on(rounds, each)
         gradients: list[Tensor | None] = [None] * (len(self.rows) + len(self.targets))
         for i, g in zip(self.with_gradient, of_taken):
-            gradients[i] = loop_stack(self.only(0, g, g.new_zeros([])).sum(0), self.text)
+            gradients[i] = loop_stack(only(0, g, g.new_zeros([])).sum(0), self.text)
         gradients += [reduce(torch.add, terms) if terms else None for terms in totals]
         return loop_total(loss.detach(), self.text), gradients
 
@@ -172,7 +167,7 @@ class _Trace:
         heads = [self.pipeline.along(stage_head(y.detach())) for y in results]
         ends = [heads[i].requires_grad_() for i in self.with_gradient]
         losses = self.pipeline.losses(heads, self.targets)
-        loss = self.only(self.last, losses, losses.new_zeros([])).sum() / self.microbatches
+        loss = only(self.last, losses, losses.new_zeros([])).sum() / self.microbatches
         return loss, self.gradients([loss], ends, leaves, None, totals)
 
     def gradients(
@@ -199,7 +194,6 @@ class _Trace:
     def send_back(
         self, rounds: Sequence[_Round], each: _Round, gradients: Sequence[Tensor]
     ) -> None:
-        """Send back the gradients for a round's arguments."""
         before = rounds[(each.number - 1) % len(rounds)]
         for leaf, g, carry in zip(self.with_gradient, gradients, before.behind):
             self._send(g, -1, [each.number, leaf], carry)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any, cast
 
@@ -25,8 +26,7 @@ from ..errors import ShardingError
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
-from .block_calls import BlockCalls, BlockPlace, of_block, separate
-from .row_arguments import SharedArguments
+from .block_calls import BlockCalls, BlockPlace, SharedArguments, of_block, separate
 
 
 class StackedBlocks(nn.Module):
@@ -57,7 +57,7 @@ class StackedBlocks(nn.Module):
         """
         super().__init__()
         self.places, self.rows, self.count = tuple(places), rows, len(blocks)
-        self.row_axis = axis
+        self.row_axis, self.what = axis, what
         self.names = _common_names(blocks, what)
         stacked = {
             name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
@@ -101,7 +101,6 @@ class StackedBlocks(nn.Module):
         return [*self]
 
     def place(self, layer: int) -> int:
-        """Return the row that has a block's weights."""
         return self.places[layer]
 
     def named_rows(self) -> Iterator[tuple[str, Row]]:
@@ -124,11 +123,20 @@ class StackedBlocks(nn.Module):
         with of_block(number):
             return self.run(self.block, weights, x, SharedArguments(args, kwargs))
 
+    def run_flat(
+        self, tree: Any, shared: SharedArguments, weights: dict[str, Tensor], *leaves: Tensor
+    ) -> list[Tensor]:
+        """Run a block on leaves; return those of its result, which the next block can take."""
+        y = self.run(self.block, weights, pytree.tree_unflatten([*leaves], tree), shared)
+        results, other = pytree.tree_flatten(y)
+        # Checked in the trace, since a loop's carry has one shape in all iterations.
+        check_alike(self.what, leaves, tree, results, other)
+        return results
+
     @staticmethod
     def run(
         block: nn.Module, weights: dict[str, Tensor], x: object, shared: SharedArguments
     ) -> Any:
-        """Run a block with these weights."""
         args = x, *shared.args
         with in_block():
             return torch.func.functional_call(block, weights, args, {**shared.kwargs})
@@ -275,19 +283,13 @@ class Stack(StackedBlocks):
         return f"{self.count} blocks"
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        """Return the last block's result."""
         shared = SharedArguments(args, kwargs)
         if not is_capturing():
             return self.one_by_one(x, shared)
         leaves, tree = pytree.tree_flatten(x)
         weights = self.weights()
 
-        def block(row: dict[str, Tensor], *leaves: Tensor) -> list[Tensor]:
-            y = self.run(self.block, row, pytree.tree_unflatten(leaves, tree), shared)
-            results, other = pytree.tree_flatten(y)
-            # Checked in the trace, since a loop's carry has one shape in all iterations.
-            check_alike("stack", leaves, tree, results, other)
-            return results
+        block = partial(self.run_flat, tree, shared)
 
         def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
             # run_loop passes the carry first, then this iteration's row of each weight.

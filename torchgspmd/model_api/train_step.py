@@ -51,7 +51,8 @@ class TrainStep(nn.Module):
         self.microbatches = microbatches
         self.names = _names_of(model, optimizers)  # parameter names by optimizer and group
         self.rules = [rule_of(optimizer) for optimizer in optimizers]
-        self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=_device(model)))
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float32, device=device))
         self.states: dict[str, list[str]] = {}  # parameter -> names of its states
         for _, rule, group, names in self._groups():
             for name in names:
@@ -242,10 +243,6 @@ def _clip_scale(gradients: list[Tensor], clip: float | None) -> Tensor | None:
     )
     # 1e-6 as in torch.nn.utils.clip_grad_norm_.
     return (clip / (squares.sum().sqrt() + 1e-6)).clamp_max(1.0)
-
-
-def _device(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -50,8 +50,8 @@ def rule_of(optimizer: Optimizer) -> Rule:
     )
 
 
-def _adam_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
-    return {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+def _zeros(parameter: Tensor, *names: str) -> dict[str, Tensor]:
+    return {name: torch.zeros_like(parameter) for name in names}
 
 
 def _adam(
@@ -81,10 +81,6 @@ def _adam(
             adam_(*lists, *options)
 
 
-def _sgd_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
-    return {"momentum_buffer": torch.zeros_like(parameter)} if group["momentum"] else {}
-
-
 def _sgd(
     ps: Sequence[Tensor], gs: Sequence[Tensor], states: Sequence[States], step: Tensor, group: Group
 ) -> None:
@@ -102,7 +98,7 @@ def _sgd(
 
 def _adafactor_states(parameter: Tensor, group: Group) -> dict[str, Tensor]:
     if parameter.dim() < 2:
-        return {"variance": torch.zeros_like(parameter)}
+        return _zeros(parameter, "variance")
     # A matrix [n, m] keeps n + m numbers, not n m: factored second moments, section 3.
     rows, columns = [*parameter.shape[:-1], 1], [*parameter.shape[:-2], 1, parameter.shape[-1]]
     return {"row_var": parameter.new_zeros(rows), "col_var": parameter.new_zeros(columns)}
@@ -139,10 +135,14 @@ def _root_mean_square(x: Tensor) -> Tensor:
 
 _REFUSED = ("amsgrad", "differentiable")  # the optimizer's own step has them
 RULES: dict[type[Optimizer], Rule] = {
-    Adam: Rule(_adam_states, _adam, _REFUSED),
-    AdamW: Rule(_adam_states, _adam, _REFUSED),
+    Adam: Rule(lambda p, _: _zeros(p, "exp_avg", "exp_avg_sq"), _adam, _REFUSED),
+    AdamW: Rule(lambda p, _: _zeros(p, "exp_avg", "exp_avg_sq"), _adam, _REFUSED),
     Adafactor: Rule(_adafactor_states, _adafactor),
-    SGD: Rule(_sgd_states, _sgd, _REFUSED[1:]),
+    SGD: Rule(
+        lambda p, group: _zeros(p, *["momentum_buffer"] * bool(group["momentum"])),
+        _sgd,
+        _REFUSED[1:],
+    ),
 }
 
 

@@ -1,9 +1,9 @@
 """Rules and decompositions for all operations. The passes ask `rule_of`."""
 
 # These register simplifications and rules.
-from . import algebra_index, algebra_rows, algebra_scales, algebra_sums, ops
+from . import algebra_rows, algebra_sums, ops
 from .algebra import simplified
-from .decompositions import RENAMED, decomposition_of, trace
+from .decompositions import RENAMED, decomposition_of, trace, unpartitioned_of
 from .flat_call import FlatCall, flat_rule
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
 from .ops.pointwise import is_elementwise, quotient
@@ -11,7 +11,6 @@ from .ops.random_ops import has_own_seed, natively
 from .registry import replicated_rule, rule, rule_for, rule_function
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
 from .rule_in_a_run import rule_in_a_run
-from .xla_decompositions import unpartitioned_of
 
 
 def rule_of(call: Call) -> FactorRule:

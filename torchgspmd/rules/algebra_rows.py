@@ -16,26 +16,16 @@ from torch import fx
 
 from ..compat.operators import aten
 from .algebra import constant_of, replacement_call
+from .notation import Ints
+from .ops.pointwise import named
 from .rewrites import DECLINED, Declined, rewrite
 
-MOVEMENTS = (
-    aten.roll.default,
-    aten.flip.default,
-    aten.slice.Tensor,
-    aten.select.int,
-    aten.unsqueeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.view.default,
-    aten.permute.default,
-    aten.transpose.int,
-    aten.clone.default,
-)
-PADDING_OPS = (
-    aten.constant_pad_nd.default,
-    aten.slice_backward.default,
-    aten.select_backward.default,
-)  # each adds rows around its operand
+MOVEMENTS = named("""
+    roll flip slice.Tensor select.int unsqueeze squeeze.dim squeeze.dims view permute transpose.int
+    clone
+""")
+# Each adds rows around its operand.
+PADDING_OPS = named("constant_pad_nd slice_backward select_backward")
 SLICES = (aten.slice.Tensor, aten.select.int)
 CONCATENATIONS = (aten.cat.default, aten.stack.default)
 
@@ -52,7 +42,6 @@ def _moved_constant(node: fx.Node) -> fx.Node | Declined:
 
 
 def _full(node: fx.Node, number: float | None) -> fx.Node:
-    """Return a constant tensor to replace a node."""
     val = node.meta["val"]
     return replacement_call(
         node,
@@ -223,11 +212,7 @@ def pads_of(node: fx.Node) -> tuple[fx.Node, Pads, float | None] | None:
 
 
 def _cut(
-    shape: Sequence[int],
-    dim: int = 0,
-    start: int | None = None,
-    end: int | None = None,
-    step: int = 1,
+    shape: Ints, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
 ) -> tuple[int, ...]:
     """Return a slice as (dimension, pad before, pad behind): x[2:7] of 8 rows is (0, -2, -1).
 

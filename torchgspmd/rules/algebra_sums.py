@@ -37,7 +37,6 @@ Build = Callable[[], Any]
 
 @rewrite("simplify", _SUM)
 def _known_sum(node: fx.Node) -> fx.Node | Declined:
-    """Replace a sum that keeps its dimension."""
     x, dims, *options = node.args
     val = node.meta["val"]
     fits = len(dims or ()) == 1 and options == [True] and not node.kwargs and val.dim()
@@ -179,12 +178,10 @@ class _Search:
         return shape[self.dim] if len(shape) >= -self.dim else 1
 
     def cast(self, x: fx.Node) -> fx.Node:
-        """Return x in the sum's dtype."""
         dtype = self.node.meta["val"].dtype
         return x if x.meta["val"].dtype == dtype else self.call(_CAST, x, dtype=dtype)
 
     def call(self, op: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert a call before the sum."""
         node = replacement_call(self.node, op, args, kwargs)
         values = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         node.meta["val"] = op(*values[0], **values[1])

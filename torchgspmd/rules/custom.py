@@ -7,9 +7,8 @@ from typing import Any
 
 from ..compat.private_apis import OpOverload, OpOverloadPacket
 from ..errors import ShardingError, user_line
-from .memory_order import ordered
 from .notation import IDENTITY, Call, FactorRule, Sentence
-from .registry import RULES
+from .registry import RULES, ordered
 
 _CUSTOM: set[Any] = set()  # operations whose rule came from gspmd.rule, which may replace it
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -69,7 +69,6 @@ class FlatCall:
         return pytree.tree_map(kept, results)
 
     def flattened(self, arguments: Any) -> Any:
-        """Return arguments with flattened operands."""
         leaves, tree = pytree.tree_flatten(arguments)
         groups = iter(self.operands)
         flat = [
@@ -202,8 +201,10 @@ class _Emission:
         result = self._result(builder, args, kwargs, shapes)
         if len(local.results) == 1 and not isinstance(result, (list, tuple)):
             return self._kept(local, result, 0)
-        elements = result if isinstance(result, (list, tuple)) else self._elements(local, result)
-        return [self._kept(local, x, i) for i, x in enumerate(elements)]
+        if not isinstance(result, (list, tuple)):
+            count = range(len(local.results))
+            result = (local.call(operator.getitem, result, i) for i in count)
+        return [self._kept(local, x, i) for i, x in enumerate(result)]
 
     def _result(
         self, local: FlatBuilder, args: tuple, kwargs: dict, shapes: Sequence[tuple[int, ...]]
@@ -219,10 +220,6 @@ class _Emission:
             args, kwargs = form.arguments(args, kwargs, Shapes(tuple(shapes), results))
         return local.call(self.flat.target, *args, **kwargs)
 
-    def _elements(self, local: LocalBuilder, result: fx.Node) -> Iterator[Any]:
-        for i in range(len(local.results)):
-            yield local.call(operator.getitem, result, i)
-
     def _kept(self, local: LocalBuilder, x: Any, index: int) -> Any:
         shape = local.results[index].shape
         if all(count == 1 for count in self.flat.groups[index]):
@@ -232,7 +229,6 @@ class _Emission:
 
 
 def reshaped(local: LocalBuilder, x: Any, shape: tuple[int, ...]) -> fx.Node:
-    """Return a local value in another shape."""
     result = local.call(aten.reshape.default, x, list(shape))
     local.note(result, shape)
     return result

@@ -16,8 +16,6 @@ from .notation import FactorRule
 
 @dataclass
 class LocalTensor:
-    """A result's local shape, dtype and device."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -49,17 +47,13 @@ class LocalBuilder(Protocol):
         """Return the first row that the device holds along an operand's dimension, halo
         included."""
 
-    def global_shape(self, operand: int) -> tuple[Any, ...]:
-        """Return an operand's global shape."""
-        ...
+    def global_shape(self, operand: int) -> tuple[Any, ...]: ...
 
     def position(self, dim: int) -> fx.Node:
         """Return the global position of each local result row, so that it broadcasts."""
         ...
 
-    def sharded(self, factor: str) -> bool:
-        """Return whether mesh axes shard a factor."""
-        ...
+    def sharded(self, factor: str) -> bool: ...
 
     def window(self, operand: int, dim: int) -> Window:
         """Return the rows that a device holds along an operand's dimension, its halo included."""
@@ -72,17 +66,13 @@ class LocalBuilder(Protocol):
     def masked(self, value: object, dim: int, factor: str, fill: float) -> Any:
         """Return a value with `fill` in a dimension's padding."""
 
-    def shape(self, value: object) -> tuple[int, ...]:
-        """Return a value's local shape."""
-        ...
+    def shape(self, value: object) -> tuple[int, ...]: ...
 
     def scalar(self, value: object, dtype: torch.dtype | None = None) -> fx.Node:
         """Return a number as a tensor, by default in the result's dtype."""
         ...
 
-    def call(self, op: object, *args: object, **kwargs: object) -> fx.Node:
-        """Return a new node that calls an operation."""
-        ...
+    def call(self, op: object, *args: object, **kwargs: object) -> fx.Node: ...
 
     def note(self, node: fx.Node, shape: tuple[int, ...]) -> None:
         """Note a node's local shape, where it is not that of its first operand."""

@@ -27,6 +27,7 @@ from ..layout.halo_window import Reach
 Dim = tuple[str, ...]  # one dimension's factors, major first
 Dims = tuple[Dim, ...]
 DimNames = Sequence[str | Sequence[str]]  # Dims, where "d0" stands for ("d0",) and "" for ()
+Ints = Sequence[int]  # sizes, strides or places
 Names = str | Iterable[str]  # factors; a string has blanks between them
 Place = tuple[int, int]  # (operand, dim)
 IDENTITY = {"sum": 0.0, "max": -math.inf, "min": math.inf, "prod": 1.0}
@@ -336,8 +337,6 @@ def make_rule(
 def describe(
     operands: Sequence[Dims], results: Sequence[Dims], halo: Mapping[Place, Reach] | None = None
 ) -> str:
-    """Return these factors as a sentence."""
-
     def tensor(dims: Dims, reaches: Mapping[int, Reach]) -> str:
         return " ".join(f"{_dim(dim)}{reaches.get(d, '')}" for d, dim in enumerate(dims))
 
@@ -378,10 +377,7 @@ def _tokens(text: str, sentence: str) -> tuple[str, ...]:
 
 
 def _dims(
-    tokens: tuple[str, ...],
-    shape: Sequence[int],
-    bound: dict[str, int],
-    declared: Mapping[str, int],
+    tokens: tuple[str, ...], shape: Ints, bound: dict[str, int], declared: Mapping[str, int]
 ) -> Dims:
     """Return each dimension's factors. bound: the sizes of all factors, completed here."""
     if "..." in tokens:

@@ -40,8 +40,6 @@ LEVELS = (
 
 
 class Declined(Enum):
-    """DECLINED's type."""
-
     DECLINED = 0
 
 
@@ -104,18 +102,24 @@ def feature_of(function: Callable) -> str:
 @contextmanager
 def without_rewrites(feature: str) -> Generator[None, None, None]:
     """Take a feature's rows out of the table while in this context."""
-    before = dict(REWRITES)
-    for key, entries in before.items():
-        others = [entry for entry in entries if feature_of(entry.apply) != feature]
-        REWRITES[key] = others
-        if not others:
-            del REWRITES[key]
-    try:
+    with restored(REWRITES) as before:
+        for key, entries in before.items():
+            others = [entry for entry in entries if feature_of(entry.apply) != feature]
+            REWRITES[key] = others
+            if not others:
+                del REWRITES[key]
         yield
+
+
+@contextmanager
+def restored(table: dict[Any, Any]) -> Generator[dict[Any, Any], None, None]:
+    """Restore a table behind a context, in place: other modules have imported it."""
+    before = dict(table)
+    try:
+        yield before
     finally:
-        # In place: other modules have imported the table.
-        REWRITES.clear()
-        REWRITES.update(before)
+        table.clear()
+        table.update(before)
 
 
 def rewrite(level: str, *targets: object) -> Callable:

@@ -70,7 +70,6 @@ def _size(one: int, two: int) -> int:
 
 
 def _numbers(call: Call) -> list:
-    """Return the arguments that are no tensors."""
     leaves = pytree.tree_leaves((call.args, dict(call.kwargs)))
     return [leaf for leaf in leaves if not isinstance(leaf, Tensor)]
 

@@ -34,7 +34,7 @@ from ..fx_passes.stages import verifies
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh
 from ..layout.prefix_specs import is_same, spread_inputs
-from ..rules.memory_order import order_text
+from ..rules.registry import order_text
 from ..shard_spec import ShardSpec
 from .changing_sizes import (
     Shapes,

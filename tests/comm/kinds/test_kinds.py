@@ -102,7 +102,7 @@ ASKS_FOR_ONE = {
     # it times each by itself, with the arguments of that one; others are sent like one of them
     "tools.calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
     "fx_passes.partition.reshard": {"term"},  # it makes a value a sum
-    "features.pipelines.stage_sends": {"permute"},  # what a plan reports of neighboring stages
+    "features.pipelines.__init__": {"permute"},  # what a plan reports of neighboring stages
     # one sum in steps, which are these
     "fx_passes.partition.hierarchical_sums": {"all_gather", "all_reduce", "reduce_scatter"},
     "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists: reduce,

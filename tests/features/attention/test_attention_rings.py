@@ -11,7 +11,7 @@ from attention_cases import Case, check
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
-from torchgspmd.features.attention import lent_rows
+from torchgspmd.features.attention import ring_blocks
 
 SPEC = "_ model seq _"
 
@@ -89,8 +89,8 @@ def test_a_ring_sends_what_gathers_send() -> None:
     forward = n, length // n, 2 * block, queries, queries + statistic, False
     backward = n, length // n, 2 * block, 3 * queries + statistic, queries, True
     assert len(balanced) == 6
-    assert sum(balanced[:2]) == pytest.approx(lent_rows.sent_bytes(*forward))
-    assert sum(balanced[2:]) == pytest.approx(lent_rows.sent_bytes(*backward))
+    assert sum(balanced[:2]) == pytest.approx(ring_blocks.sent_with_rows(*forward))
+    assert sum(balanced[2:]) == pytest.approx(ring_blocks.sent_with_rows(*backward))
 
 
 def test_memory_does_not_grow_with_the_whole_sequence() -> None:

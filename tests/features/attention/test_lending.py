@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from torchgspmd import Mesh, plan
-from torchgspmd.features.attention import lending, lent_rows, ring
+from torchgspmd.features.attention import lending, ring, ring_blocks
 from torchgspmd.features.attention.call import AttentionCall
 from torchgspmd.features.attention.ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS
 
@@ -97,7 +97,7 @@ def sent_bytes(n: int, loans: str, *rest: Any) -> float:
     return (
         lending.sent_bytes(n, *rest)
         if loans == LOANS_OF_STEPS
-        else (round(lent_rows.sent_bytes(n, 6, *rest), 6))
+        else (round(ring_blocks.sent_with_rows(n, 6, *rest), 6))
     )
 
 
@@ -129,7 +129,7 @@ def test_lent_rows_balance_the_work(n: int) -> None:
     """Each device computes within a row's scores of its fair share."""
     rows = 1000
     for me in range(n):
-        runs = lent_rows.LentRows(n, me, rows).runs(n * rows)
+        runs = ring_blocks.LentRows(n, me, rows).runs(n * rows)
         work = sum((r.stop - r.start) * (first + (r.stop - r.start + 1) / 2) for r, first in runs)
         assert abs(work - n * rows * (n * rows + 1) / 2 / n) <= n * rows
 

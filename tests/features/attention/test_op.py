@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import fx
 
+from torchgspmd.features.attention import attention_kernels
 from torchgspmd.features.attention.call import AttentionCall, of_backward, of_parts
 from torchgspmd.features.attention.op import (
     attention,
@@ -17,7 +18,6 @@ from torchgspmd.features.attention.op import (
     attention_in_blocks,
     attention_parts,
 )
-from torchgspmd.features.attention.passes import attention_kernels
 
 
 @pytest.mark.parametrize("strided", [False, True])

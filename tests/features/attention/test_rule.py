@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torchgspmd import Mesh, plan
 from torchgspmd.features.attention import tiles as attention_tiles
-from torchgspmd.features.attention.zigzag import zigzag as zigzag_order
+from torchgspmd.features.attention.op import zigzag as zigzag_order
 
 HEADS = ((4, 4), (8, 2), (4, 1))  # of queries, of keys
 # Every pair of values of two columns occurs, and every kind on every mesh.

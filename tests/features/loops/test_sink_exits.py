@@ -7,7 +7,7 @@ from torch._higher_order_ops import scan
 
 import torchgspmd as gspmd
 from torchgspmd.compat.operators import aten
-from torchgspmd.features.loops.sink_exits import sink_exits
+from torchgspmd.features.loops.outline_loops import sink_exits
 from torchgspmd.fx_passes.loop_call import loop_calls
 from torchgspmd.rules.custom_ops.loops import STACK, TOTAL
 

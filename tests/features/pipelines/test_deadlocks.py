@@ -20,7 +20,7 @@ from torch import Tensor
 
 from torchgspmd.features.pipelines import parts
 from torchgspmd.features.pipelines.call import StageCall, key_of
-from torchgspmd.features.pipelines.order import Order
+from torchgspmd.features.pipelines.list_scheduler import Order
 from torchgspmd.features.pipelines.parts import StageLink
 from torchgspmd.rules.custom_ops.loops import Loop
 

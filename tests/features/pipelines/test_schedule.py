@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.features.pipelines.list_scheduler import curve, list_schedule
-from torchgspmd.features.pipelines.order import Order
+from torchgspmd.features.pipelines.list_scheduler import Order, curve, list_schedule
 from torchgspmd.features.pipelines.schedule import Piece, Times, in_ticks, needed_by
 from torchgspmd.fx_passes.loop_call import loop_calls
 

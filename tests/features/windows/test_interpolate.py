@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
-from torchgspmd.features.windows.resampling import Line, band, bands, weights
+from torchgspmd.features.windows.interpolate import Line, band, bands, weights
 
 LAYOUTS = [("s=2", "_ _ s _"), ("s=3", "_ _ s _"), ("s=2,r=2", "_ _ s r"), ("s=2,r=2", "_ _ s+r _")]
 PLANES: dict[str, dict] = {

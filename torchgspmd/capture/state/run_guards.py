@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...rules.memory_order import order_text
+from ...rules.registry import order_text
 from .bytecode_names import cell_sources, global_sources, is_installed, is_own
 from .dependencies import CALL, TABLES, facts_of
 from .methods import Methods

@@ -8,7 +8,7 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %q, %k, %v = ... %x
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
 needs    a propagated graph, rules
-source   ours, with the order that Ring Flash Attention uses (zigzag.py)
+source   ours, with the order that Ring Flash Attention uses (op.py)
 
 A norm, a product or a loss has the same rule for all tokens, so it takes them in any order. The
 values between attention and the program's inputs may therefore be in zigzag order as well. Devices
@@ -36,8 +36,8 @@ from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
+from .op import zigzag
 from .ring_keys import RINGS, cheapest_loans, is_hidden
-from .zigzag import zigzag
 
 
 class ZigzagOrder(NamedTuple):
@@ -109,8 +109,6 @@ def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
 
 
 class _Reordering:
-    """Chooses the operations to reorder, and reorders them."""
-
     def __init__(
         self,
         graph: fx.Graph,
@@ -159,12 +157,8 @@ class _Reordering:
         n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
         # The last device has all scores of its rows, an even share is about half of that.
         flops = self.attention[node].flops / n * (1 - 1 / shards)
-        excess, op, ring = (
-            flops / self.constants.link_flops_per_byte,
-            self.ops[node],
-            RINGS[node.target],
-        )
-        keys = op.operands[ring.queries : ring.queries + 3]
+        excess, ring = flops / self.constants.link_flops_per_byte, RINGS[node.target]
+        keys = self.ops[node].operands[ring.queries : ring.queries + 3]
         q, k, v = values = [x.meta["val"] for x in keys]
         if self.lends and is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
             specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh
@@ -251,7 +245,6 @@ class _Reordering:
         return "", 1
 
     def _places(self, tokens: Tokens) -> Iterator[TokenDim]:
-        """Yield an operation's values that have its tokens."""
         op = self.ops[tokens.node]
         factors = (tokens.factor,)
         if tokens.factor == "":

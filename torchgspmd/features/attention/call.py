@@ -9,6 +9,7 @@ The fields have the schemas' order. In a graph their values are nodes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -29,6 +30,16 @@ def forward_schema(rest: str) -> str:
 
 def backward_schema(rest: str) -> str:
     return f"({BACKWARD}, {rest}) -> (Tensor, Tensor, Tensor)"
+
+
+def flops(q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
+    """Return the FLOPs of attention: two products, the scores and the weights times v."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (q[-1] + v[-1])
+
+
+def backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: object, **__: object) -> int:
+    """Return those of the backward: the scores again, and the gradients for weights, v, q and k."""
+    return 2 * math.prod(q[:-1]) * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
 class AttentionCall(NamedTuple):
@@ -62,7 +73,6 @@ class AttentionCall(NamedTuple):
         return (self.causal, self.scale, self.mask, self.region, *self.modifiers)
 
     def in_block(self, rows: slice, columns: slice) -> AttentionCall:
-        """Return the call for some queries and some keys."""
         mask = self.mask
         if mask is not None:
             # A dimension of size 1 broadcasts, so it has nothing to cut.
@@ -84,7 +94,6 @@ class Upstream(NamedTuple):
     lse: Tensor
 
     def in_rows(self, rows: slice) -> Upstream:
-        """Return the operands for some queries."""
         return Upstream(self.grad[..., rows, :], self.out[..., rows, :], self.lse[..., rows])
 
 

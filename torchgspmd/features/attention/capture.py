@@ -9,7 +9,7 @@ PyTorch flattens [position, batch] and [batch, head], which would lose the batch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import draw_seed
 from ...rules.rewrites import DECLINED, apply_first, rewrite
 from .op import attention
-from .repeated_heads import unrepeated
+from .written import unrepeated
 
 
 @rewrite("vmap", F.scaled_dot_product_attention)
@@ -170,15 +170,17 @@ def multi_head_attention(
     causal = is_causal and key_padding_mask is None and not need_weights
     mask = None if causal else _mask(attn_mask, key_padding_mask, q)
     dropout = dropout_p if training else 0.0
-    attend: Callable = _with_weights if need_weights else _without_weights
-    out, seen = attend(q, k, v, mask, dropout, causal)
+    if need_weights:
+        out, seen = _with_weights(q, k, v, mask, dropout)
+    else:
+        out, seen = F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
     y = torch.einsum(
         "nhld,ohd->lno", out, out_proj_weight.view(out_proj_weight.shape[0], num_heads, -1)
     )
     y = y if out_proj_bias is None else y + out_proj_bias.to(y.dtype)
-    seen = seen.mean(1) if need_weights and average_attn_weights else seen  # [n, l, s]
+    seen = seen if seen is None or not average_attn_weights else seen.mean(1)  # [n, l, s]
     if query.dim() == 2:
-        return y.squeeze(1), seen.squeeze(0) if need_weights else None
+        return y.squeeze(1), None if seen is None else seen.squeeze(0)
     return y, seen
 
 
@@ -216,14 +218,8 @@ def _mask(mask: Tensor | None, padding: Tensor | None, q: Tensor) -> Tensor | No
     return sum(masks[1:], masks[0]) if masks else None
 
 
-def _without_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
-) -> tuple[Tensor, None]:
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal), None
-
-
 def _with_weights(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     # Where it returns weights, PyTorch scales q instead of the scores.
     scores = torch.einsum("nhld,nhsd->nhls", q * math.sqrt(1 / q.shape[-1]), k)

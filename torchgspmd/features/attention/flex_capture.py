@@ -72,7 +72,6 @@ class _Buffers(TorchFunctionMode):
 
 
 def _operands(dtype: torch.dtype, names: Sequence[str]) -> list[Tensor]:
-    """Return stand-ins: positions, and scores in a dtype."""
     positions = (torch.zeros((), dtype=torch.int64) for _ in iter(int, 1))
     return [next(positions) if n in _POSITIONS else torch.ones((), dtype=dtype) for n in names]
 
@@ -86,8 +85,6 @@ def _buffers_of(function: Callable, dtype: torch.dtype, names: Sequence[str]) ->
 
 
 class _Expression:
-    """The expression that a graph of 0-d operations computes."""
-
     def __init__(self, graph: fx.GraphModule, names: Sequence[str]) -> None:
         self.module, self.texts, self.count = graph, dict[fx.Node, str](), 0
         inputs = graph.graph.find_nodes(op="placeholder")
@@ -151,8 +148,6 @@ def _expression(
 
 
 def _gradient_of(score_mod: Callable) -> Callable:
-    """Return the function that computes a score's gradient."""
-
     def gradient(grad: Tensor, score: Tensor, *positions: Tensor) -> Tensor:
         with torch.enable_grad():
             score = score.detach().requires_grad_()
@@ -165,10 +160,6 @@ def _gradient_of(score_mod: Callable) -> Callable:
     return gradient
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
-
-
 def _functions(
     q: Tensor, score_mod: Callable, mask_mod: Callable
 ) -> tuple[list[Tensor], list[str]]:
@@ -176,7 +167,7 @@ def _functions(
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     score, grad = ("score", *_POSITIONS), ("grad", "score", *_POSITIONS)
     # A checkpoint around the call is not to see what the functions save for their own gradient.
-    with torch.no_grad(), saved_tensors_hooks(_itself, _itself):
+    with torch.no_grad(), saved_tensors_hooks(lambda x: x, lambda x: x):
         buffers = _buffers_of(mask_mod, dtype, _POSITIONS)
         buffers |= _buffers_of(score_mod, dtype, score)
         if any(x.requires_grad for x in buffers.values()):

@@ -17,9 +17,10 @@ import ast
 import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,29 +28,17 @@ from torch import Tensor
 from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError
+from ...rules.ops.pointwise import named
 from .call import AttentionCall, Gradients, Results, Upstream, backward_schema, forward_schema
-from .tiles import Place, Tiles, empty_gradients, empty_results
+from .tiles import Place, ScoreChange, Tiles, empty_gradients, empty_results
 
 _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 
 
 # Operations besides elementwise ones whose operands and results are 0-d.
 OF_NO_DIMENSION = {
-    aten.scalar_tensor.default,
-    aten.full.default,
-    aten.new_ones.default,
-    aten.new_zeros.default,
-    aten.new_full.default,
-    aten.ones.default,
-    aten.zeros.default,
-    aten.ones_like.default,
-    aten.zeros_like.default,
-    aten.full_like.default,
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten._to_copy.default,
-    aten.lift_fresh_copy.default,
+    *named("scalar_tensor full new_ones new_zeros new_full ones zeros ones_like zeros_like"),
+    *named("full_like detach alias clone _to_copy lift_fresh_copy"),
 }
 READS_MASKS = (torch.Tag.cudagraph_unsafe,)  # The host asks whether a tile has scores to compute.
 _VARIABLE = re.compile(r"b|h|q|k|score|grad|inf|nan|[ut]\d+")
@@ -105,14 +94,14 @@ def _operator(node: ast.AST) -> object:
 
 
 def is_elementwise(op: object) -> bool:
-    """Return whether an expression may have an operator."""
     if not isinstance(op, OpOverload) or op._schema.is_mutable:
         return False
     return torch.Tag.pointwise in op.tags or op is aten.index.Tensor or op in OF_NO_DIMENSION
 
 
-class Flex(NamedTuple):
-    """A ScoreChange by expressions. buffers: the tensors that they read, not sharded."""
+@dataclass(frozen=True)
+class Flex(ScoreChange):
+    """A change by expressions. buffers: the tensors that they read, not sharded."""
 
     buffers: Sequence[Tensor]
     mask: str
@@ -162,9 +151,6 @@ class Flex(NamedTuple):
         result = self._value(self.gradient, place, scores.shape, scores.device, **values)
         return result.to(grad.dtype).expand_as(grad)
 
-    def factors(self, weights: Tensor, place: Place) -> None:
-        return None
-
 
 def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
     """Return a call's tiles. functions: the buffers and the three expressions."""
@@ -175,7 +161,6 @@ _REST = "Tensor[] buffers, str mask, str score, str gradient, float scale, SymIn
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
-    """Return the tiles for an operator's arguments. rest: as _REST."""
     *functions, scale = rest[:5]
     call = AttentionCall(q, k, v, False, scale, region=rest[5] if len(rest) > 5 else None)
     return flex_tiles(call, functions)
@@ -198,7 +183,6 @@ flex_attention.register_fake(empty_results)
 def flex_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: object
 ) -> Gradients:
-    """Return the gradients for q, k and v."""
     return _tiles(q, k, v, *rest).backward(Upstream(grad, out, lse))
 
 

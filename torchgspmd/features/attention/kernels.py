@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from .call import AttentionCall, Gradients, Results, Upstream
-from .products import added_mask, backward_in_rows, in_rows
+from .tiles import added_mask, backward_in_rows, in_rows
 
 LSE_ROWS = 32  # the GPU kernel needs a multiple of this many rows in its logsumexp
 BIAS_COLUMNS = 16  # and a multiple of this many columns in the memory of a mask
@@ -50,7 +50,6 @@ def kernel(call: AttentionCall) -> Results:
 
 
 def backward_kernel(call: AttentionCall, upstream: Upstream) -> Gradients:
-    """Compute the gradients for one block."""
     chosen, q, k, v = _kernel_of(call), call.q, call.k, call.v
     if q.dim() == 4 and q.shape[-3] == k.shape[-3]:
         return chosen.backward(call, upstream)
@@ -229,7 +228,6 @@ def _backward_by_cudnn(call: AttentionCall, up: Upstream) -> Gradients:
 
 
 def _no_dropout(q: Tensor) -> Iterator[Tensor]:
-    """Return a seed and an offset for dropout that is off."""
     return (torch.empty((), dtype=torch.int64, device=q.device) for _ in range(2))
 
 
@@ -268,7 +266,6 @@ PRODUCTS = Kernel(in_rows, backward_in_rows)
 
 
 def _kernel_of(call: AttentionCall) -> Kernel:
-    """Return the fastest kernel that computes a block."""
     q, v = call.q, call.v
     if q.device.type == "cpu" and v.shape[-1] == q.shape[-1]:
         return FLASH_CPU

@@ -15,16 +15,15 @@ two devices have each pair, so both compute half of the rows. Source: DistFlashA
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call import AttentionCall, Upstream
-from .lent_rows import LentRows
 from .op import computed, gradients
-from .ring_blocks import Arrival, Message, packed, size_of, unpacked
-from .tiles import lse_dtype
+from .ring_blocks import Arrival, LentRows, Message, packed, size_of, unpacked
+from .tiles import empty_results
 
 # Bytes of a logsumexp, at least.
 LSE_ITEMSIZE = 4
@@ -82,37 +81,22 @@ def sent_bytes(n: int, keys: float, lent: float, result: float, is_backward: boo
     )
 
 
-class Job(Protocol):
-    """A device's part in the loans: the rows that it lends, and the computation for others."""
-
-    def lent(self, rows: slice) -> list[Tensor]:
-        """Return the operands of the device's rows."""
-        ...
-
-    def like(self, rows: slice) -> list[Tensor]:
-        """Return tensors with the shapes and dtypes of the rows' results."""
-        ...
-
-    def serve(self, tensors: list[Tensor], region: list[int]) -> list[Tensor]:
-        """Compute another device's rows with the own keys. region: as in AttentionCall."""
-        ...
-
-
 class Forward:
-    """Lends queries; computes results and logsumexps."""
+    """A device's part in the loans: lends queries; computes results and logsumexps."""
 
     def __init__(self, call: AttentionCall) -> None:
         self.call = call
 
     def lent(self, rows: slice) -> list[Tensor]:
+        """Return the operands of the device's rows."""
         return [self.call.q[..., rows, :]]
 
     def like(self, rows: slice) -> list[Tensor]:
-        q = self.call.q[..., rows, :]
-        out = q.new_empty([*q.shape[:-1], self.call.v.shape[-1]])
-        return [out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q))]
+        """Return tensors with the shapes and dtypes of the rows' results."""
+        return [*empty_results(self.call.q[..., rows, :], self.call.k, self.call.v)]
 
     def serve(self, tensors: list[Tensor], region: list[int]) -> list[Tensor]:
+        """Compute another device's rows with the own keys. region: as in AttentionCall."""
         (q,) = tensors
         return [*computed(self.call._replace(q=q, region=region))]
 
@@ -138,6 +122,9 @@ class Backward:
         q_grad, *terms = gradients(self.call._replace(q=q, region=region), Upstream(*upstream))
         self.keys = [a + b for a, b in zip(self.keys, terms)] if self.keys else terms
         return [q_grad]
+
+
+Job = Forward | Backward
 
 
 def lend(lending: Lending, job: Job, whole: Sequence[int]) -> Generator[Message, Arrival, Any]:

@@ -8,13 +8,12 @@
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
 only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
-in zigzag order (zigzag.py), or if late devices lend queries to early ones (lending.py,
-lent_rows.py). Source: Ring Attention, arXiv 2310.01889.
+in zigzag order (op.py), or if late devices lend queries to early ones (lending.py). Source: Ring
+Attention, arXiv 2310.01889.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -27,65 +26,38 @@ from ...comm.kinds.all_gather import all_gather
 from ...comm.kinds.kind import FusedKind
 from ...compat.operators import c10d
 from ...layout.mesh import Mesh
-from .call import AttentionCall, Gradients, Results, Upstream, of_backward
+from ...rules.notation import Ints
+from .call import (
+    AttentionCall,
+    Gradients,
+    Results,
+    Upstream,
+    backward_flops,
+    flops,
+    of_backward,
+)
 from .flex_op import flex_tiles
 from .lending import Backward, Forward, Lending, borrow, give_back, lend
-from .lent_rows import LentRows
-from .op import computed, gradients
+from .op import Merged, computed, gradients
 from .ring_blocks import (
     LOANS_OF_ROWS,
     LOANS_OF_STEPS,
     Arrival,
     Blocks,
     Joint,
+    LentRows,
     Message,
+    RingCall,
+    RingOptions,
     Steps,
     in_step,
     packed,
     unpacked,
 )
 from .tiles import lse_dtype
-from .zigzag import Merged
-
-
-class RingOptions(NamedTuple):
-    """Operands that do not travel.
-
-    place: for the dimensions before the queries, as in a region. dropout: the seed and the
-    probability, or nothing. functions: flex_attention's buffers and expressions, or nothing.
-    """
-
-    mask: Tensor | None = None
-    place: tuple[int, ...] = ()
-    dropout: tuple[Any, ...] = ()
-    functions: tuple[Any, ...] = ()
-
-
-class RingCall(NamedTuple):
-    """A ring's arguments behind its tensors, in a graph's order.
-
-    queries, keys: over all devices. shards: how many shards are in zigzag order. loans: as in
-    Blocks.
-    """
-
-    options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
-    axes: str
-    causal: bool
-    scale: float
-    queries: int
-    keys: int
-    shards: int | None
-    loans: str
-
-    @classmethod
-    def of(cls, args: Sequence[Any]) -> RingCall:
-        """Return the call in a ring's arguments, whose first ones are tensors."""
-        return cls(*args[-len(cls._fields) :])
 
 
 class _Part(NamedTuple):
-    """Some queries and keys of a block, and their call."""
-
     rows: slice
     columns: slice
     call: AttentionCall
@@ -103,8 +75,9 @@ class _Part(NamedTuple):
         return gradients(self.call, upstream)
 
 
-def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> Iterator[_Part]:
+def _parts(blocks: Blocks, block: int, call: AttentionCall) -> Iterator[_Part]:
     """Yield the parts of a block to compute. call: with all queries and keys on the device."""
+    ring = blocks.ring
     options = RingOptions(*ring.options)
     if blocks.has_runs:
         for rows, columns, region in blocks.visible(block):
@@ -118,16 +91,15 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall, ring: RingCall) -> I
     if mask is not None and mask.shape[-1] > 1:
         mask = mask[..., first : first + blocks.width]
     rows = slice(None)
-    if blocks.loans == LOANS_OF_STEPS:
+    if ring.loans == LOANS_OF_STEPS:
         rows = Lending(blocks.n, blocks.me, blocks.rows).kept(blocks.me - block)
-    region = [blocks.me * blocks.rows, first, blocks.queries, blocks.keys, *options.place]
+    region = [blocks.me * blocks.rows, first, ring.queries, ring.keys, *options.place]
     changes = dict(zip(("seed", "dropout"), options.dropout))
-    some = call._replace(causal=blocks.causal, mask=mask, region=region, **changes)
+    some = call._replace(causal=ring.causal, mask=mask, region=region, **changes)
     yield _Part(rows, slice(None), some.in_block(rows, slice(None)), options.functions)
 
 
-def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
-    """Compute one device's merged results."""
+def _forward(blocks: Blocks, call: AttentionCall) -> Steps:
     merged = Merged(call.q, call.v)
     own = [call.k, call.v]
     block: list[Tensor] | None = own
@@ -137,7 +109,7 @@ def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
         arrival = (yield blocks.pass_on(step, block, size)) if step < blocks.steps else None
         if block is not None:
             here = call._replace(k=block[0], v=block[1])
-            for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
+            for part in _parts(blocks, (blocks.me - step) % blocks.n, here):
                 merged.add(part.rows, part.forward())
         if arrival is not None:
             came = arrival()
@@ -145,8 +117,7 @@ def _forward(blocks: Blocks, call: AttentionCall, ring: RingCall) -> Steps:
     return merged
 
 
-def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: RingCall) -> Steps:
-    """Compute one device's gradients for q, k and v."""
+def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream) -> Steps:
     q, k, v = call.q, call.k, call.v
     q_grad = torch.zeros_like(q, dtype=lse_dtype(q), memory_format=torch.contiguous_format)
     size = k.numel() + v.numel()
@@ -161,7 +132,7 @@ def _backward(blocks: Blocks, call: AttentionCall, upstream: Upstream, ring: Rin
         if block is not None and step <= blocks.steps:
             grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
             here = call._replace(k=block[0], v=block[1])
-            for part in _parts(blocks, (blocks.me - step) % blocks.n, here, ring):
+            for part in _parts(blocks, (blocks.me - step) % blocks.n, here):
                 x_grad, *others = part.backward(upstream)
                 q_grad[..., part.rows, :] += x_grad
                 for each, other in zip(grads, others):
@@ -195,11 +166,7 @@ def _on_rank(steps: Steps, like: Tensor, name: str, ranks: Sequence[int]) -> Any
 
 
 def _sent(
-    sends: dict[int, Tensor],
-    receives: dict[int, int],
-    like: Tensor,
-    name: str,
-    ranks: Sequence[int],
+    sends: dict[int, Tensor], receives: dict[int, int], like: Tensor, name: str, ranks: Ints
 ) -> Arrival:
     """Start to send a message. ranks: the process group's rank at each ring position."""
     # all_to_all_single takes pieces by rank, not by position in the ring.
@@ -218,10 +185,72 @@ def _sent(
     return arrival
 
 
-def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
+def _forward_steps(n: int, me: int, *args: Any) -> Steps:
+    ring, (q, k, v) = RingCall.of(args), args[:3]
+    call = AttentionCall(q, k, v, ring.causal, ring.scale)
+    blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
+    if ring.loans == LOANS_OF_ROWS:
+        lent = LentRows(n, me, blocks.rows)
+        (q,) = yield from borrow(lent, [call.q])
+        merged = yield from _forward(blocks, call._replace(q=q))
+        out, lse = merged.result()
+        out, lse = yield from give_back(lent, [out, lse.unsqueeze(-1)])
+        return out, lse.squeeze(-1)
+    steps = _forward(blocks, call)
+    if ring.loans != LOANS_OF_STEPS:
+        return (yield from steps).result()
+    loans = lend(Lending(n, me, blocks.rows), Forward(call), (ring.queries, ring.keys))
+    returned, merged = yield from in_step(loans, steps)
+    for rows, results in returned:
+        merged.add(rows, results)
+    return merged.result()
+
+
+def _backward_steps(n: int, me: int, *args: object) -> Steps:
+    ring = RingCall.of(args)
+    call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
+    blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
+    if ring.loans == LOANS_OF_ROWS:
+        lent, (grad, out, lse) = LentRows(n, me, blocks.rows), upstream
+        operands = [call.q, grad, out, lse.unsqueeze(-1)]
+        q, grad, out, lse = yield from borrow(lent, operands)
+        upstream = Upstream(grad, out, lse.squeeze(-1))
+        q_grad, *others = yield from _backward(blocks, call._replace(q=q), upstream)
+        (q_grad,) = yield from give_back(lent, [q_grad.to(call.q.dtype)])
+        return q_grad, *others
+    steps = _backward(blocks, call, upstream)
+    if ring.loans != LOANS_OF_STEPS:
+        q_grad, *others = yield from steps
+        return q_grad.to(call.q.dtype), *others
+    job = Backward(call, upstream)
+    loans = lend(Lending(n, me, blocks.rows), job, (ring.queries, ring.keys))
+    returned, (q_grad, *others) = yield from in_step(loans, steps)
+    for rows, (grad,) in returned:
+        q_grad[..., rows, :] += grad
+    for total, term in zip(others, job.keys):
+        total += term
+    return q_grad.to(call.q.dtype), *others
+
+
+def ring_forward(*args: Any) -> Any:
+    *inputs, name, ranks, me = args
+    return _on_rank(_forward_steps(len(ranks), me, *inputs), inputs[1], name, ranks)
+
+
+def ring_backward(*args: Any) -> Any:
+    *inputs, name, ranks, me = args
+    return _on_rank(_backward_steps(len(ranks), me, *inputs), inputs[2], name, ranks)
+
+
+def _simulate(run: Callable[..., Steps], mesh: Mesh, *args: object) -> list[Any]:
     """Run all devices' steps in lockstep."""
+    axes = split_axes(RingCall.of(args).axes)
+    steps: list[Steps] = []
+    for rank in range(mesh.size):
+        me = mesh.index(axes, mesh.coordinates(rank))
+        steps.append(run(mesh.count(axes), me, *(_of_device(a, rank) for a in args)))
     results: list[Any] = [None] * mesh.size
-    for group in mesh.groups(split_axes(axes)):
+    for group in mesh.groups(axes):
         arrivals: list[Any] = [None] * len(group)
         # Every round collects one message from each device, then delivers them all.
         while any(results[rank] is None for rank in group):
@@ -238,98 +267,7 @@ def _simulated(mesh: Mesh, axes: str, steps: Sequence[Steps]) -> list[Any]:
     return results
 
 
-def _blocks(n: int, me: int, call: AttentionCall, ring: RingCall) -> Blocks:
-    return Blocks(
-        n=n,
-        me=me,
-        causal=ring.causal,
-        shards=ring.shards,
-        queries=ring.queries,
-        keys=ring.keys,
-        rows=call.q.shape[-2],
-        width=call.k.shape[-2],
-        loans=ring.loans,
-    )
-
-
-def _forward_steps(n: int, me: int, *args: Any) -> Steps:
-    ring, (q, k, v) = RingCall.of(args), args[:3]
-    call = AttentionCall(q, k, v, ring.causal, ring.scale)
-    blocks = _blocks(n, me, call, ring)
-    if ring.loans == LOANS_OF_ROWS:
-        lent = LentRows(n, me, blocks.rows)
-        (q,) = yield from borrow(lent, [call.q])
-        merged = yield from _forward(blocks, call._replace(q=q), ring)
-        out, lse = merged.result()
-        out, lse = yield from give_back(lent, [out, lse.unsqueeze(-1)])
-        return out, lse.squeeze(-1)
-    steps = _forward(blocks, call, ring)
-    if ring.loans != LOANS_OF_STEPS:
-        return (yield from steps).result()
-    loans = lend(Lending(n, me, blocks.rows), Forward(call), (blocks.queries, blocks.keys))
-    returned, merged = yield from in_step(loans, steps)
-    for rows, results in returned:
-        merged.add(rows, results)
-    return merged.result()
-
-
-def _backward_steps(n: int, me: int, *args: object) -> Steps:
-    ring = RingCall.of(args)
-    call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
-    blocks = _blocks(n, me, call, ring)
-    if ring.loans == LOANS_OF_ROWS:
-        lent, (grad, out, lse) = LentRows(n, me, blocks.rows), upstream
-        operands = [call.q, grad, out, lse.unsqueeze(-1)]
-        q, grad, out, lse = yield from borrow(lent, operands)
-        upstream = Upstream(grad, out, lse.squeeze(-1))
-        q_grad, *others = yield from _backward(blocks, call._replace(q=q), upstream, ring)
-        (q_grad,) = yield from give_back(lent, [q_grad.to(call.q.dtype)])
-        return q_grad, *others
-    steps = _backward(blocks, call, upstream, ring)
-    if ring.loans != LOANS_OF_STEPS:
-        q_grad, *others = yield from steps
-        return q_grad.to(call.q.dtype), *others
-    job = Backward(call, upstream)
-    loans = lend(Lending(n, me, blocks.rows), job, (blocks.queries, blocks.keys))
-    returned, (q_grad, *others) = yield from in_step(loans, steps)
-    for rows, (grad,) in returned:
-        q_grad[..., rows, :] += grad
-    for total, term in zip(others, job.keys):
-        total += term
-    return q_grad.to(call.q.dtype), *others
-
-
-def ring_forward(*args: Any) -> Any:
-    """Compute ring_attention on one device."""
-    *inputs, name, ranks, me = args
-    return _on_rank(_forward_steps(len(ranks), me, *inputs), inputs[1], name, ranks)
-
-
-def ring_backward(*args: Any) -> Any:
-    """Compute ring_attention_backward on one device."""
-    *inputs, name, ranks, me = args
-    return _on_rank(_backward_steps(len(ranks), me, *inputs), inputs[2], name, ranks)
-
-
-def _simulate(steps: Callable[..., Steps], mesh: Mesh, *args: object) -> list[Any]:
-    axes = RingCall.of(args).axes
-    names = split_axes(axes)
-    return _simulated(
-        mesh,
-        axes,
-        [
-            steps(
-                mesh.count(names),
-                mesh.index(names, mesh.coordinates(rank)),
-                *(_of_device(a, rank) for a in args),
-            )
-            for rank in range(mesh.size)
-        ],
-    )
-
-
 def _of_device(argument: Any, rank: int) -> Any:
-    """Return a device's part of an argument, which may be a tuple."""
     if isinstance(argument, tuple):
         return tuple(_of_device(a, rank) for a in cast("tuple[Any, ...]", argument))
     return cast("list[Any]", argument)[rank] if isinstance(argument, list) else argument
@@ -337,17 +275,6 @@ def _of_device(argument: Any, rank: int) -> Any:
 
 def _lower(runs: Callable[..., object], build: CollectiveBuilder, *args: object) -> fx.Node:
     return build.call(runs, *args, *build.ring_position(RingCall.of(args).axes))
-
-
-def _flops(n: int, q: Sequence[int], k: Sequence[int], v: Sequence[int], *_: object) -> int:
-    # k is one block, and each device computes with n blocks.
-    return 2 * math.prod(q[:-1]) * n * k[-2] * (q[-1] + v[-1])
-
-
-def _backward_flops(n: int, grad: Any, *shapes: Any) -> int:
-    q, k, v = shapes[:3]
-    # Three products have width d (scores, gradients for q and k), two have width e.
-    return 2 * math.prod(q[:-1]) * n * k[-2] * (3 * q[-1] + 2 * v[-1])
 
 
 _PICTURE = """
@@ -364,7 +291,8 @@ ring_attention = FusedKind(
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _forward_steps),
-    flops=_flops,
+    # Each device computes with n blocks; k is one of them.
+    flops=lambda n, *shapes: n * flops(*shapes),
     lower=partial(_lower, ring_forward),
     runs=(ring_forward,),
 )
@@ -376,7 +304,7 @@ ring_attention_backward = FusedKind(
     picture=_PICTURE,
     replaces=all_gather,
     simulate=partial(_simulate, _backward_steps),
-    flops=_backward_flops,
+    flops=lambda n, *shapes: n * backward_flops(*shapes),
     lower=partial(_lower, ring_backward),
     runs=(ring_backward,),
 )

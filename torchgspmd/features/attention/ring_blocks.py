@@ -2,20 +2,88 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .lent_rows import LentRows
-from .zigzag import runs_of_rows
+from .op import runs_of_rows
+
+
+class LentRows(NamedTuple):
+    """Which rows a device computes. rows: queries of a device before it lends any."""
+
+    n: int
+    me: int
+    rows: int
+
+    @property
+    def partner(self) -> int:
+        """The device that borrows this one's last rows, or lends it its own."""
+        return self.n - 1 - self.me
+
+    @property
+    def kept(self) -> int:
+        """The number of own rows that a device computes itself."""
+        return self.rows - lent_by(self.me, self.n, self.rows)
+
+    @property
+    def borrowed(self) -> int:
+        """The number of rows that a device computes for its partner."""
+        return lent_by(self.partner, self.n, self.rows)
+
+    def runs(self, total: int) -> list[tuple[slice, int]]:
+        """Return the runs of adjacent rows, each with its first position.
+
+        total: queries over all devices; rows behind the last one are padding.
+        """
+        own = (0, self.kept, self.me * self.rows)
+        others = (self.kept, self.borrowed, (self.partner + 1) * self.rows - self.borrowed)
+        return [
+            (slice(row, row + valid), first)
+            for row, count, first in (own, others)
+            if (valid := min(count, total - first)) > 0
+        ]
+
+
+def lent_by(device: int, n: int, rows: int) -> int:
+    """Return the number of rows that a device lends."""
+    # In blocks: rows up to x see x**2 / 2, so the rows from `device` to x have a fair share, n / 2,
+    # at this x.
+    end = math.sqrt(device**2 + n)
+    return max(0, round((device + 1 - end) * rows))
+
+
+def sent_with_rows(
+    n: int, rows: int, keys: float, lent: float, result: float, is_backward: bool
+) -> float:
+    """Return the bytes that the device sends that sends most.
+
+    rows: queries of a device. keys: the bytes of a block's keys and values. lent, result: those of
+    all rows of a device.
+    """
+    shares = [lent_by(device, n, rows) / max(rows, 1) for device in range(n)]
+    return max(
+        keys * blocks_needed((me + 1) % n, n)
+        + keys * (blocks_needed(me, n) if is_backward else 0)
+        + lent * shares[me]
+        + result * shares[n - 1 - me]
+        for me in range(n)
+    )
+
+
+def blocks_needed(device: int, n: int) -> int:
+    """Return the number of other devices' blocks that a device computes with."""
+    return max(device, n - 1 - device)
+
 
 # Who computes for whom in a ring under a causal mask. NO_LOANS: every device for its own queries.
 # LOANS_OF_STEPS: late devices lend all queries for some steps, and keys travel half way
-# (lending.py). LOANS_OF_ROWS: they lend their last queries for all steps (lent_rows.py).
+# (lending.py). LOANS_OF_ROWS: they lend their last queries for all steps (LentRows).
 NO_LOANS, LOANS_OF_STEPS, LOANS_OF_ROWS = "none", "steps", "rows"
 
 # Position in the ring -> tensor to send; position -> elements to receive.
@@ -25,29 +93,59 @@ Steps = Generator[Message, Arrival, Any]
 Rows = tuple[slice, slice, list[int] | None]  # of queries, of keys; their region, if it is cut
 
 
+class RingOptions(NamedTuple):
+    """Operands that do not travel.
+
+    place: for the dimensions before the queries, as in a region. dropout: the seed and the
+    probability, or nothing. functions: flex_attention's buffers and expressions, or nothing.
+    """
+
+    mask: Tensor | None = None
+    place: tuple[int, ...] = ()
+    dropout: tuple[Any, ...] = ()
+    functions: tuple[Any, ...] = ()
+
+
+class RingCall(NamedTuple):
+    """A ring's arguments behind its tensors, in a graph's order.
+
+    queries, keys: over all devices. shards: how many shards are in zigzag order. loans: who
+    computes for whom, e.g. NO_LOANS.
+    """
+
+    options: tuple[Any, ...]  # of RingOptions; a graph has plain tuples
+    axes: str
+    causal: bool
+    scale: float
+    queries: int
+    keys: int
+    shards: int | None
+    loans: str
+
+    @classmethod
+    def of(cls, args: Sequence[Any]) -> RingCall:
+        """Return the call in a ring's arguments, whose first ones are tensors."""
+        return cls(*args[-len(cls._fields) :])
+
+
 @dataclass(frozen=True)
 class Blocks:
     """Where a ring's blocks are, and who needs them.
 
-    n, me: the number of devices, and this one's position. queries, keys: over all devices.
-    rows, width: queries and keys on one device. shards: how many are in zigzag order. loans: who
-    computes for whom, e.g. NO_LOANS.
+    n, me: the number of devices, and this one's position. rows, width: queries and keys on one
+    device.
     """
 
     n: int
     me: int
-    causal: bool
-    shards: int | None
-    queries: int
-    keys: int
     rows: int
     width: int
-    loans: str = NO_LOANS
+    ring: RingCall
 
     @property
     def steps(self) -> int:
         """The number of times that a block is passed on."""
-        return self.n // 2 if self.loans == LOANS_OF_STEPS else self.n - 1
+        return self.n // 2 if self.ring.loans == LOANS_OF_STEPS else self.n - 1
 
     @property
     def after(self) -> int:
@@ -59,18 +157,23 @@ class Blocks:
 
     def needed(self, block: int, device: int) -> bool:
         """Return whether a device computes with a block, and not for a single step's loan."""
-        if self.loans == LOANS_OF_STEPS:
+        if self.ring.loans == LOANS_OF_STEPS:
             return 0 <= device - block <= self.steps
-        if self.loans == LOANS_OF_ROWS:
+        if self.ring.loans == LOANS_OF_ROWS:
             # Its partner may have later queries.
             return block <= max(device, self.n - 1 - device)
         # In zigzag order each device has late queries; other lengths have no common diagonal.
-        return bool(self.shards) or not self.causal or self.queries != self.keys or block <= device
+        return (
+            bool(self.ring.shards)
+            or not self.ring.causal
+            or self.ring.queries != self.ring.keys
+            or block <= device
+        )
 
     @property
     def has_runs(self) -> bool:
         """Whether a device's queries lie apart from each other in the sequence."""
-        return bool(self.shards) or self.loans == LOANS_OF_ROWS
+        return bool(self.ring.shards) or self.ring.loans == LOANS_OF_ROWS
 
     def visible(self, block: int) -> list[Rows]:
         """Return the rows to compute between this device and a block, where queries lie apart.
@@ -78,8 +181,8 @@ class Blocks:
         Adjacent rows that see the same keys are joined.
         """
         theirs = self._runs(block, self.width)
-        if self.loans == LOANS_OF_ROWS:
-            mine = LentRows(self.n, self.me, self.rows).runs(self.queries)
+        if self.ring.loans == LOANS_OF_ROWS:
+            mine = LentRows(self.n, self.me, self.rows).runs(self.ring.queries)
         else:
             mine = self._runs(self.me, self.rows)
         cut: list[Rows] = []
@@ -92,7 +195,7 @@ class Blocks:
                 if start + columns.stop - columns.start - 1 <= first:
                     seen.append(columns)
                 elif start <= last:
-                    cut.append((rows, columns, [first, start, self.queries, self.keys]))
+                    cut.append((rows, columns, [first, start, self.ring.queries, self.ring.keys]))
             for columns in _joined(seen):
                 whole.setdefault((columns.start, columns.stop), []).append(rows)
         return cut + [
@@ -103,10 +206,10 @@ class Blocks:
 
     def _runs(self, device: int, rows: int) -> list[tuple[slice, int]]:
         """Return a device's runs of adjacent rows, with their first positions."""
-        first, total = device * rows, self.queries
-        if not self.shards:
+        first, total = device * rows, self.ring.queries
+        if not self.ring.shards:
             return [(slice(0, min(rows, total - first)), first)] if first < total else []
-        return [*runs_of_rows(first, rows, self.shards, total)]
+        return [*runs_of_rows(first, rows, self.ring.shards, total)]
 
     def pass_on(self, step: int, block: list[Tensor] | None, size: int) -> Message:
         """Return the message that passes keys and values on to the next device."""
@@ -188,7 +291,6 @@ class Joint:
         }, receives
 
     def parts(self, came: dict[int, Tensor]) -> list[dict[int, Tensor]]:
-        """Return the arrived part of each message."""
         begin = dict.fromkeys(came, 0)
         parts: list[dict[int, Tensor]] = []
         for _, counts in self.messages:
@@ -214,14 +316,7 @@ def in_step(*all_steps: Steps) -> Generator[Message, Arrival, list[Any]]:
         if not messages:
             return [results[i] for i in arrivals]
         joint = Joint([*messages.values()])
-        arrived = cache(partial(_arrived, joint, (yield joint.message)))
+        arrival = yield joint.message
+        arrived = cache(lambda joint=joint, arrival=arrival: joint.parts(arrival()))
         for at, i in enumerate(messages):
-            arrivals[i] = partial(_part, arrived, at)
-
-
-def _arrived(joint: Joint, arrival: Arrival) -> list[dict[int, Tensor]]:
-    return joint.parts(arrival())
-
-
-def _part(arrived: Callable[[], list[dict[int, Tensor]]], at: int) -> dict[int, Tensor]:
-    return arrived()[at]
+            arrivals[i] = lambda arrived=arrived, at=at: arrived()[at]

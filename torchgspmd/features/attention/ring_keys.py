@@ -4,8 +4,10 @@ before   %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)
                                            %dq, %dk, %dv = attention_backward(..., %k_g, %v_g)
 after    %k_g = all_gather(%k, 2, seq);    %y = attention(%q, %k_g, %v_g)              ring
          %k_g_1 = all_gather(%k, 2, seq);  %dq, ... = attention_backward(..., %k_g_1)  ring
+rings    %y = ring_attention(%q, %k, %v, (None, (), (), ()), seq, ...)          after localize
+         %dq, %dk_rs, %dv_rs = ring_attention_backward(..., %k, %v, ..., seq, ...)
 needs    the partitioned program
-ensures  attention_rings.py can replace gathers and reduce_scatters by a ring
+ensures  `replace_by_rings` can replace gathers and reduce_scatters by a ring
 source   Ring Attention, arXiv 2310.01889
 
 A ring sends as many bytes as the gathers, and keeps at most two blocks. A transfer is hidden if a
@@ -16,23 +18,27 @@ table RINGS names the operations that a ring computes, and how.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from ...comm.kinds import CollectiveKind, FusedKind, reduce_scatter
+from ...compat.fx_nodes import origin_of
+from ...compat.operators import aten
 from ...fx_passes.ir import results_of
+from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
-from . import lending, lent_rows
 from .call import AttentionCall, of_backward
-from .lending import LSE_ITEMSIZE
-from .ring import RingOptions, ring_attention, ring_attention_backward
-from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS
+from .lending import LSE_ITEMSIZE, sent_bytes
+from .ring import ring_attention, ring_attention_backward
+from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, RingOptions, sent_with_rows
 
 Arguments = Callable[[tuple[Any, ...]], tuple[bool, float, RingOptions]]
 
@@ -58,14 +64,6 @@ class Ring(NamedTuple):
         return args[: self.queries + 3 + (2 if self.scatters else 0)]
 
 
-def _plain(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
-    return _of_call(AttentionCall(*args))
-
-
-def _plain_backward(args: tuple[object, ...]) -> tuple[bool, float, RingOptions]:
-    return _of_call(of_backward(*args)[0])
-
-
 def _of_call(call: AttentionCall) -> tuple[bool, float, RingOptions]:
     place = tuple(call.region[4:] if call.region else ())
     return call.causal, call.scale, RingOptions(call.mask, place, call.modifiers)
@@ -88,19 +86,15 @@ def _flex(at: int) -> Arguments:
 
 
 _ours = torch.ops.torchgspmd
+_forward = partial(Ring, ring_attention, "s", 0, None)
+_backward = partial(Ring, ring_attention_backward, "s", 1, reduce_scatter)
 RINGS: dict[Any, Ring] = {
-    _ours.attention.default: Ring(ring_attention, "s", 0, None, None, _plain),
-    _ours.attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, None, _plain_backward
-    ),
-    _ours.flex_attention.default: Ring(ring_attention, "s", 0, None, None, _flex(3)),
-    _ours.flex_attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, None, _flex(6)
-    ),
-    _ours.zigzag_attention.default: Ring(ring_attention, "s", 0, None, 4, _zigzag(3)),
-    _ours.zigzag_attention_backward.default: Ring(
-        ring_attention_backward, "s", 1, reduce_scatter, 7, _zigzag(6)
-    ),
+    _ours.attention.default: _forward(None, lambda args: _of_call(AttentionCall(*args))),
+    _ours.attention_backward.default: _backward(None, lambda args: _of_call(of_backward(*args)[0])),
+    _ours.flex_attention.default: _forward(None, _flex(3)),
+    _ours.flex_attention_backward.default: _backward(None, _flex(6)),
+    _ours.zigzag_attention.default: _forward(4, _zigzag(3)),
+    _ours.zigzag_attention_backward.default: _backward(7, _zigzag(6)),
 }
 
 
@@ -151,7 +145,6 @@ def mark_rings(
 
 
 def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:
-    """Return the operands that travel in a ring."""
     return node.args[ring.queries + 1 : ring.queries + 3]
 
 
@@ -190,7 +183,6 @@ def _scattered(node: fx.Node, ring: Ring) -> list[fx.Node | None]:
 
 
 def _is_hidden(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> bool:
-    """Return whether a device computes with one block for longer than the next one travels."""
     q, k, v = (x.meta["val"] for x in (node.args[ring.queries], *_gathers(node, ring)))
     n, causal = mesh.count(_axes(node, ring)), ring.arguments(node.args)[0]
     return is_hidden(q, k, v, n, causal, flops_per_byte)
@@ -240,15 +232,14 @@ def cheapest_loans(
     lent = local[0] + (2 * out + lse if backward else 0)
     keys, result = local[1] + local[2], local[0] if backward else out + lse
     sent = {
-        LOANS_OF_STEPS: lending.sent_bytes(n, keys, lent, result, backward),
-        LOANS_OF_ROWS: lent_rows.sent_bytes(n, -(-q.shape[-2] // n), keys, lent, result, backward),
+        LOANS_OF_STEPS: sent_bytes(n, keys, lent, result, backward),
+        LOANS_OF_ROWS: sent_with_rows(n, -(-q.shape[-2] // n), keys, lent, result, backward),
     }
     loans = min(sent, key=sent.__getitem__)
     return sent[loans] - (n - 1) * keys * (1 + backward), loans
 
 
 def _mark(graph: fx.Graph, users: list[fx.Node], gathers: tuple[Any, ...]) -> None:
-    """Mark the users of gathers, and give each its own gathers."""
     for i, user in enumerate(users):
         user.meta["ring"] = NO_LOANS
         with graph.inserting_before(user):
@@ -276,3 +267,82 @@ def _lay_out(node: fx.Node, operand: ShardSpec, result: ShardSpec) -> None:
         "spec": result,
         "assignment": {f: axes for d, axes in enumerate(operand.dims) for f in dims[d] if axes},
     }
+
+
+# Operations that cut off padding behind a gather.
+_TRIMS = (aten.contiguous.default, aten.narrow.default)
+
+
+def replace_by_rings(graph: fx.Graph) -> fx.Graph:
+    """Replace gathered keys and values, and the sums over their gradients, by rings, in place."""
+    for node in list(graph.nodes):
+        if (loans := node.meta.pop("ring", None)) and node.target in RINGS:
+            _fuse(graph, node, RINGS[node.target], loans)
+    return graph
+
+
+def _fuse(graph: fx.Graph, node: fx.Node, ring: Ring, loans: str) -> None:
+    # Keys and values follow the queries among the operands.
+    place = ring.queries + 1
+    chains = [_chain(x, ring) for x in node.args[place : place + 2]]
+    gathers = [chain[-1] for chain in chains]
+    q, (k, v) = node.args[ring.queries], (gather.args[0] for gather in gathers)
+    operands = list(ring.operands(node.args))
+    operands[place : place + 2] = [k, v]
+    causal, scale, options = ring.arguments(node.args)
+    # The region is the last list: flex_attention has a list of buffers before it.
+    region = next(a for a in reversed(node.args) if isinstance(a, list))
+    axes = gathers[0].args[-1]
+    results = {u.args[1]: u for u in node.users}
+    scattered = [next(iter(results[i].users)) for i in (1, 2)] if ring.scatters else []
+    with graph.inserting_before(node):
+        fused = graph.create_node(
+            "call_function",
+            ring.kind,
+            args=(
+                *operands,
+                tuple(options),
+                axes,
+                causal,
+                scale,
+                *region[2:4],
+                None if ring.shards is None else node.args[ring.shards],
+                loans,
+            ),
+            name=f"{node.name}_ring",
+        )
+    # The ring is one step, with the bytes of all the collectives that it replaces.
+    steps = [x.meta["step"] for x in (*gathers, *scattered)]
+    moved = bytes_of(k) + bytes_of(v)
+    fused.meta = {
+        **origin_of(node),
+        "dtype": node.meta["dtype"],
+        "step": replace(
+            steps[0], payload=sum(s.payload for s in steps), sent=sum(s.sent for s in steps)
+        ),
+        # The float32 result, or the gradient of q, has 4 bytes an element. Lent queries come with
+        # the tensors that their results, or gradients, need.
+        "bytes": (5 if ring.scatters else 2) * moved
+        + 4 * bytes_of(q) // q.meta["dtype"].itemsize
+        + (loans != NO_LOANS) * (5 if ring.scatters else 2) * bytes_of(q),
+    }
+    # The ring sums the gradients itself, so each reduce_scatter becomes one of its results.
+    for i, step in enumerate(scattered, start=1):
+        step.target, step.args = operator.getitem, (fused, i)
+        fused.append(step)
+        graph.erase_node(results.pop(i))
+    for i, result in results.items():
+        result.args = (fused, i)
+    graph.erase_node(node)
+    for chain in chains:
+        for each in chain:
+            graph.erase_node(each)
+
+
+def _chain(x: Any, ring: Ring) -> list[fx.Node]:
+    """Return a gathered value and its operands, up to the gather."""
+    chain = [x]
+    while chain[-1].target is not ring.kind.replaces:
+        assert chain[-1].target in _TRIMS, chain[-1]
+        chain.append(chain[-1].args[0])
+    return chain

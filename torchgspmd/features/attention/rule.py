@@ -3,7 +3,7 @@
     b (h g) s d, b h t d, b h t e -> b (h g) s e, b (h g) s
 
 A device with some queries computes by their positions, with all keys. A causal mask leaves later
-queries more to do, unless tokens are in zigzag order (zigzag.py). A device with some keys computes
+queries more to do, unless tokens are in zigzag order (op.py). A device with some keys computes
 a part for all queries. Sums merge the parts, weighted by their logsumexp, so keys need no gather.
 The part is then a dimension `p`. Gradients are sums over queries, or over keys, and their terms
 need nothing but the merged result.
@@ -38,7 +38,7 @@ from ...rules.notation import (
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
 from . import flex_op as _flex  # noqa: F401
-from . import zigzag as _zigzag  # noqa: F401
+from . import op as _op  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
 from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts
@@ -189,11 +189,8 @@ def _attention_parts(call: Call) -> FactorRule:
 
 
 def _emit_queries(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries, with all keys."""
     call = AttentionCall(*args)
-    region = [local.start("s"), 0, local.global_shape(0)[-2], local.global_shape(1)[-2]]
-    region += place_of(local, 0) if call.modifiers else []
-    options = call._replace(region=region).options
+    options = call._replace(region=_region(local, 0, bool(call.modifiers), all_keys=True)).options
     return results_of(local, local.target, *args[:3], *options)
 
 
@@ -216,19 +213,11 @@ def results_of(local: LocalBuilder, op: object, *args: object) -> list[fx.Node]:
 def _emit_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
     """Compute the device's queries and keys; gradients are terms to add up."""
     call, _ = of_backward(*args)
-    region = [
-        local.start("s"),
-        local.start("t"),
-        local.global_shape(1)[-2],
-        local.global_shape(2)[-2],
-        *(place_of(local, 1) if call.modifiers else []),
-    ]
-    options = call._replace(region=region).options
+    options = call._replace(region=_region(local, 1, bool(call.modifiers))).options
     return results_of(local, local.target, *args[:6], *options)
 
 
 def _emit_parts(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's key ranges."""
     call, _ = of_parts(*args)
     query, key, *sizes = args[6]
     rows = local.rule.sizes.get("t", 1)
@@ -275,28 +264,29 @@ def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
-    local = LocalForm(_emit_flex, when=["s", "t", *names.before], positional="s t")
-    return _rule(call, names, dims, whole, local=local)
+    return _rule(call, names, dims, whole, local=_flex_form(names, 0))
 
 
 @rule_for(ours.flex_attention_backward.default)
 def _flex_attention_backward(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 1), _buffers(call.tensors[6:])
-    local = LocalForm(_emit_flex_backward, when=["s", "t", *names.before], positional="s t")
-    return _rule(call, names, dims, whole, is_gradient=True, local=local)
+    return _rule(call, names, dims, whole, is_gradient=True, local=_flex_form(names, 1))
 
 
-def _emit_flex(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries, with all keys."""
-    return results_of(local, local.target, *args[:8], _region(local, 0))
+def _flex_form(names: Names, q: int) -> LocalForm:
+    """Compute the device's queries; of gradients, terms. q: the index of the queries."""
+
+    def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
+        # The region is the last argument, which a program before it is sharded lacks.
+        return results_of(local, local.target, *args[: 8 + 3 * q], _region(local, q))
+
+    return LocalForm(emit, when=["s", "t", *names.before], positional="s t")
 
 
-def _emit_flex_backward(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
-    """Compute the device's queries and keys; gradients are terms to add up."""
-    return results_of(local, local.target, *args[:11], _region(local, 1))
-
-
-def _region(local: LocalBuilder, q: int) -> list[object]:
+def _region(
+    local: LocalBuilder, q: int, has_place: bool = True, all_keys: bool = False
+) -> list[object]:
     """Return a device's region. q: the index of the queries among the operands."""
+    first = [local.start("s"), 0 if all_keys else local.start("t")]
     sizes = [local.global_shape(i)[-2] for i in (q, q + 1)]
-    return [local.start("s"), local.start("t"), *sizes, *place_of(local, q)]
+    return [*first, *sizes, *(place_of(local, q) if has_place else [])]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -29,19 +29,19 @@ from ...rules.custom_ops.random import draw_seed
 from ...rules.ops.random_ops import kept, masked
 from ...rules.rewrites import DECLINED, Declined, rewrite
 from .op import attention
-from .repeated_heads import transposed, unrepeated
-
-_NAME = "_torchgspmd_attention"
 
 
 class _Scores(NamedTuple):
-    """q, k: [*lead, s, d], [*lead, t, d]. masks: boolean, or added. versions: one a tensor."""
+    """q, k: [*lead, s, d], [*lead, t, d]. masks: boolean, or added."""
 
     q: Tensor
     k: Tensor
     scale: float
-    masks: tuple[Tensor, ...]
-    versions: tuple[int, ...]
+    masks: tuple[Tensor, ...] = ()
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return (self.q, self.k, *self.masks)
 
 
 class _Weights(NamedTuple):
@@ -51,37 +51,119 @@ class _Weights(NamedTuple):
     site: str
     dropout: tuple[Any, ...] = ()
 
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return self.scores.sources
 
-def _versions(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(x._version for x in tensors)
+
+class _Repeats(NamedTuple):
+    """The tensor that another one repeats along a dimension. expanded: it is not merged yet."""
+
+    base: Tensor
+    dim: int
+    expanded: bool = False
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        return (self.base,)
 
 
-def _mark(result: Tensor, mark: _Scores | _Weights) -> Tensor:
-    setattr(result, _NAME, (result._version, mark))
+Mark = TypeVar("Mark", _Scores, _Weights, _Repeats)
+
+
+def _mark(result: Tensor, mark: _Scores | _Weights | _Repeats) -> Tensor:
+    """Note how a tensor was computed, in an attribute that lives as long as the tensor."""
+    versions = [x._version for x in (result, *mark.sources)]
+    setattr(result, f"_torchgspmd{type(mark).__name__}", (mark, versions))
     return result
 
 
-def _mark_of(x: object) -> tuple[int | None, object]:
-    """Return a tensor's mark. A symbolic number has none: looking would read it."""
-    return getattr(x, _NAME, (None, None)) if isinstance(x, Tensor) else (None, None)
+def _mark_of(x: object, kind: type[Mark]) -> Mark | None:
+    """Return a tensor's mark of a kind, if the tensor and those behind it have not changed since.
 
-
-def _scores_of(x: Any) -> _Scores | None:
-    version, mark = _mark_of(x)
-    if not isinstance(mark, _Scores) or version != x._version or not _unchanged(mark):
+    A symbolic number has none: looking would read it.
+    """
+    name = f"_torchgspmd{kind.__name__}"
+    if not isinstance(x, Tensor) or not hasattr(x, name):
         return None
-    return mark
+    mark, versions = getattr(x, name)
+    return mark if versions == [y._version for y in (x, *mark.sources)] else None
 
 
-def _unchanged(scores: _Scores) -> bool:
-    return scores.versions == _versions(scores.q, scores.k, *scores.masks)
+# Keys and values that a program repeats for query groups, as attention takes them unrepeated.
+#
+#     k[:, :, None].expand(b, n, g, s, d).reshape(b, n * g, s, d)         repeat_interleave(k, g, 1)
+#
+# Such a result remembers its unrepeated value, also behind a transpose. Attention reads that value,
+# so the repetition has no user left.
 
 
-def _weights_of(x: Any) -> _Weights | None:
-    version, mark = _mark_of(x)
-    if not isinstance(mark, _Weights) or version != x._version or not _unchanged(mark.scores):
-        return None
-    return mark
+def _repeats_of(x: Tensor) -> _Repeats | None:
+    repeats = _mark_of(x, _Repeats)
+    return None if repeats is None or repeats.expanded else repeats
+
+
+def unrepeated(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values [..., heads, t, d] before their heads are repeated, if they are."""
+    repeats = [_repeats_of(x) for x in (key, value)]
+    bases = [
+        x if r is None or r.dim != x.dim() - 3 else r.base for x, r in zip((key, value), repeats)
+    ]
+    return (bases[0], bases[1]) if bases[0].shape[-3] == bases[1].shape[-3] else (key, value)
+
+
+@rewrite("product", Tensor.expand)
+def _expand(input: Tensor, *size: Any) -> Any:
+    """Remember the input if one inner dimension expands from size 1."""
+    result = input.expand(*size)
+    if result.dim() != input.dim():
+        return result
+    # An expanded dimension 0 has none before it to be merged with.
+    changed = [d for d, (a, b) in enumerate(zip(input.shape, result.shape)) if a != b]
+    if len(changed) == 1 and changed[0] > 0:
+        return _mark(result, _Repeats(input, changed[0], expanded=True))
+    return result
+
+
+@rewrite("product", Tensor.reshape)
+def _reshape(input: Tensor, *shape: Any) -> object:
+    """Remember the input where an expanded dimension is merged with the one before it."""
+    repeats = _mark_of(input, _Repeats)
+    if repeats is None or not repeats.expanded:
+        return DECLINED
+    result, d = input.reshape(*shape), repeats.dim
+    # [.., n, g, ..] becomes [.., n g, ..]; any other reshape forgets the repetition.
+    merged = [*input.shape[: d - 1], input.shape[d - 1] * input.shape[d], *input.shape[d + 1 :]]
+    if [*result.shape] != merged:
+        return result
+    return _mark(result, _Repeats(repeats.base.squeeze(d), d - 1))
+
+
+@rewrite("product", torch.repeat_interleave, Tensor.repeat_interleave)
+def _repeat_interleave(
+    input: Tensor, repeats: object = None, dim: int | None = None, **options: object
+) -> object:
+    """Remember the input where each row is repeated equally often."""
+    if not isinstance(repeats, int) or dim is None or options:
+        return DECLINED
+    return _mark(input.repeat_interleave(repeats, dim), _Repeats(input, dim % input.dim()))
+
+
+@rewrite("product", torch.transpose, Tensor.transpose)
+def _transpose(input: Tensor, dim0: Any, dim1: Any) -> Any:
+    repeats = _repeats_of(input)
+    if repeats is None or not isinstance(dim0, int):
+        return DECLINED
+    dims = [*range(input.dim())]
+    dims[dim0], dims[dim1] = dims[dim1], dims[dim0]
+    base = repeats.base.transpose(dim0, dim1)
+    return _mark(input.transpose(dim0, dim1), _Repeats(base, dims.index(repeats.dim)))
+
+
+def transposed(x: Tensor) -> Tensor:
+    """Return a tensor with its last two dimensions exchanged; the remembered value is passed on."""
+    result = _transpose(x, -2, -1)
+    return x.transpose(-2, -1) if result is DECLINED else result
 
 
 # ------------------------------------------------------------------------------------- products
@@ -107,7 +189,7 @@ def _marked_product(result: Tensor, equation: str, a: Tensor, b: Tensor) -> Tens
         return result
     q = _permuted(a, left, lead + s + inner[0])
     k = _permuted(b, right, lead + t + inner[0])
-    return _mark(result, _Scores(q, k, 1.0, (), _versions(q, k)))
+    return _mark(result, _Scores(q, k, 1.0))
 
 
 def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
@@ -120,14 +202,14 @@ def _permuted(x: Tensor, letters: str, order: str) -> Tensor:
 
 def _attention_of_product(equation: str, a: Tensor, b: Tensor) -> Tensor | Declined:
     """Compute weights times values as attention: "bhst,bthe->bshe"."""
-    if (weights := _weights_of(a)) is None or (sites := current_sites()) is None:
+    if (weights := _mark_of(a, _Weights)) is None or (sites := current_sites()) is None:
         return DECLINED
     left, right, out = split_equation(equation)
     lead, s, t = left[:-2], left[-2], left[-1]
     others = [c for c in right if c not in left]
     if len(others) != 1 or {*right} != {*lead, t, *others} or {*out} != {*lead, s, *others}:
         return DECLINED
-    q, k, scale, masks, _ = weights.scores
+    q, k, scale, masks = weights.scores
     v = _permuted(b, right, lead + t + others[0])
     if weights.site in sites.kept or v.dtype != q.dtype or not _pays(q, k, v):
         return DECLINED
@@ -175,9 +257,9 @@ def _is_number(x: object) -> bool:
     return type(x) in (int, float)
 
 
-def _scaled(result: Tensor, scores: _Scores | None, factor: float) -> Tensor:
+def _scaled(result: Tensor, scores: _Scores, factor: float) -> Tensor:
     # A factor behind a mask would scale the mask, too.
-    if scores is None or scores.masks or not math.isfinite(factor):
+    if scores.masks or not math.isfinite(factor):
         return result
     return _mark(result, scores._replace(scale=scores.scale * factor))
 
@@ -186,14 +268,12 @@ def _masked(result: Tensor, x: Tensor, scores: _Scores, mask: Tensor) -> Tensor:
     """Return masked scores, marked if the mask needs no gradient and changes no shape."""
     if mask.requires_grad or result.shape != x.shape or result.dtype != x.dtype:
         return result
-    masks = (*scores.masks, mask)
-    versions = _versions(scores.q, scores.k, *masks)
-    return _mark(result, scores._replace(masks=masks, versions=versions))
+    return _mark(result, scores._replace(masks=(*scores.masks, mask)))
 
 
 @rewrite("product", torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__)
 def _mul(input: Any, other: Any) -> Tensor | Declined:
-    scores = _scores_of(input)
+    scores = _mark_of(input, _Scores)
     if scores is None or not _is_number(other):
         return DECLINED
     return _scaled(input * other, scores, other)
@@ -201,7 +281,7 @@ def _mul(input: Any, other: Any) -> Tensor | Declined:
 
 @rewrite("product", torch.div, Tensor.div, Tensor.__truediv__)
 def _div(input: Any, other: Any) -> Tensor | Declined:
-    scores = _scores_of(input)
+    scores = _mark_of(input, _Scores)
     if scores is None or not _is_number(other) or other == 0:
         return DECLINED
     return _scaled(input / other, scores, 1 / other)
@@ -209,8 +289,8 @@ def _div(input: Any, other: Any) -> Tensor | Declined:
 
 @rewrite("product", torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 def _add(input: Any, other: Any, *rest: Any) -> Tensor | Declined:
-    if (scores := _scores_of(input)) is None:
-        input, other, scores = other, input, _scores_of(other)
+    if (scores := _mark_of(input, _Scores)) is None:
+        input, other, scores = other, input, _mark_of(other, _Scores)
     if scores is None or rest or not isinstance(other, Tensor) or not other.is_floating_point():
         return DECLINED
     return _masked(input + other, input, scores, other)
@@ -218,7 +298,7 @@ def _add(input: Any, other: Any, *rest: Any) -> Tensor | Declined:
 
 @rewrite("product", torch.masked_fill, Tensor.masked_fill)
 def _masked_fill(input: Any, mask: Any, value: Any) -> Tensor | Declined:
-    scores = _scores_of(input)
+    scores = _mark_of(input, _Scores)
     if scores is None or not _is_number(value) or value != -math.inf:
         return DECLINED
     # masked_fill hides where its mask is True; ours shows there.
@@ -227,7 +307,7 @@ def _masked_fill(input: Any, mask: Any, value: Any) -> Tensor | Declined:
 
 @rewrite("product", torch.where)
 def _where(condition: Any, input: Any = None, other: Any = None) -> Tensor | Declined:
-    scores = _scores_of(input)
+    scores = _mark_of(input, _Scores)
     if scores is None or not _is_number(other) or other != -math.inf:
         return DECLINED
     return _masked(torch.where(condition, input, other), input, scores, condition)
@@ -235,7 +315,7 @@ def _where(condition: Any, input: Any = None, other: Any = None) -> Tensor | Dec
 
 @rewrite("product", torch.softmax, Tensor.softmax, F.softmax)
 def _softmax(input: Any, dim: Any = None, dtype: Any = None, _stacklevel: int = 3) -> object:
-    scores, sites = _scores_of(input), current_sites()
+    scores, sites = _mark_of(input, _Scores), current_sites()
     if scores is None or sites is None or dim not in (-1, input.dim() - 1):
         return DECLINED
     if dtype not in (None, input.dtype):
@@ -255,7 +335,7 @@ def _dropout(
     input: Any, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor | Declined:
     """Draw dropout as the decomposed `native_dropout` does, from a seed that attention shares."""
-    weights = _weights_of(input)
+    weights = _mark_of(input, _Weights)
     if weights is None or inplace or weights.dropout or not 0 <= p < 1:
         return DECLINED
     if not training or p == 0:

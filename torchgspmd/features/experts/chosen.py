@@ -107,7 +107,6 @@ _ASCENDING: list[list[Any]] = [[], [-1], [0]]
 
 
 def _uncast(node: fx.Node) -> fx.Node:
-    """Return a value before casts."""
     while node.target is aten._to_copy.default:
         node = node.args[0]
     return node
@@ -130,7 +129,6 @@ def _chosen_from(node: object) -> tuple[fx.Node, fx.Node] | None:
 
 
 def _is_first_alone(indices: list[fx.Node | None]) -> bool:
-    """Return whether only the first dimension is indexed."""
     return [i is not None for i in indices] == [True] + [False] * (len(indices) - 1)
 
 
@@ -313,7 +311,10 @@ def group_choices(
         if choices is None or choices.index not in cuts:
             continue
         shards, ends = cuts[choices.index]
-        if _shards(choices, layouts) > 1 or choices.table is node or _is_added(node, rules):
+        # A value that is only added to others may be pending as they are.
+        users = [rules.op(user) if user.op == "call_function" else None for user in node.users]
+        is_added = all(op is not None and op.rule.joins for op in users)
+        if _shards(choices, layouts) > 1 or choices.table is node or is_added:
             _compute_by_blocks(node, rows_of_choices(node, ends), shards)
     drop_unused(graph)
     return bool(products)
@@ -325,13 +326,7 @@ def _shards(choices: Choices, layouts: Layouts) -> int:
     return layouts.mesh.count(spec.dims[0]) if spec is not None else 1
 
 
-def _is_added(node: fx.Node, rules: Rules) -> bool:
-    """Return whether a value is only added to others, so that it may be pending as they are."""
-    return all(user.op == "call_function" and rules.op(user).rule.joins for user in node.users)
-
-
 def _compute_by_blocks(node: fx.Node, choices: Choices | None, shards: int) -> None:
-    """Compute a node by blocks instead."""
     assert choices is not None
     values = tuple(v.meta["val"] for v in choices.operands)
     inner = trace(choices.compute, (*values, shards), {})

@@ -92,7 +92,6 @@ def _outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _has_kernel(a: Tensor, b: Tensor) -> bool:
-    """Return whether PyTorch's kernel on GPUs takes the operands."""
     return (
         a.is_cuda
         and a.dtype == torch.bfloat16
@@ -119,15 +118,17 @@ def _(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+    ctx.save_for_backward(*inputs[:3])
+    ctx.blocks = inputs[3:]
 
 
 def _mm_backward(ctx: Any, grad: Tensor) -> tuple:
     x, w, ends = ctx.saved_tensors
+    mm, outer = (block_mm, block_outer) if ctx.blocks else (grouped_mm, grouped_outer)
     return (
-        grouped_mm(grad, w.mT, ends) if ctx.needs_input_grad[0] else None,
-        grouped_outer(x, grad, ends) if ctx.needs_input_grad[1] else None,
-        None,
+        mm(grad, w.mT, ends, *ctx.blocks) if ctx.needs_input_grad[0] else None,
+        outer(x, grad, ends, *ctx.blocks) if ctx.needs_input_grad[1] else None,
+        *[None] * (1 + len(ctx.blocks)),
     )
 
 
@@ -264,21 +265,7 @@ def _(xs: Tensor, ws: Tensor, ends: Tensor, blocks: int, groups: int = 0, first:
     return xs.new_empty(*xs.shape[:-1], ws.shape[-1])
 
 
-def _save_blocks(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.blocks = inputs[3:]
-
-
-def _blocks_backward(ctx: Any, grad: Tensor) -> tuple:
-    xs, ws, ends = ctx.saved_tensors
-    return (
-        block_mm(grad, ws.mT, ends, *ctx.blocks) if ctx.needs_input_grad[0] else None,
-        block_outer(xs, grad, ends, *ctx.blocks) if ctx.needs_input_grad[1] else None,
-        *[None] * (1 + len(ctx.blocks)),
-    )
-
-
-block_mm.register_autograd(_blocks_backward, setup_context=_save_blocks)
+block_mm.register_autograd(_mm_backward, setup_context=_save)
 
 
 @block_outer.register_fake
@@ -319,8 +306,6 @@ def _first(x: object, dim: int | None, size: int) -> object:
 
 
 def _vmap(op: Any) -> Callable[..., tuple[Tensor, int]]:
-    """Return an operation's vmap: one call with a leading dimension."""
-
     def batched(info: Any, dims: tuple, *args: Any) -> tuple[Tensor, int]:
         return op(*(_first(x, dim, info.batch_size) for x, dim in zip(args, dims))), 0
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 
+from ...capture.rewrites.products import matmul
 from ...compat.operators import aten
+from ...compat.private_apis import _grouped_mm
 from ...errors import ShardingError
 from ...rules.custom_ops.nd import einsum
 from ...rules.local_builder import LocalBuilder
 from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Split, factors
 from ...rules.registry import host_reads, rule, rule_for
-from ...rules.rewrites import rewrite
+from ...rules.rewrites import DECLINED, rewrite
 from .op import (
     KERNEL_BYTES,
     block_ends,
+    grouped_mm,
+    grouped_outer,
     groups_of_block,
     leading_dims,
     put_blocks,
@@ -112,12 +117,10 @@ class BlockCut(NamedTuple):
 
     @property
     def lead(self) -> int:
-        """The number of dimensions before the rows."""
         return leading_dims(self.ends.meta["val"])
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """A call's arguments behind the rows."""
         return (*self[:2], *((self.groups,) if self.groups else ()))
 
 
@@ -152,7 +155,6 @@ def mm_by_blocks(x: Tensor, w: Tensor, ends: Tensor, *, shards: int = 1, groups:
 def outer_by_blocks(
     x: Tensor, y: Tensor, ends: Tensor, *, shards: int = 1, groups: int = 0
 ) -> Tensor:
-    """Compute each block's products by itself."""
     xs, ys = (ours.take_blocks(t, ends, shards, groups) for t in (x, y))
     blocks = ours.block_outer(xs, ys, ends, shards, groups)
     # Without the empty groups that fill the last block.
@@ -237,3 +239,27 @@ def _transformers_backward(
     x: Tensor, w: Tensor, ends: Tensor, grad: Tensor
 ) -> tuple[Tensor, Tensor]:
     return ours.grouped_mm(grad, w.mT, ends), ours.grouped_outer(x, grad, ends)
+
+
+@rewrite("vmap", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
+@rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
+def _groups(
+    mat_a: Tensor,
+    mat_b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Any:
+    """Run grouped_mm for all types. PyTorch's own takes only bfloat16 in aligned rows."""
+    if bias is not None or mat_a.dtype != mat_b.dtype:
+        return DECLINED
+    if offs is None:
+        out = matmul(mat_a, mat_b)
+    elif mat_a.dim() == mat_b.dim() == 2:
+        out = grouped_outer(mat_a.t(), mat_b, offs)
+    elif mat_a.dim() == 2:
+        out = grouped_mm(mat_a, mat_b, offs)
+    else:
+        # The groups are columns of mat_b: transposed, they are rows.
+        out = grouped_mm(mat_b.t(), mat_a.mT, offs).t()
+    return out if out is DECLINED or out_dtype is None else out.to(out_dtype)

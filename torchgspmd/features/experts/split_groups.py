@@ -21,13 +21,13 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...compat.fx_nodes import origin_of
 from ...fx_passes.expand.batched_op import add_batched, with_dim
 from ...fx_passes.ir import Op, Rules, is_operation, operands_of
 from ...rules import FactorRule
+from .op import put_blocks, take_blocks
 from .rule import BlockCut, put_blocks_of, taken_blocks_of
 
 # The longest chain between two grouped products that is lifted; a layer has fewer operations.
@@ -88,7 +88,7 @@ class _Lifter:
             blocks = self.lift(node, cut, node)
             if blocks is not None:
                 with self.graph.inserting_before(node):
-                    put = put_blocks_node(self.graph, node, blocks, cut)
+                    put = _blocks_node(put_blocks, blocks, cut, node, node.meta["val"])
                 node.replace_all_uses_with(put)
                 self.lifted[put, cut] = blocks
 
@@ -121,25 +121,17 @@ class _Lifter:
         """Return the blocks of a value that exists as a whole."""
         key = value, cut
         if self.lifted.get(key) is None:
-            self.lifted[key] = take_blocks_node(self.graph, *key)
+            val = with_dim(value.meta["val"], cut.blocks, cut.lead)
+            self.lifted[key] = _blocks_node(take_blocks, value, cut, value, val)
         lifted = self.lifted[key]
         assert lifted is not None
         return lifted
 
 
-def take_blocks_node(graph: fx.Graph, value: fx.Node, cut: BlockCut) -> fx.Node:
-    target = torch.ops.torchgspmd.take_blocks.default
-    node = graph.call_function(target, (value, *cut.arguments))
-    val = with_dim(value.meta["val"], cut.blocks, cut.lead)
+def _blocks_node(op: Any, rows: fx.Node, cut: BlockCut, value: fx.Node, val: Tensor) -> fx.Node:
+    """Add a node that takes a value's blocks, or puts them back. val: of its result."""
+    node = value.graph.call_function(op._opoverload, (rows, *cut.arguments))
     node.meta = {**origin_of(value), "val": val}
-    return node
-
-
-def put_blocks_node(graph: fx.Graph, value: fx.Node, blocks: fx.Node, cut: BlockCut) -> fx.Node:
-    """Add a node that puts a value's blocks back."""
-    target = torch.ops.torchgspmd.put_blocks.default
-    node = graph.call_function(target, (blocks, *cut.arguments))
-    node.meta = {**origin_of(value), "val": value.meta["val"]}
     return node
 
 

@@ -73,7 +73,6 @@ class _Batcher:
         self.done: set[fx.Node] = set()  # operations of lanes that are computed as one
 
     def batch(self, lanes: Lanes) -> bool:
-        """Compute lanes as one region, if that costs less; return whether it does."""
         if any(op.node in self.done for op in lanes.core):
             return False
         best = min(self._divisions(lanes), key=lambda each: each.cost, default=None)
@@ -224,8 +223,6 @@ def _is_in_loop(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    """Writes one region in place of its lanes."""
-
     def __init__(self, batcher: _Batcher, lanes: Lanes, division: Division) -> None:
         self.at, self.lanes, self.division = batcher, lanes, division
         self.graph, self.axes = batcher.graph, division.axes
@@ -244,7 +241,7 @@ class _Rewriter:
             for row in self.rows
             for op in row
             for v in op.operands
-            if self._maker(v) not in self.inside
+            if (maker := self.at.makers.get(v)) is None or maker.node not in self.inside
         ]
         anchor = max(inputs, key=self.order.__getitem__)
         # Placeholders stay together at the beginning.
@@ -259,10 +256,6 @@ class _Rewriter:
             results = [new for row in self.rows for new in self._deliver(row)]
         self._move_users(results, anchor, behind)
         return True
-
-    def _maker(self, value: fx.Node) -> fx.Node | None:
-        maker = self.at.makers.get(value)
-        return None if maker is None else maker.node
 
     def _likes(self, value: fx.Node) -> tuple[fx.Node, ...]:
         """Return the values in all lanes that are like one of the first lane."""

@@ -208,10 +208,6 @@ class _Finder:
         makers = {made[0].node for value in lanes.shared if (made := self.makers.get(value))}
         return None if makers & {*lanes.rows} else lanes
 
-    def _is_walked(self, op: Op) -> bool:
-        """Return whether an operation may be computed in a lane because an operand of it is."""
-        return self.is_light[op.node] and op.node not in self.seams
-
     def _by_number(self, region: LaneRegion) -> dict[int, Op]:
         counts = Counter(self.number[op.node] for op in region.ops)
         numbered = ((self.number[op.node], op) for op in region.ops)
@@ -240,7 +236,9 @@ class _Finder:
         """Add like operands; return the operations to add with them, None if they do not fit."""
         first = values[0]
         made = [self.makers.get(value) for value in values]
-        ops = [each[0] for each in made if each is not None and self._is_walked(each[0])]
+        # Operations that may be computed in a lane because an operand of it is.
+        ops = [each[0] for each in made if each is not None and self.is_light[each[0].node]]
+        ops = [op for op in ops if op.node not in self.seams]
         if lanes.count > 1 and all(value is first for value in values):
             lanes.shared[first] = first
             return None if first in lanes.inputs else []

@@ -25,11 +25,9 @@ from ...comm.process_groups import ProcessGroups
 from ...fx_passes.loop_call import BodyCall, BodyReader, RunBody, copy_of
 from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
-from .list_scheduler import curve
-from .order import Order
-from .parts import LossSize, Message, StageBody, StageLink, Transport
+from .list_scheduler import Order, curve
+from .parts import LossSize, Message, StageBody, StageLink, StageProgram, StageRun
 from .schedule import Piece
-from .stage_run import StageProgram, StageRun
 
 TAG = "stages"  # in saved plans
 _LINK = "kind", "round", "leaf", "sent", "carries"
@@ -39,7 +37,7 @@ _LINK = "kind", "round", "leaf", "sent", "carries"
 class StageCall(StageProgram, BodyCall):
     """A node's target. transport: on the rank that runs it."""
 
-    transport: Transport | None = None
+    transport: StageTransport | None = None
     sends = True
 
     @property
@@ -53,12 +51,10 @@ class StageCall(StageProgram, BodyCall):
 
     @property
     def bodies(self) -> Sequence[StageBody]:
-        """The bodies: forward, loss, backward, weights, as far as there are any."""
         return self.pieces
 
     @property
     def most_kept(self) -> int:
-        """The most activations that a device keeps at once."""
         return max(self.order.schedule.kept)
 
     def simulate(self, mesh: Mesh, arguments: Sequence[Sequence], run_body: RunBody) -> list[Any]:
@@ -138,7 +134,6 @@ class StageCall(StageProgram, BodyCall):
     def __call__(
         self, carries: Sequence[Tensor], rows: Sequence[Tensor], others: Sequence[object]
     ) -> list[Tensor]:
-        """Run the pieces on this rank's device."""
         assert (transport := self.transport) is not None, "a rank has a transport"
         run = StageRun(self, transport.device, carries, rows, others)
 
@@ -186,17 +181,13 @@ class _Simulation:
         self.done = [0] * mesh.size
 
     def run(self) -> list[list[Tensor]]:
-        """Return all devices' results."""
         while left := {d: p for d in self.devices if (p := self._next(d)) is not None}:
             ready = {d: piece for d, piece in left.items() if self._has_arrived(d, piece)}
             assert ready, "a stage waits for a piece that comes later"
-            kind = next(iter(ready.values())).kind
-            round_ = self.call.order.places.round(next(iter(ready.values())).stage)
-            self._do({d: p for d, p in ready.items() if self._is_of(p, kind, round_)})
+            kinds = {d: (p.kind, self.call.order.places.round(p.stage)) for d, p in ready.items()}
+            first = next(iter(kinds.values()))
+            self._do({d: p for d, p in ready.items() if kinds[d] == first})
         return [run.results() for run in self.runs]
-
-    def _is_of(self, piece: Piece, kind: str, round_: int) -> bool:
-        return piece.kind == kind and self.call.order.places.round(piece.stage) == round_
 
     def _next(self, device: int) -> Piece | None:
         pieces, done = self.runs[device].pieces, self.done[device]
@@ -207,7 +198,6 @@ class _Simulation:
         return all(self.messages.get((device, self.at[device][d], x)) for x, _, d in received)
 
     def _do(self, pieces: dict[int, Piece]) -> None:
-        """Do pieces that have one kind, each device its own."""
         for device, piece in pieces.items():
             for link, carry, source in self.runs[device].received(piece):
                 message = self.messages[device, self.at[device][source], link].popleft()
@@ -246,11 +236,8 @@ def _poison(like: object) -> Any:
     return like
 
 
-# StageTransport: messages between pipeline stages in different processes.
-
-
 class StageTransport:
-    """A rank's devices along the stages' axis; see parts.Transport."""
+    """Sends between a rank's stages and those of other ranks along the axis."""
 
     def __init__(
         self, groups: ProcessGroups, axis: str, order: Order, links: Sequence[StageLink]
@@ -262,7 +249,6 @@ class StageTransport:
         self.in_flight: deque[tuple[Any, Sequence[Message]]] = deque()
 
     def send(self, messages: Sequence[Message]) -> None:
-        """Begin to send a piece's values."""
         messages = [m._replace(value=m.value.contiguous()) for m in messages]
         for work in self._begin(dist.isend, messages):
             # The values have to live until their sends are complete.
@@ -292,12 +278,13 @@ class StageTransport:
         for link, other, x in messages:
             ends = (self.device, other) if op is dist.isend else (other, self.device)
             key = key_of(link, *ends)
-            one = dist.P2POp(op, x, self.processes[other], self.groups[key], _tag(link))
+            # Messages with one tag arrive in order. A pipeline has fewer than 64 rounds.
+            tag = (link.leaf * 64 + link.round) * 2 + (link.kind == "F")
+            one = dist.P2POp(op, x, self.processes[other], self.groups[key], tag)
             batches.setdefault(key, []).append(one)
         return [work for batch in batches.values() for work in dist.batch_isend_irecv(batch)]
 
     def finish(self) -> None:
-        """Wait until all sent values have arrived."""
         while self.in_flight:
             self.in_flight.popleft()[0].wait()
 
@@ -323,9 +310,3 @@ def _keys(order: Order, links: Sequence[StageLink]) -> list[Key]:
                 sender, receiver = places.device(stage), places.device(other)
                 keys |= {key_of(link, sender, receiver): None} if sender != receiver else {}
     return [*keys]
-
-
-def _tag(link: StageLink) -> int:
-    """Return the tag for a link's messages. Messages with one tag arrive in order."""
-    # Distinct as long as a pipeline has fewer than 64 rounds.
-    return (link.leaf * 64 + link.round) * 2 + (link.kind == "F")

@@ -13,11 +13,11 @@ schedule (arXiv 2104.04473), Zero Bubble Pipeline Parallelism (arXiv 2401.10241)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 
 from ...errors import ShardingError
-from .schedule import Piece, Schedule, Times, needed_by, seconds_of, timed
+from .schedule import Piece, Schedule, Times, in_ticks, needed_by, seconds_of, timed
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,6 @@ class StagePlacement:
 
     @property
     def stages(self) -> int:
-        """The number of stages on all devices."""
         return self.devices * self.rounds
 
     def device(self, stage: int) -> int:
@@ -88,7 +87,6 @@ def list_schedule(
 def _shortest(
     places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
-    """Return the shortest schedule that any rule gives."""
     # With one stage a device, one rule is best for all sizes; with rounds no rule is.
     rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
     tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
@@ -133,12 +131,9 @@ class _Order:
         self.rows: list[list[Piece]] = [[] for _ in range(places.devices)]
         self.turns = ["F"] * places.devices  # the last kind of F and B
         self.kept = [0] * places.devices
+        rounds = range(places.rounds)
         self.next = [
-            {
-                (kind, places.stage(device, round_)): 0
-                for kind in self.kinds
-                for round_ in range(places.rounds)
-            }
+            {(kind, places.stage(device, r)): 0 for kind in kinds for r in rounds}
             for device in range(places.devices)
         ]
 
@@ -179,7 +174,6 @@ class _Order:
         return self.kept[device] + later < limit
 
     def choose(self, device: int, now: float) -> Piece | None:
-        """Return the most urgent piece that is ready."""
         ready = [
             Piece(kind, stage, i)
             for (kind, stage), i in self.next[device].items()
@@ -227,3 +221,111 @@ _RULES: Sequence[_Rule] = (
     lambda piece, turn, places: (_rank(piece, _in_turn(turn)), _group(piece, places)),
     lambda piece, turn, places: (_rank(piece, "BFW"), _group(piece, places)),
 )
+
+
+@dataclass(frozen=True)
+class Order:
+    """A pipeline's schedule. Its text: `1f1b 4x8` has 4 devices and 8 microbatches.
+
+    name: forward (no backward), gpipe, 1f1b, zero_bubble, or auto while it is not chosen. limit:
+    the most activations that a device keeps. 0: all for gpipe, otherwise one a stage; if 1f1b has
+    rounds, also those for which a device waits. memory: bytes that these may take; 0: unlimited.
+    recompute: whether a backward computes the forward again. rounds: how many stages a device has.
+    vee: whether the second round goes back.
+    """
+
+    name: str
+    devices: int
+    microbatches: int
+    limit: int = 0
+    memory: int = 0
+    recompute: bool = False
+    rounds: int = 1
+    vee: bool = False
+
+    def __str__(self) -> str:
+        words = [self.name, f"{self.devices}x{self.microbatches}"]
+        words += [f"rounds {self.rounds}"] if self.rounds > 1 else []
+        words += [f"keeps {self.limit}"] if self.limit else []
+        words += [f"within {self.memory}"] if self.memory else []
+        return " ".join(words + ["recompute"] * self.recompute + ["vee"] * self.vee)
+
+    @classmethod
+    def parse(cls, text: str) -> Order:
+        name, sizes, *words = text.split()
+        numbers = dict(zip(words, words[1:]))
+        devices, microbatches = map(int, sizes.split("x"))
+        limit, memory = (int(numbers.get(word, 0)) for word in ("keeps", "within"))
+        rounds = int(numbers.get("rounds", 1))
+        marks = {mark: mark in words for mark in ("recompute", "vee")}
+        return cls(name, devices, microbatches, limit, memory, rounds=rounds, **marks)
+
+    @property
+    def splits(self) -> bool:
+        """Whether weight gradients are pieces of their own."""
+        return self.name == "zero_bubble"
+
+    @property
+    def may_split(self) -> bool:
+        """Whether weight gradients may become pieces: auto chooses among such schedules."""
+        return self.name in ("zero_bubble", "auto")
+
+    @property
+    def places(self) -> StagePlacement:
+        return StagePlacement(self.devices, self.rounds, self.vee)
+
+    def zero_bubble(self, limit: int) -> Order:
+        return replace(self, name="zero_bubble", limit=limit)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of all pieces on all devices, if all pieces take equally long."""
+        return self.timed(Times())
+
+    def timed(self, times: Times) -> Schedule:
+        """Return all devices' pieces in order. times: for one stage's pieces."""
+        p, m, rounds = self.devices, self.microbatches, self.rounds
+        if self.name == "forward":
+            return forward_schedule(self.places, m, times)
+        if self.name == "gpipe":
+            return in_ticks(p, m, 1, times)
+        limit = self.limit or self.usual_limit
+        return list_schedule(p, m, split=self.splits, memory=limit, times=times, rounds=rounds)
+
+    @property
+    def usual_limit(self) -> int:
+        """The activations that 1F1B keeps: one a stage, and with rounds those under way."""
+        waits = self.rounds > 1 and not self.splits
+        return self.devices * self.rounds + (self.devices - 1) * waits
+
+
+def order_within(order: Order, activation: int, has_backward: bool) -> Order:
+    """Return the order that a pipeline runs. activation: a stage's bytes for a microbatch.
+
+    Without a backward there are forwards alone. "auto" becomes the zero-bubble schedule with the
+    shortest step within the memory. Without a memory limit it keeps as many activations as 1F1B.
+
+    Raises:
+        ShardingError: The memory does not suffice.
+    """
+    p, m, rounds = order.devices, order.microbatches, order.rounds
+    if not has_backward:
+        return replace(order, name="forward", limit=0, memory=0)
+    if not order.memory:
+        return replace(order, name="zero_bubble") if order.name == "auto" else order
+    most = order.memory // activation if activation else m * rounds
+    if most < (m if order.name == "gpipe" else rounds):
+        raise ShardingError.here(
+            f"a pipeline has memory={order.memory} bytes for activations, and a microbatch takes "
+            f"{activation}" + f" in each of {rounds} rounds" * (rounds > 1),
+            fix="use more microbatches, recompute=True or more memory"
+            + ("; schedule='1f1b' keeps fewer" if order.name == "gpipe" else ""),
+        )
+    # More than the usual limit would gain nothing.
+    if order.name in ("gpipe", "1f1b"):
+        return replace(order, limit=0 if order.name == "gpipe" else min(most, order.usual_limit))
+    # There is a point: the curve begins at `rounds`, and most >= rounds.
+    points = [point for point in curve(p, m, rounds=rounds) if point[0] <= most]
+    # The shortest bubble; with equal bubbles, the least memory.
+    limit, _ = min(points, key=lambda point: (point[1], point[0]))
+    return order.zero_bubble(limit)

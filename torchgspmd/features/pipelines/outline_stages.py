@@ -31,9 +31,8 @@ from ...layout.mesh import Mesh
 from ...layout.open_sizes import product_of
 from ..loops.split_loops import drop_unused_results, split_loop
 from .call import StageCall
-from .op import HEAD, SEND
-from .order import Order, order_within
-from .parts import BACKWARD, FORWARD, LOSS, WEIGHTS, LossSize, StageBody, StageLink
+from .list_scheduler import Order, order_within
+from .parts import BACKWARD, FORWARD, HEAD, LOSS, SEND, WEIGHTS, LossSize, StageBody, StageLink
 
 _KINDS = FORWARD, LOSS, BACKWARD, WEIGHTS
 
@@ -61,8 +60,6 @@ def _replace(node: fx.Node, call: StageCall, carries: int) -> None:
 
 
 class _Cut:
-    """A loop body, and the piece for each of its nodes."""
-
     def __init__(self, call: LoopCall, mesh: Mesh) -> None:
         self.call, self.mesh, self.graph = call, mesh, call.graph
         inputs, self.ends = call.body_inputs, call.body_results
@@ -185,7 +182,10 @@ class _Cut:
         sizes = [n for n in self.others if "size" in n.meta]
         names = {n.meta["size"][0]: n.name for n in sizes}
         for node in self._outputs(4 * (self.rounds - 1) + 1):
-            for dim, (rows, other) in _unknown_dims(node):
+            pairs = zip(node.meta.get("shape") or (), node.meta.get("unknown") or ())
+            for dim, (rows, other) in enumerate(pairs):
+                if rows == other:  # not only a run knows it
+                    continue
                 devices = self.mesh.count(node.meta["spec"].dims[dim])
                 size = product_of(
                     rows * devices, other * devices, dict(n.meta["size"] for n in sizes)
@@ -322,12 +322,6 @@ def _mark_recomputed(node: fx.Node) -> None:
         for inner in node.target.graph.nodes:
             if inner.op == "call_function":
                 _mark_recomputed(inner)
-
-
-def _unknown_dims(node: fx.Node) -> Iterator[tuple[int, tuple[int, int]]]:
-    """Yield a value's dimensions that only a run knows, with the stand-ins for their sizes."""
-    pairs = zip(node.meta.get("shape") or (), node.meta.get("unknown") or ())
-    yield from ((dim, pair) for dim, pair in enumerate(pairs) if pair[0] != pair[1])
 
 
 def _names(nodes: Iterable[fx.Node]) -> tuple[str, ...]:

@@ -56,7 +56,6 @@ class Times:
 
     @property
     def whole(self) -> float:
-        """A stage's whole work for a microbatch."""
         return self.forward + self.backward + self.weights
 
 
@@ -72,7 +71,6 @@ class Schedule:
 
     @cached_property
     def end(self) -> float:
-        """The time that a step takes."""
         return max(row[-1].end for row in self.rows)
 
     @cached_property

@@ -1,1 +1,3 @@
 """Unknown sizes: dimensions whose size only a run knows, such as a selection's."""
+
+from . import capture, operands  # noqa: F401 (rows of REWRITES)

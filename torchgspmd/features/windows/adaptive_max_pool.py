@@ -19,12 +19,10 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...rules.local_builder import LocalBuilder
-from ...rules.memory_order import ordered
-from ...rules.notation import Call, FactorRule, LocalForm, Split
-from ...rules.registry import rule_for
+from ...rules.notation import Call, FactorRule, Ints, LocalForm, Split
+from ...rules.registry import ordered, rule_for
 from ...rules.rewrites import rewrite
-from .interpolate import adaptive_lines, is_identity, read_line, rule_along
-from .resampling import Line
+from .interpolate import Line, adaptive_lines, is_identity, read_line, rule_along
 from .window_rule import renumber
 
 
@@ -108,13 +106,7 @@ def _split(lines: Sequence[Line]) -> Split | None:
 
 
 def _pool_dimension(
-    local: LocalBuilder,
-    value: object,
-    index: object,
-    shape: Sequence[int],
-    d: int,
-    line: Line,
-    size: int,
+    local: LocalBuilder, value: object, index: object, shape: Ints, d: int, line: Line, size: int
 ) -> tuple[Any, Any]:
     """Return a local value's maxima along one dimension, and their positions.
 

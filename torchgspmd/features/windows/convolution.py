@@ -23,7 +23,7 @@ from ...compat.operators import aten
 from ...compat.private_apis import _select_conv_backend, is_missing
 from ...layout.halo_window import Reach
 from ...rules.local_builder import LocalBuilder
-from ...rules.notation import Call, DimNames, FactorRule, LocalForm, Shapes, factors
+from ...rules.notation import Call, DimNames, FactorRule, Ints, LocalForm, Shapes, factors
 from ...rules.registry import rule_for
 from ...rules.rewrites import DECLINED, Declined, rewrite
 from .window_rule import cut
@@ -119,12 +119,7 @@ def _emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
 
 
 def _transposed_as_plain(
-    local: LocalBuilder,
-    x: object,
-    w: object,
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+    local: LocalBuilder, x: object, w: object, padding: Ints, dilation: Ints, groups: int
 ) -> object:
     """Return a transposed convolution with stride 1 as a plain one.
 
@@ -151,16 +146,9 @@ def _transposed_as_plain(
 
 
 @rewrite("wide", aten.mkldnn_convolution.default)
-def _wide_convolution(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    padding: Sequence[int],
-    stride: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _wide_convolution(x: Tensor, w: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
     """Convolve in 64 bits, which that kernel does not take."""
+    padding, stride, dilation, groups = options
     rest = [0] * len(stride)
     return aten.convolution.default(x, w, bias, stride, padding, dilation, False, rest, groups)
 
@@ -274,22 +262,10 @@ def _backward(
     return x_grad, w_grad, bias
 
 
-def _input_gradient(
-    grad: Tensor,
-    x: Tensor,
-    w: Tensor,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> Tensor:
+def _input_gradient(grad: Tensor, x: Tensor, w: Tensor, *options: Any) -> Tensor:
     """Compute the input's gradient by a convolution, transposed if the forward is not."""
-    spatial = x.dim() - 2
-    stride, padding, dilation = (
-        list(v) * (spatial if len(v) == 1 else 1) for v in (stride, padding, dilation)
-    )
+    spatial, (*geometry, transposed, _, groups) = x.dim() - 2, options
+    stride, padding, dilation = (list(v) * (spatial if len(v) == 1 else 1) for v in geometry)
     window = [d * (r - 1) + 1 for d, r in zip(dilation, w.shape[2:])]
     # Output padding: the input's last rows, which no window reached.
     rest = (

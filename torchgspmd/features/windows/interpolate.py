@@ -2,15 +2,17 @@
 
     upsample_linear1d of 8 rows to 16       ... w[p-3:p+2/2] -> ... w
 
-Positions read nearby rows, so a sharded dimension needs a halo. Along it, resampling.py gives the
-weights. Without a sharded dimension it is the operation itself.
+Positions read nearby rows, so a sharded dimension needs a halo. Along it, the
+weights are those of PyTorch's own operation, applied to the unit matrix: all modes have one
+definition, and positions round as in PyTorch. Without a sharded dimension it is the operation.
 """
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple, dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
@@ -18,12 +20,116 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ...compat.operators import aten
+from ...compat.operators import aten, custom_op
 from ...layout.halo_window import Reach
 from ...rules.local_builder import LocalBuilder
 from ...rules.notation import Call, FactorRule, LocalForm, factors
 from ...rules.registry import rule_for, shape_argument
-from .resampling import Line, band, bands, computation_dtype, weights
+
+
+@dataclass(frozen=True)
+class Line:
+    """Spatial dimension number `dim` in such an operation.
+
+    corners: align_corners, None if the operation has no such argument. scale: the scale factor, if
+    it is not positions / rows. back: whether it is the gradient, from positions to rows.
+    """
+
+    op: str
+    dim: int
+    rows: int
+    positions: int
+    corners: bool | None = None
+    scale: float | None = None
+    back: bool = False
+
+
+@lru_cache(maxsize=256)
+def weights(line: Line, dtype: torch.dtype) -> Tensor:
+    """Return the weights [positions, rows]; for a gradient [rows, positions]."""
+    # The number of spatial dimensions, such as 2 in upsample_nearest2d.
+    count = int(re.findall(r"(\d)d", line.op)[0])
+    # The other dimensions get 2 positions. With 1, upsampling with antialias is wrong on CPUs.
+    shape, size = [1] * count, [2] * count
+    scales: list[float | None] = [None] * count
+    shape[line.dim], size[line.dim], scales[line.dim] = line.rows, line.positions, line.scale
+    unit = torch.eye(line.rows, dtype=dtype, device="cpu").view(line.rows, 1, *shape)
+    unit = unit.expand(
+        -1, -1, *(line.rows if d == line.dim else 2 for d in range(count))
+    ).contiguous()
+    options = (
+        ()
+        if "avg" in line.op
+        else tuple(scales)
+        if line.corners is None
+        else (line.corners, *scales)
+    )
+    result = getattr(aten, line.op).default(unit, size, *options)
+    # Positions along the other dimensions are equal: the first one is enough.
+    for d in range(count):
+        result = result if d == line.dim else result.narrow(2 + d, 0, 1)
+    result = result.reshape(line.rows, line.positions)
+    return result.contiguous() if line.back else result.T.contiguous()
+
+
+@lru_cache(maxsize=256)
+def bands(line: Line, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return each position's first row, its last row and the weights [p, k] between.
+
+    A position without rows has a last row before its first. k: the most rows at any position.
+    """
+    dense = weights(line, dtype)
+    is_read, place = dense != 0, torch.arange(dense.shape[1], device="cpu")
+    has_rows = is_read.any(1)
+    first = torch.where(has_rows, is_read.int().argmax(1), 0)
+    last = torch.where(has_rows, dense.shape[1] - 1 - is_read.flip(1).int().argmax(1), -1)
+    rows = first[:, None] + place[: max(int((last - first).max()) + 1, 1)]  # [p, k]
+    # Rows past the end have the weight 0.
+    inside = rows < dense.shape[1]
+    return first, last, dense.gather(1, torch.where(inside, rows, 0)) * inside
+
+
+def computation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@custom_op(
+    "band",
+    schema="(str op, SymInt dim, SymInt rows, SymInt positions, bool? corners, float? scale, "
+    "bool back, SymInt start, SymInt count, SymInt first, SymInt length, SymInt width, "
+    "ScalarType kind, Device device) -> (Tensor, Tensor)",
+)
+def band(*args: Any) -> tuple[Tensor, Tensor]:
+    """Return the row numbers [count * width] and weights [count, width] for some positions.
+
+    The arguments are those of a Line, then of `_part_on_device`. Positions: start:start+count;
+    those past the end read an arbitrary row. Row numbers count from `first`, in rows
+    first:first+length.
+    """
+    # Programs write over results, and the cached tensors have to stay.
+    rows, weight = _part_on_device(Line(*args[:7]), args[7:12], *args[12:])
+    return rows.clone(), weight.clone()
+
+
+@lru_cache(maxsize=256)
+def _part_on_device(
+    line: Line, part: tuple[int, ...], kind: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return `band`'s results. A GPU gets them once: a copy makes the host wait for it."""
+    start, count, first, length, width = part
+    begin, _, weight = bands(line, kind)
+    # The last device may have padding behind the last position.
+    place = torch.arange(start, start + count, device="cpu").clamp(max=len(begin) - 1)
+    index = begin[place][:, None] + torch.arange(width, device="cpu") - first  # [count, width]
+    return index.clamp(0, length - 1).flatten().to(device), weight[place].to(device)
+
+
+@band.register_fake
+def _(*args: Any) -> tuple[Tensor, Tensor]:
+    count, _, _, width, kind, device = args[-6:]
+    rows = torch.empty(count * width, dtype=torch.int64, device=device)
+    return rows, torch.empty(count, width, dtype=kind, device=device)
+
 
 _INTERPOLATIONS = (  # name, spatial dimensions, whether it takes align_corners
     ("upsample_nearest1d", 1, False),
@@ -192,8 +298,8 @@ def read_line(
     """
     result, width = local.results[0], bands(line, kind)[2].shape[1]
     first, start = local.first_row(0, d), local.index(f"d{d}") * result.shape[d]
-    options = (start, result.shape[d], first, size, width, kind, result.device)
-    pair = local.call(band._opoverload, *astuple(line), *options)
+    part = start, result.shape[d], first, size, width
+    pair = local.call(band._opoverload, *astuple(line), *part, kind, result.device)
     rows, weight = (local.call(operator.getitem, pair, i) for i in range(2))
     return rows, weight, width, first
 
@@ -201,7 +307,6 @@ def read_line(
 def _resample_dimension(
     local: LocalBuilder, value: object, shape: Sequence[int], d: int, line: Line
 ) -> object:
-    """Resample one dimension in a local value with this shape."""
     count = local.results[0].shape[d]
     kind = computation_dtype(local.results[0].dtype)
     rows, weight, width, _ = read_line(local, line, d, shape[d], kind)

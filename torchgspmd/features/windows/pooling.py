@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...rules.local_builder import LocalBuilder
-from ...rules.notation import Call, FactorRule, Split
+from ...rules.notation import Call, FactorRule, Ints, Split
 from ...rules.registry import rule_for
 from ...rules.rewrites import rewrite
 from .window_rule import (
@@ -110,7 +110,6 @@ def _average_backward(call: Call) -> FactorRule:
     uniform = divisor or _uniform_divisor(windows, padded)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
-        """Compute the gradient for all rows that the halo touches, then cut."""
         grad, spread = args[0], Spread.from_windows(local, windows)
         if not uniform:
             counts = _row_counts(local, windows, local.shape(grad), padded, 0)
@@ -275,11 +274,7 @@ def _sum_of_shifted(terms: Mapping[int, Tensor], dim: int) -> Tensor:
 
 
 def stages(
-    spatial: int,
-    kernel: Sequence[int],
-    stride: Sequence[int] = (),
-    padding: Sequence[int] = (0,),
-    dilation: Sequence[int] = (1,),
+    spatial: int, kernel: Ints, stride: Ints = (), padding: Ints = (0,), dilation: Ints = (1,)
 ) -> list[PoolStage]:
     """Return a pooling's stages, from the last dimension on; at least one."""
     options = [
@@ -306,23 +301,15 @@ def max_pool(
     return x, index
 
 
-def max_pool_backward(
-    grad: Tensor,
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool,
-    index: Tensor,
-    *,
-    shards: int = 1,
-) -> Tensor:
-    """Return the gradient for x. index: from `max_pool`. shards: see PoolStage.pool_backward.
+def max_pool_backward(grad: Tensor, x: Tensor, *options: Any, shards: int = 1) -> Tensor:
+    """Return the gradient for x. options: as `max_pool` has them, and its positions.
+
+    shards: see PoolStage.pool_backward.
 
     The indices in stages before the last are computed again.
     """
-    forward, saved = stages(len(kernel), kernel, stride, padding, dilation), []
+    kernel, *geometry, ceil_mode, index = options
+    forward, saved = stages(len(kernel), kernel, *geometry), []
     for stage in forward[:-1]:
         pooled, position = stage.pool(x, len(kernel), ceil_mode)
         saved.append((position, x.shape))

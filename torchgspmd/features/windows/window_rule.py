@@ -15,7 +15,7 @@ from typing import Any
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
 from ...rules.local_builder import LocalBuilder
-from ...rules.notation import Call, FactorRule, LocalForm, factors
+from ...rules.notation import Call, FactorRule, Ints, LocalForm, factors
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,6 @@ class WindowCut:
     back: int
 
     def apply(self, local: LocalBuilder, y: object, dim: int) -> object:
-        """Return the device's positions of y along a dimension."""
         if self.front or self.back:
             y = local.call(
                 aten.constant_pad_nd.default,
@@ -94,12 +93,7 @@ class PoolWindow:
 
 
 def pool_windows(
-    x: Any,
-    y: Any,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int] = (1,),
+    x: Any, y: Any, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints = (1,)
 ) -> list[PoolWindow]:
     """Return the window along every spatial dimension. x, y: shapes before and after pooling."""
     count = 3 if len(kernel) == 3 else 2
@@ -151,11 +145,7 @@ def remaining_padding(local: LocalBuilder, windows: Sequence[PoolWindow]) -> lis
 
 
 def renumber(
-    local: LocalBuilder,
-    index: object,
-    old: Sequence[int],
-    new: Sequence[int],
-    moves: Sequence[object],
+    local: LocalBuilder, index: object, old: Ints, new: Ints, moves: Sequence[object]
 ) -> Any:
     """Convert flat indices into the last dimensions from sizes `old` to sizes `new`.
 
@@ -184,7 +174,6 @@ class Spread:
 
     @classmethod
     def from_windows(cls, local: LocalBuilder, windows: Sequence[PoolWindow]) -> Spread:
-        """Return the rows that the device's halo touches."""
         shape, cuts = list(local.results[0].shape), {}
         lead = len(shape) - len(windows)
         for i, w in enumerate(windows):

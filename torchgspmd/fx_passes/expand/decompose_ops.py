@@ -21,7 +21,7 @@ from ...errors import ShardingError
 from ...rules import DECLINED, RENAMED, SplitRequest, decomposition_of, simplified, trace
 from ...rules.custom_ops.loops import ROW, nest_of, nest_text
 from ...rules.custom_ops.random import DRAW_SEED, DRAW_SEEDS
-from ...rules.memory_order import traced_orders
+from ...rules.registry import traced_orders
 from ..ir import is_number, signature
 from .traced_sizes import with_sizes
 

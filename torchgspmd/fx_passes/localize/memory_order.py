@@ -19,7 +19,7 @@ from torch import fx
 
 from ...comm.local_ops import in_order
 from ...compat.operators import aten
-from ...rules.memory_order import Orders, declares_order, is_packed, map_ordered
+from ...rules.registry import Orders, declares_order, is_packed, map_ordered
 
 
 def restored(

@@ -19,7 +19,7 @@ from ...layout.halo_window import Window
 from ...layout.open_sizes import OpenSize
 from ...rules import FactorRule, rule_of
 from ...rules.local_builder import LocalTensor
-from ...rules.memory_order import declares_order
+from ...rules.registry import declares_order
 from ...shard_spec import Axes
 from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
 from .memory_order import restored

@@ -19,8 +19,7 @@ from torch import fx
 
 from ...compat.fx_nodes import add_node, origin_of
 from ...compat.operators import aten
-from ...rules.custom_ops.matrix_form import Matrix, matrix_form
-from ...rules.custom_ops.nd import einsum, split_equation
+from ...rules.custom_ops.nd import Matrix, einsum, matrix_form, split_equation
 
 EINSUM = einsum._opoverload
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from ...compat.private_apis import OpOverload
-from .matrix_form import Matrix, matrix_form
-from .nd import einsum, split_equation
+from .nd import Matrix, einsum, matrix_form, split_equation
 
 _OURS = torch.ops.torchgspmd
 
@@ -34,7 +33,6 @@ register_flop_formula(_OURS.einsum)(einsum_flops)
 
 @register_flop_formula(_OURS.scaled_mm)
 def scaled_mm_flops(a: Any, b: Any, *_: object, **__: object) -> int:
-    """Return the FLOPs in a product of scaled matrices, from their shapes."""
     return 2 * a[0] * a[1] * b[1]
 
 

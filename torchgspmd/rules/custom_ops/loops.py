@@ -57,7 +57,6 @@ class Loop:
 
     @classmethod
     def parse(cls, text: str) -> Loop:
-        """Parse a loop's text."""
         name, _, length = text.partition("x")
         number, _, visit = name.partition(".")
         count, reverse = length.removeprefix("-"), length.startswith("-")
@@ -70,7 +69,6 @@ Nest = tuple[Loop, ...]  # loops in one another, outermost first
 
 @cache
 def nest_of(text: str) -> Nest:
-    """Parse nested loops' text."""
     return tuple(map(Loop.parse, text.split("/")))
 
 
@@ -167,12 +165,10 @@ class LoopMark(NamedTuple):
 
     @property
     def nest(self) -> Nest:
-        """The loops, outermost first."""
         return nest_of(self.loop)
 
     @property
     def ends_by_value(self) -> bool:
-        """Whether a value ends the loop."""
         return bool(self.nest[-1].ends)
 
     @property
@@ -183,13 +179,11 @@ class LoopMark(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[object]) -> LoopMark:
-        """Read the operands from a call's arguments."""
         value, *others, loop = args
         return cls(*cast(Any, (value, loop, *others)))
 
 
 def mark_of(node: torch.fx.Node) -> LoopMark:
-    """Return the operands of an entry or exit node."""
     return LoopMark.of(node.args)
 
 

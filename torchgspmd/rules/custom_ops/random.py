@@ -12,7 +12,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,23 +57,31 @@ def _(shape: Sequence[int]) -> Tensor:
 DRAW_SEED, DRAW_SEEDS = draw_seed._opoverload, draw_seeds._opoverload
 
 
-@custom_op("uniform")
-def uniform(
-    seed: Tensor,
-    stream: int,
-    shape: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    native: bool,
-) -> Tensor:
-    """Return numbers in [0, 1): the shard with this `shape` at `first`, in a tensor shaped `whole`.
+class Shard(NamedTuple):
+    """A part with a `shape` at `first`, in a tensor shaped `whole`."""
+
+    shape: Sequence[int]
+    first: Sequence[int]
+    whole: Sequence[int]
+
+
+_SHARD = "SymInt[] shape, SymInt[] first, SymInt[] whole"
+
+
+@custom_op(
+    "uniform",
+    schema=f"(Tensor seed, SymInt stream, {_SHARD}, ScalarType dtype, Device device, bool native) "
+    "-> Tensor",
+)
+def uniform(seed: Tensor, stream: int, *rest: Any) -> Tensor:
+    """Return numbers in [0, 1) for a shard.
 
     A seed's streams are independent. native: draw by PyTorch's generator for the device, seeded
     anew for every shard. That is faster on some devices, but the numbers depend on the mesh. Either
     way, shards that begin at the same position are equal.
     """
+    shard, (dtype, device, native) = Shard(*rest[:3]), rest[3:]
+    shape, first, whole = shard
     if device.type == "cuda" and not native and dtype != torch.float64 and (fill := _kernel()):
         out = torch.empty(shape, dtype=dtype, device=device)
         if fill(out, seed, stream, first, whole, _BITS[dtype]):
@@ -86,11 +94,10 @@ def uniform(
         return torch.rand(shape, dtype=dtype, device=device, generator=generator)
     bits = _BITS[dtype]
     if bits <= 32:
-        return _to_unit(_hash(keys, shape, first, whole, device), bits, dtype)
+        return _to_unit(_hash(keys, shard, device), bits, dtype)
     # A hash has 32 bits, so float64 takes 26 from one and 27 from another.
     high, low = (
-        _hash(_keys(int(seed.item()), stream * 2 + i + 0x4000), shape, first, whole, device)
-        for i in range(2)
+        _hash(_keys(int(seed.item()), stream * 2 + i + 0x4000), shard, device) for i in range(2)
     )
     return _to_unit(high, 26, dtype) + _to_unit(low, 27, dtype) * 2.0**-26
 
@@ -101,24 +108,18 @@ def _(seed: Tensor, stream: int, shape: Sequence[int], *options: Any) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-@custom_op("keep_mask")
-def keep_mask(
-    seed: Tensor,
-    p: float,
-    shape: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    device: torch.device,
-    native: bool,
-) -> Tensor:
+@custom_op(
+    "keep_mask", schema=f"(Tensor seed, float p, {_SHARD}, Device device, bool native) -> Tensor"
+)
+def keep_mask(seed: Tensor, p: float, *rest: Any) -> Tensor:
     """Return a mask for a shard, as `uniform` has it: True where dropout keeps an element.
 
     p: the probability that it does not. One byte an element.
     """
+    shard, (device, native) = Shard(*rest[:3]), rest[3:]
     if native:
-        drawn = uniform(seed, 0, shape, first, whole, torch.float32, device=device, native=True)
-        return drawn < 1 - p
-    return dropout_mask(seed, p, shape, first, whole, device)
+        return uniform(seed, 0, *shard, torch.float32, device, True) < 1 - p
+    return dropout_mask(seed, p, shard, device)
 
 
 @keep_mask.register_fake
@@ -126,21 +127,14 @@ def _(seed: Tensor, p: float, shape: Sequence[int], *options: Any) -> Tensor:
     return torch.empty(shape, dtype=torch.bool, device=options[2])
 
 
-def dropout_mask(
-    seed: Tensor,
-    p: float,
-    shape: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+def dropout_mask(seed: Tensor, p: float, shard: Shard, device: torch.device) -> Tensor:
     """Compute `keep_mask` past PyTorch's operator registry: stream 0 of `uniform` < 1 - p."""
     bound = _bound(p)
     if device.type == "cuda" and (fill := _kernel()):
-        kept = torch.empty(shape, dtype=torch.bool, device=device)
-        if fill(kept, seed, 0, first, whole, _MASK_BITS, bound):
+        kept = torch.empty(shard.shape, dtype=torch.bool, device=device)
+        if fill(kept, seed, 0, shard.first, shard.whole, _MASK_BITS, bound):
             return kept
-    hashes = _hash(_keys(int(seed.item()), 0), shape, first, whole, device)
+    hashes = _hash(_keys(int(seed.item()), 0), shard, device)
     return _shifted(hashes, _MASK_BITS) < bound
 
 
@@ -180,7 +174,6 @@ def _strides(whole: Sequence[int]) -> list[int]:
 
 
 def _keys(seed: int, stream: int) -> tuple[int, int]:
-    """Return two 32-bit keys."""
     # 2^32 / the golden ratio: it spreads small stream numbers over all bits.
     mixed = _finalize(stream * 0x9E3779B9 & _LOW)
     return _finalize(seed & _LOW ^ mixed), _finalize(seed >> 32 ^ mixed)
@@ -192,34 +185,23 @@ def _finalize(x: int) -> int:
     return x ^ x >> 16
 
 
-def _hash(
-    keys: tuple[int, int],
-    shape: Sequence[int],
-    first: Sequence[int],
-    whole: Sequence[int],
-    device: torch.device,
-) -> Tensor:
+def _hash(keys: tuple[int, int], shard: Shard, device: torch.device) -> Tensor:
     """Return 32 random bits for every element, as int32."""
     # Positions are modulo 2^32. int32 wraps around.
     place = torch.zeros([], dtype=torch.int32, device=device)
-    for size, start, stride in zip(shape, first, _strides(whole)):
+    for size, start, stride in zip(shard.shape, shard.first, _strides(shard.whole)):
         if stride * (start + size) < 1 << 31:
             rows = torch.arange(start, start + size, dtype=torch.int32, device=device) * stride
         else:  # the upper bits are mixed in row by row
             rows = torch.arange(start, start + size, dtype=torch.int64, device=device) * stride
-            rows = _wrap(rows ^ (rows >> 32) * 0x632BE5AB)
+            rows = (rows ^ (rows >> 32) * 0x632BE5AB) & _LOW
+            rows = torch.where(rows > 0x7FFFFFFF, rows - (1 << 32), rows).to(torch.int32)
         place = place.unsqueeze(-1) + rows
     flat = place.view(-1)
     for block in flat.split(_BLOCK if device.type == "cpu" else max(flat.numel(), 1)):
         _mix(block.add_(_as_signed(keys[0])))
         _mix(block.bitwise_xor_(_as_signed(keys[1])))
     return place
-
-
-def _wrap(x: Tensor) -> Tensor:
-    """Cut int64 to its low 32 bits, as int32."""
-    x = x & _LOW
-    return torch.where(x > 0x7FFFFFFF, x - (1 << 32), x).to(torch.int32)
 
 
 def _as_signed(x: int) -> int:

@@ -10,40 +10,44 @@ where the old values are needed no more. PyTorch's kernel reads and writes each 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.types import Number
 
 from ...compat.operators import custom_op
 from ...compat.private_apis import _fused_adam_, _fused_adamw_
 
+Tensors = Sequence[Tensor]
 KERNELS = ("cpu", "cuda")  # devices that have one
 
 
-@custom_op("adam")
-def adam(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    step: Tensor,
-    lr: Tensor,
-    beta1: Number,
-    beta2: Number,
-    weight_decay: Number,
-    eps: Number,
-    decoupled: bool,
-    maximize: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parameter, mean and mean square after a step.
+class AdamStep(NamedTuple):
+    """The numbers of a step, which is number `step`, from 1; it and lr are 0-d tensors.
 
-    step: the number of this step, from 1, and lr are 0-d tensors. decoupled: AdamW's weight decay.
+    In a formula lr may be a symbol. decoupled: AdamW's weight decay.
     """
+
+    step: Tensor
+    lr: Any
+    beta1: Any
+    beta2: Any
+    weight_decay: Any
+    eps: Any
+    decoupled: bool
+    maximize: bool
+
+
+@custom_op(
+    "adam",
+    schema="(Tensor p, Tensor g, Tensor m, Tensor v, Tensor step, Tensor lr, Scalar beta1, "
+    "Scalar beta2, Scalar weight_decay, Scalar eps, bool decoupled, bool maximize) "
+    "-> (Tensor, Tensor, Tensor)",
+)
+def adam(p: Tensor, g: Tensor, m: Tensor, v: Tensor, *step: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return parameter, mean and mean square after a step. step: as AdamStep."""
     new = p.clone(), m.clone(), v.clone()
-    options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
-    adam_([new[0]], [g], [new[1]], [new[2]], step, *options)
+    adam_([new[0]], [g], [new[1]], [new[2]], *step)
     return new
 
 
@@ -57,26 +61,20 @@ def rate(lr: Any, step: Tensor) -> Tensor:
     return lr if isinstance(lr, Tensor) else torch.ones_like(step, dtype=torch.float64) * lr
 
 
-def adam_(
-    ps: Sequence[Tensor],
-    gs: Sequence[Tensor],
-    ms: Sequence[Tensor],
-    vs: Sequence[Tensor],
-    step: Tensor,
-    lr: Tensor,
-    beta1: float,
-    beta2: float,
-    weight_decay: float,
-    eps: float,
-    decoupled: bool,
-    maximize: bool,
-) -> None:
-    """Step parameters with one dtype and device, in place."""
-    options = lr, beta1, beta2, weight_decay, eps, decoupled, maximize
+def adam_(ps: Tensors, gs: Tensors, ms: Tensors, vs: Tensors, *how: Any) -> None:
+    """Step parameters with one dtype and device, in place. how: as AdamStep."""
+    step = AdamStep(*how)
     lists: list[tuple[Tensor, ...]] = []
     copies: list[tuple[Tensor, Tensor]] = []  # a tensor, and its dense copy that is stepped
     for row in zip(ps, gs, ms, vs):
-        if _is_for_kernel(row):
+        first = row[0]
+        # CUDA's kernel reads the learning rate in float32, which is too coarse for float64.
+        if (
+            first.device.type in KERNELS
+            and not (first.is_cuda and first.dtype == torch.float64)
+            and first.numel() > 0
+            and all(t.dtype == first.dtype for t in row)
+        ):
             # The kernel goes through memory as it lies. It has float32 constants, so the formula
             # would give other numbers in float64.
             dense = tuple(t.contiguous() for t in row)
@@ -84,23 +82,22 @@ def adam_(
             lists.append(dense)
         elif row[0].numel():
             p, g, m, v = row
-            new, m_new, v_new, _ = adam_formula(p, g, m, v, None, step, *options)
+            new, m_new, v_new, _ = adam_formula(p, g, m, v, None, *how)
             for old, value in ((p, new), (m, m_new), (v, v_new)):
                 old.copy_(value)
     if lists:
-        kernel = _fused_adamw_ if decoupled else _fused_adam_
+        kernel = _fused_adamw_ if step.decoupled else _fused_adam_
         kernel(
             *map(list, zip(*lists)),
-            # without amsgrad's maxima
-            [],
-            [step] * len(lists),
-            lr=lr.float() if lr.is_cuda else lr,  # the CPU's kernel reads a number
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=weight_decay,
-            eps=eps,
+            [],  # without amsgrad's maxima
+            [step.step] * len(lists),
+            lr=step.lr.float() if step.lr.is_cuda else step.lr,  # the CPU's kernel reads a number
+            beta1=step.beta1,
+            beta2=step.beta2,
+            weight_decay=step.weight_decay,
+            eps=step.eps,
             amsgrad=False,
-            maximize=maximize,
+            maximize=step.maximize,
         )
     for old, value in copies:
         old.copy_(value)
@@ -109,40 +106,15 @@ def adam_(
 vars(adam_)["writes"] = (0, 2, 3)  # see fx_nodes.written_operands
 
 
-def _is_for_kernel(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the kernel takes these tensors.
-
-    CUDA's kernel reads the learning rate in float32, which is too coarse for float64.
-    """
-    first = tensors[0]
-    return (
-        first.device.type in KERNELS
-        and not (first.is_cuda and first.dtype == torch.float64)
-        and first.numel() > 0
-        and all(t.dtype == first.dtype for t in tensors)
-    )
-
-
 def adam_formula(
-    p: Tensor,
-    g: Tensor,
-    m: Tensor,
-    v: Tensor,
-    largest: Tensor | None,
-    step: Tensor,
-    lr: Any,
-    beta1: Any,
-    beta2: Any,
-    weight_decay: Any,
-    eps: Any,
-    decoupled: bool,
-    maximize: bool,
+    p: Tensor, g: Tensor, m: Tensor, v: Tensor, largest: Tensor | None, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return parameter, mean, mean square and its maximum after a step, by plain operations.
 
-    largest: amsgrad's maximum, or None.
+    largest: amsgrad's maximum, or None. how: as AdamStep.
     """
-    g, count = -g if maximize else g, step.double()  # as torch.optim computes the corrections
+    count, lr, beta1, beta2, weight_decay, eps, decoupled, maximize = AdamStep(*how)
+    g, count = -g if maximize else g, count.double()  # as torch.optim computes the corrections
     if decoupled:
         p = p * (1 - lr * weight_decay)
     elif weight_decay:

@@ -3,7 +3,6 @@
 from . import (  # noqa: F401
     as_strided,
     bags,
-    block_scales,
     contraction,
     cumulative,
     factory,
@@ -15,7 +14,6 @@ from . import (  # noqa: F401
     pointwise,
     random_ops,
     reduction,
-    scatter,
     slicing,
     sort,
     uneven_reshape,

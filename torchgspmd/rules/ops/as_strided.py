@@ -18,7 +18,8 @@ from torch import Tensor
 
 from ...compat.operators import aten, prims
 from ...errors import ShardingError
-from ..memory_order import memory_order
+from ..notation import Ints
+from ..registry import memory_order
 from ..rewrites import DECLINED, Declined, rewrite
 
 _STEPS = 16  # so many slices read a block of `unfold`, at most
@@ -126,11 +127,7 @@ def _as_strided(
 
 @rewrite("decompose", aten.as_strided_scatter.default, prims.as_strided_scatter.default)
 def _as_strided_scatter(
-    x: Tensor,
-    source: Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    storage_offset: int | None = None,
+    x: Tensor, source: Tensor, size: Ints, stride: Ints, storage_offset: int | None = None
 ) -> Tensor | Declined:
     offset = _offset(x, storage_offset)
     _check_inside(x, size, stride, offset)

@@ -15,18 +15,14 @@ from torch import Tensor, fx
 from ...compat.fx_nodes import ORIGIN
 from ...compat.operators import aten
 from ...layout.halo_window import Reach
-from ..notation import FactorRule
+from ..notation import FactorRule, Ints
 from ..rewrites import DECLINED, Declined, SplitRequest
 
 MOST = 4  # the most slices along one dimension: q, k, v, and one more
 
 
 def parts_taken(
-    target: object,
-    args: tuple,
-    rule: FactorRule,
-    shape: Sequence[int],
-    results: Sequence[Sequence[int]],
+    target: object, args: tuple, rule: FactorRule, shape: Ints, results: Sequence[Ints]
 ) -> list[tuple[int, int, int]]:
     """Return (dimension, start, end) for every result that is a slice of the only operand.
 
@@ -46,11 +42,7 @@ def parts_taken(
 
 
 def equal_parts(
-    target: object,
-    args: tuple,
-    rule: FactorRule,
-    shape: Sequence[int],
-    results: Sequence[Sequence[int]],
+    target: object, args: tuple, rule: FactorRule, shape: Ints, results: Sequence[Ints]
 ) -> tuple[int, int] | None:
     """Return (dimension, count) for an operation that takes equal parts of the only operand.
 
@@ -112,7 +104,6 @@ def passes_parts(rule: FactorRule, factor: str) -> bool:
 
 
 def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    """Insert a node that takes rows from a value."""
     return _call(
         graph,
         aten.slice.Tensor,
@@ -123,7 +114,6 @@ def take(graph: fx.Graph, value: fx.Node, dim: int, start: int, end: int) -> fx.
 
 
 def join(graph: fx.Graph, values: Sequence[fx.Node], dim: int, val: Tensor, meta: dict) -> fx.Node:
-    """Insert a node that concatenates values."""
     return _call(graph, aten.cat.default, (list(values), dim), val, meta)
 
 

@@ -124,7 +124,6 @@ def _blockwise(scan: Callable, join: Callable, start: float, behind: bool = Fals
 
 
 def _blockwise_suffix_scan(x: Tensor, dim: int, scan: str, *, shards: int = 1) -> Tensor | Declined:
-    """Compute a scan from behind by blocks."""
     split = _blockwise(partial(suffix_scan, scan=scan), *_JOINS[FROM_BEHIND[scan]], behind=True)
     return split(x, dim, shards=shards)
 

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
-from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule_for
+from ..registry import ordered, rule_for
 from ..rewrites import rewrite
 from .pointwise import broadcast_dims
 

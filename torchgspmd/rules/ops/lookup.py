@@ -18,9 +18,8 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..custom_ops import nd  # noqa: F401
 from ..local_builder import LocalBuilder
-from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule_for
+from ..registry import ordered, rule_for
 from ..rewrites import DECLINED, Declined, rewrite
 
 

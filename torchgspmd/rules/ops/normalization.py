@@ -7,25 +7,21 @@ and an all_reduce.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...compat.operators import aten
-from ..memory_order import ordered, packed
-from ..notation import Call, FactorRule, Split, factors
-from ..registry import rule_for
+from ..notation import Call, FactorRule, Ints, Split, factors
+from ..registry import ordered, packed, rule_for
 from ..rewrites import rewrite
+from .pointwise import named
 from .reduction import accumulation_dtype
 
 
 @rule_for(
-    aten._softmax.default,
-    aten._log_softmax.default,
-    aten._softmax_backward_data.default,
-    aten._log_softmax_backward_data.default,
-    aten._safe_softmax.default,
+    *named("_softmax _log_softmax _safe_softmax"),
+    *named("_softmax_backward_data _log_softmax_backward_data"),
 )
 def _softmax(call: Call) -> FactorRule:
     count, rank = len(call.tensors), call.results[0].dim()
@@ -95,11 +91,7 @@ ordered(aten.native_layer_norm_backward.default, "mean rstd")
 
 @rewrite("split", aten.native_layer_norm.default)
 def _split_layer_norm(
-    x: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
+    x: Tensor, normalized_shape: Ints, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
     full, count = x.to(accumulation_dtype(x.dtype)), math.prod(normalized_shape)

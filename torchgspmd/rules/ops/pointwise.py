@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...layout.mark import mark_sharding_op
 from ..custom_ops.updates import adam
-from ..memory_order import ordered
 from ..notation import Call, FactorRule, LocalForm, factors
-from ..registry import rule, rule_for
+from ..registry import ordered, rule, rule_for
 from ..rewrites import rewrite
 
 
@@ -126,13 +125,8 @@ pointwise(mark_sharding_op._opoverload, adam._opoverload)
 
 
 @rule_for(
-    aten.div.Tensor_mode,
-    aten.floor_divide.default,
-    aten.fmod.Tensor,
-    aten.remainder.Tensor,
-    aten.remainder.Scalar_Tensor,
-    aten.pow.Scalar,
-    aten.pow.Tensor_Tensor,
+    *named("div.Tensor_mode floor_divide fmod.Tensor remainder.Tensor remainder.Scalar_Tensor"),
+    *named("pow.Scalar pow.Tensor_Tensor"),
 )
 def _integer_division(call: Call) -> FactorRule:
     """Return a rule that pads divisors and exponents with 1.
@@ -191,21 +185,10 @@ rule(aten.view_as_complex.default, "... c -> ...", replicated="c", linear=[[0]])
 ordered(aten.view_as_complex.default)  # refuses two parts that are not neighbors
 
 
-@rewrite("decompose", aten._conj.default)
-def _conj(x: Tensor) -> Tensor:
-    return aten._conj_physical.default(x)
-
-
-@rewrite("decompose", aten._neg_view.default)
-def _neg_view(x: Tensor) -> Tensor:
-    return -x
-
-
-@rewrite("decompose", aten.addcmul.default)
-def _addcmul(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + (a * b if value == 1 else a * b * value)
-
-
-@rewrite("decompose", aten.addcdiv.default)
-def _addcdiv(x: Tensor, a: Tensor, b: Tensor, *, value: float = 1) -> Tensor:
-    return x + (a / b if value == 1 else a / b * value)
+for _op, _formula in {
+    aten._conj.default: lambda x: aten._conj_physical.default(x),
+    aten._neg_view.default: lambda x: -x,
+    aten.addcmul.default: lambda x, a, b, *, value=1: x + (a * b if value == 1 else a * b * value),
+    aten.addcdiv.default: lambda x, a, b, *, value=1: x + (a / b if value == 1 else a / b * value),
+}.items():
+    rewrite("decompose", _op)(_formula)

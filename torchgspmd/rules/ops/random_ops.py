@@ -8,7 +8,7 @@ them all.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,8 +22,11 @@ from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import host_reads, rule_for
 from ..rewrites import rewrite, rewrite_of
+from .pointwise import named
 
 ours = torch.ops.torchgspmd
+Dtype = torch.dtype | None
+Device = torch.device | None
 DRAWS = (ours.uniform.default, ours.keep_mask.default)  # numbers by an element's position
 
 
@@ -53,11 +56,8 @@ def _reads_seed(node: fx.Node) -> str | None:
     """Return why the host reads a draw's seed; None if the kernel for CUDA does."""
     if node.args[-1]:
         return 'with advanced={"rng": "native"} the host seeds a generator'
-    return "the host reads the seed of float64 draws" if _is_double(node) else None
-
-
-def _is_double(node: fx.Node) -> bool:
-    return node.meta.get("dtype") == torch.float64
+    is_double = node.meta.get("dtype") == torch.float64
+    return "the host reads the seed of float64 draws" if is_double else None
 
 
 def _emit_draw(target: object, local: LocalBuilder, args: tuple, kwargs: dict) -> fx.Node:
@@ -107,10 +107,7 @@ def _drawn(seed: fx.Node) -> fx.Node:
     return seed
 
 
-def _draw(
-    shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None, count: int = 1
-) -> list[Tensor]:
-    """Return `count` independent uniform tensors."""
+def _draw(shape: Sequence[int], dtype: Dtype, device: Device, count: int = 1) -> list[Tensor]:
     dtype = dtype or torch.get_default_dtype()
     device = torch.device("cpu" if device is None else device)
     seed, shape = draw_seed(), list(shape)
@@ -130,15 +127,13 @@ def _draw_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return _draw(x.shape, _wide(dtype or x.dtype), x.device)[0]
 
 
-def _normal(shape: Sequence[int], dtype: torch.dtype | None, device: torch.device | None) -> Tensor:
+def _normal(shape: Sequence[int], dtype: Dtype, device: Device) -> Tensor:
     """Return normal numbers (Box and Muller, 1958)."""
     dtype = dtype or torch.get_default_dtype()
     u, v = _draw(shape, _wide(dtype), device, 2)
     if dtype.is_complex:
-        radius = (-(-u).log1p()).sqrt()
-        return torch.complex(radius * (2 * math.pi * v).cos(), radius * (2 * math.pi * v).sin()).to(
-            dtype
-        )
+        radius, angle = (-(-u).log1p()).sqrt(), 2 * math.pi * v
+        return torch.complex(radius * angle.cos(), radius * angle.sin()).to(dtype)
     # u < 1, so log(1 - u) is finite; log(u) would not be at 0.
     return ((-2 * (-u).log1p()).sqrt() * (2 * math.pi * v).cos()).to(dtype)
 
@@ -152,12 +147,7 @@ def _unit_exponential(x: Tensor) -> Tensor:
 
 
 @rewrite("decompose", aten.rand.default, aten.rand.generator)
-def _rand(
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: object,
-) -> Tensor:
+def _rand(size: Sequence[int], dtype: Dtype = None, device: Device = None, **_: object) -> Tensor:
     dtype = dtype or torch.get_default_dtype()
     if dtype.is_complex:
         return torch.complex(*_draw(size, _wide(dtype), device, 2)).to(dtype)
@@ -165,32 +155,17 @@ def _rand(
 
 
 @rewrite("decompose", aten.randn.default, aten.randn.generator)
-def _randn(
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: object,
-) -> Tensor:
+def _randn(size: Sequence[int], dtype: Dtype = None, device: Device = None, **_: object) -> Tensor:
     return _normal(size, dtype, device)
 
 
 @rewrite("decompose", aten.randint.low, aten.randint.low_generator)
 def _randint_low(
-    low: int,
-    high: int,
-    size: Sequence[int],
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    **_: object,
+    low: int, high: int, size: Sequence[int], dtype: Dtype = None, device: Device = None, **_: Any
 ) -> Tensor:
     # 53 bits reach every integer of a range up to 2^53.
     unit = _draw(size, torch.float64, device)[0]
     return ((unit * (high - low)).floor() + low).to(dtype or torch.int64)
-
-
-@rewrite("decompose", aten.randint.default, aten.randint.generator)
-def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
-    return _randint_low(0, high, size, **options)
 
 
 def _like(x: Tensor, dtype: object = None, device: object = None, **_: object) -> tuple:
@@ -198,83 +173,10 @@ def _like(x: Tensor, dtype: object = None, device: object = None, **_: object) -
     return x.shape, dtype or x.dtype, device or x.device
 
 
-@rewrite("decompose", aten.rand_like.default)
-def _rand_like(x: Tensor, **options: object) -> Tensor:
-    return _rand(*_like(x, **options))
+def _randint(high: int, size: Sequence[int], **options: Any) -> Tensor:
+    return _randint_low(0, high, size, **options)
 
 
-@rewrite("decompose", aten.randn_like.default)
-def _randn_like(x: Tensor, **options: object) -> Tensor:
-    return _normal(*_like(x, **options))
-
-
-@rewrite("decompose", aten.randint_like.default)
-def _randint_like(x: Tensor, high: int, **options: object) -> Tensor:
-    return _randint_low(0, high, *_like(x, **options))
-
-
-@rewrite("decompose", aten.randint_like.low_dtype)
-def _randint_like_low(x: Tensor, low: int, high: int, **options: object) -> Tensor:
-    return _randint_low(low, high, *_like(x, **options))
-
-
-@rewrite("decompose", aten.bernoulli.p)
-def _bernoulli_p(x: Tensor, p: float = 0.5, **_: object) -> Tensor:
-    return (_draw(x.shape, torch.float32, x.device)[0] < p).to(x.dtype)
-
-
-@rewrite("decompose", aten.bernoulli.default)
-def _bernoulli(x: Tensor, **_: object) -> Tensor:
-    return (_draw_like(x) < x).to(x.dtype)
-
-
-@rewrite("decompose", aten.bernoulli.Tensor)
-def _bernoulli_tensor(x: Tensor, p: Tensor, **_: object) -> Tensor:
-    return (_draw_like(x, p.dtype) < p).to(x.dtype)
-
-
-@rewrite("decompose", aten.uniform.default)
-def _uniform_between(x: Tensor, low: float = 0.0, high: float = 1.0, **_: object) -> Tensor:
-    return (_draw_like(x) * (high - low) + low).to(x.dtype)
-
-
-@rewrite("decompose", aten.normal_functional.default)
-def _normal_functional(x: Tensor, mean: float = 0.0, std: float = 1.0, **_: object) -> Tensor:
-    return (_normal_like(x) * std + mean).to(x.dtype)
-
-
-@rewrite("decompose", aten.normal.Tensor_Tensor)
-def _normal_tensors(mean: Tensor, std: Tensor, **_: object) -> Tensor:
-    shape = torch.broadcast_shapes(mean.shape, std.shape)
-    return (_normal(shape, mean.dtype, mean.device) * std + mean).to(mean.dtype)
-
-
-@rewrite("decompose", aten.normal.Tensor_float)
-def _normal_mean(mean: Tensor, std: float = 1.0, **_: object) -> Tensor:
-    return _normal(mean.shape, mean.dtype, mean.device) * std + mean
-
-
-@rewrite("decompose", aten.normal.float_Tensor)
-def _normal_std(mean: float, std: Tensor, **_: object) -> Tensor:
-    return _normal(std.shape, std.dtype, std.device) * std + mean
-
-
-@rewrite("decompose", aten.exponential.default)
-def _exponential(x: Tensor, rate: float = 1.0, **_: object) -> Tensor:
-    return (_unit_exponential(x) / rate).to(x.dtype)
-
-
-@rewrite("decompose", aten.log_normal.default)
-def _log_normal(x: Tensor, mean: float = 1.0, std: float = 2.0, **_: object) -> Tensor:
-    return (_normal_like(x) * std + mean).exp().to(x.dtype)
-
-
-@rewrite("decompose", aten.cauchy.default)
-def _cauchy(x: Tensor, median: float = 0.0, sigma: float = 1.0, **_: object) -> Tensor:
-    return (((_draw_like(x) - 0.5) * math.pi).tan() * sigma + median).to(x.dtype)
-
-
-@rewrite("decompose", aten.geometric.default)
 def _geometric(x: Tensor, p: float, **_: object) -> Tensor:
     u = _draw(x.shape, torch.float64, x.device)[0]
     return (
@@ -282,10 +184,51 @@ def _geometric(x: Tensor, p: float, **_: object) -> Tensor:
     )
 
 
+# Operations as formulas of uniform, normal and exponential numbers.
+_FORMULAS: dict[Any, Callable[..., Tensor]] = {
+    aten.rand_like.default: lambda x, **how: _rand(*_like(x, **how)),
+    aten.randn_like.default: lambda x, **how: _normal(*_like(x, **how)),
+    aten.randint.default: _randint,
+    aten.randint.generator: _randint,
+    aten.randint_like.default: lambda x, high, **how: _randint_low(0, high, *_like(x, **how)),
+    aten.randint_like.low_dtype: lambda x, low, high, **how: _randint_low(
+        low, high, *_like(x, **how)
+    ),
+    aten.bernoulli.p: lambda x, p=0.5, **_: (_draw(x.shape, torch.float32, x.device)[0] < p).to(
+        x.dtype
+    ),
+    aten.bernoulli.default: lambda x, **_: (_draw_like(x) < x).to(x.dtype),
+    aten.bernoulli.Tensor: lambda x, p, **_: (_draw_like(x, p.dtype) < p).to(x.dtype),
+    aten.uniform.default: lambda x, low=0.0, high=1.0, **_: (_draw_like(x) * (high - low) + low).to(
+        x.dtype
+    ),
+    aten.normal_functional.default: lambda x, mean=0.0, std=1.0, **_: (
+        _normal_like(x) * std + mean
+    ).to(x.dtype),
+    aten.normal.Tensor_Tensor: lambda mean, std, **_: (
+        _normal(torch.broadcast_shapes(mean.shape, std.shape), mean.dtype, mean.device) * std + mean
+    ).to(mean.dtype),
+    aten.normal.Tensor_float: lambda mean, std=1.0, **_: (
+        _normal(mean.shape, mean.dtype, mean.device) * std + mean
+    ),
+    aten.normal.float_Tensor: lambda mean, std, **_: (
+        _normal(std.shape, std.dtype, std.device) * std + mean
+    ),
+    aten.exponential.default: lambda x, rate=1.0, **_: (_unit_exponential(x) / rate).to(x.dtype),
+    aten.log_normal.default: lambda x, mean=1.0, std=2.0, **_: (
+        (_normal_like(x) * std + mean).exp().to(x.dtype)
+    ),
+    aten.cauchy.default: lambda x, median=0.0, sigma=1.0, **_: (
+        ((_draw_like(x) - 0.5) * math.pi).tan() * sigma + median
+    ).to(x.dtype),
+    aten.geometric.default: _geometric,
+}
+for _op, _formula in _FORMULAS.items():
+    rewrite("decompose", _op)(_formula)
+
+
 @rewrite("decompose", aten.randperm.default, aten.randperm.generator)
-def _randperm(
-    n: int, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: object
-) -> Tensor:
+def _randperm(n: int, dtype: Dtype = None, device: Device = None, **_: object) -> Tensor:
     # Keys of 53 bits: equal ones, which would bias the order, are rare.
     return _draw([n], torch.float64, device)[0].argsort().to(dtype or torch.int64)
 
@@ -336,13 +279,7 @@ def masked(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return aten.native_dropout_backward(x, mask, 1 / (1 - p) if p < 1 else 0.0)
 
 
-@rule_for(
-    aten.binomial.default,
-    aten.poisson.default,
-    aten._standard_gamma.default,
-    aten._sample_dirichlet.default,
-)
+@rule_for(*named("binomial poisson _standard_gamma _sample_dirichlet"))
 def _replicated_draw(call: Call) -> FactorRule:
-    """Return a rule by which every device draws all numbers."""
     names = factors("d", call.results[0].dim())
     return call.rule([names] * len(call.tensors), [names], replicated=names)

@@ -138,11 +138,6 @@ def _mean_dim(
     return (total / _count(x, dim)).to(dtype)
 
 
-@rewrite("decompose", aten.mean.default)
-def _mean(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    return _mean_dim(x, None, dtype=dtype)
-
-
 @rewrite("decompose", aten.any.dim, aten.any.dims, aten.any.default)
 def _any(x: Tensor, dim: list[int] | int | None = None, keepdim: bool = False) -> Tensor:
     if not x.numel():
@@ -179,14 +174,12 @@ def _var_mean(
     return var.to(var.dtype if dtype.is_complex else dtype), mean.to(dtype)
 
 
-@rewrite("decompose", aten.var.correction)
-def _var(x: Tensor, dim: list[int] | None = None, **options: Any) -> Tensor:
-    return _var_mean(x, dim, **options)[0]
-
-
-@rewrite("decompose", aten.std.correction)
-def _std(x: Tensor, dim: list[int] | None = None, **options: object) -> Tensor:
-    return _var(x, dim, **options).sqrt()
+for _op, _formula in {
+    aten.mean.default: lambda x, **options: _mean_dim(x, None, **options),
+    aten.var.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0],
+    aten.std.correction: lambda x, dim=None, **options: _var_mean(x, dim, **options)[0].sqrt(),
+}.items():
+    rewrite("decompose", _op)(_formula)
 
 
 @rewrite("decompose", aten.std_mean.correction)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...compat.operators import aten, custom_op
 from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
-from ..notation import Call, FactorRule, LocalForm, Shapes, factors
+from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for, shape_argument
 from ..rewrites import DECLINED, Declined
 from .view import keep_rule
@@ -90,7 +90,8 @@ def _slice_scatter(call: Call) -> FactorRule:
     if step != 1 or source.dim() != x.dim():
         return keep_rule(call, [dim], linear=linear)
     if end - start == x.shape[dim]:
-        return keep_rule(call, [], linear=linear, local=LocalForm(arguments=_whole_scatter))
+        local = LocalForm(arguments=lambda args, _, to: ((*args[:2], 0, 0, to.operands[0][0]), {}))
+        return keep_rule(call, [], linear=linear, local=local)
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> Any:
         if not local.sharded(f"d{dim}"):
@@ -105,10 +106,6 @@ def _slice_scatter(call: Call) -> FactorRule:
 
     reaches = [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}]
     return movement_rule(call, reaches, emit, linear=linear)
-
-
-def _whole_scatter(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
-    return (*args[:2], 0, 0, shapes.operands[0][0]), {}
 
 
 @rule_for(aten.flip.default)
@@ -187,7 +184,10 @@ def _bounds(call: Call, at: int, size: int) -> tuple[int, int, int]:
 def _slice(call: Call) -> FactorRule:
     x, dim, linear = call.tensors[0], call.dim(1, 0), [[0]]
     if call.results[0].shape == x.shape:
-        local = LocalForm(arguments=_whole_slice)
+        # Start and end are global rows; a slice of all rows takes all local ones.
+        local = LocalForm(
+            arguments=lambda args, _, to: ((args[0], 0, 0, (*to.operands[0], 0)[0]), {})
+        )
         return keep_rule(call, [], linear=linear, local=local, moves=True)
     start, _, step = _bounds(call, 2, x.shape[dim])
 
@@ -198,11 +198,6 @@ def _slice(call: Call) -> FactorRule:
 
     reach = {dim: Reach(start, start, step)}
     return movement_rule(call, [reach], emit, moves=step == 1, linear=linear)
-
-
-def _whole_slice(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
-    # Start and end are global rows; a slice of all rows takes all local ones.
-    return (args[0], 0, 0, shapes.operands[0][0] if shapes.operands[0] else 0), {}
 
 
 @rule_for(aten.slice_backward.default)

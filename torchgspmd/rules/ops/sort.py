@@ -50,16 +50,11 @@ def _split_sort(
     return _values(keys, x.dtype, descending), keys.bitwise_and(0xFFFFFFFF) >> 1
 
 
-@rewrite("split", aten.sort.stable)
-def _split_stable_sort(
-    x: Tensor,
-    *,
-    stable: bool | None = False,
-    dim: int = -1,
-    descending: bool = False,
-    cuts: SplitRequest,
-) -> tuple[Tensor, Tensor] | Declined:
-    return _split_sort(x, dim, descending, cuts=cuts)
+rewrite("split", aten.sort.stable)(
+    lambda x, *, stable=False, dim=-1, descending=False, cuts: _split_sort(
+        x, dim, descending, cuts=cuts
+    )
+)
 
 
 def _columnsort(x: Tensor, dim: int, blocks: int, descending: bool) -> Tensor:
@@ -92,7 +87,6 @@ def _keys(x: Tensor, dim: int, descending: bool) -> Tensor:
 
 
 def _values(keys: Tensor, dtype: torch.dtype, descending: bool) -> Tensor:
-    """Turn keys back into values."""
     order = keys >> 32
     order = order.bitwise_not() if descending else order
     if not dtype.is_floating_point:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -12,9 +14,8 @@ from torch import Tensor, fx
 from ...compat.operators import aten
 from ..flat_call import FlatCall
 from ..local_builder import LocalBuilder
-from ..memory_order import ordered
 from ..notation import Call, Dims, FactorRule, LocalForm, Split, factors
-from ..registry import rule_for, shape_argument
+from ..registry import ordered, rule_for, shape_argument
 from ..rewrites import DECLINED, Declined, SplitRequest, rewrite
 from .concat_slice import view_by_slices
 from .lookup import zero_outside
@@ -46,35 +47,24 @@ def reshape_factors(
             else:
                 b, j = b * after[j], j + 1
         _add_factors(
-            before,
-            after,
-            range(start[0], i),
-            outs=range(start[1], j),
-            left=left,
-            right=right,
-            sizes=sizes,
+            [(before, range(start[0], i), left), (after, range(start[1], j), right)], sizes
         )
     return tuple(map(tuple, left)), tuple(map(tuple, right)), sizes
 
 
 def _add_factors(
-    before: Sequence[int],
-    after: Sequence[int],
-    ins: range,
-    outs: range,
-    left: list[list[str]],
-    right: list[list[str]],
-    sizes: dict[str, int],
+    sides: Sequence[tuple[Sequence[int], range, list[list[str]]]], sizes: dict[str, int]
 ) -> None:
-    """Append one group's factors: dimensions `ins` in `before`, `outs` in `after`."""
-    a, b = [before[i] for i in ins], [after[j] for j in outs]
-    borders = sorted(set(_products(a)) | set(_products(b)))
+    """Append one group's factors. sides: the shape, the group's dimensions and all factors."""
+    # Products over trailing dimensions: 4, 12, 24 for [2, 3, 4].
+    products = (accumulate((s[d] for d in reversed(dims)), operator.mul) for s, dims, _ in sides)
+    borders = sorted({n for each in products for n in each})
     nested = all(y % x == 0 for x, y in zip(borders, borders[1:]))
     # No common factors: each side keeps factors of its own, and the reshape gathers.
     if not nested:
-        for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+        for side, (shape, dims, factors) in zip("ab", sides):
             for d in dims:
-                name = f"{'a' if factors is left else 'b'}{d}"
+                name = f"{side}{d}"
                 sizes[name] = shape[d]
                 factors[d].append(name)
         return
@@ -83,21 +73,12 @@ def _add_factors(
         if y > x:
             names[x] = f"f{len(sizes)}"
             sizes[names[x]] = y // x
-    for dims, factors, shape in ((ins, left, before), (outs, right, after)):
+    for shape, dims, factors in sides:
         product = math.prod(shape[d] for d in dims)
         for d in dims:
             upper = product  # products are counted from the minor end
             product //= shape[d]
             factors[d].extend(names[x] for x in sorted(names, reverse=True) if product <= x < upper)
-
-
-def _products(shape: Sequence[int]) -> list[int]:
-    """Return the products over trailing dimensions: 4, 12, 24 for [2, 3, 4]."""
-    result, product = [], 1
-    for size in reversed(shape):
-        product *= size
-        result.append(product)
-    return result
 
 
 @rewrite("split", *VIEWS)

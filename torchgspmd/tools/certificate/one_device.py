@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...comm.local_ops import as_ordered
-from ...features.pipelines.op import SEND
-from ...features.pipelines.order import Order
+from ...features.pipelines.list_scheduler import Order
+from ...features.pipelines.parts import SEND
 from ...rules import RENAMED
 from ...rules.custom_ops.loops import CARRY, ENTRIES, EXITS, NEXT, ROW, STACK, Loop, Nest, nest_of
-from ...rules.memory_order import Orders, map_ordered, traced_orders
+from ...rules.registry import Orders, map_ordered, traced_orders
 
 Rows = tuple[int, ...]
 """The rows of the loops around a value, outermost first."""

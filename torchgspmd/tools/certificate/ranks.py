@@ -23,7 +23,7 @@ from ...compat.private_apis import TorchDispatchMode
 from ...compiler.plan import Plan
 from ...dtensor.storage import stored_shape
 from ...errors import ShardingError
-from ...features.pipelines.call import StageCall
+from ...features.pipelines.call import StageCall, StageTransport
 from ...features.pipelines.parts import Message
 from ...fx_passes.loop_call import loop_calls
 from ...fx_passes.pipeline import lower_plan
@@ -243,8 +243,8 @@ class _Watched(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-class _StageMessages:
-    """The messages of a stage. Those of one link arrive in the order in which they were sent."""
+class _StageMessages(StageTransport):
+    """The messages of a stage, by the network of the trial. Those of one link arrive in the order in which they were sent."""
 
     def __init__(self, run: RankRun, call: StageCall) -> None:
         mesh, axes = run.trial.plan.mesh, (call.axis,)
