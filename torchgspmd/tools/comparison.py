@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ..comm.rank_failure import listed
 from ..compat.private_apis import _pytree as pytree
+from ..fx_passes.digest import module_path
 from ..fx_passes.lower.verify_in_flight import STARTS
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -200,7 +201,7 @@ class Check:
         meta = {} if node is None else node.meta
         self.found.setdefault(key, {})[rank] = Difference(
             name=name,
-            module=meta.get("module", "").rpartition("/")[2],
+            module="" if node is None else module_path(node),
             line=meta.get("source") or "",
             phase=phase,
             ranks=(rank,),

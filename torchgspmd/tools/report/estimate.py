@@ -21,6 +21,7 @@ from ...comm.kinds import FusedKind, Step
 from ...comm.loop_call import LoopCall
 from ...features.pipelines.call import StageCall
 from ...features.pipelines.schedule import Times
+from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_seconds
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
@@ -199,17 +200,16 @@ class _Streams:
         alive: int,
         steps: tuple[Step, ...] = (),
     ) -> Event:
-        source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
         return Event(
             name=node.name,
             stream=stream,
             begin=begin,
             seconds=seconds,
             alive=alive,
-            source=source,
-            backward=backward,
+            source=node.meta.get("source"),
+            backward=bool(node.meta.get("backward")),
             steps=steps,
-            module=str(node.meta.get("module") or "").rpartition("/")[2],
+            module=module_path(node),
         )
 
     def seconds(self, node: fx.Node) -> float:

@@ -19,10 +19,11 @@ from torch import fx
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
 from ...compat.private_apis import OpOverload
+from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import flops, is_view
 from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
-from .kernels import RECIPES, Kernels, module_of
+from .kernels import RECIPES, Kernels
 
 aten = torch.ops.aten
 TILE = 128 * 256  # numbers of a result that a multiprocessor computes at once
@@ -121,7 +122,7 @@ class KernelTimes:
                 if not self.kernels.is_fused or other is None or other is region:
                     continue
                 # A framework's kernels are those of a module.
-                if level[each] == level[node] and module_of(each) == module_of(node):
+                if level[each] == level[node] and module_path(each) == module_path(node):
                     region = sorted({*other, *region}, key=self._place)
                     found |= dict.fromkeys(region, region)
             found[node] = region

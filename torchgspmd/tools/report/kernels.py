@@ -15,6 +15,7 @@ from torch import fx
 
 from ...comm.hardware import Hardware
 from ...comm.kinds import Step, all_to_all
+from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import step_seconds
 from ...layout.mesh import Mesh
 
@@ -99,12 +100,7 @@ class Kernels:
         return RECIPES[self.products]
 
     def is_wide(self, node: fx.Node) -> bool:
-        return any(fnmatch(module_of(node), glob) for glob in self.wide)
-
-
-def module_of(node: fx.Node) -> str:
-    """Return the path of the module whose forward computes a value."""
-    return str(node.meta.get("module") or "").rpartition("/")[2]
+        return any(fnmatch(module_path(node), glob) for glob in self.wide)
 
 
 def exchange_seconds(

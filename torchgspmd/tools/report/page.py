@@ -38,17 +38,12 @@ def page_data(
 ) -> dict[str, object]:
     """Return the data that the page draws: strings, numbers, lists and dictionaries.
 
-    Args:
-        title: The page's title.
-        captured: The program before the passes.
-        sharded: The partitioned graph.
-        program: The one-device program.
-        layouts: The propagated layouts and their reasons.
-        report: The report for some hardware.
+    sharded: the partitioned graph. program: the one-device program.
     """
     times, memory = report.estimate, report.memory
     values = _Values(sharded, layouts)
-    rows = [values.row(node) for node in sharded.nodes if isinstance(_val(node), Tensor)]
+    tensors = [n for n in sharded.nodes if isinstance(n.meta.get("val"), Tensor)]
+    rows = [values.row(node) for node in tensors]
     inputs = zip(sharded.find_nodes(op="placeholder"), captured.inputs)
     return {
         "title": title,
@@ -106,10 +101,6 @@ def page_data(
             for row in report.whole
         ],
     }
-
-
-def _val(node: fx.Node) -> object:
-    return node.meta.get("val")
 
 
 class _Values:

@@ -28,13 +28,11 @@ from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from ..report.kernels import Kernels
-from .expert_stacks import expert_stacks
-from .layers import Layers, Recomputed, noted, output_groups, with_marks
+from .layers import Layers, Recomputed, expert_stacks, noted, output_groups, with_marks
 from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
-from .recompute import Way, choose, has_solver
 from .script import ScriptSource, returned
-from .stages import StagedPrograms, with_stage, without_stage
-from .step_numbers import Numbers
+from .staged_programs import StagedPrograms, with_stage, without_stage
+from .step_numbers import Numbers, choose, has_solver
 
 ONE_DEVICE = Mesh(data=1, model=1)
 
@@ -261,8 +259,7 @@ class Judge:
                 known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
             except ShardingError:  # the model cannot recompute this
                 continue
-        ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
-        choice = choose(ways, total, limit)
+        choice = choose([*known.values()], total, limit)
         if choice is None:
             return None
         counts = [(path, n) for path, n in zip(known, choice.counts) if path is not None and n]
