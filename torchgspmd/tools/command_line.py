@@ -30,7 +30,7 @@ from ..compiler.golden import read as read_golden
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
-from . import explicit, plan_command
+from . import plan_command
 from .calibrate import calibrate
 from .decoders import NamedDecoder
 from .doctor import doctor
@@ -55,8 +55,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="as for `plan`")
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of example")
+    plan_command.add_example(parser)
     parser.add_argument("plan", type=Path, help="a golden text, from --update or Plan.check")
     parser.add_argument("--mesh", help="the devices; by default the mesh in the golden text")
     parser.add_argument("--update", action="store_true", help="write the golden text anew")
@@ -169,8 +168,8 @@ COMMANDS = (
         "explicit",
         "the lines that name each exchange in the source, as gspmd.reshard",
         "torchgspmd explicit examples/gpt/model.py layout=tp --mesh data=8,model=8",
-        explicit.run,
-        explicit.add_arguments,
+        plan_command.run_explicit,
+        plan_command.add_explicit_arguments,
     ),
     Command(
         "suggest",

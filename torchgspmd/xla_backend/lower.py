@@ -32,8 +32,7 @@ from ..layout.mark import mark_sharding_op
 from ..layout.mesh import Mesh
 from ..rules import SplitRequest, unpartitioned_of
 from ..shard_spec import ShardSpec
-from .convolutions import operand_specs
-from .sharding import annotate, check, expressible
+from .sharding import annotate, check, expressible, operand_specs
 
 _MARK = mark_sharding_op._opoverload
 _KEYS = (

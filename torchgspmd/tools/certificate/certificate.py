@@ -26,13 +26,12 @@ from ...errors import ShardingError
 from ...fx_passes.pass_runner import observing
 from ...fx_passes.program import Program
 from ...fx_passes.stages import LOCAL
-from .claimed_layouts import cut
+from .claimed_layouts import cut, fails, other_dtype
 from .devices import At, DeviceError, Devices
 from .eager import check_eager
 from .inputs import Rewritten, device_of
 from .ranks import NotLowered, check_ranks
 from .trial import NoNumbers, Trial, constants_of, elements, is_blank
-from .wrong_values import fails, other_dtype
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"

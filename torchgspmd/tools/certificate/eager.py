@@ -18,10 +18,10 @@ from ...compat.private_apis import _pytree as pytree
 from ...compiler.plan import Plan
 from ...compiler.planned_call import PlannedCall
 from ...errors import ShardingError
+from .claimed_layouts import not_eager
 from .inputs import WIDE, Rewritten, device_of
 from .one_device import OneDeviceRun, draws
 from .trial import constants_of, elements
-from .wrong_values import not_eager
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COARSE = 1e-2  # as in trial.py

@@ -28,11 +28,10 @@ from ...features.pipelines.call import StageCall
 from ...features.pipelines.parts import Message
 from ...fx_passes.pipeline import lower_plan
 from ...fx_passes.program import Program, Rank
-from .claimed_layouts import cut
+from .claimed_layouts import cut, other_rank
 from .messages import Call, InFlight, Network, RankFault, RankGroups, accesses, check_access
 from .one_device import drawn, draws
 from .trial import NoNumbers, Trial
-from .wrong_values import other_rank
 
 _WAIT = c10d.wait_tensor.default
 

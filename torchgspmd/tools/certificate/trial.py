@@ -17,11 +17,10 @@ from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import boundary_spec, runs
 from ...layout.part_order import part_order, user_order
 from ...shard_spec import ShardSpec
-from .claimed_layouts import compared, cut
+from .claimed_layouts import compared, cut, fails, other_value, value_of
 from .devices import At, DeviceError, Devices, Microbatches
 from .inputs import RandomInputs, Rewritten, device_of, widened
 from .one_device import OneDeviceRun, Rows, Values, draws
-from .wrong_values import fails, other_value, value_of
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
 
