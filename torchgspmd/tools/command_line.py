@@ -94,10 +94,6 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     _add_hardware(parser)
 
 
-def _diff(args: argparse.Namespace) -> str:
-    return str(Plan.load(args.before).diff(Plan.load(args.after), args.hardware))
-
-
 def _add_suggest(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", type=Path, nargs="?", help="as for `plan`; its marks do not count")
@@ -189,7 +185,7 @@ COMMANDS = (
         "diff",
         "where two saved plans of a model differ",
         "torchgspmd diff before.plan after.plan",
-        _diff,
+        lambda args: str(Plan.load(args.before).diff(Plan.load(args.after), args.hardware)),
         _add_diff,
     ),
     Command(

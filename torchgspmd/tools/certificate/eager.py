@@ -39,7 +39,10 @@ def check_eager(plan: Plan) -> str:
     """
     try:
         call = _call_of(plan)
-        inputs = _inputs_of(plan, call)
+        try:
+            inputs = plan.flat_inputs(call.args, call.kwargs)
+        except ShardingError as error:
+            raise NotCompared(error.what) from error
         # In 64 bits first, where the order of a sum matters least. A function that fails or
         # differs there may name dtypes.
         for wide in (True, False):
@@ -70,13 +73,6 @@ def _call_of(plan: Plan) -> PlannedCall:
     if any(draws(node.target) for node in captured.graph.nodes):
         raise NotCompared("it draws random numbers, which eager PyTorch draws in another order")
     return call
-
-
-def _inputs_of(plan: Plan, call: PlannedCall) -> list[Tensor]:
-    try:
-        return plan.flat_inputs(call.args, call.kwargs)
-    except ShardingError as error:
-        raise NotCompared(error.what) from error
 
 
 def _compare(

@@ -294,14 +294,13 @@ def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Valu
             mine = values.get(names.get(node.name, ""), again.get(key) if key[0] >= 0 else None)
             if mine is not None:
                 drawn = again.setdefault(key, mine)
-                found[node.name] = {rows: _in_shape_of(node, x) for rows, x in drawn.items()}
+                # The partitioned program may have parts of the dimensions.
+                val = node.meta.get("val")
+                shape = val.shape if isinstance(val, Tensor) else None
+                found[node.name] = {
+                    rows: x if shape is None else x.reshape(shape) for rows, x in drawn.items()
+                }
     return found
-
-
-def _in_shape_of(node: fx.Node, value: Any) -> Any:
-    """Return a value with a node's dimensions; the partitioned program may have parts of these."""
-    val = node.meta.get("val")
-    return value.reshape(val.shape) if isinstance(val, Tensor) else value
 
 
 def _apart(plan: Plan) -> set[str]:
@@ -321,32 +320,22 @@ def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
     """
     found, inner = set[fx.Node](), set[str]()
     for node in captured.nodes:
+        parts = [u for u in node.users if u.target is operator.getitem]
+        is_given = bool(parts) and all(part.name in given for part in parts)
         if node.name not in given and (
-            draws(node.target)
-            and not _gives_parts(node, given)
-            or found & set(node.all_input_nodes)
+            draws(node.target) and not is_given or found & set(node.all_input_nodes)
         ):
             found.add(node)
-        if _is_place_of_maximum(node) or is_blank(node):
+        # A pool that runs dimension by dimension counts maxima within its last one.
+        is_place = (
+            node.target is operator.getitem
+            and node.args[1] == 1
+            and node.args[0].target in FORWARD
+            and all(user.target in BACKWARD for user in node.users)
+        )
+        if is_place or is_blank(node):
             inner.add(node.name)
     return {node.name for node in found} | inner
-
-
-def _is_place_of_maximum(node: fx.Node) -> bool:
-    """Return whether a node has the places of a pool's maxima, only for its gradient.
-
-    A pool that runs dimension by dimension counts them within its last one.
-    """
-    is_part = node.target is operator.getitem and node.args[1] == 1
-    return (
-        is_part and node.args[0].target in FORWARD and all(u.target in BACKWARD for u in node.users)
-    )
-
-
-def _gives_parts(node: fx.Node, given: Values) -> bool:
-    """Return whether a draw is given part by part."""
-    parts = [u for u in node.users if u.target is operator.getitem]
-    return bool(parts) and all(part.name in given for part in parts)
 
 
 def _native(graph: fx.Graph) -> set[str]:

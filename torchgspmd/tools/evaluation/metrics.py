@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,12 +41,8 @@ class Metric:
 
     sums: Callable[..., Tensor]
     count: int = 2
-    value: Callable[[Tensor], Any] = field(default_factory=lambda: _ratio)
+    value: Callable[[Tensor], Any] = lambda sums: (sums[0] / sums[1]).item()  # noqa: E731
     whole: Sequence[int] = ()
-
-
-def _ratio(sums: Tensor) -> float:
-    return (sums[0] / sums[1]).item()
 
 
 def accuracy(top: int = 1, classes: int = 1, ignored: int = IGNORED) -> Metric:

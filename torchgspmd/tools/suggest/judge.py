@@ -89,7 +89,11 @@ class Judge:
         self.groups = tuple(dict.fromkeys(groups.values()))
         self.stacks = {groups[i.name].pattern: i.shape[0] for i in expert_stacks(programs[-1])}
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
-        sizes = [_state_bytes(program) for program in programs]
+        parameters = ([i for i in p.inputs if i.kind == PARAMETER] for p in programs)
+        sizes = [
+            float(sum(math.prod(i.shape) * (i.dtype.itemsize + STATES) for i in inputs))
+            for inputs in parameters
+        ]
         # The smallest dtype that products have; its rate is the highest.
         products = [node for node in programs[-1].graph.nodes if flops(node, ONE_DEVICE)]
         dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
@@ -386,8 +390,3 @@ class Judge:
     def least_memory(self, mesh: Mesh) -> float:
         """Return a device's bytes at least, for weights that no axis of the batch divides."""
         return self.state_bytes / mesh.count(a for a in (MODEL, STAGE) if a in mesh.names)
-
-
-def _state_bytes(captured: Captured) -> float:
-    inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
-    return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))

@@ -148,13 +148,12 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _are_alike(layers: nn.Module) -> bool:
-    children = _children(layers)
-    return len(children) >= MIN_LAYERS and len({_signature(child) for child in children}) == 1
-
-
-def _signature(layer: nn.Module) -> tuple[object, ...]:
     # Values are not compared, since planning reads none.
-    return type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    kinds = [
+        (type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+        for layer in _children(layers)
+    ]
+    return len(kinds) >= MIN_LAYERS and len({*kinds}) == 1
 
 
 def _children(layers: nn.Module) -> list[nn.Module]:

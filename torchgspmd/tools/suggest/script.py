@@ -130,7 +130,10 @@ class CodeNames:
             plain |= {
                 f.name: f.default_factory() for f in fields(value) if callable(f.default_factory)
             }
-            given = {k: v for k, v in given.items() if not _are_equal(v, plain[k])}
+            # Tensors and the like are no defaults.
+            given = {
+                k: v for k, v in given.items() if type(v) is not type(plain[k]) or v != plain[k]
+            }
             return self._call(type(value), [], _without_derived(value, given))
         if isinstance(value, nn.Module):
             return self._module(value)
@@ -303,8 +306,3 @@ def _without_derived(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
             if type(value)(**rest) == value:
                 return _without_derived(value, rest)
     return given
-
-
-def _are_equal(value: object, default: object) -> bool:
-    """Return whether a value is a default; tensors and the like are not."""
-    return type(value) is type(default) and bool(value == default)
