@@ -19,23 +19,6 @@ from ..layout.mesh import Mesh
 KINDS = {kind.xla: kind for kind in collective_kinds().values() if kind.xla}
 # Operations that may stand between an all-reduce and its slices.
 _MOVES = {"bitcast", "copy", "reshape", "transpose", "convert", "pad"}
-_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-    "c64": 8,
-    "c128": 16,
-}
 _NAMES = {"pred": "bool", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
 _SHAPE = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _LINE = re.compile(
@@ -45,7 +28,7 @@ _LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line in an XLA program."""
 
     name: str
@@ -58,7 +41,9 @@ class Instruction:
     @property
     def bytes(self) -> int:
         """Bytes in all results."""
-        return sum(math.prod(dims) * _BYTES[kind] for kind, dims in self.shapes)
+        # A type's name has its bits, such as bf16; pred has none.
+        bits = [int(re.sub(r"\D", "", kind) or 8) for kind, _ in self.shapes]
+        return sum(math.prod(dims) * n // 8 for n, (_, dims) in zip(bits, self.shapes))
 
     @property
     def size(self) -> int:
@@ -70,8 +55,8 @@ class HloModule:
     """An XLA module's instructions, by computation, and their users."""
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        current: dict[str, Instruction] = {}
+        self.computations: dict[str, dict[str, HloInstruction]] = {}
+        current: dict[str, HloInstruction] = {}
         for line in text.splitlines():
             # Comments such as /*index=5*/ stand inside of shapes.
             line = re.sub(r"/\*.*?\*/", "", line)
@@ -85,30 +70,26 @@ class HloModule:
                     for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", match["shape"])
                 )
                 number = match["args"] if match["op"] == "parameter" else ""
-                instruction = Instruction(
-                    match["name"],
-                    match["op"],
-                    shapes,
-                    tuple(re.findall(r"%([\w.\-]+)", match["args"])),
-                    number,
-                    match["rest"] or "",
-                )
-                current[instruction.name] = instruction
+                name, operands = match["name"], tuple(re.findall(r"%([\w.\-]+)", match["args"]))
+                rest = match["rest"] or ""
+                current[name] = HloInstruction(name, match["op"], shapes, operands, number, rest)
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
-    def collectives(self) -> Iterator[tuple[str, Instruction]]:
+    def collectives(self) -> Iterator[tuple[str, HloInstruction]]:
         """Yield (computation, instruction) for every collective."""
         for name, body in self.computations.items():
             for instruction in body.values():
                 if instruction.op in KINDS:
                     yield name, instruction
 
-    def is_scattered(self, computation: str, value: Instruction, group: int) -> bool:
+    def is_scattered(self, computation: str, value: HloInstruction, group: int) -> bool:
         """True if a value is only used in equal slices, one per device in the group."""
         users = self.users[computation].get(value.name, [])
         return bool(users) and all(self._slices(computation, user, value, group) for user in users)
 
-    def _slices(self, computation: str, user: Instruction, value: Instruction, group: int) -> bool:
+    def _slices(
+        self, computation: str, user: HloInstruction, value: HloInstruction, group: int
+    ) -> bool:
         if user.op == "dynamic-slice":
             return user.operands[0] == value.name and user.size * group <= value.size
         if user.op in _MOVES:
@@ -126,9 +107,9 @@ class HloModule:
         return all(self.is_scattered(called[1], parameter, group) for parameter in inner)
 
 
-def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
+def _users(body: dict[str, HloInstruction]) -> dict[str, list[HloInstruction]]:
     """Return the instructions that use each value in a computation."""
-    users: dict[str, list[Instruction]] = {}
+    users: dict[str, list[HloInstruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):
             users.setdefault(name, []).append(instruction)
@@ -145,7 +126,7 @@ def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _collective(
-    program: HloModule, computation: str, instruction: Instruction, mesh: Mesh
+    program: HloModule, computation: str, instruction: HloInstruction, mesh: Mesh
 ) -> Collective:
     kind, rest = KINDS[instruction.op], instruction.rest
     has_pairs = "source_target_pairs" in rest

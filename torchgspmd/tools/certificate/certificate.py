@@ -31,7 +31,7 @@ from .devices import At, DeviceError, Devices
 from .eager import check_eager
 from .inputs import Rewritten, device_of
 from .ranks import NotLowered, check_ranks
-from .trial import NoNumbers, Trial, constants_of, elements, is_blank
+from .trial import NoNumbers, RandomTrial, constants_of, elements, is_blank
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"
@@ -113,12 +113,12 @@ class Truths:
     """A plan's trials, each made once; plans with equal partitioned graphs share them."""
 
     def __init__(self, plan: Plan) -> None:
-        self.plan, self.trials = plan, dict[tuple[int, bool], Trial]()
+        self.plan, self.trials = plan, dict[tuple[int, bool], RandomTrial]()
 
-    def trial(self, seed: int, positive: bool, wide: bool) -> Trial:
+    def trial(self, seed: int, positive: bool, wide: bool) -> RandomTrial:
         """Return a seed's trial. Raise NoNumbers if one device cannot compute it."""
         if (seed, wide) not in self.trials:
-            self.trials[seed, wide] = Trial(self.plan, seed, positive, wide)
+            self.trials[seed, wide] = RandomTrial(self.plan, seed, positive, wide)
         return self.trials[seed, wide]
 
 
@@ -128,7 +128,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     Raises:
         ShardingError: A value differs from one device's.
     """
-    trial_of = partial(Trial, plan) if truths is None else truths.trial
+    trial_of = partial(RandomTrial, plan) if truths is None else truths.trial
     names = _claimed(plan)
     judged, why, trials, results = set[str](), "", 0, 0
     plain = list[Tensor]()
@@ -157,7 +157,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered, eager)
 
 
-def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], Trial]) -> str:
+def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], RandomTrial]) -> str:
     """Compare the lowered programs of all ranks; return why that was not done, or nothing."""
     if plan.mesh.size > _MOST_RANKS:
         return f"{plan.mesh.size} are too many; verify a plan for a smaller mesh"
@@ -218,7 +218,7 @@ def _difference(program: Program) -> ShardingError | None:
     for seed, positive in TRIALS:
         for wide in (True, False):
             try:
-                trial = Trial(plan, seed, positive, wide)
+                trial = RandomTrial(plan, seed, positive, wide)
                 if is_local:
                     trial.run(program.graph)
             except NoNumbers:

@@ -211,7 +211,7 @@ class Devices(Simulator):
         return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)
 
 
-class Microbatches:
+class StageShards:
     """Keeps shards until all devices that a comparison needs have come to their microbatch.
 
     Stages of a pipeline compute one microbatch at different times.

@@ -18,7 +18,7 @@ from ...fx_passes.ir import boundary_spec, runs
 from ...layout.part_order import part_order, user_order
 from ...shard_spec import ShardSpec
 from .claimed_layouts import compared, cut, fails, other_value, value_of
-from .devices import At, DeviceError, Devices, Microbatches
+from .devices import At, DeviceError, Devices, StageShards
 from .inputs import RandomInputs, Rewritten, device_of, widened
 from .one_device import OneDeviceRun, Rows, Values, draws
 
@@ -29,7 +29,7 @@ class NoNumbers(Exception):
     """The one-device program takes no random numbers, such as for a root of a matrix."""
 
 
-class Trial:
+class RandomTrial:
     """One set of numbers, on one device and on all.
 
     wide: whether floating numbers have 64 bits, so that no summation order matters.
@@ -57,7 +57,7 @@ class Trial:
         plan = self.plan
         self.judged, self.results = set[str](), 0  # values, and how many results, that hold
         self.seen: dict[str, int] = {}
-        self.stages = Microbatches(plan.mesh)
+        self.stages = StageShards(plan.mesh)
         shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
         sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
         devices = Devices(self.constants, plan.mesh, self.copied.graph(graph), self._claim)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,7 +41,9 @@ class Metric:
 
     sums: Callable[..., Tensor]
     count: int = 2
-    value: Callable[[Tensor], Any] = lambda sums: (sums[0] / sums[1]).item()  # noqa: E731
+    value: Callable[[Tensor], Any] = field(
+        default_factory=lambda: lambda sums: (sums[0] / sums[1]).item()
+    )
     whole: Sequence[int] = ()
 
 
