@@ -205,7 +205,6 @@ COMMANDS = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and return its exit code."""
     args = _parser().parse_args(arguments)
     try:
         print(args.command.run(args))

@@ -180,7 +180,6 @@ class _Simulated:
         """Compare nothing: a plan has no weights."""
 
     def run(self, check: Check, inputs: Sequence[Tensor], _: tuple[tuple, dict]) -> None:
-        """Run the plan on the one-device program's inputs."""
         plan = self.plan
         pairs = zip(inputs, plan.input_layouts)
         # NaN in padding: a value that reads it differs.
@@ -219,7 +218,6 @@ class _OnRanks:
         self.program = JointProgram(plan, self.groups, module._model, tensors, options, 0)
 
     def compare_state(self, check: Check, reference: nn.Module) -> None:
-        """Compare parameters and buffers."""
         wanted = dict(named_tensors(reference))
         for name, tensor in named_tensors(self.module):
             own, whole = whole_of(tensor.detach()), whole_of(wanted[name].detach())

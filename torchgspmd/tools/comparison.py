@@ -212,7 +212,6 @@ class Check:
         )
 
     def results(self, eager: object) -> None:
-        """Compare the captured program's results with eager PyTorch's."""
         pairs = zip(pytree.tree_leaves(self.one.result), pytree.tree_leaves(eager))
         for i, (own, wanted) in enumerate(pairs):
             if isinstance(own, Tensor) and isinstance(wanted, Tensor):
@@ -241,7 +240,6 @@ def _number(value: Tensor) -> float:
 
 
 def row_of(check: Check) -> dict[str, Any]:
-    """Return a check's findings, as JSON has them."""
     found = [[key, *map(asdict, by_rank.values())] for key, by_rank in check.found.items()]
     return {"compared": sorted(check.compared), "found": found}
 

@@ -366,7 +366,6 @@ def _names(nodes: Sequence[fx.Node], rows: Collection[fx.Node]) -> dict[fx.Node,
 
 
 def _parents(node: fx.Node) -> list[str]:
-    """Return the paths of the modules around a node."""
     parts = module_path(node).split(".")
     return [".".join(parts[: i + 1]) for i in range(len(parts)) if parts[0]]
 

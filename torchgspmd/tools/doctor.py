@@ -91,7 +91,6 @@ def _is_expected(api: PrivateApi) -> bool:
 
 
 def _backends() -> list[tuple[str, str]]:
-    """Return (backend, its platform here)."""
     available = [n for n in ("gloo", "nccl") if getattr(dist, f"is_{n}_available", bool)()]
     gpus = torch.cuda.device_count()
     # inductor writes C++ for a CPU, and Triton for a GPU.

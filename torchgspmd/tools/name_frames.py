@@ -84,7 +84,6 @@ class _Naming:
         self.done: dict[int, Any] = {}
 
     def named(self, value: Any) -> Any:
-        """Return a part of the dump with names."""
         if isinstance(value, dict):
             if {"filename", "line", "name"} <= value.keys():
                 key = key_of(str(value["filename"]))

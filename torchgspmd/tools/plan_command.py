@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to a parser."""
     add = parser.add_argument
     add_example(
         parser, "a file with example(mesh, **options) -> (model, arguments)", ", such as layout=tp"
@@ -81,7 +80,6 @@ def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the text that the command prints."""
     options = given_options(args, "plan")
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward, **options)
     if args.trace:

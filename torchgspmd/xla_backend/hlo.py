@@ -40,14 +40,12 @@ class HloInstruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all results."""
         # A type's name has its bits, such as bf16; pred has none.
         bits = [int(re.sub(r"\D", "", kind) or 8) for kind, _ in self.shapes]
         return sum(math.prod(dims) * n // 8 for n, (_, dims) in zip(bits, self.shapes))
 
     @property
     def size(self) -> int:
-        """Elements in all results."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
 
@@ -76,7 +74,6 @@ class HloModule:
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
     def collectives(self) -> Iterator[tuple[str, HloInstruction]]:
-        """Yield (computation, instruction) for every collective."""
         for name, body in self.computations.items():
             for instruction in body.values():
                 if instruction.op in KINDS:
@@ -108,7 +105,6 @@ class HloModule:
 
 
 def _users(body: dict[str, HloInstruction]) -> dict[str, list[HloInstruction]]:
-    """Return the instructions that use each value in a computation."""
     users: dict[str, list[HloInstruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):
@@ -117,7 +113,6 @@ def _users(body: dict[str, HloInstruction]) -> dict[str, list[HloInstruction]]:
 
 
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
-    """Return every collective in a program, in text order."""
     program = HloModule(text)
     return tuple(
         _collective(program, computation, instruction, mesh)
@@ -144,7 +139,6 @@ def _collective(
 
 
 def _pairs(rest: str) -> list[list[int]]:
-    """Parse source_target_pairs."""
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
     assert pairs is not None, rest
     return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", pairs[1])]

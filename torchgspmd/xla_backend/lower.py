@@ -85,7 +85,6 @@ def lower(
 
 
 def _value(new: dict[fx.Node, fx.Node], value: object) -> object:
-    """Return a node's copy; any other value as it is."""
     return new[value] if isinstance(value, fx.Node) else value
 
 
@@ -169,7 +168,6 @@ _LOWERINGS: dict[Any, Callable] = {torch.ops.torchgspmd.einsum.default: _einsum}
 
 
 def on_device(constants: nn.Module, device: torch.device) -> nn.Module:
-    """Return a captured graph's constants, on a device."""
     moved = nn.Module()
     for name, value in vars(constants).items():
         if isinstance(value, Tensor):

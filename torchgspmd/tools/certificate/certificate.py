@@ -264,7 +264,6 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
 
 
 def programs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """Yield a program, and the programs in its loops' bodies."""
     yield graph
     for _, call in loop_calls(graph):
         for body in call.bodies:

@@ -101,7 +101,6 @@ def _grid(rows: Sequence[Sequence[int]]) -> tuple[Any, ...]:
 
 
 def reduced(shards: Sequence[Tensor], spec: ShardSpec, mesh: Mesh) -> list[Tensor]:
-    """Return the shards with the pending reduction done."""
     if not spec.pending:
         return list(shards)
     # In the order of the ranks; trials allow for rounding.
@@ -174,7 +173,6 @@ def other_value(name: str, node: fx.Node | None, claim: str, found: str) -> Shar
 
 
 def not_eager(name: str, mine: Tensor, eager: Tensor) -> ShardingError:
-    """Return the error for a captured program whose values differ from eager PyTorch's."""
     found = f"the program has the shape {list(mine.shape)}, eager PyTorch {list(eager.shape)}"
     if mine.shape == eager.shape:
         error = (mine.to(eager.dtype) - eager).abs() if eager.dtype != torch.bool else mine ^ eager
@@ -190,7 +188,6 @@ def not_eager(name: str, mine: Tensor, eager: Tensor) -> ShardingError:
 
 
 def other_dtype(node: fx.Node, dtype: torch.dtype, known: set[torch.dtype]) -> ShardingError:
-    """Return the error for a value with another dtype."""
     names = " or ".join(sorted(map(str, known)))
     return ShardingError(
         f"'%{node}' is {dtype}, its value is {names}",
@@ -216,7 +213,6 @@ def value_of(node: fx.Node) -> str:
 
 
 def other_rank(node: fx.Node, rank: int, found: str, why: str) -> ShardingError:
-    """Return the error of the lowered program of a rank."""
     return ShardingError(
         f"'%{node}' of rank {rank} {found}", where=node.meta.get("source"), why=why, fix=_REPORT
     )

@@ -117,7 +117,6 @@ class Network:
 
 
 def _check_alike(call: RankCall, other: RankCall) -> None:
-    """Raise RankFault unless two ranks call the same collective."""
     mine, its = (
         (c.op, c.operand.dtype, *(() if c.op is _EXCHANGE else (c.operand.shape, c.args)))
         for c in (call, other)
@@ -161,7 +160,6 @@ def extent(x: Tensor) -> tuple[int, int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors may have memory in common."""
     (storage, first, last), (other, begin, end) = extent(a), extent(b)
     return storage == other and first < end and begin < last
 

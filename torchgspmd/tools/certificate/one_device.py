@@ -222,7 +222,6 @@ class _LoopRun:
         return order[::-1] if self.loop.reverse else order
 
     def enter(self, row: int) -> _Frame:
-        """Return an iteration's frame, with the values that enter it."""
         frame = _Frame(self.nest, self.outer, (*self.outer.rows, row))
         for node in self.entries:
             if node.target is CARRY:
@@ -245,7 +244,6 @@ class _LoopRun:
         return frame.get(node, self.device.nest[node])
 
     def leave(self, frame: _Frame, row: int) -> None:
-        """Collect the values that leave an iteration."""
         for node in self.exits:
             self.collected[node].append((row, self.value(node.args[0], frame)))
         for carry in self.carried:

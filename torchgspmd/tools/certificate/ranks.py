@@ -112,7 +112,6 @@ class RankRun:
         self.has_stopped.release()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Give the turn to others until a condition holds."""
         self.is_ready = is_ready
         if not is_ready():
             self.has_stopped.release()
@@ -149,7 +148,6 @@ class RankRun:
         return result
 
     def call(self, graph: fx.Graph, owner: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run a graph, with its loops and stages, on inputs."""
         copied = self.trial.copied.graph(graph)
         self._connect(copied)
         return _Interpreter(fx.GraphModule(owner, copied), self).run(*inputs)
@@ -352,7 +350,6 @@ def _compare(trial: RandomTrial, runs: Sequence[RankRun]) -> None:
 
 
 def _plain(plan: Plan) -> list[bool]:
-    """Return which arguments come as whole tensors."""
     arguments = sum(inp.kind == ARGUMENT for inp in plan.captured.inputs)
     plain = [] if plan.request is None else [*plan.request.plain]
     return plain if len(plain) == arguments else [False] * arguments

@@ -97,7 +97,6 @@ class RandomTrial:
                 most = 8 if most > 8 else most // 2
 
     def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether one device computes the captured program from these numbers."""
         try:
             OneDeviceRun(self.graphs[0], self.constants).run(inputs)
         except Exception:
@@ -185,7 +184,6 @@ class RandomTrial:
         self._compare_graphs(_numbered(mine), _by_name(_numbered(one)))
 
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
-        """Compare a node's shards with the value that it claims."""
         name, spec = node.meta["value"], node.meta["spec"]
         by_rows = self.truth.get(name, {})
         if name in self.native or is_blank(node):
@@ -352,25 +350,21 @@ def _native(graph: fx.Graph) -> set[str]:
 
 
 def elements(plan: Plan) -> int:
-    """Count the elements in all values on one device."""
     values = ((n.meta.get("val"), runs(n)) for n in plan.sharded.nodes)
     return sum(v.numel() * times for v, times in values if isinstance(v, Tensor))
 
 
 def _coarsest(plan: Plan) -> float:
-    """Return the largest epsilon that a plan's values have."""
     values = (node.meta.get("val") for node in plan.sharded.nodes)
     dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def is_blank(node: fx.Node) -> bool:
-    """Return whether a node is memory without content."""
     return "empty" in getattr(node.target, "__name__", "")
 
 
 def constants_of(plan: Plan, wide: bool) -> torch.nn.Module:
-    """Return the constants that a plan's graphs read."""
     constants, device = torch.nn.Module(), device_of(plan.captured)
     graphs = plan.captured.graph, plan.sharded, plan.program_graph
     for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):

@@ -251,7 +251,6 @@ class Meter:
 
 
 def _check(name: str, metric: Metric, sums: Tensor) -> None:
-    """Raise ShardingError if sums have another shape than the metric says."""
     if tuple(sums.shape) != (metric.count,):
         raise ShardingError.here(
             f"metric '{name}' returned sums of shape {list(sums.shape)}, not [{metric.count}]",
@@ -351,7 +350,6 @@ class Part:
         )
 
     def cut(self, target: Tensor) -> Tensor:
-        """Return a target's part for these outputs."""
         if isinstance(target, DTensor):
             if self.mesh is None:
                 return target.full_tensor()

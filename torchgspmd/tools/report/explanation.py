@@ -36,7 +36,6 @@ MAX_WAYS = 6
 
 
 def explain(plan: Plan, name: str, costs: bool, hardware: Hardware) -> str:
-    """Return why a printed line is there; Plan.explain has the arguments."""
     return "\n".join(_Explainer(plan, hardware).lines(name, costs))
 
 
@@ -189,7 +188,6 @@ class _Explainer:
         return lines
 
     def _chain(self, node: fx.Node, axis: str) -> list[str]:
-        """Return an axis's way to a value."""
         value = self.values.get(node.name)
         lines = self.layouts.explain(value) if value is not None else []
         return [line for line in lines if line.startswith(f"{axis}: ")]

@@ -91,7 +91,6 @@ class WholeTensor:
     tried: TriedMark | None = None
 
     def is_like(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a parameter or buffer is among these."""
         return self.name == _like(name) and self.shape == shape
 
     @property
@@ -328,14 +327,12 @@ def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
 
 
 def _source(node: fx.Node) -> str | None:
-    """Return the line for a step between layouts, or for the operation that needs it."""
     while node.meta.get("source") is None and node.users:
         node = next(iter(node.users))
     return node.meta.get("source")
 
 
 def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
-    """Return the layouts before and after a collective."""
     return f"[{before}] -> [{after}]" if before is not None else f"-> [{after}]"
 
 

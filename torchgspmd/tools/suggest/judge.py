@@ -119,12 +119,10 @@ class Judge:
         return rows.pop() if len(rows) == 1 and not keywords else 0
 
     def source(self, builder: Callable[[], nn.Module] | None = None) -> ScriptSource:
-        """Return code that makes the model and a batch."""
         program = self.programs((), self.rows)[-1]
         return ScriptSource.of(self.model, self.args, self.kwargs, program, builder)
 
     def arguments(self, rows: int) -> list[Tensor]:
-        """Return a call's tensors, with so many rows."""
         leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -177,7 +175,6 @@ class Judge:
             )
 
     def can_take(self, rows: int) -> bool:
-        """Return whether the model takes a batch with so many rows."""
         try:
             self.programs((), rows)
         except ShardingError:
@@ -306,7 +303,6 @@ class Judge:
             groups = self.stages.groups(program, known)
 
         def mark(inp: Input) -> ShardSpec | None:
-            """Return a parameter's mark; stacked weights have another dimension for stages."""
             group = groups[inp.name]
             spec = marks.spec(group, mesh)
             return spec if len(inp.shape) == len(group.shape) else with_stage(spec, group.shape)
@@ -357,7 +353,6 @@ class Judge:
         return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 
     def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
-        """Return the arguments' layouts, with so many rows."""
         tensors = enumerate(self.arguments(rows))
         return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
 
@@ -376,7 +371,6 @@ class Judge:
         return named if self.kwargs else args
 
     def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the argument numbers by shape."""
         numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
         for i, tensor in enumerate(self.arguments(self.rows)):
             shape = tuple(tensor.shape)
@@ -384,7 +378,6 @@ class Judge:
         return numbers
 
     def output_groups(self) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Return the layer outputs that are marked alike, with their shape."""
         return output_groups(self.programs((), self.rows)[-1], self.layers)
 
     def least_memory(self, mesh: Mesh) -> float:

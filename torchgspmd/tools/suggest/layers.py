@@ -51,7 +51,6 @@ class Layers:
         return max(sizes, default=0) if self.alike else sum(sizes)
 
     def without(self, names: list[str]) -> Layers:
-        """Return the lists without these parameters and buffers."""
         kept = {
             path: layers
             for path, layers in self.lists.items()
@@ -85,7 +84,6 @@ class Layers:
         return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
 
     def submodules(self) -> list[str]:
-        """Name a layer's parts."""
         layers = next(iter(self.lists.values()), None)
         if layers is None or not self.alike:
             return []
@@ -104,7 +102,6 @@ class Layers:
 
     @contextmanager
     def shortened(self, count: int) -> Generator[None]:
-        """Cut each list to its first layers for the block."""
         saved = [(layers, layers._modules) for layers in self.lists.values()]
         for layers, modules in saved:
             layers._modules = OrderedDict(list(modules.items())[:count])
@@ -264,7 +261,6 @@ def expert_stacks(captured: Captured) -> list[Input]:
 
 
 def _place(inp: Input) -> tuple[str, int]:
-    """Return a parameter's module and its length."""
     return inp.name.rpartition(".")[0], inp.shape[0]
 
 

@@ -238,7 +238,6 @@ class ScriptSource:
 
 
 def _is_like(code: str, model: nn.Module) -> bool:
-    """Return whether code makes a model with the same parameters and buffers."""
     classes: dict[str, type] = {type(m).__name__: type(m) for m in model.modules()}
     # Arguments may be objects, too, such as a dataclass with the configuration.
     values = [value for module in model.modules() for value in vars(module).values()]

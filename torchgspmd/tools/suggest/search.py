@@ -52,7 +52,6 @@ class Search:
     leader: Proposal | None = None  # the best up to now
 
     def progress(self) -> str:
-        """Return the number of plans up to now, and the best of them."""
         plans = f"{self.judge.counts['plans']} plans"
         if (best := self.leader) is None:
             return plans
@@ -102,7 +101,6 @@ class Search:
         return self._fits()
 
     def is_divisible(self, mesh: Mesh, count: int) -> bool:
-        """Return whether the batch's axes divide a microbatch's rows."""
         return self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
@@ -151,7 +149,6 @@ class Search:
             self._improve(key, replace(proposal, recompute_bound=solved[1]))
 
     def _improve(self, key: tuple[Mesh, Marks, int], other: Proposal) -> None:
-        """Take another proposal in place of one, if it is better."""
         if self.order(other) <= self.order(self.tried[key]):
             self.tried[key] = other
 
@@ -258,11 +255,9 @@ class Search:
     # -------------------------------------------------------------------------------- proposals
 
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
-        """Return the sort key: bytes above the limit first, then seconds."""
         return self.order(self.propose(mesh, marks))
 
     def order(self, proposal: Proposal) -> tuple[float, float]:
-        """Return a proposal's sort key."""
         return max(proposal.memory - self.limit, 0.0), proposal.seconds
 
     def propose(self, mesh: Mesh, marks: Marks) -> Proposal:

@@ -34,7 +34,6 @@ class Numbers:
 
     @classmethod
     def of(cls, report: Report) -> Numbers:
-        """Read them from a report."""
         memory = report.memory
         return cls(
             report.estimate.seconds,
@@ -78,7 +77,6 @@ class RecomputeChoice:
 
 
 def has_solver() -> bool:
-    """Return whether HiGHS is installed."""
     return find_spec("highspy") is not None
 
 
