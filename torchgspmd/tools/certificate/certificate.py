@@ -109,26 +109,17 @@ class Certificate:
         return "\n".join(lines)
 
 
-class Truths:
-    """A plan's trials, each made once; plans with equal partitioned graphs share them."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.trials = plan, dict[tuple[int, bool], RandomTrial]()
-
-    def trial(self, seed: int, positive: bool, wide: bool) -> RandomTrial:
-        """Return a seed's trial. Raise NoNumbers if one device cannot compute it."""
-        if (seed, wide) not in self.trials:
-            self.trials[seed, wide] = RandomTrial(self.plan, seed, positive, wide)
-        return self.trials[seed, wide]
+TrialOf = Callable[[int, bool, bool], RandomTrial]
+"""Returns a seed's trial: (seed, whether numbers are positive, whether they have 64 bits)."""
 
 
-def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
-    """Return a plan's certificate. truths: those of a plan with the same partitioned graph.
+def certify(plan: Plan, trial_of: TrialOf | None = None) -> Certificate:
+    """Return a plan's certificate. trial_of: for a plan with the same partitioned graph.
 
     Raises:
         ShardingError: A value differs from one device's.
     """
-    trial_of = partial(RandomTrial, plan) if truths is None else truths.trial
+    trial_of = trial_of or partial(RandomTrial, plan)
     names = _claimed(plan)
     judged, why, trials, results = set[str](), "", 0, 0
     plain = list[Tensor]()
@@ -157,7 +148,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered, eager)
 
 
-def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], RandomTrial]) -> str:
+def _check_lowered(plan: Plan, trial_of: TrialOf) -> str:
     """Compare the lowered programs of all ranks; return why that was not done, or nothing."""
     if plan.mesh.size > _MOST_RANKS:
         return f"{plan.mesh.size} are too many; verify a plan for a smaller mesh"
