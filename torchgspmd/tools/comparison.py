@@ -239,7 +239,7 @@ def _number(value: Tensor) -> float:
     return abs(value.item()) if value.is_complex() else float(value.item())
 
 
-def row_of(check: Check) -> dict[str, Any]:
+def row_of(check: Check) -> dict[str, object]:
     found = [[key, *map(asdict, by_rank.values())] for key, by_rank in check.found.items()]
     return {"compared": sorted(check.compared), "found": found}
 

@@ -116,12 +116,14 @@ def debug(
         wanted.reset(token)
 
 
-def _shown_run(module: ShardedModule, stops: Sequence[str], rank: int | None) -> Callable[..., Any]:
+def _shown_run(
+    module: ShardedModule, stops: Sequence[str], rank: int | None
+) -> Callable[..., object]:
     """Return a function that runs a module's programs, and prints."""
-    programs: dict[Any, JointProgram] = {}
+    programs: dict[object, JointProgram] = {}
     is_shown = rank in (None, module._groups.rank)
 
-    def run(program: JointProgram, call: ModuleCall) -> Any:
+    def run(program: JointProgram, call: ModuleCall) -> object:
         if call.key not in programs:  # on all ranks, so that a wrong stop is an error on all
             programs[call.key] = _shown_program(module, program, call, stops, is_shown)
         used = programs[call.key] if is_shown else program

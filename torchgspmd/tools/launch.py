@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,7 +96,7 @@ class _Rank:
     process: BaseProcess
     answer: Connection  # its result, or its error
     output: int  # file descriptor for its output
-    result: Any = None
+    result: object = None
     error: tuple[float, str] | None = None  # when it failed, and its traceback
     has_answered: bool = False
     has_ended: bool = False

@@ -145,7 +145,7 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> tuple[str, object]:
     """Return an option's name and value; digits are a number, also with a point."""
     name, equals, value = text.partition("=")
     if not equals:
@@ -262,7 +262,9 @@ def _copy(file: Path) -> Path:
 def _edits(text: str, number: int, spec: str) -> Iterator[tuple[str, str]]:
     """Yield texts in which an expression on a line is named, the outermost first, and the line."""
     tree = ast.parse(text)
-    module = _imported_as(tree)
+    imports = (node.names for node in ast.walk(tree) if isinstance(node, ast.Import))
+    known = (alias for names in imports for alias in names if alias.name == "torchgspmd")
+    module = next((alias.asname or alias.name for alias in known), None)
     expressions = [
         node
         for node in ast.walk(tree)
@@ -287,12 +289,3 @@ def _offset(lines: list[str], line: int, column: int) -> int:
     """Return the place of a line and a column, in bytes there, in the text."""
     before = lines[line - 1].encode()[:column].decode()
     return sum(map(len, lines[: line - 1])) + len(before)
-
-
-def _imported_as(tree: ast.Module) -> str | None:
-    """Return the name by which a module knows torchgspmd."""
-    for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.Import) else ():
-            if alias.name == "torchgspmd":
-                return alias.asname or alias.name
-    return None

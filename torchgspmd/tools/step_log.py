@@ -76,7 +76,7 @@ class StepLog:
         self._model, self._wandb = model, wandb if self.rank == 0 else None
         self._hardware = _hardware(hardware)
         # the plan that was last counted, and its FLOPs
-        self._operations: tuple[Any, float] = (None, 0.0)
+        self._operations: tuple[object, float] = (None, 0.0)
         self._since, self._steps = time.perf_counter(), 0
         self._calls, self._seen = 0, (0, 0)
         # Appended, so that a job that is started anew goes on in its log.

@@ -137,6 +137,17 @@ def _covers(local: Sequence[int], shape: Sequence[int], spec: ShardSpec, mesh: M
     )
 
 
+def close(mine: Tensor, one: Tensor, error: float) -> Tensor:
+    """Return where two values are equal, but for an error relative to the largest number."""
+    if not (one.is_floating_point() or one.is_complex()) or not one.numel():
+        return mine == one
+    if one.itemsize == 1:  # compared as numbers that torch can compare
+        mine, one = mine.float(), one.float()
+    finite = one[torch.isfinite(one)].abs()
+    most = error * (max(float(finite.max()), 1.0) if finite.numel() else 1.0)
+    return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
+
+
 def gathered(
     shards: Sequence[Tensor],
     spec: ShardSpec,

@@ -18,7 +18,7 @@ from ...compat.private_apis import _pytree as pytree
 from ...compiler.plan import Plan
 from ...compiler.planned_call import PlannedCall
 from ...errors import ShardingError
-from .claimed_layouts import not_eager
+from .claimed_layouts import close, not_eager
 from .inputs import WIDE, Rewritten, device_of
 from .one_device import OneDeviceRun, draws
 from .trial import constants_of, elements
@@ -98,7 +98,7 @@ def _compare(
         eps = torch.finfo(b.dtype).eps if b.is_floating_point() or b.is_complex() else 0.0
         if not wide and scale * eps > _COARSE:
             raise NotCompared(f"{b.dtype} leaves fewer than two digits of {scale} elements")
-        if a.shape != b.shape or not _close(a, b, scale * eps):
+        if a.shape != b.shape or not close(a.to(b.dtype), b, scale * eps).all():
             name = captured.inputs[out.input].name if out.kind != OUTPUT else f"result {i}"
             return not_eager(f"the gradient of '{name}'" if out.kind == GRADIENT else name, a, b)
     return None
@@ -114,16 +114,6 @@ def _copied(x: Tensor, wide: bool) -> Tensor:
         .to(WIDE.get(x.dtype, x.dtype) if wide else x.dtype, copy=True)
     )
     return memory.as_strided(x.shape, x.stride(), 0)
-
-
-def _close(a: Tensor, b: Tensor, error: float) -> bool:
-    if not b.numel():
-        return True
-    if not error:
-        return torch.equal(a.to(b.dtype), b)
-    finite = b[torch.isfinite(b)].abs()
-    most = error * max(float(finite.max()) if finite.numel() else 0.0, 1.0)
-    return torch.allclose(a.to(b.dtype), b, rtol=0, atol=most, equal_nan=True)
 
 
 def _eager(plan: Plan, call: PlannedCall, own: list[Tensor]) -> dict[int, Tensor]:

@@ -271,7 +271,7 @@ def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
     A flat body does not say that a microbatch's stages follow each other. Its carries have the
     values that its own sends deliver, and zeros where no stage comes before.
     """
-    groups: dict[tuple[Any, ...], dict[int, tuple[fx.Node, fx.Node]]] = {}
+    groups: dict[tuple, dict[int, tuple[fx.Node, fx.Node]]] = {}
     for send in sends:
         shift, (round_, which), axis, schedule = send.args[1:]
         carry = next(end.args[2] for end in send.users if end.target is NEXT)

@@ -160,7 +160,7 @@ class RankRun:
                 body.compile = self._compile
                 self._connect(body.graph)
 
-    def _compile(self, graph: fx.Graph) -> Callable[..., Any]:
+    def _compile(self, graph: fx.Graph) -> Callable[..., object]:
         interpreter = _Interpreter(fx.GraphModule(nn.Module(), graph), self)
         return lambda *inputs: interpreter.run(*inputs)
 

@@ -17,7 +17,7 @@ from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import boundary_spec, runs
 from ...layout.part_order import part_order, user_order
 from ...shard_spec import ShardSpec
-from .claimed_layouts import compared, cut, fails, other_value, value_of
+from .claimed_layouts import close, compared, cut, fails, other_value, value_of
 from .devices import At, DeviceError, Devices, StageShards
 from .inputs import RandomInputs, Rewritten, device_of, widened
 from .one_device import OneDeviceRun, Rows, Values, draws
@@ -235,22 +235,18 @@ class RandomTrial:
         return is_exact and bool(torch.isfinite(truth).any())
 
     def close(self, mine: Tensor, one: Tensor) -> Tensor:
-        """Return where two values are equal, but for the order of sums.
+        """Return where two values are equal, but for the order of sums."""
+        return close(mine, one, self._error(one))
+
+    def _error(self, truth: Tensor) -> float:
+        """Return how far two ways to compute a value may differ, relative to its largest number.
 
         No number of a program is the result of more roundings than all its values have elements.
         """
-        if not (one.is_floating_point() or one.is_complex()) or not one.numel():
-            return mine == one
-        error = self._error(one)
-        if one.itemsize == 1:  # compared as numbers that torch can compare
-            mine, one = mine.float(), one.float()
-        finite = one[torch.isfinite(one)].abs()
-        most = error * (max(float(finite.max()), 1.0) if finite.numel() else 1.0)
-        return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
-
-    def _error(self, truth: Tensor) -> float:
-        """Return how far two ways to compute a value may differ, relative to its largest number."""
-        return self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
+        is_exact = not (truth.is_floating_point() or truth.is_complex())
+        return (
+            0.0 if is_exact else self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
+        )
 
     def _difference(self, rank: int, mine: Tensor, one: Tensor) -> str:
         """Return where a device differs, with both numbers."""

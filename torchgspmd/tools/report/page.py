@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -113,7 +112,7 @@ class _Values:
         self.lines: dict[str, int] = {}
         self.costs: dict[tuple[str, str], str] = {}
 
-    def row(self, node: fx.Node) -> dict[str, Any]:
+    def row(self, node: fx.Node) -> dict[str, object]:
         spec = node.meta.get("spec") or ShardSpec.replicated(node.meta["val"].dim())
         val = node.meta["val"]
         return {

@@ -53,7 +53,7 @@ class Judge:
 
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     hardware: Hardware
     options: Options = Options()
     kernels: Kernels | None = None

@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -119,7 +118,7 @@ class Layers:
             for path, submodule, low, high in self.slices(recomputed)
             for layer in _children(self.lists[path])[low:high]
         ]
-        saved: list[tuple[dict[str, Any], Any]] = []
+        saved: list[tuple[dict[str, object], object]] = []
         # One module may be in several places: it is wrapped once.
         for layer in dict.fromkeys(chosen):
             saved.append((vars(layer), vars(layer).get("forward")))
@@ -179,10 +178,10 @@ def noted(layers: Layers) -> Generator[None]:
             handle.remove()
 
 
-def _note(glob: str) -> Callable[[nn.Module, object, object], Any]:
+def _note(glob: str) -> Callable[[nn.Module, object, object], object]:
     """Return a forward hook that marks as annotate would, if all of it has one shape."""
 
-    def hook(module: nn.Module, args: object, output: object) -> Any:
+    def hook(module: nn.Module, args: object, output: object) -> object:
         floats = [x for x in pytree.tree_leaves(output) if _is_float(x)]
         shapes = {tuple(x.shape) for x in floats}
         if len(shapes) != 1 or len(floats[0].shape) < 2:

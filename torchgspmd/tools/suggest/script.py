@@ -139,7 +139,7 @@ class CodeNames:
             return self._module(value)
         raise ValueError(f"no code makes a {type(value).__name__}")
 
-    def _call(self, kind: type, args: Sequence[str], kwargs: Mapping[str, Any]) -> str:
+    def _call(self, kind: type, args: Sequence[str], kwargs: Mapping[str, object]) -> str:
         parts = [*args, *(f"{name}={self.code(value)}" for name, value in kwargs.items())]
         return f"{self.of(kind)}({', '.join(parts)})"
 
@@ -152,7 +152,7 @@ class CodeNames:
             return self._call(
                 type(module), listed if type(module) is nn.Sequential else as_list, {}
             )
-        given, missing = dict[str, Any](), object()
+        given, missing = dict[str, object](), object()
         # Most modules keep their constructor's arguments as attributes with the same names.
         for name, parameter in inspect.signature(type(module)).parameters.items():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -185,8 +185,8 @@ class ScriptSource:
     def of(
         cls,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         captured: Captured,
         builder: Callable[[], nn.Module] | None = None,
     ) -> ScriptSource:
@@ -297,7 +297,7 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _parts(part, path + step)
 
 
-def _without_derived(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_derived(value: object, given: Mapping[str, object]) -> Mapping[str, object]:
     """Return a dataclass's arguments without those that its constructor computes by itself."""
     for name in given:
         rest = {k: v for k, v in given.items() if k != name}
