@@ -1,4 +1,4 @@
-"""The last row of a certificate: the captured program is what eager PyTorch computes.
+"""The last row of a certificate: the captured program computes eager PyTorch's values.
 
 The other rows begin with the captured program, so a wrong capture is right in all of them. Here
 the caller's function runs on the caller's own tensors, in their own order in memory, and the

@@ -33,8 +33,8 @@ class OneDeviceRun:
     """Evaluates a graph at global shapes.
 
     values: all that was computed, by node names. given: values that are not computed. history:
-    all values in the order in which they were computed, those too that stages compute before what
-    they need has arrived; kept only on request.
+    all values in the order in which they were computed, including early ones that stages compute
+    before their inputs have arrived; kept only on request.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _Frame:
 
 
 class _LoopRun:
-    """One run of a loop: its carries, and what its exits have collected."""
+    """One run of a loop: its carries, and the values that its exits have collected."""
 
     def __init__(self, device: OneDeviceRun, nest: Nest, outer: _Frame) -> None:
         self.device, self.nest, self.outer = device, nest, outer
@@ -266,7 +266,7 @@ class _LoopRun:
 
 
 def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
-    """Compute an iteration until each stage has what the stage before it sends, forth and back.
+    """Compute an iteration until each stage has the values that its neighbors send, forth and back.
 
     A flat body does not say that a microbatch's stages follow each other. Its carries have the
     values that its own sends deliver, and zeros where no stage comes before.
@@ -305,7 +305,7 @@ def _arrivals(
     order: Order,
     rounds: Mapping[int, tuple[fx.Node, fx.Node]],
 ) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Yield each carry with what arrives in it: for a stage, what the one `shift` before sends."""
+    """Yield each carry with the value that the stage `shift` before sends to it."""
     places = order.places
     sent = {r: run.value(send.args[0], frame) for r, (send, _) in rounds.items()}
     for sender_round, (_, carry) in rounds.items():
