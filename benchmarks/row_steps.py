@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 
 import torch
 from measured_rows import Row
+from row_kernels import RowKernels, groups_of
 from row_models import Axes, marked
 from torch import fx
 
@@ -25,7 +26,6 @@ from torchgspmd.features.pipelines.schedule import Times
 from torchgspmd.fx_passes.digest import module_path
 from torchgspmd.tools.decoders import config
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernel_times import KernelTimes, groups_of
 from torchgspmd.tools.report.kernels import Kernels, Routed
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
@@ -175,7 +175,7 @@ class Planned:
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
-        times = KernelTimes(plan.program_graph, plan.mesh, self.hardware, self.kernels)
+        times = RowKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         sums = [0.0] * 4
         for event in found.events:
             if event.stream != COMMUNICATION:

@@ -26,8 +26,7 @@ from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_secon
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
-from .kernel_times import KernelTimes
-from .kernels import Kernels, exchange_seconds
+from .kernels import Kernels, KernelTimes, exchange_seconds
 
 COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
 
