@@ -1,16 +1,48 @@
-"""Launches and saved values of a graph's operations, by a framework's kernels."""
+"""Launches and saved values of a graph's operations, and a dispatcher of tokens."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import fx
 
+from torchgspmd import Hardware
 from torchgspmd.comm.collective import start, wait
 from torchgspmd.fx_passes.schedule.arithmetic import flops
 from torchgspmd.fx_passes.schedule.liveness import bytes_of
 from torchgspmd.tools.report.kernels import KernelTimes, attends, base_of, is_transparent
+
+
+@dataclass(frozen=True)
+class Routed:
+    """A dispatcher that sends a token once to each host of its experts, then to each device there.
+
+    chosen: experts of a token. experts: all of them. in_order: a token's experts are neighbours, as
+    a balanced gate for benchmarks chooses them; else they are random. Source: DeepEP.
+    """
+
+    chosen: int
+    experts: int
+    in_order: bool = False
+
+    def reached(self, parts: int) -> float:
+        """Return how many of so many parts of the experts a token is sent to, the own one too."""
+        if self.in_order:
+            return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
+        return parts * (1 - (1 - 1 / parts) ** self.chosen)
+
+    def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
+        """Return the seconds of an exchange without its start; sent: all choices' bytes."""
+        token = sent * devices / (devices - 1) / self.chosen
+        inside, *across = hardware.links
+        found = token * self.reached(devices) * (1 - 1 / devices) / inside.bandwidth
+        hosts = math.ceil(devices / inside.devices)
+        if hosts > 1 and across:
+            crossing = token * self.reached(hosts) * (1 - 1 / hosts)
+            found = max(found, crossing / across[0].bandwidth)
+        return found
 
 
 class RowKernels(KernelTimes):

@@ -15,7 +15,7 @@ from fnmatch import fnmatch
 
 import torch
 from measured_rows import Row
-from row_kernels import RowKernels, groups_of
+from row_kernels import Routed, RowKernels, groups_of
 from row_models import Axes, marked
 from torch import fx
 
@@ -26,7 +26,7 @@ from torchgspmd.features.pipelines.schedule import Times
 from torchgspmd.fx_passes.digest import module_path
 from torchgspmd.tools.decoders import config
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernels import Kernels, Routed
+from torchgspmd.tools.report.kernels import Kernels
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
 WIDE = ("*router", "head", "")

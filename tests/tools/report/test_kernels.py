@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from torchgspmd import Hardware, Mesh, Plan, annotate, plan
 from torchgspmd.tools.report.estimate import COMMUNICATION, COMPUTE, estimate
-from torchgspmd.tools.report.kernels import Kernels, Routed
+from torchgspmd.tools.report.kernels import Kernels
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from row_kernels import RowKernels  # noqa: E402
+from row_kernels import Routed, RowKernels  # noqa: E402
 
 H100 = Hardware.of("h100")
 

@@ -5,7 +5,7 @@ which reads and writes what passes its border. Attention computes the pairs that
 leaves, and an exponential for each: two limits that FlashAttention-3 (arXiv 2407.08608) names.
 
 Sources: TransformerEngine's documentation for the recipes and their passes; DeepEP's README for the
-dispatcher and the share of links. BabelStream's share of an H100's memory is quoted from memory.
+share of links. BabelStream's share of an H100's memory is quoted from memory.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import cached_property
 from operator import getitem
+from typing import Protocol
 
 import torch
 from torch import fx
@@ -77,34 +78,12 @@ RECIPES = {
 }
 
 
-@dataclass(frozen=True)
-class Routed:
-    """A dispatcher that sends a token once to each host of its experts, then to each device there.
-
-    chosen: experts of a token. experts: all of them. in_order: a token's experts are neighbours, as
-    a balanced gate for benchmarks chooses them; else they are random. Source: DeepEP.
-    """
-
-    chosen: int
-    experts: int
-    in_order: bool = False
-
-    def reached(self, parts: int) -> float:
-        """Return how many of so many parts of the experts a token is sent to, the own one too."""
-        if self.in_order:
-            return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
-        return parts * (1 - (1 - 1 / parts) ** self.chosen)
+class Dispatcher(Protocol):
+    """A dispatcher of tokens to experts, in place of the plan's exchanges."""
 
     def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
         """Return the seconds of an exchange without its start; sent: all choices' bytes."""
-        token = sent * devices / (devices - 1) / self.chosen
-        inside, *across = hardware.links
-        found = token * self.reached(devices) * (1 - 1 / devices) / inside.bandwidth
-        hosts = math.ceil(devices / inside.devices)
-        if hosts > 1 and across:
-            crossing = token * self.reached(hosts) * (1 - 1 / hosts)
-            found = max(found, crossing / across[0].bandwidth)
-        return found
+        ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +106,7 @@ class Kernels:
     is_fused: bool = True
     links: float = 0.8
     rings: bool = True
-    routed: Routed | None = None
+    routed: Dispatcher | None = None
     memory: float = 0.92
 
     @property
