@@ -15,6 +15,7 @@ from fnmatch import fnmatch
 
 import torch
 from measured_rows import Row
+from row_kernels import Routed, RowKernels, groups_of
 from row_models import Axes, marked
 from torch import fx
 
@@ -22,10 +23,10 @@ import torchgspmd as gspmd
 from torchgspmd import Hardware
 from torchgspmd.features.pipelines.list_scheduler import Order
 from torchgspmd.features.pipelines.schedule import Times
+from torchgspmd.fx_passes.digest import module_path
 from torchgspmd.tools.decoders import config
 from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernel_times import KernelTimes, groups_of
-from torchgspmd.tools.report.kernels import Kernels, Routed, module_of
+from torchgspmd.tools.report.kernels import Kernels
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
 WIDE = ("*router", "head", "")
@@ -174,7 +175,7 @@ class Planned:
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
-        times = KernelTimes(plan.program_graph, plan.mesh, self.hardware, self.kernels)
+        times = RowKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         sums = [0.0] * 4
         for event in found.events:
             if event.stream != COMMUNICATION:
@@ -183,7 +184,7 @@ class Planned:
             if node.op == "call_function" and not self.is_graphed(node):
                 sums[2 + bool(node.meta.get("backward"))] += HOST * times.launches(node)
         self.choices[tuple(kinds)] = [
-            Choice(size, times(node), module_of(node)) for node, size in times.saved().items()
+            Choice(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
         return Numbers(sums[0], sums[1], sums[2], sums[3], saved)
@@ -192,7 +193,7 @@ class Planned:
         """Return whether a CUDA graph starts an operation, on Blackwell alone."""
         if self.row.system[-3:] not in GRAPHED or groups_of(node) > 1:
             return False
-        return any(fnmatch(module_of(node), glob) for glob in self.config.graphs)
+        return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
 
     def saved(self) -> list[Choice]:
         """Return the values that a stage keeps of a microbatch, and the seconds for them."""

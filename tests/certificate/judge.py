@@ -6,6 +6,7 @@ import copy
 import zlib
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache, partial
 from random import Random
 from typing import Any
 
@@ -19,9 +20,9 @@ from torchgspmd.fx_passes.pipeline import passes, run, with_pass
 from torchgspmd.fx_passes.program import Program
 from torchgspmd.fx_passes.simulator import Simulator, join_global, split_global
 from torchgspmd.fx_passes.stages import LOCAL, PARTITIONED
-from torchgspmd.tools.certificate.certificate import TRIALS, Truths, certify
+from torchgspmd.tools.certificate.certificate import TRIALS, TrialOf, certify
 from torchgspmd.tools.certificate.inputs import RandomInputs, Rewritten, widened
-from torchgspmd.tools.certificate.trial import NoNumbers, constants_of
+from torchgspmd.tools.certificate.trial import NoNumbers, RandomTrial, constants_of
 
 from .faults import Injected, graphs_of, inject, with_program
 from .models import planned
@@ -52,12 +53,13 @@ class Base:
     """
 
     def __init__(self, plan: Plan, program: Program | None = None) -> None:
-        self.plan, self.program, self.truths = plan, program, Truths(plan)
+        self.plan, self.program = plan, program
+        self.trial_of = cache(partial(RandomTrial, plan))
         numbers = (RandomInputs(plan.captured, n, bool(n % 2), most=8) for n in _SEEDS)
         self.inputs = [each.tensors() for each in numbers]
         self.results = [_run(plan, inputs) for inputs in self.inputs]
-        self.certified = certify(plan, self.truths).certified  # names of values
-        self.claims = _compared(plan, self.truths)  # names of nodes
+        self.certified = certify(plan, self.trial_of).certified  # names of values
+        self.claims = _compared(plan, self.trial_of)  # names of nodes
 
     def compares(self, node: fx.Node) -> bool:
         """Return whether the certificate of this plan compares a node, or the value that it is."""
@@ -93,11 +95,11 @@ class Base:
         return any(_differ(a, b, 1e-9) for a, b in pairs)
 
 
-def _compared(plan: Plan, truths: Truths) -> frozenset[str]:
+def _compared(plan: Plan, trial_of: TrialOf) -> frozenset[str]:
     """Return the nodes whose values the certificate of a right plan compares."""
     found = set[str]()
     for wide in (True, False):
-        trial = truths.trial(*TRIALS[0], wide)
+        trial = trial_of(*TRIALS[0], wide)
 
         def noted(name: str, *args: Any, compare: Any = trial._compare, **kwargs: Any) -> bool:
             found.add(name)
@@ -147,7 +149,7 @@ class Judge:
                 break
         else:
             return None
-        truths = None if level == "partition" else base.truths
+        trial_of = None if level == "partition" else base.trial_of
         try:
             plan = _plan_behind(base.program, graph, level) if base.program else None
         except Exception as error:
@@ -156,7 +158,7 @@ class Judge:
         if not base.matters(plan):
             return Verdict(fault, HARMLESS)
         try:
-            certificate = certify(plan, truths)
+            certificate = certify(plan, trial_of)
         except ShardingError as error:
             return Verdict(fault, CAUGHT, _is_near(plan, fault, str(error)), str(error))
         if fault.kind != "narrow_dtype" and not base.matters_in_64_bits(plan):

@@ -251,13 +251,13 @@ def with_ranges(graph: fx.Graph) -> fx.Graph:
 
 
 def is_profiling() -> bool:
-    """Return whether a profiler looks."""
+    """Return whether a profiler is active."""
     return not _IS_MISSING and _profiler_enabled()
 
 
 @contextmanager
 def within(ranges: Sequence[str]) -> Iterator[None]:
-    """Run the block in ranges, the outermost first, if a profiler looks."""
+    """Run the block in ranges, the outermost first, if a profiler is active."""
     begun = [open_range(text) for text in ranges] if is_profiling() else []
     try:
         yield

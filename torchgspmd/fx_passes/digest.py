@@ -182,7 +182,7 @@ def named_node(graph: fx.Graph, inputs: Sequence[str], name: str) -> fx.Node | N
 
 def module_path(node: fx.Node) -> str:
     """Return the path of the module that computes a value, without the user's ranges."""
-    return str(node.meta.get("module", "")).rpartition("/")[2]
+    return str(node.meta.get("module") or "").rpartition("/")[2]
 
 
 def like_name(path: str, depth: int | None = None) -> str:

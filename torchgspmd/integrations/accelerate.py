@@ -127,7 +127,6 @@ class Accelerator(accelerate.Accelerator):
         return {} if self._is_saving else full_state_dict(model)
 
     def wait_for_everyone(self) -> None:
-        """Wait for the other ranks."""
         if dist.is_initialized():
             dist.barrier()
 

@@ -23,7 +23,6 @@ _OPTION = "--update-plans"
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --update-plans to pytest's options."""
     parser.addoption(_OPTION, action="store_true", help="write the golden texts of plans anew")
 
 

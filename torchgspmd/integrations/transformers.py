@@ -92,7 +92,6 @@ class Trainer(transformers.Trainer):
         return parallelize(model, self._mesh, **self._options)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
-        """Return a new model on the mesh."""
         model = self._on_mesh(super().call_model_init(trial))
         setattr(model, "_is_accelerate_prepared", True)  # noqa: B010
         return model
@@ -106,7 +105,6 @@ class Trainer(transformers.Trainer):
         return _whole(found)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the loss, logits and labels as whole tensors."""
         return pytree.tree_map(_whole, super().prediction_step(*args, **kwargs))
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ def load_safetensors(
     rename: Callable[[str], str] | None = None,
     strict: bool = True,
 ) -> list[str]:
-    """Load safetensors files into a model on a mesh. Each rank reads its shards' bytes.
+    """Load safetensors files into a model on a mesh. Each rank reads only its shards.
 
     Call it identically on every rank; each rank sees the folder. The ranks send nothing but their
     comparison. A model on meta gets its memory first. Numbers are cast to the parameter's dtype.

@@ -21,8 +21,7 @@ from ..fx_passes.lower.split_joint import split_joint
 from ..fx_passes.program import Program, Request
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
-from ..xla_backend.lower import annotate_for_xla, lower, on_device
-from ..xla_backend.recomputed_nodes import mark_repeated, separate
+from ..xla_backend.lower import annotate_for_xla, lower, mark_repeated, on_device, separate
 from ..xla_backend.runtime import report_host_operations, start
 from ..xla_backend.sharding import check
 from ..xla_backend.state import pin, place, place_tensor, sync

@@ -123,7 +123,6 @@ class _Attention(nn.Module):
 
 
 def _step(model: nn.Module, x: Tensor) -> None:
-    """Run a training step without an optimizer."""
     model.zero_grad()
     model(x).sum().backward()
 
@@ -273,7 +272,6 @@ class _Calibration:
         return [*links.items()]
 
     def _link(self, kind: CollectiveKind, arguments: tuple[object, ...], count: int) -> Link:
-        """Return a kind's bytes per second and latency."""
         run = CollectiveOfAnySize(kind.name, self.groups, torch.float32)
         # A gather is measured by its result, all others by their operand.
         copies = count if kind.gathers else 1

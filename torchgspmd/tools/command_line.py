@@ -30,7 +30,7 @@ from ..compiler.golden import read as read_golden
 from ..compiler.plan import Plan
 from ..errors import ShardingError
 from ..layout.mesh import Mesh
-from . import explicit, plan_command
+from . import plan_command
 from .calibrate import calibrate
 from .decoders import NamedDecoder
 from .doctor import doctor
@@ -55,8 +55,7 @@ def _add_hardware(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", type=Path, help="as for `plan`")
-    parser.add_argument("options", nargs="*", metavar="NAME=VALUE", help="options of example")
+    plan_command.add_example(parser)
     parser.add_argument("plan", type=Path, help="a golden text, from --update or Plan.check")
     parser.add_argument("--mesh", help="the devices; by default the mesh in the golden text")
     parser.add_argument("--update", action="store_true", help="write the golden text anew")
@@ -93,10 +92,6 @@ def _add_diff(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("before", type=Path, help="a file of a plan")
     parser.add_argument("after", type=Path, help="another one, of the same model")
     _add_hardware(parser)
-
-
-def _diff(args: argparse.Namespace) -> str:
-    return str(Plan.load(args.before).diff(Plan.load(args.after), args.hardware))
 
 
 def _add_suggest(parser: argparse.ArgumentParser) -> None:
@@ -169,8 +164,8 @@ COMMANDS = (
         "explicit",
         "the lines that name each exchange in the source, as gspmd.reshard",
         "torchgspmd explicit examples/gpt/model.py layout=tp --mesh data=8,model=8",
-        explicit.run,
-        explicit.add_arguments,
+        plan_command.run_explicit,
+        plan_command.add_explicit_arguments,
     ),
     Command(
         "suggest",
@@ -190,7 +185,7 @@ COMMANDS = (
         "diff",
         "where two saved plans of a model differ",
         "torchgspmd diff before.plan after.plan",
-        _diff,
+        lambda args: str(Plan.load(args.before).diff(Plan.load(args.after), args.hardware)),
         _add_diff,
     ),
     Command(
@@ -210,7 +205,6 @@ COMMANDS = (
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a command line, and return its exit code."""
     args = _parser().parse_args(arguments)
     try:
         print(args.command.run(args))

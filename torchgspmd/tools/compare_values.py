@@ -12,9 +12,10 @@ Values inside loops and stages count by their results.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from ..layout.mesh import Mesh
 from ..runtime.joint_program import JointProgram
 from ..runtime.sharded_module import ShardedModule
 from .comparison import Check, Comparison, OneDevice, conclusion, denoted, row_of
-from .debug import RankInterpreter, interpret
+from .debug import interpret, seen
 
 
 def compare(
@@ -115,11 +116,18 @@ def _one_device(
     one = Mesh(**dict.fromkeys(mesh.names or ("device",), 1))
     arguments = [i for i in captured.inputs if i.kind not in (PARAMETER, BUFFER)]
     plan = compile_plan(captured, one, [None] * len(arguments), Options())
-    recorder = _Recorder(plan.program, one)
+    values: dict[str, Tensor] = {}
+
+    def keep(n: fx.Node, _: object) -> Callable[[Any], object]:
+        # The first node counts: later ones have the value in other layouts.
+        name = denoted(n) or ""
+        return lambda x: name and isinstance(x[0], Tensor) and values.setdefault(name, x[0])
+
     sizes = plan.sizes_of_run([t.shape for t in inputs])
     shards = [split_global(t, s, one) for t, s in zip(inputs, plan.input_layouts)]
     with torch.no_grad():
-        results = recorder.run_devices(shards, plan.size_inputs(sizes))
+        simulator = seen(Simulator, keep)(plan.program, one)
+        results = simulator.run_devices(shards, plan.size_inputs(sizes))
     outputs = [r[0] for r, out in zip(results, captured.outputs) if out.kind == OUTPUT]
     returned: Any = captured.graph.output_node().args[0]
     gradients = {
@@ -129,7 +137,7 @@ def _one_device(
     }
     nodes = {node.name: node for node in captured.graph.nodes}
     result = captured.result(outputs, call)
-    return OneDevice(nodes, recorder.values, gradients, result), plan.draws
+    return OneDevice(nodes, values, gradients, result), plan.draws
 
 
 def _inputs(captured: Captured, reference: nn.Module, args: tuple, kwargs: dict) -> list[Tensor]:
@@ -162,21 +170,6 @@ def _cotangent(like: Tensor) -> Tensor:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-class _Recorder(Simulator):
-    """Interpreter that keeps a one-device program's values."""
-
-    def __init__(self, program: fx.GraphModule, mesh: Mesh) -> None:
-        super().__init__(program, mesh)
-        self.values: dict[str, Tensor] = {}
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if (name := denoted(n)) is not None and isinstance(result[0], Tensor):
-            # The first node counts: later ones have the value in other layouts.
-            self.values.setdefault(name, result[0])
-        return result
-
-
 class _Simulated:
     """A plan, on all devices in this process."""
 
@@ -187,33 +180,26 @@ class _Simulated:
         """Compare nothing: a plan has no weights."""
 
     def run(self, check: Check, inputs: Sequence[Tensor], _: tuple[tuple, dict]) -> None:
-        """Run the plan on the one-device program's inputs."""
         plan = self.plan
         pairs = zip(inputs, plan.input_layouts)
         # NaN in padding: a value that reads it differs.
         shards = [split_global(t, spec, plan.mesh, poison=True) for t, spec in pairs]
         sizes = plan.sizes_of_run([t.shape for t in inputs])
+
+        def look(n: fx.Node, _: object) -> Callable[[Any], object]:
+            def see(values: Any) -> None:
+                for rank, value in enumerate(values if denoted(n) is not None else ()):
+                    check.look(n, value, rank)
+
+            return see
+
         with torch.no_grad():
-            _Looking(plan.program, plan.mesh, check).run_devices(shards, plan.size_inputs(sizes))
+            simulator = seen(Simulator, look)(plan.program, plan.mesh)
+            simulator.run_devices(shards, plan.size_inputs(sizes))
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the findings: here on all devices."""
         return [own]
-
-
-class _Looking(Simulator):
-    """Simulator that lets a check look at every device's values."""
-
-    def __init__(self, program: fx.GraphModule, mesh: Mesh, check: Check) -> None:
-        super().__init__(program, mesh)
-        self.check = check
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        if denoted(n) is not None:
-            for rank, value in enumerate(result):
-                self.check.look(n, value, rank)
-        return result
 
 
 class _OnRanks:
@@ -232,7 +218,6 @@ class _OnRanks:
         self.program = JointProgram(plan, self.groups, module._model, tensors, options, 0)
 
     def compare_state(self, check: Check, reference: nn.Module) -> None:
-        """Compare parameters and buffers."""
         wanted = dict(named_tensors(reference))
         for name, tensor in named_tensors(self.module):
             own, whole = whole_of(tensor.detach()), whole_of(wanted[name].detach())
@@ -249,7 +234,7 @@ class _OnRanks:
             # The backward would add to old gradients.
             parameter.grad = None
         owner = program.captured.constants
-        interpret(program, owner, lambda half: _LookingLocally(half, check, rank))
+        interpret(program, owner, lambda n, _: partial(check.look, n, rank=rank))
         try:
             call = module._call(*passed)
             leaves = pytree.tree_leaves(module._run(program, call))
@@ -265,16 +250,3 @@ class _OnRanks:
 
     def rows(self, own: dict[str, Any]) -> list[dict[str, Any]]:
         return all_gather_rows(self.groups, own)
-
-
-class _LookingLocally(RankInterpreter):
-    """Interpreter for this rank's program that lets a check look at each value."""
-
-    def __init__(self, program: fx.GraphModule, check: Check, rank: int) -> None:
-        super().__init__(program)
-        self.check, self.rank = check, rank
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        self.check.look(n, result, self.rank)
-        return result

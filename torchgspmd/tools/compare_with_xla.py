@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,6 +15,7 @@ from ..compiler.options import Options
 from ..compiler.plan import Plan
 from ..fx_passes.printer import type_text
 from ..fx_passes.program import Request
+from ..fx_passes.units import table_text
 from ..shard_spec import ShardSpec
 from ..xla_backend.hlo import collectives
 from ..xla_backend.lower import annotate_for_xla, lower, on_device
@@ -124,16 +124,9 @@ class XlaComparison:
             if our_node.meta["val"].shape != node.meta["val"].shape:
                 continue  # XLA flattens what has its parts apart here
             if theirs is None or theirs != spec:
-                val = node.meta["val"]
-                differences.append(
-                    LayoutDifference(
-                        our_node.name,
-                        type_text(val.dtype, val.shape, None),
-                        node.meta.get("source"),
-                        spec,
-                        theirs,
-                    )
-                )
+                val, source = node.meta["val"], node.meta.get("source")
+                kind = type_text(val.dtype, val.shape, None)
+                differences.append(LayoutDifference(our_node.name, kind, source, spec, theirs))
         return tuple(differences)
 
     def _graph(self) -> fx.Graph:
@@ -148,48 +141,28 @@ class XlaComparison:
             for i, spec in zip(self.plan.captured.inputs, self.plan.input_layouts)
         ]
         with torch.no_grad():
-            results = fx.GraphModule(on_device(self.plan.captured.constants, self.device), graph)(
-                *inputs
-            )
+            constants = on_device(self.plan.captured.constants, self.device)
+            results = fx.GraphModule(constants, graph)(*inputs)
         return [r for r in results if isinstance(r, Tensor)]
 
     def __str__(self) -> str:
         """Collectives by kind and axes, then layouts."""
         ours, xla = _totals(self.ours), _totals(self.xla)
-        rows = [("collective", "over", "ours", "bytes", "XLA", "bytes")]
+        rows = []
         for key in sorted({*ours, *xla}):
             (n, b), (m, c) = ours.get(key, (0, 0)), xla.get(key, (0, 0))
             rows.append((*key, str(n), f"{b:.0f}", str(m), f"{c:.0f}"))
-        rows.append(
-            (
-                "all",
-                "",
-                str(len(self.ours)),
-                f"{self.bytes[0]:.0f}",
-                str(len(self.xla)),
-                f"{self.bytes[1]:.0f}",
-            )
-        )
-        layouts = [("value", "type", "ours", "XLA", "where")]
-        layouts += [
-            (
-                f"%{d.name}",
-                d.type,
-                f"[{d.ours}]",
-                "?" if d.xla is None else f"[{d.xla}]",
-                d.source or "",
-            )
+        b, c = (f"{size:.0f}" for size in self.bytes)
+        rows.append(("all", "", str(len(self.ours)), b, str(len(self.xla)), c))
+        layouts = [
+            (f"%{d.name}", d.type, f"[{d.ours}]", f"[{d.xla}]" if d.xla else "?", d.source or "")
             for d in self.layouts
         ]
-        return "\n".join(
-            [
-                f"mesh {self.plan.mesh}, pin {self.pin}: bytes sent by a device",
-                *_table(rows),
-                "",
-                f"{len(self.layouts)} values laid out otherwise",
-                *(_table(layouts) if len(layouts) > 1 else ()),
-            ]
-        )
+        header = ("collective", "over", "ours", "bytes", "XLA", "bytes")
+        lines = [f"mesh {self.plan.mesh}, pin {self.pin}: bytes sent by a device"]
+        lines += [table_text(header, rows), "", f"{len(layouts)} values laid out otherwise"]
+        lines += [table_text(("value", "type", "ours", "XLA", "where"), layouts)] * bool(layouts)
+        return "\n".join(lines)
 
 
 def _spec_after_reduction(node: fx.Node) -> ShardSpec:
@@ -210,12 +183,3 @@ def _totals(collectives: Iterable[Collective]) -> dict[tuple[str, str], tuple[in
         count, size = totals.get((c.kind, "+".join(c.axes)), (0, 0.0))
         totals[c.kind, "+".join(c.axes)] = (count + c.count, size + c.sent_bytes)
     return totals
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> list[str]:
-    """Return a table's lines with aligned columns."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return [
-        "  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths)).rstrip()
-        for row in rows
-    ]

@@ -13,6 +13,7 @@ from torch import Tensor, fx
 
 from ..comm.rank_failure import listed
 from ..compat.private_apis import _pytree as pytree
+from ..fx_passes.digest import module_path
 from ..fx_passes.lower.verify_in_flight import STARTS
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -200,7 +201,7 @@ class Check:
         meta = {} if node is None else node.meta
         self.found.setdefault(key, {})[rank] = Difference(
             name=name,
-            module=meta.get("module", "").rpartition("/")[2],
+            module="" if node is None else module_path(node),
             line=meta.get("source") or "",
             phase=phase,
             ranks=(rank,),
@@ -211,7 +212,6 @@ class Check:
         )
 
     def results(self, eager: object) -> None:
-        """Compare the captured program's results with eager PyTorch's."""
         pairs = zip(pytree.tree_leaves(self.one.result), pytree.tree_leaves(eager))
         for i, (own, wanted) in enumerate(pairs):
             if isinstance(own, Tensor) and isinstance(wanted, Tensor):
@@ -239,8 +239,7 @@ def _number(value: Tensor) -> float:
     return abs(value.item()) if value.is_complex() else float(value.item())
 
 
-def row_of(check: Check) -> dict[str, Any]:
-    """Return a check's findings, as JSON has them."""
+def row_of(check: Check) -> dict[str, object]:
     found = [[key, *map(asdict, by_rank.values())] for key, by_rank in check.found.items()]
     return {"compared": sorted(check.compared), "found": found}
 

@@ -40,7 +40,9 @@ class Diagnosis:
         # Without XLA's: to look for these would import torch_xla.
         apis = [api for api in TABLE if not api.is_of_xla]
         lines += [f"private    {len(apis) - len(self.missing)} of {len(apis)} APIs found"]
-        lines += [f"           {api.path} is missing: {_consequence(api)}" for api in self.missing]
+        for api in self.missing:
+            lost = f"no {api.needed_for}" if api.needed_for else f"lost: {api.lost}"
+            lines.append(f"           {api.path} is missing: {lost}")
         lines += [
             f"operators  {len(RULES)} with rules; of those known here this torch lacks "
             f"{', '.join(self.operators) or 'none'}"
@@ -87,34 +89,14 @@ def _is_expected(api: PrivateApi) -> bool:
     return number in CHECKED and number not in api.versions
 
 
-def _consequence(api: PrivateApi) -> str:
-    """Return the features that an API is needed for."""
-    return f"no {api.needed_for}" if api.needed_for else f"lost: {api.lost}"
-
-
 def _backends() -> list[tuple[str, str]]:
-    """Return (backend, its platform here)."""
-    available = (
-        [
-            name
-            for name, is_available in (
-                ("gloo", dist.is_gloo_available),
-                ("nccl", dist.is_nccl_available),
-            )
-            if is_available()
-        ]
-        if dist.is_available()
-        else []
-    )
+    available = [n for n in ("gloo", "nccl") if getattr(dist, f"is_{n}_available", bool)()]
     gpus = torch.cuda.device_count()
     # inductor writes C++ for a CPU, and Triton for a GPU.
     compiler = shutil.which("g++") or shutil.which("clang++")
+    libraries = ", ".join(available) or "torch.distributed is not available"
     return [
-        (
-            "torch",
-            f"{', '.join(available) or 'torch.distributed is not available'}; "
-            f"{gpus or 'no'} GPU{'s' * (gpus != 1)}",
-        ),
+        ("torch", f"{libraries}; {gpus or 'no'} GPU{'s' * (gpus != 1)}"),
         ("inductor", "at hand" if compiler or gpus else "no C++ compiler found"),
         ("xla", _version("torch_xla") or "torch_xla is not installed"),
     ]

@@ -42,14 +42,10 @@ _PDEATHSIG = 1  # for prctl: the signal that a process gets when its parent dies
 _RENDEZVOUS = {"last_call_timeout": 1, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 
 
-def _method_name(depth: int = 2) -> str:
-    return sys._getframe(depth).f_code.co_name
-
-
 _QUICK_NAMES = Patch(
     dynamic_rendezvous,
     "get_method_name",
-    lambda _: _method_name,
+    lambda _: lambda depth=2: sys._getframe(depth).f_code.co_name,
     "a name for a log reads the sources of all frames, a second where many modules are imported: "
     "hosts that live are late with their signs of life, and are taken for lost",
 )

@@ -17,9 +17,9 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -79,8 +79,9 @@ def launch(
     try:
         for rank in range(processes):
             own = {**variables, "RANK": rank, "LOCAL_RANK": rank}
-            child = _Child(own, rank % cards if cards else None, backend, threads)
-            ranks.append(_start(rank, child, fn, args, ranks))
+            use = {"variables": own, "card": rank % cards if cards else None}
+            child = partial(_child, fn, args, **use, backend=backend, threads=threads)
+            ranks.append(_start(rank, child, ranks))
         _follow(ranks)
     finally:
         _end(ranks)
@@ -95,7 +96,7 @@ class _Rank:
     process: BaseProcess
     answer: Connection  # its result, or its error
     output: int  # file descriptor for its output
-    result: Any = None
+    result: object = None
     error: tuple[float, str] | None = None  # when it failed, and its traceback
     has_answered: bool = False
     has_ended: bool = False
@@ -130,20 +131,13 @@ def _cards() -> int:
             os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = before
 
 
-def _start(
-    rank: int,
-    child: _Child,
-    fn: Callable[..., object],
-    args: Sequence[object],
-    others: Sequence[_Rank],
-) -> _Rank:
+def _start(rank: int, child: Callable[..., None], others: Sequence[_Rank]) -> _Rank:
     context = multiprocessing.get_context("fork")
     answer, answering = context.Pipe(duplex=False)
     output, printing = os.pipe()
     # Ends of pipes that the fork inherits and the parent alone reads.
     unused = [output, answer.fileno(), *(r.output for r in others)]
-    pipes = answering, printing, unused
-    process = context.Process(target=child.run, args=(fn, args, *pipes), daemon=False)
+    process = context.Process(target=child, args=(answering, printing, unused), daemon=False)
     process.start()
     answering.close()
     os.close(printing)
@@ -152,52 +146,47 @@ def _start(
     return _Rank(rank, process, answer, output)
 
 
-@dataclass
-class _Child:
-    """One process that launch runs: its surroundings."""
-
-    variables: dict[str, object]
-    card: int | None
-    backend: str | None
-    threads: int
-
-    def run(
-        self,
-        fn: Callable[..., object],
-        args: Sequence[object],
-        answer: Connection,
-        printing: int,
-        unused: Sequence[int],
-    ) -> None:
-        """Run the function, and send its result or its error. unused: the parent's descriptors."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-        for descriptor in unused:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        for stream in (1, 2):
-            os.dup2(printing, stream)
-        sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
-        os.environ.update({name: str(value) for name, value in self.variables.items()})
-        torch.set_num_threads(self.threads)
-        code = 0
-        try:
-            if self.card is not None:
-                _use_card(self.card)
-            if self.backend is not None:
-                dist.init_process_group(self.backend)
-            message = pickle.dumps((True, fn(*args)))
-        except BaseException as error:  # SystemExit too: the others would wait
-            trace = error.__traceback__.tb_next if error.__traceback__ else None
-            text = "".join(traceback.format_exception(type(error), error, trace))
-            message, code = pickle.dumps((False, (time.monotonic(), text))), 1
-        # Connection.send would share the memory of tensors, which ends with this process.
-        answer.send_bytes(message)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if not code and dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        os._exit(code)  # the forked notebook's own exit handlers must not run
+def _child(
+    fn: Callable[..., object],
+    args: Sequence[object],
+    answer: Connection,
+    printing: int,
+    unused: Sequence[int],
+    *,
+    variables: dict[str, object],
+    card: int | None,
+    backend: str | None,
+    threads: int,
+) -> None:
+    """Run the function, and send its result or its error. unused: the parent's descriptors."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    for descriptor in unused:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+    for stream in (1, 2):
+        os.dup2(printing, stream)
+    sys.stdout, sys.stderr = (open(i, "w", buffering=1, closefd=False) for i in (1, 2))
+    os.environ.update({name: str(value) for name, value in variables.items()})
+    torch.set_num_threads(threads)
+    code = 0
+    try:
+        if card is not None:
+            _use_card(card)
+        if backend is not None:
+            dist.init_process_group(backend)
+        message = pickle.dumps((True, fn(*args)))
+    except BaseException as error:  # SystemExit too: the others would wait
+        trace = error.__traceback__.tb_next if error.__traceback__ else None
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        message, code = pickle.dumps((False, (time.monotonic(), text))), 1
+    # Connection.send would share the memory of tensors, which ends with this process.
+    answer.send_bytes(message)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if not code and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    os._exit(code)  # the forked notebook's own exit handlers must not run
 
 
 def _use_card(card: int) -> None:
@@ -245,9 +234,9 @@ def _turn(ranks: list[_Rank], timeout: float | None) -> None:
             rank.has_ended = True
             code = rank.process.exitcode
             if code and rank.error is None:
-                ended = (
-                    f"ended by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-                )
+                ended = f"exit code {code}"
+                if code < 0:
+                    ended = f"ended by {signal.Signals(-code).name}"
                 rank.error = time.monotonic(), ended
 
 

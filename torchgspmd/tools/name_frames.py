@@ -81,10 +81,9 @@ class _Naming:
     def __init__(self, names: FrameNames) -> None:
         self.names, self.unknown, self.is_known = names, set[str](), False
         # Entries of a dump share lists of frames: they share those with names, too.
-        self.done: dict[int, Any] = {}
+        self.done: dict[int, object] = {}
 
-    def named(self, value: Any) -> Any:
-        """Return a part of the dump with names."""
+    def named(self, value: object) -> Any:
         if isinstance(value, dict):
             if {"filename", "line", "name"} <= value.keys():
                 key = key_of(str(value["filename"]))

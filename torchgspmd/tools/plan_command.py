@@ -1,4 +1,4 @@
-"""`python -m torchgspmd plan FILE.py`: plan a file's example, without devices.
+"""`torchgspmd plan FILE.py`, `torchgspmd explicit FILE.py`: plan a file's example, without devices.
 
 The file has a function `example(mesh, **options)` that returns (model, arguments). It runs on the
 meta device, so that nothing is allocated.
@@ -7,19 +7,24 @@ meta device, so that nothing is allocated.
 from __future__ import annotations
 
 import argparse
+import ast
 import runpy
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from ..comm.hardware import PRESETS
 from ..compiler.api import plan
+from ..compiler.communication import ExchangeSite
 from ..compiler.options import Option, Reader, settings_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError
+from ..fx_passes.units import short_source
 from ..layout.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -29,10 +34,10 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the command's arguments to a parser."""
     add = parser.add_argument
-    add("file", type=Path, help="a file with example(mesh, **options) -> (model, arguments)")
-    add("options", nargs="*", metavar="NAME=VALUE", help="options of example, such as layout=tp")
+    add_example(
+        parser, "a file with example(mesh, **options) -> (model, arguments)", ", such as layout=tp"
+    )
     add("--mesh", required=True, help="the devices, such as data=64,model=32")
     add("--hardware", default="h100", choices=sorted(PRESETS), help="for the times")
     add_options(parser, "plan")
@@ -44,6 +49,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--trace", type=Path, metavar="FILE", help="write a trace for Perfetto")
     add("--save", type=Path, metavar="FILE", help="write the plan, for Plan.load and --diff")
     add("--diff", type=Path, metavar="FILE", help="compare with a plan that was written")
+
+
+def add_example(
+    parser: argparse.ArgumentParser, file: str = "as for `plan`", such: str = ""
+) -> None:
+    """Add the file, and the options of its example."""
+    parser.add_argument("file", type=Path, help=file)
+    parser.add_argument(
+        "options", nargs="*", metavar="NAME=VALUE", help=f"options of example{such}"
+    )
 
 
 def add_options(parser: argparse.ArgumentParser, reader: Reader) -> None:
@@ -65,7 +80,6 @@ def given_options(args: argparse.Namespace, reader: Reader) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> str:
-    """Return the text that the command prints."""
     options = given_options(args, "plan")
     result = plan_file(args.file, args.mesh, args.options, grad=not args.forward, **options)
     if args.trace:
@@ -88,20 +102,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def plan_file(file: Path, mesh: str, options: list[str], **of_plan: Unpack[PlanOptions]) -> Plan:
-    """Plan a file's example.
-
-    Args:
-        file: A Python file with a function `example(mesh, **options)`.
-        mesh: The devices, such as "data=64,model=32".
-        options: Options for example, each "name=value".
-        of_plan: Options for plan. grad is True by default if the example is a module.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ShardingError: The file has no such function.
-    """
+    """Plan a file's example. options: of the example, each "name=value"."""
     devices = Mesh.parse(mesh)
     model, arguments = example_of(file, devices, options)
     # A plain function has no parameters to take gradients for.
@@ -138,14 +139,13 @@ def _argument(row: Option) -> dict[str, Any] | None:
 
 
 def _dtype(name: str) -> torch.dtype:
-    """Return the dtype with a name, such as bfloat16."""
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise argparse.ArgumentTypeError(f"torch has no dtype '{name}'")
     return dtype
 
 
-def _option(text: str) -> tuple[str, Any]:
+def _option(text: str) -> tuple[str, object]:
     """Return an option's name and value; digits are a number, also with a point."""
     name, equals, value = text.partition("=")
     if not equals:
@@ -153,3 +153,139 @@ def _option(text: str) -> tuple[str, Any]:
     if value.replace(".", "", 1).isdecimal():
         return name, float(value) if "." in value else int(value)
     return name, value
+
+
+# Exchanges, named in the source.
+
+
+class Unnamed(NamedTuple):
+    """Like exchanges without a name: the line, the layout, a value and how many there are."""
+
+    line: str
+    spec: str
+    value: str
+    count: int
+    is_input: bool
+
+    def __str__(self) -> str:
+        if self.is_input:
+            return f"%{self.value}  at the beginning of forward: gspmd.reshard(x, {self.spec!r})"
+        return f"{self.line}  %{self.value}  x {self.count}: gspmd.reshard(..., {self.spec!r})"
+
+
+def add_explicit_arguments(parser: argparse.ArgumentParser) -> None:
+    add_example(parser)
+    parser.add_argument("--mesh", required=True, help="the devices, such as data=8,model=8")
+    parser.add_argument("--write", action="store_true", help="write the lines into the file")
+    add_options(parser, "plan")
+
+
+def run_explicit(args: argparse.Namespace) -> str:
+    """Return the lines that name each exchange of a program in its source.
+
+    With --write they are written into the file. A line stays only if the program, planned again,
+    sends the same bytes and has fewer exchanges without a name. The rest is printed, to be written
+    by hand.
+    """
+
+    def planned(file: Path) -> Plan:
+        options = given_options(args, "plan")
+        return plan_file(file, args.mesh, args.options, **options)
+
+    plan, written = planned(args.file), []
+    if args.write:
+        text = args.file.read_text(encoding="utf-8")
+        for _ in range(len(plan.collectives)):
+            step = _next(plan, text, args.file, planned)
+            if step is None:
+                break
+            text, plan, line = step
+            written.append(line)
+        args.file.write_text(text, encoding="utf-8")
+    left = [str(each).replace(_copy(args.file).name, args.file.name) for each in unnamed(plan)]
+    return "\n".join(
+        [
+            *(f"written: {line}" for line in written),
+            *left,
+            f"{len(left)} left to name"
+            if left
+            else 'each exchange of the forward has a name: pass communication="explicit"',
+        ]
+    )
+
+
+def unnamed(plan: Plan) -> list[Unnamed]:
+    """List the exchanges in the forward that the source does not name."""
+    inputs = {n.name for n in plan.captured.graph.find_nodes(op="placeholder")}
+    found: dict[tuple[str, str], Unnamed] = {}
+    for each in plan.collectives:
+        move = None if each.backward or each.named else ExchangeSite.of(plan, each)
+        if move is None:
+            continue
+        line = short_source(each.source) or each.module
+        row = Unnamed(line, str(move.after), each.value, each.count, each.value in inputs)
+        earlier = found.get((line, row.spec))
+        found[line, row.spec] = (
+            row if earlier is None else earlier._replace(count=earlier.count + row.count)
+        )
+    return [*found.values()]
+
+
+def _next(
+    plan: Plan, text: str, file: Path, planned: Callable[[Path], Plan]
+) -> tuple[str, Plan, str] | None:
+    """Return the text with one more exchange named, its plan, and the line."""
+    before = sum(each.count for each in unnamed(plan))
+    copy = _copy(file)
+    for each in unnamed(plan):
+        name, _, number = each.line.rpartition(":")
+        if each.is_input or Path(name).name not in (file.name, copy.name):
+            continue
+        for edited, line in _edits(text, int(number), each.spec):
+            copy.write_text(edited, encoding="utf-8")
+            try:
+                with suppress(Exception):  # an edited program may fail in any way
+                    other = planned(copy)
+                    less = sum(row.count for row in unnamed(other)) < before
+                    if less and other.sent_bytes <= plan.sent_bytes:
+                        return edited, other, line
+            finally:
+                copy.unlink()
+    return None
+
+
+def _copy(file: Path) -> Path:
+    """Return the file for trials: beside the first one, whose neighbors it imports."""
+    return file.with_name(f"{file.stem}_explicit_{file.suffix}")
+
+
+def _edits(text: str, number: int, spec: str) -> Iterator[tuple[str, str]]:
+    """Yield texts in which an expression on a line is named, the outermost first, and the line."""
+    tree = ast.parse(text)
+    imports = (node.names for node in ast.walk(tree) if isinstance(node, ast.Import))
+    known = (alias for names in imports for alias in names if alias.name == "torchgspmd")
+    module = next((alias.asname or alias.name for alias in known), None)
+    expressions = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Call, ast.BinOp))
+        and node.lineno <= number <= (node.end_lineno or 0)
+        and not ast.unparse(node).startswith(f"{module or 'gspmd'}.reshard(")
+    ]
+    lines = text.splitlines(keepends=True)
+    for node in expressions:
+        start = _offset(lines, node.lineno, node.col_offset)
+        end = _offset(lines, node.end_lineno or 0, node.end_col_offset or 0)
+        call = f'{module or "gspmd"}.reshard({text[start:end]}, "{spec}")'
+        edited = text[:start] + call + text[end:]
+        if module is None:
+            first = next(n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom)))
+            at = _offset(lines, first.end_lineno or 0, 0) + len(lines[(first.end_lineno or 1) - 1])
+            edited = edited[:at] + "import torchgspmd as gspmd\n" + edited[at:]
+        yield edited, f"{number}: {call}"
+
+
+def _offset(lines: list[str], line: int, column: int) -> int:
+    """Return the place of a line and a column, in bytes there, in the text."""
+    before = lines[line - 1].encode()[:column].decode()
+    return sum(map(len, lines[: line - 1])) + len(before)

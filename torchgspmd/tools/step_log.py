@@ -76,12 +76,20 @@ class StepLog:
         self._model, self._wandb = model, wandb if self.rank == 0 else None
         self._hardware = _hardware(hardware)
         # the plan that was last counted, and its FLOPs
-        self._operations: tuple[Any, float] = (None, 0.0)
+        self._operations: tuple[object, float] = (None, 0.0)
         self._since, self._steps = time.perf_counter(), 0
         self._calls, self._seen = 0, (0, 0)
         # Appended, so that a job that is started anew goes on in its log.
         self._file = Path(file).open("a") if file and self.rank == 0 else None  # noqa: SIM115
-        self._board = _writer(tensorboard) if tensorboard and self.rank == 0 else None
+        self._board = None
+        if tensorboard and self.rank == 0:
+            try:
+                writer = import_module("torch.utils.tensorboard").SummaryWriter
+            except ImportError as error:
+                raise ShardingError.here(
+                    "tensorboard is not installed", fix="run pip install tensorboard"
+                ) from error
+            self._board = writer(str(tensorboard))
         self._bar = _bar(total) if self.rank == 0 else None
 
     def __enter__(self) -> StepLog:
@@ -126,7 +134,11 @@ class StepLog:
         now = time.perf_counter()
         seconds = (now - self._since) / self._steps
         row = {"step": self.count, **numbers, "seconds": seconds, **self._rates(seconds)}
-        row |= {"memory": _peak_memory(), **self._waits()}
+        # Linux counts in KiB.
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            memory = torch.cuda.max_memory_allocated()
+        row |= {"memory": memory, **self._waits()}
         self._since, self._steps = time.perf_counter(), 0
         if self.rank == 0:
             self._write(row, numbers)
@@ -212,27 +224,11 @@ def _number(value: Any) -> float:
     return value.item() if isinstance(value, Tensor) else value
 
 
-def _peak_memory() -> int:
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        return torch.cuda.max_memory_allocated()
-    # Linux counts in KiB.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
 def _hardware(chosen: Hardware | str | None) -> Hardware | None:
     if chosen is None and torch.cuda.is_available():
         name = torch.cuda.get_device_name().lower()
         chosen = next((card for card in CARDS if card in name), None)
     return None if chosen is None else Hardware.of(chosen)
-
-
-def _writer(folder: str | Path) -> Any:
-    try:
-        return import_module("torch.utils.tensorboard").SummaryWriter(str(folder))
-    except ImportError as error:
-        raise ShardingError.here(
-            "tensorboard is not installed", fix="run pip install tensorboard"
-        ) from error
 
 
 def _bar(total: int | None) -> tuple[Any, Any] | None:

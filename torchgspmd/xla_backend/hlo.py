@@ -19,23 +19,6 @@ from ..layout.mesh import Mesh
 KINDS = {kind.xla: kind for kind in collective_kinds().values() if kind.xla}
 # Operations that may stand between an all-reduce and its slices.
 _MOVES = {"bitcast", "copy", "reshape", "transpose", "convert", "pad"}
-_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "s16": 2,
-    "u16": 2,
-    "f16": 2,
-    "bf16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-    "c64": 8,
-    "c128": 16,
-}
 _NAMES = {"pred": "bool", "s8": "i8", "s16": "i16", "s32": "i32", "s64": "i64"}
 _SHAPE = r"[a-z]\w*\[[\d,]*\](?:\{[^}]*\})?"
 _LINE = re.compile(
@@ -45,7 +28,7 @@ _LINE = re.compile(
 
 
 @dataclass(frozen=True)
-class Instruction:
+class HloInstruction:
     """One line in an XLA program."""
 
     name: str
@@ -57,12 +40,12 @@ class Instruction:
 
     @property
     def bytes(self) -> int:
-        """Bytes in all results."""
-        return sum(math.prod(dims) * _BYTES[kind] for kind, dims in self.shapes)
+        # A type's name has its bits, such as bf16; pred has none.
+        bits = [int(re.sub(r"\D", "", kind) or 8) for kind, _ in self.shapes]
+        return sum(math.prod(dims) * n // 8 for n, (_, dims) in zip(bits, self.shapes))
 
     @property
     def size(self) -> int:
-        """Elements in all results."""
         return sum(math.prod(dims) for _, dims in self.shapes)
 
 
@@ -70,8 +53,8 @@ class HloModule:
     """An XLA module's instructions, by computation, and their users."""
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, dict[str, Instruction]] = {}
-        current: dict[str, Instruction] = {}
+        self.computations: dict[str, dict[str, HloInstruction]] = {}
+        current: dict[str, HloInstruction] = {}
         for line in text.splitlines():
             # Comments such as /*index=5*/ stand inside of shapes.
             line = re.sub(r"/\*.*?\*/", "", line)
@@ -85,30 +68,25 @@ class HloModule:
                     for kind, dims in re.findall(r"([a-z]\w*)\[([\d,]*)\]", match["shape"])
                 )
                 number = match["args"] if match["op"] == "parameter" else ""
-                instruction = Instruction(
-                    match["name"],
-                    match["op"],
-                    shapes,
-                    tuple(re.findall(r"%([\w.\-]+)", match["args"])),
-                    number,
-                    match["rest"] or "",
-                )
-                current[instruction.name] = instruction
+                name, operands = match["name"], tuple(re.findall(r"%([\w.\-]+)", match["args"]))
+                rest = match["rest"] or ""
+                current[name] = HloInstruction(name, match["op"], shapes, operands, number, rest)
         self.users = {name: _users(body) for name, body in self.computations.items()}
 
-    def collectives(self) -> Iterator[tuple[str, Instruction]]:
-        """Yield (computation, instruction) for every collective."""
+    def collectives(self) -> Iterator[tuple[str, HloInstruction]]:
         for name, body in self.computations.items():
             for instruction in body.values():
                 if instruction.op in KINDS:
                     yield name, instruction
 
-    def is_scattered(self, computation: str, value: Instruction, group: int) -> bool:
+    def is_scattered(self, computation: str, value: HloInstruction, group: int) -> bool:
         """True if a value is only used in equal slices, one per device in the group."""
         users = self.users[computation].get(value.name, [])
         return bool(users) and all(self._slices(computation, user, value, group) for user in users)
 
-    def _slices(self, computation: str, user: Instruction, value: Instruction, group: int) -> bool:
+    def _slices(
+        self, computation: str, user: HloInstruction, value: HloInstruction, group: int
+    ) -> bool:
         if user.op == "dynamic-slice":
             return user.operands[0] == value.name and user.size * group <= value.size
         if user.op in _MOVES:
@@ -126,9 +104,8 @@ class HloModule:
         return all(self.is_scattered(called[1], parameter, group) for parameter in inner)
 
 
-def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
-    """Return the instructions that use each value in a computation."""
-    users: dict[str, list[Instruction]] = {}
+def _users(body: dict[str, HloInstruction]) -> dict[str, list[HloInstruction]]:
+    users: dict[str, list[HloInstruction]] = {}
     for instruction in body.values():
         for name in dict.fromkeys(instruction.operands):
             users.setdefault(name, []).append(instruction)
@@ -136,7 +113,6 @@ def _users(body: dict[str, Instruction]) -> dict[str, list[Instruction]]:
 
 
 def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
-    """Return every collective in a program, in text order."""
     program = HloModule(text)
     return tuple(
         _collective(program, computation, instruction, mesh)
@@ -145,7 +121,7 @@ def collectives(text: str, mesh: Mesh) -> tuple[Collective, ...]:
 
 
 def _collective(
-    program: HloModule, computation: str, instruction: Instruction, mesh: Mesh
+    program: HloModule, computation: str, instruction: HloInstruction, mesh: Mesh
 ) -> Collective:
     kind, rest = KINDS[instruction.op], instruction.rest
     has_pairs = "source_target_pairs" in rest
@@ -163,7 +139,6 @@ def _collective(
 
 
 def _pairs(rest: str) -> list[list[int]]:
-    """Parse source_target_pairs."""
     pairs = re.search(r"source_target_pairs=\{(.*?)\}\}", rest)
     assert pairs is not None, rest
     return [[int(n) for n in pair.split(",")] for pair in re.findall(r"\{(\d+,\d+)", pairs[1])]

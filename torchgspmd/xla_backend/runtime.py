@@ -24,7 +24,6 @@ _INSTALL = (
 
 
 def is_available() -> bool:
-    """True if torch_xla is installed."""
     return importlib.util.find_spec("torch_xla") is not None
 
 
@@ -118,7 +117,6 @@ def report_host_operations(graph: fx.Graph, run: Callable[[], object]) -> object
 
 
 def _host_counts() -> dict[str, int]:
-    """Return how often the host has run each operation."""
     import torch_xla.debug.metrics as met
 
     return {

@@ -1,5 +1,8 @@
 """Estimates with a framework's kernels: what is fused, quantized, sent once, and kept."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,8 +10,10 @@ from torch import Tensor, nn
 
 from torchgspmd import Hardware, Mesh, Plan, annotate, plan
 from torchgspmd.tools.report.estimate import COMMUNICATION, COMPUTE, estimate
-from torchgspmd.tools.report.kernel_times import KernelTimes
-from torchgspmd.tools.report.kernels import Kernels, Routed
+from torchgspmd.tools.report.kernels import Kernels
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+from row_kernels import Routed, RowKernels  # noqa: E402
 
 H100 = Hardware.of("h100")
 
@@ -67,7 +72,7 @@ def test_only_returned_sums_come_later(trained: Plan) -> None:
 def test_quantized_operands_are_kept_in_their_format(trained: Plan) -> None:
     def kept(products: str) -> float:
         graph, mesh = trained.program_graph, trained.mesh
-        return sum(KernelTimes(graph, mesh, H100, Kernels(products)).saved().values())
+        return sum(RowKernels(graph, mesh, H100, Kernels(products)).saved().values())
 
     assert kept("nvfp4") < kept("fp8") < kept("bf16")
 

@@ -15,7 +15,6 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.capture import capture
-from torchgspmd.tools.suggest import search
 from torchgspmd.tools.suggest.judge import ONE_DEVICE
 from torchgspmd.tools.suggest.script import CodeNames, ScriptSource
 
@@ -255,7 +254,7 @@ def test_a_configuration_has_no_arguments_that_its_class_computes():
 
 
 def test_a_search_tells_its_progress(monkeypatch, capfd):
-    monkeypatch.setattr(search, "TELL", 0.01)
+    monkeypatch.setattr(sys.modules["torchgspmd.tools.suggest"], "TELL", 0.01)
     model, x = nn.Linear(64, 64, device="meta"), torch.empty(64, 64, device="meta")
     best = gspmd.suggest(model, x, devices=2, seconds=2)[0]
     lines = capfd.readouterr().err.splitlines()

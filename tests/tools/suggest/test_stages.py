@@ -10,7 +10,7 @@ from torch import nn
 import torchgspmd as gspmd
 from torchgspmd import Hardware, Mesh
 from torchgspmd.comm.hardware import Link
-from torchgspmd.tools.suggest import candidates, search, stage_search
+from torchgspmd.tools.suggest import candidates, search
 from torchgspmd.tools.suggest.judge import Judge
 from torchgspmd.tools.suggest.proposal import Marks
 
@@ -92,7 +92,7 @@ def test_code_gives_its_numbers(mesh, memory):
     tried = search_of(model, (tokens, labels), memory)
     tried.deadline = math.inf
     mesh = Mesh.parse(mesh)
-    assert [*stage_search.proposals(tried, mesh, MARKS.on(mesh))]
+    assert [*tried._staged(mesh, MARKS.on(mesh))]
     found = tried.best()[0]
     assert ("recompute=True" in found.code) == (memory < 1e9), found.code
     expected = model(tokens, labels)
@@ -109,7 +109,7 @@ def test_code_gives_its_numbers(mesh, memory):
 def test_layers_that_are_no_chain_are_not_in_stages():
     tried = search_of(Net(adds=True), batch())
     tried.deadline = math.inf
-    stage_search.try_stages(tried, Mesh(data=4, model=1), Marks())
+    tried._try_stages(Mesh(data=4, model=1), Marks())
     assert not tried.tried
 
 

@@ -16,8 +16,7 @@ from torchgspmd.tools.suggest import candidates, search
 from torchgspmd.tools.suggest.judge import Judge
 from torchgspmd.tools.suggest.layers import Layers
 from torchgspmd.tools.suggest.proposal import Group, Marks, Proposal, Savings, patterns_of
-from torchgspmd.tools.suggest.recompute import has_solver
-from torchgspmd.tools.suggest.step_numbers import Numbers
+from torchgspmd.tools.suggest.step_numbers import Numbers, has_solver
 
 # Slow products and fast links: weights are worth dividing. The other way round: they are not.
 SLOW_PRODUCTS = Hardware("slow", {4: 1e9}, 1e12, 1e9, (Link(8, 1e9, 1e-7),), launch=0.0)

@@ -34,7 +34,7 @@ _FAR = 3  # most calls from a forward into installed packages
 
 
 def called_functions(functions: Iterable[object], classes: Iterable[type]) -> list[FunctionType]:
-    """Return the Python functions among these, and all that they name, and so on.
+    """Return all Python functions reachable from these.
 
     This includes global functions, those in modules and classes, closures, and the classes'
     methods and properties; torch's are left out.

@@ -127,7 +127,7 @@ class Schedule:
         return "\n".join(lines)
 
     def svg(self) -> str:
-        """Return a picture: a row a device, time from left to right; F, B and W have colors."""
+        """Render as SVG: one row per device, time from left to right; F, B and W have colors."""
         unit = 24 / min(slot.end - slot.begin for row in self.rows for slot in row)
         boxes = [
             f'<g><title>{html.escape(str(slot.piece))}</title><rect x="{40 + slot.begin * unit:g}" '

@@ -33,7 +33,7 @@ def start_wait(graph: fx.Graph) -> fx.Graph:
 
 
 def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
-    """Merge adjacent collectives of one kind into one start. They become its waits.
+    """Merge adjacent collectives of one kind into one start. Each becomes a wait.
 
     None uses another's result.
     """

@@ -18,7 +18,7 @@ from ...compat.operators import custom_op
 
 _TILE = 16
 BLOCK = 32  # numbers with one scale
-# A card reads scales in tiles of so many rows and columns, whose rows stand in four groups.
+# The GPU expects scales in tiles of so many rows and columns, whose rows stand in four groups.
 _ROWS, _COLUMNS, _GROUPS = 128, 4, 4
 
 

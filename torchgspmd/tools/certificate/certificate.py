@@ -26,13 +26,12 @@ from ...fx_passes.loop_call import loop_calls
 from ...fx_passes.pass_runner import observing
 from ...fx_passes.program import Program
 from ...fx_passes.stages import LOCAL
-from .claimed_layouts import cut
+from .claimed_layouts import cut, fails, other_dtype
 from .devices import At, DeviceError, Devices
 from .eager import check_eager
 from .inputs import Rewritten, device_of
 from .ranks import NotLowered, check_ranks
-from .trial import NoNumbers, Trial, constants_of, elements, is_blank
-from .wrong_values import fails, other_dtype
+from .trial import NoNumbers, RandomTrial, constants_of, elements, is_blank
 
 _TOO_LARGE = 100_000_000  # elements of all values on all devices, of one trial
 _NOT_JUDGED = "it has no finite number, is part of a sum in a stage, or is drawn in another order"
@@ -110,26 +109,17 @@ class Certificate:
         return "\n".join(lines)
 
 
-class Truths:
-    """A plan's trials, each made once; plans with equal partitioned graphs share them."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.trials = plan, dict[tuple[int, bool], Trial]()
-
-    def trial(self, seed: int, positive: bool, wide: bool) -> Trial:
-        """Return a seed's trial. Raise NoNumbers if one device cannot compute it."""
-        if (seed, wide) not in self.trials:
-            self.trials[seed, wide] = Trial(self.plan, seed, positive, wide)
-        return self.trials[seed, wide]
+TrialOf = Callable[[int, bool, bool], RandomTrial]
+"""Returns a seed's trial: (seed, whether numbers are positive, whether they have 64 bits)."""
 
 
-def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
-    """Return a plan's certificate. truths: those of a plan with the same partitioned graph.
+def certify(plan: Plan, trial_of: TrialOf | None = None) -> Certificate:
+    """Return a plan's certificate. trial_of: for a plan with the same partitioned graph.
 
     Raises:
         ShardingError: A value differs from one device's.
     """
-    trial_of = partial(Trial, plan) if truths is None else truths.trial
+    trial_of = trial_of or partial(RandomTrial, plan)
     names = _claimed(plan)
     judged, why, trials, results = set[str](), "", 0, 0
     plain = list[Tensor]()
@@ -158,7 +148,7 @@ def certify(plan: Plan, truths: Truths | None = None) -> Certificate:
     return Certificate(frozenset(judged), left, trials, results, ranks, not_lowered, eager)
 
 
-def _check_lowered(plan: Plan, trial_of: Callable[[int, bool, bool], Trial]) -> str:
+def _check_lowered(plan: Plan, trial_of: TrialOf) -> str:
     """Compare the lowered programs of all ranks; return why that was not done, or nothing."""
     if plan.mesh.size > _MOST_RANKS:
         return f"{plan.mesh.size} are too many; verify a plan for a smaller mesh"
@@ -219,7 +209,7 @@ def _difference(program: Program) -> ShardingError | None:
     for seed, positive in TRIALS:
         for wide in (True, False):
             try:
-                trial = Trial(plan, seed, positive, wide)
+                trial = RandomTrial(plan, seed, positive, wide)
                 if is_local:
                     trial.run(program.graph)
             except NoNumbers:
@@ -265,7 +255,6 @@ def check_dtypes(plan: Plan, inputs: Sequence[Tensor]) -> None:
 
 
 def programs_of(graph: fx.Graph) -> Iterator[fx.Graph]:
-    """Yield a program, and the programs in its loops' bodies."""
     yield graph
     for _, call in loop_calls(graph):
         for body in call.bodies:

@@ -117,7 +117,6 @@ def _halo(mesh: Mesh, x: list[Tensor], dim: int, axes: str, text: str, size: int
 
 
 def _window(whole: Tensor, spec: ShardSpec, dim: int, index: int) -> Tensor:
-    """Return the rows in a device's window."""
     window = spec.window(dim)
     assert window is not None
     shape = [*whole.shape]
@@ -172,7 +171,6 @@ class Devices(Simulator):
         self.extra_traceback = False
 
     def inner(self, graph: fx.Graph) -> Devices:
-        """Return an evaluator for a loop's body."""
         path = f"{self.path}{self.node}/"
         return Devices(nn.Module(), self.mesh, graph, self.claims, path, self.at)
 
@@ -211,7 +209,7 @@ class Devices(Simulator):
         return drawn(target, self.node.meta.get("value", self.node.name), args, kwargs)
 
 
-class Microbatches:
+class StageShards:
     """Keeps shards until all devices that a comparison needs have come to their microbatch.
 
     Stages of a pipeline compute one microbatch at different times.

@@ -1,4 +1,4 @@
-"""The last row of a certificate: the captured program is what eager PyTorch computes.
+"""The last row of a certificate: the captured program computes eager PyTorch's values.
 
 The other rows begin with the captured program, so a wrong capture is right in all of them. Here
 the caller's function runs on the caller's own tensors, in their own order in memory, and the
@@ -18,10 +18,10 @@ from ...compat.private_apis import _pytree as pytree
 from ...compiler.plan import Plan
 from ...compiler.planned_call import PlannedCall
 from ...errors import ShardingError
+from .claimed_layouts import close, not_eager
 from .inputs import WIDE, Rewritten, device_of
 from .one_device import OneDeviceRun, draws
 from .trial import constants_of, elements
-from .wrong_values import not_eager
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _COARSE = 1e-2  # as in trial.py
@@ -39,7 +39,10 @@ def check_eager(plan: Plan) -> str:
     """
     try:
         call = _call_of(plan)
-        inputs = _inputs_of(plan, call)
+        try:
+            inputs = plan.flat_inputs(call.args, call.kwargs)
+        except ShardingError as error:
+            raise NotCompared(error.what) from error
         # In 64 bits first, where the order of a sum matters least. A function that fails or
         # differs there may name dtypes.
         for wide in (True, False):
@@ -72,13 +75,6 @@ def _call_of(plan: Plan) -> PlannedCall:
     return call
 
 
-def _inputs_of(plan: Plan, call: PlannedCall) -> list[Tensor]:
-    try:
-        return plan.flat_inputs(call.args, call.kwargs)
-    except ShardingError as error:
-        raise NotCompared(error.what) from error
-
-
 def _compare(
     plan: Plan, call: PlannedCall, inputs: Sequence[Tensor], wide: bool
 ) -> ShardingError | None:
@@ -102,7 +98,7 @@ def _compare(
         eps = torch.finfo(b.dtype).eps if b.is_floating_point() or b.is_complex() else 0.0
         if not wide and scale * eps > _COARSE:
             raise NotCompared(f"{b.dtype} leaves fewer than two digits of {scale} elements")
-        if a.shape != b.shape or not _close(a, b, scale * eps):
+        if a.shape != b.shape or not close(a.to(b.dtype), b, scale * eps).all():
             name = captured.inputs[out.input].name if out.kind != OUTPUT else f"result {i}"
             return not_eager(f"the gradient of '{name}'" if out.kind == GRADIENT else name, a, b)
     return None
@@ -118,16 +114,6 @@ def _copied(x: Tensor, wide: bool) -> Tensor:
         .to(WIDE.get(x.dtype, x.dtype) if wide else x.dtype, copy=True)
     )
     return memory.as_strided(x.shape, x.stride(), 0)
-
-
-def _close(a: Tensor, b: Tensor, error: float) -> bool:
-    if not b.numel():
-        return True
-    if not error:
-        return torch.equal(a.to(b.dtype), b)
-    finite = b[torch.isfinite(b)].abs()
-    most = error * max(float(finite.max()) if finite.numel() else 0.0, 1.0)
-    return torch.allclose(a.to(b.dtype), b, rtol=0, atol=most, equal_nan=True)
 
 
 def _eager(plan: Plan, call: PlannedCall, own: list[Tensor]) -> dict[int, Tensor]:

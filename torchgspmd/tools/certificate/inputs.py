@@ -66,7 +66,6 @@ class RandomInputs:
         self.generator = torch.Generator().manual_seed(seed)
 
     def tensors(self) -> list[Tensor]:
-        """Return a tensor for each input, in its own dtype."""
         bounds = index_bounds(self.captured.graph)
         nodes = self.captured.graph.find_nodes(op="placeholder")
         return [
@@ -98,7 +97,6 @@ class RandomInputs:
 
 
 def widened(x: Tensor) -> Tensor:
-    """Widen a tensor's dtype: float32 to float64, for example."""
     return x.to(WIDE.get(x.dtype, x.dtype))
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, fx
@@ -26,16 +26,23 @@ Place = tuple[str, tuple[int, ...], int]
 """A collective: the name of its group, the ranks of it, and its number in the group."""
 
 
+class OnRank(Protocol):
+    """A node of one rank."""
+
+    node: fx.Node
+    rank: int
+
+
 class RankFault(Exception):
     """A fault of the program of a rank, at a node. why: the rule that it breaks."""
 
-    def __init__(self, node: fx.Node, rank: int, found: str, why: str) -> None:
+    def __init__(self, at: OnRank, found: str, why: str) -> None:
         super().__init__(found)
-        self.node, self.rank, self.found, self.why = node, rank, found, why
+        self.node, self.rank, self.found, self.why = at.node, at.rank, found, why
 
 
 @dataclass(eq=False)
-class Call:
+class RankCall:
     """A collective of one rank. sent: its operand at the start."""
 
     rank: int
@@ -59,12 +66,12 @@ class Network:
     """Collectives and messages that the ranks of a mesh have begun. calls: by place and rank."""
 
     def __init__(self, ranks: int) -> None:
-        self.calls: dict[Place, dict[int, Call]] = {}
+        self.calls: dict[Place, dict[int, RankCall]] = {}
         self.counts: dict[tuple[str, tuple[int, ...], int], int] = {}
-        self.order: list[list[Call]] = [[] for _ in range(ranks)]
+        self.order: list[list[RankCall]] = [[] for _ in range(ranks)]
         self.mail: dict[tuple, deque[Tensor]] = {}  # (from, to, key) of messages between stages
 
-    def begin(self, rank: int, node: fx.Node, op: Any, args: tuple, ranks: list[int]) -> Call:
+    def begin(self, rank: int, node: fx.Node, op: Any, args: tuple, ranks: list[int]) -> RankCall:
         """Begin a collective of a rank. args: of the operation, its operand first."""
         group = args[-1], tuple(ranks)
         number = self.counts.get((*group, rank), 0)
@@ -78,7 +85,7 @@ class Network:
         }
         shape = [rows[op](), *x.shape[1:]] if op in rows else x.shape
         result = x if writes else poison(shape, x)
-        call = Call(rank, node, op, args[1:-1], x, result, (*group, number))
+        call = RankCall(rank, node, op, args[1:-1], x, result, (*group, number))
         self.order[rank].append(call)
         calls = self.calls.setdefault(call.place, {})
         _check_alike(call, next(iter(calls.values()), call))
@@ -102,32 +109,24 @@ class Network:
                     for r in first.place[1]
                     if left[r] and left[r][0].place != first.place
                 )
-                raise RankFault(
-                    first.node,
-                    first.rank,
-                    f"comes first here, and '%{other.node}' on rank {other.rank}",
-                    "ranks begin the collectives of all groups in one order",
-                )
+                found = f"comes first here, and '%{other.node}' on rank {other.rank}"
+                why = "ranks begin the collectives of all groups in one order"
+                raise RankFault(first, found, why)
             for rank in done[1]:
                 left[rank].popleft()
 
 
-def _check_alike(call: Call, other: Call) -> None:
-    """Raise RankFault unless two ranks call the same collective."""
+def _check_alike(call: RankCall, other: RankCall) -> None:
     mine, its = (
         (c.op, c.operand.dtype, *(() if c.op is _EXCHANGE else (c.operand.shape, c.args)))
         for c in (call, other)
     )
     if mine != its:
-        raise RankFault(
-            call.node,
-            call.rank,
-            f"calls {call}, and rank {other.rank} calls {other} there ('%{other.node}')",
-            "all ranks of a group call the same collectives in one order",
-        )
+        found = f"calls {call}, and rank {other.rank} calls {other} there ('%{other.node}')"
+        raise RankFault(call, found, "all ranks of a group call the same collectives in one order")
 
 
-def _exchange(calls: Sequence[Call]) -> None:
+def _exchange(calls: Sequence[RankCall]) -> None:
     """Compute the results of a collective. calls: in the order of the group."""
     op, xs, n = calls[0].op, [c.sent for c in calls], len(calls)
     if op is _EXCHANGE:
@@ -135,12 +134,8 @@ def _exchange(calls: Sequence[Call]) -> None:
         for i, sender in enumerate(calls):
             for j, receiver in enumerate(calls):
                 if (sent := sender.args[1][j]) != (expected := receiver.args[0][i]):
-                    raise RankFault(
-                        sender.node,
-                        sender.rank,
-                        f"sends {sent} rows to rank {receiver.rank}, which expects {expected}",
-                        "a rank receives the rows that are sent to it",
-                    )
+                    found = f"sends {sent} rows to rank {receiver.rank}, which expects {expected}"
+                    raise RankFault(sender, found, "a rank receives the rows that are sent to it")
         parts = [x.split(c.args[1]) for c, x in zip(calls, xs)]
         results = [torch.cat([each[i] for each in parts]) for i in range(n)]
     elif op is c10d.all_gather_into_tensor.default:
@@ -165,7 +160,6 @@ def extent(x: Tensor) -> tuple[int, int, int]:
 
 
 def overlap(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors may have memory in common."""
     (storage, first, last), (other, begin, end) = extent(a), extent(b)
     return storage == other and first < end and begin < last
 
@@ -193,20 +187,14 @@ class InFlight:
     node: fx.Node
 
 
-def check_access(
-    held: Sequence[InFlight], node: fx.Node, rank: int, touched: Callable[[], Iterator]
-) -> None:
+def check_access(held: Sequence[InFlight], at: OnRank, touched: Callable[[], Iterator]) -> None:
     """Raise RankFault if an operation writes to a buffer in flight, or reads one that comes."""
     for x, writes in touched() if held else ():
         for each in held:
             if (writes or each.is_written) and overlap(x, each.buffer):
                 verb = "writes to" if writes else "reads"
-                raise RankFault(
-                    node,
-                    rank,
-                    f"{verb} memory of '%{each.node}', which is in flight",
-                    "memory of a collective is the network's until its wait",
-                )
+                found = f"{verb} memory of '%{each.node}', which is in flight"
+                raise RankFault(at, found, "memory of a collective is the network's until its wait")
 
 
 class RankGroups(ProcessGroups):

@@ -33,8 +33,8 @@ class OneDeviceRun:
     """Evaluates a graph at global shapes.
 
     values: all that was computed, by node names. given: values that are not computed. history:
-    all values in the order in which they were computed, those too that stages compute before what
-    they need has arrived; kept only on request.
+    all values in the order in which they were computed, including early ones that stages compute
+    before their inputs have arrived; kept only on request.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class _Frame:
 
 
 class _LoopRun:
-    """One run of a loop: its carries, and what its exits have collected."""
+    """One run of a loop: its carries, and the values that its exits have collected."""
 
     def __init__(self, device: OneDeviceRun, nest: Nest, outer: _Frame) -> None:
         self.device, self.nest, self.outer = device, nest, outer
@@ -222,7 +222,6 @@ class _LoopRun:
         return order[::-1] if self.loop.reverse else order
 
     def enter(self, row: int) -> _Frame:
-        """Return an iteration's frame, with the values that enter it."""
         frame = _Frame(self.nest, self.outer, (*self.outer.rows, row))
         for node in self.entries:
             if node.target is CARRY:
@@ -245,7 +244,6 @@ class _LoopRun:
         return frame.get(node, self.device.nest[node])
 
     def leave(self, frame: _Frame, row: int) -> None:
-        """Collect the values that leave an iteration."""
         for node in self.exits:
             self.collected[node].append((row, self.value(node.args[0], frame)))
         for carry in self.carried:
@@ -268,12 +266,12 @@ class _LoopRun:
 
 
 def _deliver(run: _LoopRun, frame: _Frame, sends: list[fx.Node]) -> None:
-    """Compute an iteration until each stage has what the stage before it sends, forth and back.
+    """Compute an iteration until each stage has the values that its neighbors send, forth and back.
 
     A flat body does not say that a microbatch's stages follow each other. Its carries have the
     values that its own sends deliver, and zeros where no stage comes before.
     """
-    groups: dict[tuple[Any, ...], dict[int, tuple[fx.Node, fx.Node]]] = {}
+    groups: dict[tuple, dict[int, tuple[fx.Node, fx.Node]]] = {}
     for send in sends:
         shift, (round_, which), axis, schedule = send.args[1:]
         carry = next(end.args[2] for end in send.users if end.target is NEXT)
@@ -307,7 +305,7 @@ def _arrivals(
     order: Order,
     rounds: Mapping[int, tuple[fx.Node, fx.Node]],
 ) -> Iterator[tuple[fx.Node, Tensor]]:
-    """Yield each carry with what arrives in it: for a stage, what the one `shift` before sends."""
+    """Yield each carry with the value that the stage `shift` before sends to it."""
     places = order.places
     sent = {r: run.value(send.args[0], frame) for r, (send, _) in rounds.items()}
     for sender_round, (_, carry) in rounds.items():

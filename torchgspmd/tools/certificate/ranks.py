@@ -28,11 +28,11 @@ from ...features.pipelines.parts import Message
 from ...fx_passes.loop_call import loop_calls
 from ...fx_passes.pipeline import lower_plan
 from ...fx_passes.program import Program, Rank
-from .claimed_layouts import cut
-from .messages import Call, InFlight, Network, RankFault, RankGroups, accesses, check_access
+from . import messages
+from .claimed_layouts import cut, other_rank
+from .messages import InFlight, Network, OnRank, RankFault, RankGroups
 from .one_device import drawn, draws
-from .trial import NoNumbers, Trial
-from .wrong_values import other_rank
+from .trial import NoNumbers, RandomTrial
 
 _WAIT = c10d.wait_tensor.default
 
@@ -67,10 +67,10 @@ def _checked(*_: Tensor) -> None:
 class RankRun:
     """The run of one rank, in a thread that runs while it has the turn."""
 
-    def __init__(self, trial: Trial, rank: int, network: Network) -> None:
+    def __init__(self, trial: RandomTrial, rank: int, network: Network) -> None:
         self.trial, self.rank, self.network = trial, rank, network
         self.held: list[InFlight] = []
-        self.calls: list[Call] = []  # that have no wait so far
+        self.calls: list[messages.RankCall] = []  # that have no wait so far
         self.is_ready: Callable[[], bool] = lambda: True
         self.go, self.has_stopped = threading.Semaphore(0), threading.Semaphore(0)
         self.done, self.ended = False, False
@@ -112,7 +112,6 @@ class RankRun:
         self.has_stopped.release()
 
     def wait_until(self, is_ready: Callable[[], bool]) -> None:
-        """Give the turn to others until a condition holds."""
         self.is_ready = is_ready
         if not is_ready():
             self.has_stopped.release()
@@ -149,7 +148,6 @@ class RankRun:
         return result
 
     def call(self, graph: fx.Graph, owner: nn.Module, inputs: Sequence[Any]) -> Sequence[Any]:
-        """Run a graph, with its loops and stages, on inputs."""
         copied = self.trial.copied.graph(graph)
         self._connect(copied)
         return _Interpreter(fx.GraphModule(owner, copied), self).run(*inputs)
@@ -162,7 +160,7 @@ class RankRun:
                 body.compile = self._compile
                 self._connect(body.graph)
 
-    def _compile(self, graph: fx.Graph) -> Callable[..., Any]:
+    def _compile(self, graph: fx.Graph) -> Callable[..., object]:
         interpreter = _Interpreter(fx.GraphModule(nn.Module(), graph), self)
         return lambda *inputs: interpreter.run(*inputs)
 
@@ -170,7 +168,7 @@ class RankRun:
 
     def begin(self, op: Any, args: tuple) -> Tensor:
         name, rank, held = args[-1], self.rank, self.held
-        check_access(held, self.node, rank, lambda: iter([(args[0], op._schema.is_mutable)]))
+        messages.check_access(held, self, lambda: iter([(args[0], op._schema.is_mutable)]))
         groups = self.program.rank.groups
         groups.group(tuple(name.split("+")))
         call = self.network.begin(rank, self.node, op, args, groups.ranks(name))
@@ -195,17 +193,15 @@ class RankRun:
 
     def _check_ends(self) -> None:
         for call in self.calls:
-            raise RankFault(
-                call.node, self.rank, "has no wait", "every collective has one, before its result"
-            )
+            raise RankFault(call, "has no wait", "every collective has one, before its result")
 
 
 class RankCrash(RankFault):
     """An operation of a rank fails."""
 
-    def __init__(self, node: fx.Node, rank: int, error: Exception) -> None:
+    def __init__(self, at: OnRank, error: Exception) -> None:
         found = f"fails: {str(error).partition(chr(10))[0]}"
-        super().__init__(node, rank, found, "one device computes the program")
+        super().__init__(at, found, "one device computes the program")
 
 
 class _Ended(BaseException):
@@ -237,14 +233,14 @@ class _Watched(TorchDispatchMode):
             return run.begin(func, args)
         if func is _WAIT:
             return run.wait(args[0])
-        check_access(run.held, run.node, run.rank, lambda: accesses(func, args, kwargs))
+        messages.check_access(run.held, run, lambda: messages.accesses(func, args, kwargs))
         if draws(func):
             return drawn(func, run.node.meta.get("value", run.node.name), args, kwargs)
         return func(*args, **kwargs)
 
 
 class _StageMessages(StageTransport):
-    """The messages of a stage, by the network of the trial. Those of one link arrive in the order in which they were sent."""
+    """Sends by the network of the trial. A link's messages arrive in the order of their sends."""
 
     def __init__(self, run: RankRun, call: StageCall) -> None:
         mesh, axes = run.trial.plan.mesh, (call.axis,)
@@ -268,11 +264,9 @@ class _StageMessages(StageTransport):
         run.wait_until(lambda: bool(mail))
         x = mail.popleft()
         if x.shape != like.shape or x.dtype != like.dtype:
+            found = f"receives {[*x.shape]}, and expects {[*like.shape]}"
             raise RankFault(
-                run.node,
-                run.rank,
-                f"receives {[*x.shape]}, and expects {[*like.shape]}",
-                "a stage receives the values that the stage before it sends",
+                run, found, "a stage receives the values that the stage before it sends"
             )
         return x
 
@@ -281,7 +275,7 @@ class _StageMessages(StageTransport):
         self.run.held[:] = [h for h in self.run.held if id(h.node) in starts]
 
 
-def check_ranks(trial: Trial) -> None:
+def check_ranks(trial: RandomTrial) -> None:
     """Compare the programs of all ranks with the one that they are lowered from.
 
     trial: it has run that program.
@@ -297,12 +291,8 @@ def check_ranks(trial: Trial) -> None:
         network.check_order()
         for key, mail in network.mail.items():
             if mail:
-                raise RankFault(
-                    runs[key[0]].node,
-                    key[0],
-                    f"sends a message that rank {key[1]} does not take",
-                    "each message between stages is received",
-                )
+                found = f"sends a message that rank {key[1]} does not take"
+                raise RankFault(runs[key[0]], found, "each message between stages is received")
         _compare(trial, runs)
     except RankFault as fault:
         if trial.wide and isinstance(fault, RankCrash):
@@ -319,18 +309,13 @@ def _take_turns(runs: Sequence[RankRun]) -> None:
             for run in ready:
                 run.turn()
                 if isinstance(run.error, Exception) and not isinstance(run.error, RankFault):
-                    raise RankCrash(run.node, run.rank, run.error) from run.error
+                    raise RankCrash(run, run.error) from run.error
                 if run.error is not None:
                     raise run.error
             if not ready:
-                waiting = [f"rank {run.rank} at '%{run.node}'" for run in left]
-                first = left[0]
-                raise RankFault(
-                    first.node,
-                    first.rank,
-                    f"waits for ever: {', '.join(waiting)}",
-                    "all ranks begin the messages that one waits for",
-                )
+                waiting = ", ".join(f"rank {run.rank} at '%{run.node}'" for run in left)
+                why = "all ranks begin the messages that one waits for"
+                raise RankFault(left[0], f"waits for ever: {waiting}", why)
     finally:
         for run in runs:
             run.ended = True
@@ -339,7 +324,7 @@ def _take_turns(runs: Sequence[RankRun]) -> None:
             thread.join()
 
 
-def _compare(trial: Trial, runs: Sequence[RankRun]) -> None:
+def _compare(trial: RandomTrial, runs: Sequence[RankRun]) -> None:
     """Raise RankFault for a result that differs from that of the scheduled program."""
     plan = trial.plan
     sizes = plan.sizes_of_run([tuple(t.shape) for t in trial.inputs])
@@ -357,20 +342,14 @@ def _compare(trial: Trial, runs: Sequence[RankRun]) -> None:
             if mine.shape == one.shape:
                 at = tuple((~trial.close(mine, one)).nonzero()[0].tolist())
                 found = f"has {mine[at].item()} at {[*at]}, not {one[at].item()}"
-            raise RankFault(_node_of(run, i), run.rank, found, f"it is result {i} of the plan")
-
-
-def _node_of(run: RankRun, result: int) -> fx.Node:
-    """Return the node of a result, in the forward or the backward."""
-    assert run.program.backward is not None
-    backward: Any = run.program.backward.graph.output_node().args[0]
-    first = len(run.results) - len(backward)
-    forward: Any = run.program.graph.output_node().args[0]
-    return forward[result] if result < first else backward[result - first]
+            halves: tuple[Any, ...] = run.program, run.program.backward
+            forward, backward = (half.graph.output_node().args[0] for half in halves)
+            # Behind its results the forward returns values for the backward.
+            run.node = [*forward[: len(run.results) - len(backward)], *backward][i]
+            raise RankFault(run, found, f"it is result {i} of the plan")
 
 
 def _plain(plan: Plan) -> list[bool]:
-    """Return which arguments come as whole tensors."""
     arguments = sum(inp.kind == ARGUMENT for inp in plan.captured.inputs)
     plain = [] if plan.request is None else [*plan.request.plain]
     return plain if len(plain) == arguments else [False] * arguments

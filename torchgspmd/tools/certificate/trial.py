@@ -17,11 +17,10 @@ from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
 from ...fx_passes.ir import boundary_spec, runs
 from ...shard_spec import ShardSpec
-from .claimed_layouts import compared, cut
-from .devices import At, DeviceError, Devices, Microbatches
+from .claimed_layouts import close, compared, cut, fails, other_value, value_of
+from .devices import At, DeviceError, Devices, StageShards
 from .inputs import RandomInputs, Rewritten, device_of, widened
 from .one_device import OneDeviceRun, Rows, Values, draws
-from .wrong_values import fails, other_value, value_of
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
 
@@ -30,7 +29,7 @@ class NoNumbers(Exception):
     """The one-device program takes no random numbers, such as for a root of a matrix."""
 
 
-class Trial:
+class RandomTrial:
     """One set of numbers, on one device and on all.
 
     wide: whether floating numbers have 64 bits, so that no summation order matters.
@@ -58,7 +57,7 @@ class Trial:
         plan = self.plan
         self.judged, self.results = set[str](), 0  # values, and how many results, that hold
         self.seen: dict[str, int] = {}
-        self.stages = Microbatches(plan.mesh)
+        self.stages = StageShards(plan.mesh)
         shards = [cut(t, spec, plan.mesh) for t, spec in zip(self.inputs, plan.input_layouts)]
         sizes = plan.sizes_of_run([tuple(t.shape) for t in self.inputs])
         devices = Devices(self.constants, plan.mesh, self.copied.graph(graph), self._claim)
@@ -98,7 +97,6 @@ class Trial:
                 most = 8 if most > 8 else most // 2
 
     def _captured_runs(self, inputs: Sequence[Tensor]) -> bool:
-        """Return whether one device computes the captured program from these numbers."""
         try:
             OneDeviceRun(self.graphs[0], self.constants).run(inputs)
         except Exception:
@@ -186,7 +184,6 @@ class Trial:
         self._compare_graphs(_numbered(mine), _by_name(_numbered(one)))
 
     def _claim(self, path: str, node: fx.Node, shards: list[Tensor], at: At) -> None:
-        """Compare a node's shards with the value that it claims."""
         name, spec = node.meta["value"], node.meta["spec"]
         by_rows = self.truth.get(name, {})
         if name in self.native or is_blank(node):
@@ -238,22 +235,18 @@ class Trial:
         return is_exact and bool(torch.isfinite(truth).any())
 
     def close(self, mine: Tensor, one: Tensor) -> Tensor:
-        """Return where two values are equal, but for the order of sums.
+        """Return where two values are equal, but for the order of sums."""
+        return close(mine, one, self._error(one))
+
+    def _error(self, truth: Tensor) -> float:
+        """Return how far two ways to compute a value may differ, relative to its largest number.
 
         No number of a program is the result of more roundings than all its values have elements.
         """
-        if not (one.is_floating_point() or one.is_complex()) or not one.numel():
-            return mine == one
-        error = self._error(one)
-        if one.itemsize == 1:  # compared as numbers that torch can compare
-            mine, one = mine.float(), one.float()
-        finite = one[torch.isfinite(one)].abs()
-        most = error * (max(float(finite.max()), 1.0) if finite.numel() else 1.0)
-        return torch.isclose(mine, one.to(mine.dtype), rtol=0, atol=most, equal_nan=True)
-
-    def _error(self, truth: Tensor) -> float:
-        """Return how far two ways to compute a value may differ, relative to its largest number."""
-        return self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
+        is_exact = not (truth.is_floating_point() or truth.is_complex())
+        return (
+            0.0 if is_exact else self.roundings * max(torch.finfo(truth.dtype).eps, self.coarsest)
+        )
 
     def _difference(self, rank: int, mine: Tensor, one: Tensor) -> str:
         """Return where a device differs, with both numbers."""
@@ -295,14 +288,13 @@ def _drawn(captured: fx.Graph, names: Mapping[str, str], values: Values) -> Valu
             mine = values.get(names.get(node.name, ""), again.get(key) if key[0] >= 0 else None)
             if mine is not None:
                 drawn = again.setdefault(key, mine)
-                found[node.name] = {rows: _in_shape_of(node, x) for rows, x in drawn.items()}
+                # The partitioned program may have parts of the dimensions.
+                val = node.meta.get("val")
+                shape = val.shape if isinstance(val, Tensor) else None
+                found[node.name] = {
+                    rows: x if shape is None else x.reshape(shape) for rows, x in drawn.items()
+                }
     return found
-
-
-def _in_shape_of(node: fx.Node, value: Any) -> Any:
-    """Return a value with a node's dimensions; the partitioned program may have parts of these."""
-    val = node.meta.get("val")
-    return value.reshape(val.shape) if isinstance(val, Tensor) else value
 
 
 def _apart(plan: Plan) -> set[str]:
@@ -322,32 +314,22 @@ def _unmatched(captured: fx.Graph, given: Values) -> set[str]:
     """
     found, inner = set[fx.Node](), set[str]()
     for node in captured.nodes:
+        parts = [u for u in node.users if u.target is operator.getitem]
+        is_given = bool(parts) and all(part.name in given for part in parts)
         if node.name not in given and (
-            draws(node.target)
-            and not _gives_parts(node, given)
-            or found & set(node.all_input_nodes)
+            draws(node.target) and not is_given or found & set(node.all_input_nodes)
         ):
             found.add(node)
-        if _is_place_of_maximum(node) or is_blank(node):
+        # A pool that runs dimension by dimension counts maxima within its last one.
+        is_place = (
+            node.target is operator.getitem
+            and node.args[1] == 1
+            and node.args[0].target in FORWARD
+            and all(user.target in BACKWARD for user in node.users)
+        )
+        if is_place or is_blank(node):
             inner.add(node.name)
     return {node.name for node in found} | inner
-
-
-def _is_place_of_maximum(node: fx.Node) -> bool:
-    """Return whether a node has the places of a pool's maxima, only for its gradient.
-
-    A pool that runs dimension by dimension counts them within its last one.
-    """
-    is_part = node.target is operator.getitem and node.args[1] == 1
-    return (
-        is_part and node.args[0].target in FORWARD and all(u.target in BACKWARD for u in node.users)
-    )
-
-
-def _gives_parts(node: fx.Node, given: Values) -> bool:
-    """Return whether a draw is given part by part."""
-    parts = [u for u in node.users if u.target is operator.getitem]
-    return bool(parts) and all(part.name in given for part in parts)
 
 
 def _native(graph: fx.Graph) -> set[str]:
@@ -364,25 +346,21 @@ def _native(graph: fx.Graph) -> set[str]:
 
 
 def elements(plan: Plan) -> int:
-    """Count the elements in all values on one device."""
     values = ((n.meta.get("val"), runs(n)) for n in plan.sharded.nodes)
     return sum(v.numel() * times for v, times in values if isinstance(v, Tensor))
 
 
 def _coarsest(plan: Plan) -> float:
-    """Return the largest epsilon that a plan's values have."""
     values = (node.meta.get("val") for node in plan.sharded.nodes)
     dtypes = {v.dtype for v in values if isinstance(v, Tensor) and v.is_floating_point()}
     return max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
 
 
 def is_blank(node: fx.Node) -> bool:
-    """Return whether a node is memory without content."""
     return "empty" in getattr(node.target, "__name__", "")
 
 
 def constants_of(plan: Plan, wide: bool) -> torch.nn.Module:
-    """Return the constants that a plan's graphs read."""
     constants, device = torch.nn.Module(), device_of(plan.captured)
     graphs = plan.captured.graph, plan.sharded, plan.program_graph
     for node in (n for graph in graphs for n in graph.find_nodes(op="get_attr")):

@@ -7,10 +7,8 @@ when one small all_reduce adds them up. Rows that fill up the last batch are not
 distributed evaluation in arXiv 2011.03641.
 """
 
-from .evaluate import evaluate
-from .meter import Meter
+from .meter import Meter, evaluate, pad_rows
 from .metrics import Metric, accuracy, error_rate, mean_iou, perplexity
-from .rows import pad_rows
 
 __all__ = [  # Type checkers treat other imported names as private.
     "Meter",

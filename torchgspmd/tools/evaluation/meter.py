@@ -1,22 +1,102 @@
-"""Meter: metrics' sums, which stay on their devices until they are asked for."""
+"""evaluate: a model's metrics over all batches, whose sums stay on their devices until the end."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from ...comm.process_groups import find_groups
 from ...comm.rank_check import agree
 from ...dtensor.storage import whole_of
 from ...errors import ShardingError
+from ...layout.spec_notation import UNCONSTRAINED
+from ...runtime.sharded_module import ShardedModule
 from .metrics import Metric
-from .rows import real_part
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    batches: Iterable[Sequence[Tensor]],
+    metrics: Mapping[str, object],
+    *,
+    call: Callable[..., tuple[Tensor, ...]] | None = None,
+    pad: bool = True,
+) -> dict[str, Any]:
+    """Compute a model's metrics over all batches, as on one device.
+
+    The model is in eval mode meanwhile. On a mesh its results stay where they are computed, and the
+    metrics send only one small all_reduce at the end. A batch with fewer rows than the first one is
+    filled up, so that the same program runs; these rows are not counted.
+
+    Args:
+        model: A module from `parallelize`, or any other.
+        batches: Each batch's inputs and target, such as a DataLoader returns: tensors whose
+            dimension 0 is the batch's rows, the same on every process.
+        metrics: By name: `accuracy()` and the like, a `Metric`, or torchmetrics' metrics.
+        call: A function that takes the model and a batch and returns outputs and targets. By
+            default `(model(*batch[:-1]), batch[-1])`.
+        pad: Whether batches are filled up. False for models whose rows influence one another.
+
+    Returns:
+        Each metric's value by name, on every process the same.
+
+    Raises:
+        ShardingError: A batch's tensors have different numbers of rows.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd.tools.evaluation import accuracy, evaluate
+        >>> batches = torch.utils.data.DataLoader([*zip(torch.eye(5), range(5))], batch_size=2)
+        >>> evaluate(torch.nn.Identity(), batches, {"top-1": accuracy()})
+        {'top-1': 1.0}
+    """
+    meter, size = Meter(metrics), 0
+    call = call or (lambda model, *batch: (model(*batch[:-1]), batch[-1]))
+    with _evaluating(model):
+        for batch in batches:
+            rows, real = count_rows(batch), None
+            # The first batch's size: filled up to it, all batches run one program.
+            size = size or rows
+            if pad and rows < size:
+                batch, real = pad_rows(batch, size)
+            outputs, *targets = call(model, *batch)
+            meter.update(_on_mesh(outputs, model), *targets, real=real)
+    return meter.compute()
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Put all modules into eval mode, and leave results where they are computed, for the block."""
+    # One by one, since some modules may have been in eval mode before.
+    modes = [(module, module.training) for module in model.modules()]
+    leaves_results = isinstance(model, ShardedModule) and model._out_specs is None
+    model.eval()
+    if leaves_results:
+        model.__dict__["_out_specs"] = UNCONSTRAINED
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        if leaves_results:
+            model.__dict__["_out_specs"] = None
+
+
+def _on_mesh(outputs: Tensor, model: nn.Module) -> Tensor:
+    """Return a module's outputs on a mesh as a DTensor; some are whole on every device."""
+    if not isinstance(model, ShardedModule) or isinstance(outputs, DTensor):
+        return outputs
+    device_mesh = model._groups.device_mesh
+    replicated = [Replicate()] * device_mesh.ndim
+    return DTensor.from_local(outputs, device_mesh, replicated, run_check=False)
 
 
 class Meter:
@@ -171,7 +251,6 @@ class Meter:
 
 
 def _check(name: str, metric: Metric, sums: Tensor) -> None:
-    """Raise ShardingError if sums have another shape than the metric says."""
     if tuple(sums.shape) != (metric.count,):
         raise ShardingError.here(
             f"metric '{name}' returned sums of shape {list(sums.shape)}, not [{metric.count}]",
@@ -193,3 +272,125 @@ def _update(metric: Any, outputs: Tensor, targets: Sequence[Tensor], real: Tenso
     part, tensors = real_part(outputs, targets, (1,) if lacks else (), real)
     if part.is_counted and all(t.numel() for t in tensors):
         metric.update(*tensors)
+
+
+# A batch's rows: filled up to a size, and those that this device counts.
+
+
+def pad_rows(batch: Sequence[Tensor], size: int) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Fill up a batch with copies of its last row, or with zeros if it has none.
+
+    Args:
+        batch: Tensors with as many rows each: [rows, ...].
+        size: How many rows there are to be.
+
+    Returns:
+        The tensors, and which rows were there before: a bool tensor [size].
+
+    Raises:
+        ShardingError: The tensors have different numbers of rows, or more than `size`.
+
+    Example:
+        >>> import torch
+        >>> from torchgspmd.tools.evaluation import pad_rows
+        >>> pad_rows((torch.tensor([1.0, 2.0]), torch.tensor([3, 4])), 3)
+        ((tensor([1., 2., 2.]), tensor([3, 4, 4])), tensor([ True,  True, False]))
+    """
+    rows = count_rows(batch)
+    if rows > size:
+        raise ShardingError.here(f"a batch has {rows} rows, more than {size}")
+    padded = []
+    for t in batch:
+        last = t[-1:] if rows else t.new_zeros(1, *t.shape[1:])
+        padded.append(torch.cat([t, last.expand(size - rows, *t.shape[1:])]))
+    return tuple(padded), torch.arange(size) < rows
+
+
+def count_rows(batch: Sequence[Tensor]) -> int:
+    """Count a batch's rows, if its tensors agree."""
+    counts = {len(t) if isinstance(t, Tensor) and t.dim() else -1 for t in batch}
+    if len(counts) != 1 or -1 in counts:
+        kinds = (list(t.shape) if isinstance(t, Tensor) else type(t).__name__ for t in batch)
+        raise ShardingError.here(
+            f"a batch has entries of shapes {', '.join(map(str, kinds))}",
+            why="dimension 0 of each is the rows of the batch",
+            fix="pass what has no rows by call=lambda model, *batch: ...",
+        )
+    return counts.pop()
+
+
+class Part:
+    """The outputs that one device counts: a block, or all on one device.
+
+    outputs: the model's results. whole: their dims that a device needs whole. The others correspond
+    in order to the targets' first dims; the smallest target has `rank` dims.
+    """
+
+    def __init__(self, outputs: Tensor, whole: Sequence[int], rank: int) -> None:
+        lacking = {d % outputs.dim() for d in whole}
+        self.dims = [d for d in range(outputs.dim()) if d not in lacking][:rank]
+        self.mesh = outputs.device_mesh if isinstance(outputs, DTensor) else None
+        self.placements: list[Placement] = []
+        self.outputs = outputs
+        if isinstance(outputs, DTensor):
+            self.placements = [
+                p if isinstance(p, Shard) and p.dim in self.dims else Replicate()
+                for p in outputs.placements
+            ]
+            # Dims that targets lack, such as classes, are gathered.
+            self.outputs = outputs.redistribute(placements=self.placements).to_local()
+        self.shape = outputs.shape
+
+    @property
+    def is_counted(self) -> bool:
+        """Return whether this device, among all that have the block, counts it."""
+        return self.mesh is None or all(
+            isinstance(p, Shard) or self.mesh.get_local_rank(i) == 0
+            for i, p in enumerate(self.placements)
+        )
+
+    def cut(self, target: Tensor) -> Tensor:
+        if isinstance(target, DTensor):
+            if self.mesh is None:
+                return target.full_tensor()
+            dims = {out: d for d, out in enumerate(self.dims)}
+            placements = [
+                Shard(dims[p.dim]) if isinstance(p, Shard) else Replicate() for p in self.placements
+            ]
+            return target.redistribute(placements=placements).to_local()
+        for d, out in enumerate(self.dims[: target.dim()]):
+            if target.shape[d] != self.shape[out]:
+                raise ShardingError.here(
+                    f"dimension {d} of a target of shape {list(target.shape)} does not have the "
+                    f"{self.shape[out]} rows of dimension {out} of outputs {list(self.shape)}",
+                    fix="name in `whole` the dimensions of the outputs that targets lack",
+                )
+            target = target.narrow(d, *self._span(out))
+        return target
+
+    def _span(self, dim: int) -> tuple[int, int]:
+        """Return the block's first row in an output dim, and how many there are."""
+        # Several mesh dimensions may divide one dim: each divides the block of those before it.
+        begin, count = 0, self.shape[dim]
+        for i, placement in enumerate(self.placements):
+            if self.mesh is not None and isinstance(placement, Shard) and placement.dim == dim:
+                rows = -(-count // self.mesh.size(i))
+                skipped = min(rows * self.mesh.get_local_rank(i), count)
+                begin, count = begin + skipped, min(rows, count - skipped)
+        return begin, count
+
+
+def real_part(
+    outputs: Tensor, targets: Sequence[Tensor], whole: Sequence[int], real: Tensor | None
+) -> tuple[Part, list[Tensor]]:
+    """Return the outputs and targets that this device counts, without rows that are not real."""
+    part = Part(outputs, whole, min((t.dim() for t in targets), default=outputs.dim()))
+    tensors = [part.outputs, *(part.cut(t).to(part.outputs.device) for t in targets)]
+    if real is not None:
+        mask = part.cut(real)
+        if not mask.all():
+            # Rows are dim 0 of targets, and the output dim that corresponds to it.
+            dims = [part.dims[0], *(0 for _ in targets)]
+            index = mask.nonzero().flatten()
+            tensors = [t.index_select(d, index.to(t.device)) for t, d in zip(tensors, dims)]
+    return part, tensors

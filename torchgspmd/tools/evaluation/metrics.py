@@ -41,12 +41,10 @@ class Metric:
 
     sums: Callable[..., Tensor]
     count: int = 2
-    value: Callable[[Tensor], Any] = field(default_factory=lambda: _ratio)
+    value: Callable[[Tensor], Any] = field(
+        default_factory=lambda: lambda sums: (sums[0] / sums[1]).item()
+    )
     whole: Sequence[int] = ()
-
-
-def _ratio(sums: Tensor) -> float:
-    return (sums[0] / sums[1]).item()
 
 
 def accuracy(top: int = 1, classes: int = 1, ignored: int = IGNORED) -> Metric:

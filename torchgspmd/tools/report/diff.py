@@ -1,17 +1,19 @@
-"""PlanDiff: the differences between two plans for one model."""
+"""PlanDiff: the differences between two plans for one model, and between a plan and more marks."""
 
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import fx
 
+from ...capture import BUFFER, PARAMETER, Captured
 from ...fx_passes.units import size_text, table_text, time_text
+from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
-from .report import ROWS, Report
+from .report import Report, TriedMark, WholeTensor, mark_largest, section
 
 
 @dataclass(frozen=True)
@@ -52,45 +54,30 @@ class PlanDiff:
         if self.changes:
             rows = [
                 (c.name, f"{c.count} x", f"[{c.before}]", f"[{c.after}]", c.source)
-                for c in self.changes[:ROWS]
+                for c in self.changes
             ]
-            table = table_text(("value", "count", "before", "after", "source"), rows, "count")
-            rest = len(self.changes) - ROWS
-            tables.append(
-                "values with another layout\n"
-                + table
-                + (f"\n  and {rest} more" if rest > 0 else "")
-            )
+            header = ("value", "count", "before", "after", "source")
+            tables.append(section("values with another layout", header, rows, "count"))
         return "\n\n".join(tables)
 
     def _totals(self) -> str:
-        rows: list[tuple[str, ...]] = [
-            _row("step", lambda r: r.estimate.seconds, time_text, self.before, self.after),
-            _row(
-                "exposed", lambda r: r.estimate.busy("exposed"), time_text, self.before, self.after
-            ),
-            _row("sent by a device", _sent, size_text, self.before, self.after),
-            _row("parameters", lambda r: r.memory.parameters, size_text, self.before, self.after),
-            _row("peak of a run", lambda r: r.memory.peak, size_text, self.before, self.after),
-        ]
+        rows = []
+        for name, measure, text in MEASURES:
+            old, new = measure(self.before), measure(self.after)
+            rows.append((name, text(old), text(new), f"{new / old:.2f}" if old else "-"))
         return table_text(("of a device", "before", "after", "ratio"), rows, "before after ratio")
 
     def _collectives(self) -> str:
-        counts = [Counter[tuple[str, str]](), Counter[tuple[str, str]]()]
-        sent = [Counter[tuple[str, str]](), Counter[tuple[str, str]]()]
-        for i, report in enumerate((self.before, self.after)):
+        found = [defaultdict[tuple[str, str], list[int]](lambda: [0, 0]) for _ in range(2)]
+        for groups, report in zip(found, (self.before, self.after)):
             for row in report.collectives:
-                counts[i][row.kind, "+".join(row.axes)] += row.count
-                sent[i][row.kind, "+".join(row.axes)] += round(row.sent_bytes)
+                group = groups[row.kind, "+".join(row.axes)]
+                group[0], group[1] = group[0] + row.count, group[1] + round(row.sent_bytes)
+        old, new = found
         rows = [
-            (
-                kind,
-                axes,
-                *(f"{counts[i][kind, axes]} x {size_text(sent[i][kind, axes])}" for i in (0, 1)),
-            )
-            for kind, axes in sorted(counts[0] | counts[1])
-            if (counts[0][kind, axes], sent[0][kind, axes])
-            != (counts[1][kind, axes], sent[1][kind, axes])
+            (*key, *(f"{count} x {size_text(sent)}" for count, sent in (old[key], new[key])))
+            for key in sorted({**old, **new})
+            if old[key] != new[key]
         ]
         if not rows:
             return "the same communication"
@@ -98,36 +85,22 @@ class PlanDiff:
         return "communication that differs\n" + table
 
 
-def _sent(report: Report) -> float:
-    return sum(row.sent_bytes for row in report.collectives)
-
-
-def _row(
-    name: str,
-    measure: Callable[[Report], float],
-    text: Callable[[float], str],
-    before: Report,
-    after: Report,
-) -> tuple[str, ...]:
-    old, new = measure(before), measure(after)
-    return name, text(old), text(new), f"{new / old:.2f}" if old else "-"
+MEASURES: tuple[tuple[str, Callable[[Report], float], Callable[[float], str]], ...] = (
+    ("step", lambda r: r.estimate.seconds, time_text),
+    ("exposed", lambda r: r.estimate.busy("exposed"), time_text),
+    ("sent by a device", lambda r: sum(row.sent_bytes for row in r.collectives), size_text),
+    ("parameters", lambda r: r.memory.parameters, size_text),
+    ("peak of a run", lambda r: r.memory.peak, size_text),
+)
 
 
 def layout_changes(before: fx.Graph, after: fx.Graph) -> tuple[LayoutChange, ...]:
-    """Return the values in both graphs that have another layout in the second.
-
-    Args:
-        before: A partitioned graph.
-        after: Another one for the same program.
-
-    Returns:
-        Like values together, in program order.
-    """
-    others = dict(_layouts(after))
+    """Return the values in two partitioned graphs whose layouts differ, like ones together."""
+    others = {_key(node): node.meta["spec"] for node in after.nodes if "spec" in node.meta}
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
-    for key, node in ((_key(n), n) for n in before.nodes if "spec" in n.meta):
-        old, new = node.meta["spec"], others.get(key)
-        if new is not None and new is not old:
+    for node in before.nodes:
+        old, new = node.meta.get("spec"), others.get(_key(node))
+        if old is not None and new is not None and new is not old:
             # Layers differ in numbers alone: one row stands for all.
             name = re.sub(r"_\d+", "_*", node.name)
             groups[name, str(old), str(new)].append(node.meta.get("source") or "")
@@ -139,5 +112,55 @@ def _key(node: fx.Node) -> tuple[str, tuple[int, ...]]:
     return node.name, tuple(getattr(node.meta.get("val"), "shape", ()))
 
 
-def _layouts(graph: fx.Graph) -> Iterable[tuple[tuple[str, tuple[int, ...]], ShardSpec]]:
-    return ((_key(node), node.meta["spec"]) for node in graph.nodes if "spec" in node.meta)
+# Marks that a report proposes for values that every device holds whole, and their effects.
+
+
+TRIES = 3  # marks that are planned for a report
+MIN_BYTES = 2**20  # a smaller tensor's mark is not planned
+MIN_SHARE = 1 / 64  # nor is a tensor's with a smaller share in the device's peak
+
+
+def try_marks(
+    report: Report, captured: Captured, judge: Callable[[Captured], Report]
+) -> tuple[WholeTensor, ...]:
+    """Return the tensors that are whole; the largest with the mark that gives the shortest step.
+
+    judge: returns the report for a program with other marks.
+    """
+
+    def best(tensor: WholeTensor) -> WholeTensor:
+        tried = [
+            (mark, _difference(judge(_marked(captured, tensor, mark)), report))
+            for mark in _marks(tensor, report.estimate.mesh)
+        ]
+        mark, change = min(tried, key=lambda pair: (pair[1].seconds, pair[1].memory))
+        return replace(tensor, mark=mark, tried=change)
+
+    least = max(MIN_BYTES, MIN_SHARE * report.memory.peak)
+    large = [tensor for tensor in report.whole if tensor.bytes >= least][:TRIES]
+    return (*map(best, large), *report.whole[len(large) :])
+
+
+def _marks(tensor: WholeTensor, mesh: Mesh) -> list[str]:
+    """Return marks on a tensor's largest dimension along each axis, and the one it has."""
+    marks = [mark_largest(tensor.shape, axis) for axis, size in mesh.axes if size > 1]
+    return list(dict.fromkeys([tensor.mark, *marks]))
+
+
+def _marked(captured: Captured, tensor: WholeTensor, mark: str) -> Captured:
+    inputs = [
+        replace(inp, mark=ShardSpec.parse(mark))
+        if inp.kind in (PARAMETER, BUFFER) and tensor.is_like(inp.name, inp.shape)
+        else inp
+        for inp in captured.inputs
+    ]
+    return replace(captured, inputs=inputs)
+
+
+def _difference(new: Report, old: Report) -> TriedMark:
+    return TriedMark(
+        new.estimate.seconds - old.estimate.seconds,
+        new.memory.peak + new.memory.optimizer - old.memory.peak - old.memory.optimizer,
+        sum(row.sent_bytes for row in new.collectives)
+        - sum(row.sent_bytes for row in old.collectives),
+    )

@@ -21,12 +21,12 @@ from ...comm.kinds import FusedKind, Step
 from ...features.pipelines.call import StageCall
 from ...features.pipelines.schedule import Times
 from ...fx_passes.loop_call import LoopCall
+from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_seconds
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text
 from ...layout.mesh import Mesh
-from .kernel_times import KernelTimes
-from .kernels import Kernels, exchange_seconds
+from .kernels import Kernels, KernelTimes, exchange_seconds
 
 COMPUTE, COMMUNICATION, EXPOSED = "compute", "communication", "exposed"
 
@@ -138,19 +138,12 @@ def estimate(
     hardware: Hardware,
     kernels: Kernels | None = None,
 ) -> Estimate:
-    """Estimate a one-device program's time.
+    """Estimate a scheduled one-device program's time.
 
-    Args:
-        program: The scheduled program.
-        model: The captured graph, at global shapes.
-        mesh: The devices.
-        hardware: The device and its links.
-        kernels: Those of a framework; None for an operation at a time.
-
-    Returns:
-        The estimate.
+    model: the captured graph, at global shapes. kernels: those of a framework; None for an
+    operation at a time.
     """
-    events = tuple(_Streams(mesh, hardware, Ledger(program), kernels).run(program))
+    events = tuple(_Streams(program, mesh, hardware, kernels).run())
     return Estimate(hardware, mesh, events, graph_flops(program, mesh), graph_flops(model, mesh))
 
 
@@ -158,17 +151,19 @@ class _Streams:
     """The clock for the two streams while a program runs."""
 
     def __init__(
-        self, mesh: Mesh, hardware: Hardware, ledger: Ledger, kernels: Kernels | None = None
+        self, program: fx.Graph, mesh: Mesh, hardware: Hardware, kernels: Kernels | None
     ) -> None:
-        self.mesh, self.hardware, self.ledger, self.kernels = mesh, hardware, ledger, kernels
-        self.times: KernelTimes | None = None
+        self.program, self.mesh, self.hardware, self.kernels = program, mesh, hardware, kernels
+        self.ledger = Ledger(program)
+        self.times = None if kernels is None else KernelTimes(program, mesh, hardware, kernels)
         self.now = self.free = 0.0  # the device's time; the time at which the links are free
         self.arrival: dict[fx.Node, float] = {}
 
-    def run(self, program: fx.Graph) -> Iterator[Event]:
-        if self.kernels is not None:
-            self.times = KernelTimes(program, self.mesh, self.hardware, self.kernels)
-        for node in program.nodes:
+    def inner(self, body: fx.Graph) -> _Streams:
+        return _Streams(body, self.mesh, self.hardware, self.kernels)
+
+    def run(self) -> Iterator[Event]:
+        for node in self.program.nodes:
             alive = self.ledger.emit(node)
             if self.times is not None and self.times.is_later(node):
                 continue
@@ -199,17 +194,16 @@ class _Streams:
         alive: int,
         steps: tuple[Step, ...] = (),
     ) -> Event:
-        source, backward = node.meta.get("source"), bool(node.meta.get("backward"))
         return Event(
             name=node.name,
             stream=stream,
             begin=begin,
             seconds=seconds,
             alive=alive,
-            source=source,
-            backward=backward,
+            source=node.meta.get("source"),
+            backward=bool(node.meta.get("backward")),
             steps=steps,
-            module=str(node.meta.get("module") or "").rpartition("/")[2],
+            module=module_path(node),
         )
 
     def seconds(self, node: fx.Node) -> float:
@@ -238,11 +232,11 @@ class _Streams:
             yield self.event(node, EXPOSED, self.now, late, alive)
             self.now += late
 
-    def repeated(self, body: fx.Graph, count: int, begin: float, alive: int) -> Iterator[Event]:
+    def repeated(self, count: int, begin: float, alive: int) -> Iterator[Event]:
         """Yield the events in a body that runs `count` times. alive: bytes outside of it."""
         # A body's inputs are alive outside, where they are counted already.
-        outside = inputs_bytes(body)
-        for event in self.run(body):
+        outside = inputs_bytes(self.program)
+        for event in self.run():
             yield replace(
                 event,
                 begin=begin + event.begin * count,
@@ -253,18 +247,14 @@ class _Streams:
 
     def loop(self, node: fx.Node, call: LoopCall, alive: int) -> Iterator[Event]:
         """Yield a loop's events: an iteration's, and the rows and sums that it writes."""
-        one, count, begin = (
-            _Streams(self.mesh, self.hardware, Ledger(call.graph), self.kernels),
-            call.loop.length,
-            self.now,
-        )
+        one, count, begin = self.inner(call.graph), call.loop.length, self.now
         before = alive - self.ledger.iterations[node]
         if call.held:  # what the first iteration needs has nothing to travel beside
             steps = [x.meta["step"] for x in call.body_results.held]
             late = self.event(node, EXPOSED, self.now, self.transfer(steps), alive)
             yield late
             self.now = begin = self.now + late.seconds
-        yield from one.repeated(call.graph, count, begin, before)
+        yield from one.repeated(count, begin, before)
         self.now += one.now * count
         self.free = max(self.free, begin + one.free * count)
         written = [*call.body_results.stacks, *call.body_results.totals]
@@ -283,9 +273,8 @@ class _Streams:
         # The most activations that the schedule keeps at once.
         kept, seconds = before + call.kept_bytes * call.most_kept, dict.fromkeys("FBW", 0.0)
         for body in call.bodies:
-            one = _Streams(self.mesh, self.hardware, Ledger(body.graph), self.kernels)
-            begin = self.now
-            yield from one.repeated(body.graph, count, begin, kept)
+            one, begin = self.inner(body.graph), self.now
+            yield from one.repeated(count, begin, kept)
             self.now = begin + one.now * count
             seconds[call.kind_of(body)] += one.now
         rounds = call.order.rounds  # whose pieces are taken to be alike

@@ -36,7 +36,6 @@ MAX_WAYS = 6
 
 
 def explain(plan: Plan, name: str, costs: bool, hardware: Hardware) -> str:
-    """Return why a printed line is there; Plan.explain has the arguments."""
     return "\n".join(_Explainer(plan, hardware).lines(name, costs))
 
 
@@ -105,10 +104,14 @@ class _Explainer:
     def _of_step(self, node: fx.Node) -> list[str]:
         """Return the operation that needs a step, the ways there, and the marks behind both."""
         source, end = _source(node), _end(node)
-        steps = [each for each in _path(source, end)]
+        steps, first = [], end
+        while first is not source:
+            steps.insert(0, first)
+            first = first.args[0]
         before, after = source.meta["spec"], end.meta["spec"]
         step: Step = node.meta["step"]
-        lines = [f"%{node.name} moves %{node.args[0]} from [{_spec_before(node)}] to [{step.spec}]"]
+        moved = node.args[0]
+        lines = [f"%{node.name} moves %{moved} from [{moved.meta['spec']}] to [{step.spec}]"]
         needs = list(_needs(end))
         lines += [f"{need.text} needs %{source.name} in [{need.spec}]" for need in needs]
         if len(steps) > 1:
@@ -185,7 +188,6 @@ class _Explainer:
         return lines
 
     def _chain(self, node: fx.Node, axis: str) -> list[str]:
-        """Return an axis's way to a value."""
         value = self.values.get(node.name)
         lines = self.layouts.explain(value) if value is not None else []
         return [line for line in lines if line.startswith(f"{axis}: ")]
@@ -217,20 +219,6 @@ def _end(node: fx.Node) -> fx.Node:
     ) == len(steps):
         node = steps[0]
     return node
-
-
-def _path(source: fx.Node, end: fx.Node) -> list[fx.Node]:
-    """Return the steps from a value to the last one, in order."""
-    path = []
-    while end is not source:
-        path.append(end)
-        end = end.args[0]
-    return path[::-1]
-
-
-def _spec_before(node: fx.Node) -> ShardSpec:
-    """Return the layout that a step's operand has."""
-    return node.args[0].meta["spec"]
 
 
 def _needs(end: fx.Node) -> Iterator[_Need]:

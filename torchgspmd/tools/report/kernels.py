@@ -1,22 +1,59 @@
-"""Kernels: how a framework with fused and quantized operations runs a program.
+"""Kernels: how a framework with fused and quantized operations runs a program, and its seconds.
+
+Elementwise operations and sums of rows of a module that lie between two products are one kernel,
+which reads and writes what passes its border. Attention computes the pairs that a causal mask
+leaves, and an exponential for each: two limits that FlashAttention-3 (arXiv 2407.08608) names.
 
 Sources: TransformerEngine's documentation for the recipes and their passes; DeepEP's README for the
-dispatcher and the share of links. BabelStream's share of an H100's memory is quoted from memory.
+share of links. BabelStream's share of an H100's memory is quoted from memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cached_property
+from operator import getitem
+from typing import Protocol
 
+import torch
 from torch import fx
 
+from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
 from ...comm.kinds import Step, all_to_all
-from ...fx_passes.schedule.arithmetic import step_seconds
+from ...compat.private_apis import OpOverload
+from ...fx_passes.digest import module_path
+from ...fx_passes.schedule.arithmetic import flops, is_view, step_seconds
+from ...fx_passes.schedule.liveness import bytes_of
 from ...layout.mesh import Mesh
+
+aten = torch.ops.aten
+TILE = 128 * 256  # numbers of a result that a multiprocessor computes at once
+# DeepGEMM's README, FP8 on an H800, sums of 1,536, 2,048, 7,168 and 16,384: 990, 1,025, 1,304 and
+# 1,358 of 1,979 TFLOP/s. These two numbers give 985, 1,069, 1,307 and 1,376.
+DEEP, DEPTH = 0.725, 700
+ROWS = 128  # queries and keys of a tile of attention
+# Besides pointwise operations: what a compiler fuses with them.
+FUSED = {
+    aten.sum.dim_IntList,
+    aten.mean.dim,
+    aten.amax.default,
+    aten._softmax.default,
+    aten._log_softmax.default,
+    aten._softmax_backward_data.default,
+    aten._log_softmax_backward_data.default,
+    aten.gather.default,
+    aten.index_select.default,
+    aten.cat.default,
+    aten.clone.default,
+    aten._to_copy.default,
+    aten.full.default,
+    aten.scalar_tensor.default,
+    aten.arange.start_step,
+}
 
 
 @dataclass(frozen=True)
@@ -41,34 +78,12 @@ RECIPES = {
 }
 
 
-@dataclass(frozen=True)
-class Routed:
-    """A dispatcher that sends a token once to each host of its experts, then to each device there.
-
-    chosen: experts of a token. experts: all of them. in_order: a token's experts are neighbours, as
-    a balanced gate for benchmarks chooses them; else they are random. Source: DeepEP.
-    """
-
-    chosen: int
-    experts: int
-    in_order: bool = False
-
-    def reached(self, parts: int) -> float:
-        """Return how many of so many parts of the experts a token is sent to, the own one too."""
-        if self.in_order:
-            return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
-        return parts * (1 - (1 - 1 / parts) ** self.chosen)
+class Dispatcher(Protocol):
+    """A dispatcher of tokens to experts, in place of the plan's exchanges."""
 
     def seconds(self, sent: float, hardware: Hardware, devices: int) -> float:
         """Return the seconds of an exchange without its start; sent: all choices' bytes."""
-        token = sent * devices / (devices - 1) / self.chosen
-        inside, *across = hardware.links
-        found = token * self.reached(devices) * (1 - 1 / devices) / inside.bandwidth
-        hosts = math.ceil(devices / inside.devices)
-        if hosts > 1 and across:
-            crossing = token * self.reached(hosts) * (1 - 1 / hosts)
-            found = max(found, crossing / across[0].bandwidth)
-        return found
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,7 +106,7 @@ class Kernels:
     is_fused: bool = True
     links: float = 0.8
     rings: bool = True
-    routed: Routed | None = None
+    routed: Dispatcher | None = None
     memory: float = 0.92
 
     @property
@@ -99,12 +114,7 @@ class Kernels:
         return RECIPES[self.products]
 
     def is_wide(self, node: fx.Node) -> bool:
-        return any(fnmatch(module_of(node), glob) for glob in self.wide)
-
-
-def module_of(node: fx.Node) -> str:
-    """Return the path of the module whose forward computes a value."""
-    return str(node.meta.get("module") or "").rpartition("/")[2]
+        return any(fnmatch(module_path(node), glob) for glob in self.wide)
 
 
 def exchange_seconds(
@@ -117,3 +127,213 @@ def exchange_seconds(
     start = hardware.transfer_seconds(mesh, first.axes, all_to_all.name, False, 0.0)
     moved = kernels.routed.seconds(sent, hardware, mesh.count(first.axes))
     return start + moved / kernels.links
+
+
+@dataclass
+class KernelTimes:
+    """The seconds of a graph's operations."""
+
+    graph: fx.Graph
+    mesh: Mesh
+    hardware: Hardware
+    kernels: Kernels
+
+    @property
+    def bandwidth(self) -> float:
+        return self.kernels.memory * self.hardware.memory_bandwidth
+
+    def __call__(self, node: fx.Node) -> float:
+        """Return an operation's seconds; a region's are those of its first one."""
+        if node in self.regions:
+            first = self.regions[node][0]
+            return self.region_seconds(self.regions[node]) if node is first else 0.0
+        if is_transparent(node) or node.target is wait:
+            return 0.0
+        count = flops(node, self.mesh)
+        if count and attends(node):
+            return self.kernels.gap + self.attention_seconds(node, count)
+        moved = self.moved(node)
+        if not count:
+            work = moved / self.bandwidth
+            return self.kernels.gap + work if moved else 0.0
+        return self.kernels.gap + self.product_seconds(node, count, moved)
+
+    # ------------------------------------------------------------------------------ regions
+
+    @cached_property
+    def regions(self) -> Mapping[fx.Node, list[fx.Node]]:
+        """Map each fused operation to those of its kernel, in their order."""
+        level: dict[fx.Node, int] = {}
+        found: dict[fx.Node, list[fx.Node]] = {}
+        for node in self.graph.nodes:
+            inputs = node.all_input_nodes
+            # Between operations of one level lies no product: they can run in one kernel.
+            level[node] = max((level[x] + (not self._joins(x)) for x in inputs), default=0)
+            if node.op != "call_function" or not _is_fused(node):
+                continue
+            region = [node]
+            for each in map(base_of, inputs):
+                other = found.get(each)
+                if not self.kernels.is_fused or other is None or other is region:
+                    continue
+                # A framework's kernels are those of a module.
+                if level[each] == level[node] and module_path(each) == module_path(node):
+                    region = sorted({*other, *region}, key=self._place)
+                    found |= dict.fromkeys(region, region)
+            found[node] = region
+        return found
+
+    @cached_property
+    def _places(self) -> dict[fx.Node, int]:
+        return {node: i for i, node in enumerate(self.graph.nodes)}
+
+    def _place(self, node: fx.Node) -> int:
+        return self._places[node]
+
+    def _joins(self, node: fx.Node) -> bool:
+        return node.op != "call_function" or _is_fused(node) or is_transparent(node)
+
+    def region_seconds(self, region: list[fx.Node]) -> float:
+        inside = set(region)
+        read: dict[fx.Node, int] = {}
+        for node in region:
+            for x in node.all_input_nodes:
+                if (base := base_of(x)) not in inside:
+                    read[base] = max(read.get(base, 0), least_bytes(x))
+        written = sum(bytes_of(node) for node in region if not self.stays(node, inside))
+        moved = sum(read.values()) + written
+        return self.kernels.gap + moved / self.bandwidth if moved else 0.0
+
+    def stays(self, node: fx.Node, inside: set[fx.Node]) -> bool:
+        """Return True if nothing outside of a region reads a value of it, views of it included."""
+        return all(
+            self.stays(user, inside) if is_transparent(user) else user in inside
+            for user in node.users
+        )
+
+    # ----------------------------------------------------------------------------- products
+
+    def moved(self, node: fx.Node) -> float:
+        """Return the bytes that an operation reads and writes; a broadcast operand is read once."""
+        results = bytes_of(node) or sum(map(bytes_of, node.users))
+        return results + sum(map(least_bytes, node.all_input_nodes))
+
+    def product_seconds(self, node: fx.Node, count: int, moved: float) -> float:
+        kernels = self.kernels
+        recipe = RECIPES["bf16"] if kernels.is_wide(node) else kernels.recipe
+        narrow = min(recipe.itemsize / 2, 1)
+        operands = sum(map(least_bytes, node.all_input_nodes))
+        moved -= operands * (1 - narrow)
+        if kernels.accumulates and node in self.returned:
+            moved += bytes_of(node)  # the sum is read, too
+        product = count / self.product_rate(node, count, recipe.itemsize)
+        seconds = max(product, moved / self.bandwidth)
+        if not recipe.passes:
+            return seconds
+        for x in node.all_input_nodes:
+            base = base_of(x)
+            # Weights are quantized once a step.
+            if base.op == "placeholder" or base in self.quantized or not bytes_of(base):
+                continue
+            self.quantized.add(base)
+            seconds += kernels.gap + recipe.passes * least_bytes(x) / 2 / self.bandwidth
+        return seconds
+
+    def product_rate(self, node: fx.Node, count: int, itemsize: float) -> float:
+        """Return the operations per second of a product, by the depth of its sums.
+
+        A tile's result costs as much time as DEPTH bytes of its operands' rows.
+        """
+        peak = self.hardware.rate(itemsize)
+        if not (size := bytes_of(node)):  # a ring's
+            return self.hardware.efficiency * peak
+        depth = count * node.meta["dtype"].itemsize / size / 2 * itemsize  # bytes of a row
+        return DEEP * peak / ((1 + DEPTH / depth) * self.waves(node))
+
+    def waves(self, node: fx.Node) -> float:
+        """Return how much longer a product takes as its last wave of tiles is not full.
+
+        Source: NVIDIA's Matrix Multiplication Background User's Guide.
+        """
+        units = self.hardware.units
+        tiles = math.ceil(math.prod(node.meta["shape"]) / TILE)
+        return math.ceil(tiles / units) * units / tiles if tiles > units > 0 else 1.0
+
+    @cached_property
+    def quantized(self) -> set[fx.Node]:
+        return set()
+
+    def attention_seconds(self, node: fx.Node, count: int) -> float:
+        """Return the seconds of attention: its products and its exponentials take turns.
+
+        Half of the pairs are visible under a causal mask.
+        """
+        first = 1 if "backward" in str(node.target) else 0  # behind the result's gradient
+        operands = [each for each in node.args if isinstance(each, fx.Node)]
+        _, keys, values = (each.meta["shape"] for each in operands[first : first + 3])
+        # Two products of the pairs in the forward, three over keys and two over values behind it.
+        depth = 3 * keys[-1] + 2 * values[-1] if first else keys[-1] + values[-1]
+        pairs = count / (2 * depth)
+        # The tiles on the diagonal are computed whole.
+        is_causal = any(each is True for each in node.args)
+        share = 0.5 + min(ROWS / keys[-2], 1) / 2 if is_causal else 1.0
+        speed = self.hardware
+        product = count / (speed.efficiency * speed.rate(2))
+        # In the backward a tile of 128 x 128 reads shared memory for 3,328 cycles where its
+        # products take 2,560, on tensor cores that are twice as fast as Hopper's
+        # (FlashAttention-4, quoted from memory).
+        bound = 1.3 if first and speed.rate(2) > 2 * 989e12 else 1.0
+        return share * (bound * product + pairs / speed.exponentials)
+
+    def is_later(self, node: fx.Node) -> bool:
+        """Return True for a sum of gradients over devices that comes once a step."""
+        return self.kernels.accumulates and node.target in (start, wait) and node in self.returned
+
+    @cached_property
+    def returned(self) -> set[fx.Node]:
+        """Values that are only returned: gradients, and their sums over devices."""
+        found: set[fx.Node] = set()
+        for node in reversed(self.graph.nodes):
+            if node.users and all(
+                user.op == "output" or user in found and _passes_on(user) for user in node.users
+            ):
+                found.add(node)
+        return found
+
+
+def _passes_on(node: fx.Node) -> bool:
+    """Return whether an operation computes nothing: a sum over devices, a view, a cast."""
+    return node.target in (start, wait, aten._to_copy.default) or is_transparent(node)
+
+
+def attends(node: fx.Node) -> bool:
+    """Return True for attention, in a ring too."""
+    return "attention" in str(node.target) and not is_transparent(node)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """Return the value that a view is of."""
+    while is_transparent(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def is_transparent(node: fx.Node) -> bool:
+    """Return True for a view, and for one of several results."""
+    return node.target is getitem or isinstance(node.target, OpOverload) and is_view(node)
+
+
+def least_bytes(node: fx.Node) -> int:
+    """Return the bytes of a value, or of that which it is a view of if these are fewer."""
+    sizes = [bytes_of(node)]
+    while is_transparent(node) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+        sizes.append(bytes_of(node))
+    return min((size for size in sizes if size), default=0)
+
+
+def _is_fused(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and (
+        torch.Tag.pointwise in target.tags or target in FUSED
+    )

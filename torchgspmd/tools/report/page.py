@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.resources import files
-from typing import Any
 
 from torch import Tensor, fx
 
@@ -38,17 +37,12 @@ def page_data(
 ) -> dict[str, object]:
     """Return the data that the page draws: strings, numbers, lists and dictionaries.
 
-    Args:
-        title: The page's title.
-        captured: The program before the passes.
-        sharded: The partitioned graph.
-        program: The one-device program.
-        layouts: The propagated layouts and their reasons.
-        report: The report for some hardware.
+    sharded: the partitioned graph. program: the one-device program.
     """
     times, memory = report.estimate, report.memory
     values = _Values(sharded, layouts)
-    rows = [values.row(node) for node in sharded.nodes if isinstance(_val(node), Tensor)]
+    tensors = [n for n in sharded.nodes if isinstance(n.meta.get("val"), Tensor)]
+    rows = [values.row(node) for node in tensors]
     inputs = zip(sharded.find_nodes(op="placeholder"), captured.inputs)
     return {
         "title": title,
@@ -108,10 +102,6 @@ def page_data(
     }
 
 
-def _val(node: fx.Node) -> object:
-    return node.meta.get("val")
-
-
 class _Values:
     """The rows for values. lines: all reasons, each once. costs: tables, by like operations."""
 
@@ -122,7 +112,7 @@ class _Values:
         self.lines: dict[str, int] = {}
         self.costs: dict[tuple[str, str], str] = {}
 
-    def row(self, node: fx.Node) -> dict[str, Any]:
+    def row(self, node: fx.Node) -> dict[str, object]:
         spec = node.meta.get("spec") or ShardSpec.replicated(node.meta["val"].dim())
         val = node.meta["val"]
         return {

@@ -91,7 +91,6 @@ class WholeTensor:
     tried: TriedMark | None = None
 
     def is_like(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Return whether a parameter or buffer is among these."""
         return self.name == _like(name) and self.shape == shape
 
     @property
@@ -198,40 +197,34 @@ class Report:
                 row.source,
                 row.reason,
             )
-            for row in self.collectives[:ROWS]
+            for row in self.collectives
         ]
         header = ("kind", "axes", "phase", "count", "sent", "time", "source", "layout")
-        return "\n".join(
-            [
-                "communication of a device",
-                table_text(header, rows, "count sent time"),
-                *_rest(self.collectives),
-            ]
-        )
+        return section("communication of a device", header, rows, "count sent time")
 
     def _whole(self) -> str:
         rows = [
             (t.name, f"{t.count} x", str(list(t.shape)), size_text(t.bytes), t.proposal)
-            for t in self.whole[:ROWS]
+            for t in self.whole
         ]
         header = ("name", "count", "shape", "bytes", "a mark that divides it")
-        table = table_text(header, rows, "count bytes")
-        return "\n".join(["whole on every device", table, *_rest(self.whole)])
+        return section("whole on every device", header, rows, "count bytes")
 
     def _unasked(self) -> str:
         rows = [
             (row.op, f"{row.count} x", size_text(row.bytes), row.source, row.why)
-            for row in self.unasked[:ROWS]
+            for row in self.unasked
         ]
         header = ("operation", "count", "bytes", "source", "why")
-        table = table_text(header, rows, "count bytes")
-        return "\n".join(
-            ["gathered or whole, and no mark asks for it", table, *_rest(self.unasked)]
-        )
+        return section("gathered or whole, and no mark asks for it", header, rows, "count bytes")
 
 
-def _rest(rows: Sequence[object]) -> list[str]:
-    return [f"  and {len(rows) - ROWS} more"] if len(rows) > ROWS else []
+def section(
+    title: str, header: Sequence[str], rows: Sequence[Sequence[str]], right: str = ""
+) -> str:
+    """Return a titled table with the first ROWS rows, and the number of the others."""
+    rest = [f"  and {len(rows) - ROWS} more"] if len(rows) > ROWS else []
+    return "\n".join([title, table_text(header, rows[:ROWS], right), *rest])
 
 
 def report(
@@ -241,30 +234,17 @@ def report(
     replicated: Sequence[ReplicatedOp],
     estimate: Estimate,
 ) -> Report:
-    """Return a plan's report.
-
-    Args:
-        captured: The program before the passes.
-        sharded: The partitioned graph.
-        program: The one-device program.
-        replicated: The plan's replicated_ops.
-        estimate: The program's estimate.
-
-    Returns:
-        The report.
-    """
+    """Return a plan's report. program: the one-device program. replicated: the replicated_ops."""
     return Report(
         estimate,
-        _memory_report(captured, sharded, program, estimate),
+        _memory_report(captured, program, estimate),
         _collective_rows(sharded, estimate),
         _whole_tensors(captured, sharded, estimate.mesh),
         _unasked_rows(replicated),
     )
 
 
-def _memory_report(
-    captured: Captured, sharded: fx.Graph, program: fx.Graph, estimate: Estimate
-) -> MemoryReport:
+def _memory_report(captured: Captured, program: fx.Graph, estimate: Estimate) -> MemoryReport:
     placeholders = shard_inputs(program, estimate.mesh)
     parameters = inputs = states = 0
     # Adam has states for trained parameters alone.
@@ -312,10 +292,8 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
     # Scheduling merges messages, but keeps the Step objects.
     before = {id(node.meta["step"]): node.args[0].meta.get("spec") for node in nodes}
     sources = {id(node.meta["step"]): _source(node) for node in nodes}
-    names = {id(node.meta["step"]): node.name for node in nodes}
-    groups: dict[
-        tuple[str, tuple[str, ...], bool, str, str], list[tuple[float, float, str, int]]
-    ] = defaultdict(list)
+    firsts = {id(node.meta["step"]): node.name for node in nodes}
+    groups: dict[tuple[str, tuple[str, ...], bool, str, str], list] = defaultdict(list)
     for event in estimate.events:
         total = sum(step.sent for step in event.steps) or 1.0
         for step in event.steps:
@@ -325,18 +303,12 @@ def _collective_rows(sharded: fx.Graph, estimate: Estimate) -> tuple[CollectiveR
             key = (step.collective, step.axes, event.backward, short_source(source), reason)
             # A fused product's time is the device's, not the links'.
             share = event.seconds * step.sent / total if event.stream != COMPUTE else 0.0
-            name = names.get(id(step), event.name)
+            name = firsts.get(id(step), event.name)
             groups[key].append((step.sent * event.runs, share, name, event.runs))
-    rows = [
-        CollectiveRow(
-            *key,
-            sum(g[3] for g in group),
-            sum(g[0] for g in group),
-            sum(g[1] for g in group),
-            group[0][2],
-        )
-        for key, group in groups.items()
-    ]
+    rows = []
+    for key, group in groups.items():
+        sent, seconds, names, counts = zip(*group)
+        rows.append(CollectiveRow(*key, sum(counts), sum(sent), sum(seconds), names[0]))
     return tuple(sorted(rows, key=lambda row: (-row.seconds, -row.sent_bytes)))
 
 
@@ -355,14 +327,12 @@ def _unasked_rows(replicated: Sequence[ReplicatedOp]) -> tuple[UnaskedRow, ...]:
 
 
 def _source(node: fx.Node) -> str | None:
-    """Return the line for a step between layouts, or for the operation that needs it."""
     while node.meta.get("source") is None and node.users:
         node = next(iter(node.users))
     return node.meta.get("source")
 
 
 def step_text(before: ShardSpec | None, after: ShardSpec) -> str:
-    """Return the layouts before and after a collective."""
     return f"[{before}] -> [{after}]" if before is not None else f"-> [{after}]"
 
 
@@ -373,16 +343,12 @@ def _whole_tensors(captured: Captured, sharded: fx.Graph, mesh: Mesh) -> tuple[W
         whole = not any(node.meta["spec"].dims) and inp.shape
         if inp.kind in (PARAMETER, BUFFER) and whole:
             groups[_like(inp.name), inp.shape].append(math.prod(inp.shape) * inp.dtype.itemsize)
+    axis = max(mesh.axes, key=lambda pair: pair[1])[0]
     tensors = [
-        WholeTensor(name, shape, len(sizes), sum(sizes), _mark(shape, mesh))
+        WholeTensor(name, shape, len(sizes), sum(sizes), mark_largest(shape, axis))
         for (name, shape), sizes in groups.items()
     ]
     return tuple(sorted(tensors, key=lambda tensor: -tensor.bytes))
-
-
-def _mark(shape: tuple[int, ...], mesh: Mesh) -> str:
-    """Return a mark that divides the largest dimension along the largest axis."""
-    return mark_largest(shape, max(mesh.axes, key=lambda pair: pair[1])[0])
 
 
 def mark_largest(shape: tuple[int, ...], axis: str) -> str:

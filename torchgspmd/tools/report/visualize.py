@@ -113,26 +113,23 @@ class Picture:
         return self._text(color=sys.stdout.isatty())
 
     def _text(self, color: bool) -> str:
-        lines = list(self._lines())
+        lines, shown = list(self._lines()), [self.title]
         widths = [max(len(line[i][0]) for line in lines) for i in range(len(lines[-1]))]
-        return "\n".join(
-            [self.title]
-            + [
-                "  ".join(
-                    _terminal(
-                        text.rjust(width) if i else text.ljust(width), block if color else None
-                    )
-                    for i, ((text, block), width) in enumerate(zip(line, widths))
-                ).rstrip()
-                for line in lines
-            ]
-        )
+        for line in lines:
+            cells = []
+            for i, ((text, block), width) in enumerate(zip(line, widths)):
+                cell = text.rjust(width) if i else text.ljust(width)
+                if color and block is not None:
+                    cell = "\x1b[48;2;{};{};{}m\x1b[30m{}\x1b[0m".format(*_rgb(block), cell)
+                cells.append(cell)
+            shown.append("  ".join(cells).rstrip())
+        return "\n".join(shown)
 
     def _repr_html_(self) -> str:
         cells = [
             "".join(
-                f"<td style='padding: 4px 12px; text-align: center; background: {_css(block)}'>"
-                f"{html.escape(text)}</td>"
+                "<td style='padding: 4px 12px; text-align: center; background: "
+                f"{'none' if block is None else f'rgb{_rgb(block)}'}'>{html.escape(text)}</td>"
                 for text, block in line
             )
             for line in self._lines()
@@ -145,17 +142,6 @@ def _rgb(block: int) -> tuple[int, int, int]:
     """Return a light color that differs from the next blocks' colors."""
     # Steps by the golden ratio keep the hues of neighboring blocks apart.
     return tuple(round(255 * c) for c in colorsys.hls_to_rgb(block * 0.618 % 1, 0.8, 0.65))  # type: ignore[return-value]
-
-
-def _terminal(text: str, block: int | None) -> str:
-    if block is None:
-        return text
-    red, green, blue = _rgb(block)
-    return f"\x1b[48;2;{red};{green};{blue}m\x1b[30m{text}\x1b[0m"
-
-
-def _css(block: int | None) -> str:
-    return "none" if block is None else "rgb({}, {}, {})".format(*_rgb(block))
 
 
 def visualize(

@@ -28,13 +28,11 @@ from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
 from ...shard_spec import ShardSpec
 from ..report.kernels import Kernels
-from .expert_stacks import expert_stacks
-from .layers import Layers, Recomputed, noted, output_groups, with_marks
+from .layers import Layers, Recomputed, expert_stacks, noted, output_groups, with_marks
 from .proposal import MODEL, STAGE, Group, Marks, Savings, batch_axes, groups_of
-from .recompute import Way, choose, has_solver
 from .script import ScriptSource, returned
-from .stages import StagedPrograms, with_stage, without_stage
-from .step_numbers import Numbers
+from .staged_programs import StagedPrograms, with_stage, without_stage
+from .step_numbers import Numbers, choose, has_solver
 
 ONE_DEVICE = Mesh(data=1, model=1)
 
@@ -55,7 +53,7 @@ class Judge:
 
     model: nn.Module
     args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    kwargs: dict[str, object]
     hardware: Hardware
     options: Options = Options()
     kernels: Kernels | None = None
@@ -91,7 +89,11 @@ class Judge:
         self.groups = tuple(dict.fromkeys(groups.values()))
         self.stacks = {groups[i.name].pattern: i.shape[0] for i in expert_stacks(programs[-1])}
         counts = [float(graph_flops(program.graph, ONE_DEVICE)) for program in programs]
-        sizes = [_state_bytes(program) for program in programs]
+        parameters = ([i for i in p.inputs if i.kind == PARAMETER] for p in programs)
+        sizes = [
+            float(sum(math.prod(i.shape) * (i.dtype.itemsize + STATES) for i in inputs))
+            for inputs in parameters
+        ]
         # The smallest dtype that products have; its rate is the highest.
         products = [node for node in programs[-1].graph.nodes if flops(node, ONE_DEVICE)]
         dtypes = {t.dtype for node in products for t in tensors_of(node) if t.is_floating_point()}
@@ -117,12 +119,10 @@ class Judge:
         return rows.pop() if len(rows) == 1 and not keywords else 0
 
     def source(self, builder: Callable[[], nn.Module] | None = None) -> ScriptSource:
-        """Return code that makes the model and a batch."""
         program = self.programs((), self.rows)[-1]
         return ScriptSource.of(self.model, self.args, self.kwargs, program, builder)
 
     def arguments(self, rows: int) -> list[Tensor]:
-        """Return a call's tensors, with so many rows."""
         leaves = pytree.tree_leaves((self._args(rows), self.kwargs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor)]
 
@@ -175,7 +175,6 @@ class Judge:
             )
 
     def can_take(self, rows: int) -> bool:
-        """Return whether the model takes a batch with so many rows."""
         try:
             self.programs((), rows)
         except ShardingError:
@@ -261,8 +260,7 @@ class Judge:
                 known[path] = self.numbers(mesh, marks, replace(savings, recomputed=recomputed))
             except ShardingError:  # the model cannot recompute this
                 continue
-        ways = [Way(each.seconds / total, each.memory / total) for each in known.values()]
-        choice = choose(ways, total, limit)
+        choice = choose([*known.values()], total, limit)
         if choice is None:
             return None
         counts = [(path, n) for path, n in zip(known, choice.counts) if path is not None and n]
@@ -305,7 +303,6 @@ class Judge:
             groups = self.stages.groups(program, known)
 
         def mark(inp: Input) -> ShardSpec | None:
-            """Return a parameter's mark; stacked weights have another dimension for stages."""
             group = groups[inp.name]
             spec = marks.spec(group, mesh)
             return spec if len(inp.shape) == len(group.shape) else with_stage(spec, group.shape)
@@ -356,7 +353,6 @@ class Judge:
         return {pattern: str(spec) for pattern, spec in alike.items() if any(spec.dims)}
 
     def in_specs(self, mesh: Mesh, marks: Marks, rows: int) -> list[ShardSpec | None]:
-        """Return the arguments' layouts, with so many rows."""
         tensors = enumerate(self.arguments(rows))
         return [marks.argument_spec(i, tensor.shape, mesh) for i, tensor in tensors]
 
@@ -375,7 +371,6 @@ class Judge:
         return named if self.kwargs else args
 
     def like_arguments(self) -> dict[tuple[int, ...], tuple[int, ...]]:
-        """Return the argument numbers by shape."""
         numbers: dict[tuple[int, ...], tuple[int, ...]] = {}
         for i, tensor in enumerate(self.arguments(self.rows)):
             shape = tuple(tensor.shape)
@@ -383,14 +378,8 @@ class Judge:
         return numbers
 
     def output_groups(self) -> list[tuple[tuple[int, ...], tuple[str, ...]]]:
-        """Return the layer outputs that are marked alike, with their shape."""
         return output_groups(self.programs((), self.rows)[-1], self.layers)
 
     def least_memory(self, mesh: Mesh) -> float:
         """Return a device's bytes at least, for weights that no axis of the batch divides."""
         return self.state_bytes / mesh.count(a for a in (MODEL, STAGE) if a in mesh.names)
-
-
-def _state_bytes(captured: Captured) -> float:
-    inputs = [inp for inp in captured.inputs if inp.kind == PARAMETER]
-    return float(sum(math.prod(inp.shape) * (inp.dtype.itemsize + STATES) for inp in inputs))

@@ -1,4 +1,4 @@
-"""A model's layers in a search: like ones, and those that are recomputed."""
+"""A model's layers in a search: like ones, recomputed ones, and stacks of experts."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from ...capture import Captured
+from ...capture import PARAMETER, Captured, Input
 from ...compat.private_apis import _pytree as pytree
+from ...fx_passes.ir import Rules
 from ...layout.mark import mark_sharding_op
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
@@ -50,7 +50,6 @@ class Layers:
         return max(sizes, default=0) if self.alike else sum(sizes)
 
     def without(self, names: list[str]) -> Layers:
-        """Return the lists without these parameters and buffers."""
         kept = {
             path: layers
             for path, layers in self.lists.items()
@@ -84,7 +83,6 @@ class Layers:
         return parts[0] if len(parts) == 1 else f"[{', '.join(f'*{part}' for part in parts)}]"
 
     def submodules(self) -> list[str]:
-        """Name a layer's parts."""
         layers = next(iter(self.lists.values()), None)
         if layers is None or not self.alike:
             return []
@@ -103,7 +101,6 @@ class Layers:
 
     @contextmanager
     def shortened(self, count: int) -> Generator[None]:
-        """Cut each list to its first layers for the block."""
         saved = [(layers, layers._modules) for layers in self.lists.values()]
         for layers, modules in saved:
             layers._modules = OrderedDict(list(modules.items())[:count])
@@ -121,7 +118,7 @@ class Layers:
             for path, submodule, low, high in self.slices(recomputed)
             for layer in _children(self.lists[path])[low:high]
         ]
-        saved: list[tuple[dict[str, Any], Any]] = []
+        saved: list[tuple[dict[str, object], object]] = []
         # One module may be in several places: it is wrapped once.
         for layer in dict.fromkeys(chosen):
             saved.append((vars(layer), vars(layer).get("forward")))
@@ -147,13 +144,12 @@ def _outermost(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _are_alike(layers: nn.Module) -> bool:
-    children = _children(layers)
-    return len(children) >= MIN_LAYERS and len({_signature(child) for child in children}) == 1
-
-
-def _signature(layer: nn.Module) -> tuple[object, ...]:
     # Values are not compared, since planning reads none.
-    return type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters())
+    kinds = [
+        (type(layer), *((name, tuple(p.shape)) for name, p in layer.named_parameters()))
+        for layer in _children(layers)
+    ]
+    return len(kinds) >= MIN_LAYERS and len({*kinds}) == 1
 
 
 def _children(layers: nn.Module) -> list[nn.Module]:
@@ -182,10 +178,10 @@ def noted(layers: Layers) -> Generator[None]:
             handle.remove()
 
 
-def _note(glob: str) -> Callable[[nn.Module, object, object], Any]:
+def _note(glob: str) -> Callable[[nn.Module, object, object], object]:
     """Return a forward hook that marks as annotate would, if all of it has one shape."""
 
-    def hook(module: nn.Module, args: object, output: object) -> Any:
+    def hook(module: nn.Module, args: object, output: object) -> object:
         floats = [x for x in pytree.tree_leaves(output) if _is_float(x)]
         shapes = {tuple(x.shape) for x in floats}
         if len(shapes) != 1 or len(floats[0].shape) < 2:
@@ -242,3 +238,50 @@ def with_marks(
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].args = (new[value], str(mesh), str(spec))
     return replace(captured, graph=graph)
+
+
+# Stacks of matrices, one for each expert, among a program's parameters.
+
+
+def expert_stacks(captured: Captured) -> list[Input]:
+    """Return the parameters [experts, k, n] whose matrices are multiplied each by its own rows.
+
+    A product may also add up the experts' results. So a parameter as long as a stack, in the same
+    module, is one too.
+    """
+    rules, placeholders = Rules(), captured.graph.find_nodes(op="placeholder")
+    pairs = [
+        (node, inp)
+        for node, inp in zip(placeholders, captured.inputs)
+        if inp.kind == PARAMETER and len(inp.shape) == 3
+    ]
+    places = {_place(inp) for node, inp in pairs if _is_stack(node, 0, rules)}
+    return [inp for _, inp in pairs if _place(inp) in places]
+
+
+def _place(inp: Input) -> tuple[str, int]:
+    return inp.name.rpartition(".")[0], inp.shape[0]
+
+
+def _is_stack(value: fx.Node, dim: int, rules: Rules) -> bool:
+    """Return whether the first product of a value multiplies each part of a dimension by itself."""
+    for user in value.users:
+        if user.op != "call_function":
+            continue
+        op = rules.op(user)
+        at = op.operands.index(value) if value in op.operands else None
+        factors = {*op.rule.operands[at][dim]} if at is not None and op.rule.described else set()
+        found = [
+            (result, d)
+            for result, dims in zip(op.results, op.rule.results)
+            for d, names in enumerate(dims)
+            if result is not None and not factors.isdisjoint(names)
+        ]
+        if op.rule.contraction:
+            # Rows choose its matrices, or the other operand and the result have the dimension too.
+            others = [{f for names in dims for f in names} for dims in op.rule.operands]
+            if factors & op.rule.chosen or found and factors & set.intersection(*others):
+                return True
+        elif len(op.operands) == 1 and any(_is_stack(*place, rules) for place in found):
+            return True
+    return False

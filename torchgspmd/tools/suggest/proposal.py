@@ -138,7 +138,6 @@ class Marks:
         )
 
     def spec(self, group: Group, mesh: Mesh) -> ShardSpec | None:
-        """Return a group's mark on a mesh; None for no mark."""
         dims: list[tuple[str, ...]] = [()] * len(group.shape)
         dim = dict(self.model).get(group.pattern)
         # Marks come from other meshes, too, whose axes may divide where these do not.
@@ -286,7 +285,6 @@ class Proposal:
         return self.source.script(self._wrapping(), self.mesh.size, self.savings.calls)
 
     def _wrapping(self) -> str:
-        """Return the code from the mesh to parallelize."""
         axes = ", ".join(f"{name}={size}" for name, size in self.mesh.axes)
         marks = "".join(f'    "{name}": "{spec}",\n' for name, spec in self.marks.items())
         specs = repr(self.in_specs).replace("'", '"')
@@ -300,7 +298,6 @@ class Proposal:
         )
 
     def _in_stages(self) -> str:
-        """Return the code that puts layers into stages."""
         again = ", recompute=True" * bool(self.savings.recomputed)
         return (
             f'model = gspmd.pipeline_model(model, "{self.staged}", mesh, '

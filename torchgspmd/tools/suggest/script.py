@@ -130,13 +130,16 @@ class CodeNames:
             plain |= {
                 f.name: f.default_factory() for f in fields(value) if callable(f.default_factory)
             }
-            given = {k: v for k, v in given.items() if not _are_equal(v, plain[k])}
+            # Tensors and the like are no defaults.
+            given = {
+                k: v for k, v in given.items() if type(v) is not type(plain[k]) or v != plain[k]
+            }
             return self._call(type(value), [], _without_derived(value, given))
         if isinstance(value, nn.Module):
             return self._module(value)
         raise ValueError(f"no code makes a {type(value).__name__}")
 
-    def _call(self, kind: type, args: Sequence[str], kwargs: Mapping[str, Any]) -> str:
+    def _call(self, kind: type, args: Sequence[str], kwargs: Mapping[str, object]) -> str:
         parts = [*args, *(f"{name}={self.code(value)}" for name, value in kwargs.items())]
         return f"{self.of(kind)}({', '.join(parts)})"
 
@@ -149,7 +152,7 @@ class CodeNames:
             return self._call(
                 type(module), listed if type(module) is nn.Sequential else as_list, {}
             )
-        given, missing = dict[str, Any](), object()
+        given, missing = dict[str, object](), object()
         # Most modules keep their constructor's arguments as attributes with the same names.
         for name, parameter in inspect.signature(type(module)).parameters.items():
             if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -182,8 +185,8 @@ class ScriptSource:
     def of(
         cls,
         model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         captured: Captured,
         builder: Callable[[], nn.Module] | None = None,
     ) -> ScriptSource:
@@ -235,7 +238,6 @@ class ScriptSource:
 
 
 def _is_like(code: str, model: nn.Module) -> bool:
-    """Return whether code makes a model with the same parameters and buffers."""
     classes: dict[str, type] = {type(m).__name__: type(m) for m in model.modules()}
     # Arguments may be objects, too, such as a dataclass with the configuration.
     values = [value for module in model.modules() for value in vars(module).values()]
@@ -295,7 +297,7 @@ def _parts(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
         yield from _parts(part, path + step)
 
 
-def _without_derived(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
+def _without_derived(value: object, given: Mapping[str, object]) -> Mapping[str, object]:
     """Return a dataclass's arguments without those that its constructor computes by itself."""
     for name in given:
         rest = {k: v for k, v in given.items() if k != name}
@@ -303,8 +305,3 @@ def _without_derived(value: Any, given: Mapping[str, Any]) -> Mapping[str, Any]:
             if type(value)(**rest) == value:
                 return _without_derived(value, rest)
     return given
-
-
-def _are_equal(value: object, default: object) -> bool:
-    """Return whether a value is a default; tensors and the like are not."""
-    return type(value) is type(default) and bool(value == default)

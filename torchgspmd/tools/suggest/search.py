@@ -8,40 +8,24 @@ each dimension on MODEL. So are the arguments (image rows, the sequence), the ou
 layers, and matrix stacks (experts) along DATA by themselves. A change stays if it makes the step
 shorter, or a program that needs too much memory smaller. A plan that needs too much memory gathers
 weights again for the backward, then divides the batch, then computes layers again. The best are
-tried in stages (stage_search.py). Propagation and partition decide all else, so few marks say much.
+tried in stages, to which the axes for the batch and for weights give devices. Propagation and
+partition decide all else, so few marks say much.
 """
 
 from __future__ import annotations
 
 import math
-import sys
-import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, cast
 
-import torch
-from torch import nn
-
-from ...comm.hardware import Hardware
-from ...compiler.option_docs import documented
-from ...compiler.options import Options
 from ...errors import ShardingError
-from ...fx_passes.units import parse_size, size_text, time_text
+from ...fx_passes.units import size_text, time_text
 from ...layout.mesh import Mesh
-from ..report.kernels import RECIPES, Kernels
 from . import candidates
 from .judge import Judge
 from .proposal import STAGE, Marks, Proposal, Savings, batch_axes
-from .stage_search import put_into_stages
 from .step_numbers import Numbers
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
-    from ...compiler.option_types import Precision
 
 MIN_GAIN = 0.005  # in time, or in bytes at equal time: a change that brings less is left out
 POOR = 1.1  # times a pass's best time: a slower change is not tried again
@@ -50,107 +34,6 @@ PAST = 2  # meshes one after the other that are hopeless: larger MODEL axes are 
 BEST = 5
 STAGED = 2  # of the best proposals: their layers are put into stages
 FRUGAL = 1.25  # times the best time: among those below, the one that sends least is shown
-TELL = 5.0  # seconds between two lines on the search's progress
-SEARCH, RECHECK = 0.6, 0.8  # when to plan the best again with one layer more, and when to refine
-
-
-@documented("suggest")
-def suggest(
-    model: nn.Module | Callable[[], nn.Module],
-    args: object = (),
-    *,
-    devices: int,
-    hardware: str | Hardware = "h100",
-    memory: str | float | None = None,
-    seconds: float = 60.0,
-    kwargs: dict[str, object] | None = None,
-    precision: str | None = None,
-    **options: Unpack[Precision],
-) -> list[Proposal]:
-    """Search a mesh and marks for a model, and return the best as scripts for torchrun.
-
-    Nothing runs but the planner: model and arguments may be on the meta device. A line on stderr
-    tells the progress every five seconds. The first tensor dimension of every argument is taken for
-    the batch. Where memory asks for it, layers are recomputed, and the batch is divided into
-    microbatches. Adam's states are counted. The script trains the loss that the model returns: a
-    result named loss, or the first scalar. With a loss, layers are tried in stages.
-
-    Args:
-        model: Its own marks do not count. Or a function that makes it, which the script imports; it
-            is called on the meta device.
-        args: A call's positional arguments, for the global batch; a tuple, or the only one.
-        devices: How many.
-        hardware: A preset, or a Hardware.
-        memory: Bytes on a device that may be used, such as "80GB"; by default all it has.
-        seconds: Time for the search; it returns the best by then.
-        kwargs: A call's keyword arguments.
-        precision: "bf16", "fp8", "mxfp8" or "nvfp4": the times are those of a framework's fused
-            kernels with products in this format, which the script itself does not use. By default
-            each operation of PyTorch is a kernel.
-        {options}
-
-    Returns:
-        At most five proposals, the fastest first; those that need too much memory last, and say so.
-        One of them sends least among all that are little slower than the best.
-
-    Raises:
-        ShardingError: The model cannot be captured, `memory` is no size, or there is no such
-            precision.
-
-    Example:
-        >>> model = torch.nn.Linear(64, 64, device="meta")
-        >>> x = torch.empty(65536, 64, device="meta")
-        >>> print(suggest(model, (x,), devices=2, seconds=5)[0].code)
-        mesh = gspmd.Mesh(data=2, model=1)
-        model = gspmd.parallelize(model, mesh, in_specs=("data _",), out_specs="same")
-    """
-    begin = time.monotonic()
-    chosen = Options.read("suggest", options)
-    args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
-    builder = None
-    if not isinstance(model, nn.Module):
-        builder = model
-        with torch.device("meta"):
-            model = builder()
-    speed, search = Hardware.of(hardware), cast("Search | None", None)
-    limit = speed.memory if memory is None else parse_size(memory)
-    if limit is None:
-        raise ShardingError.here(f"memory {memory!r} is no size", fix='write "80GB" or 80e9')
-    if precision is not None and precision not in RECIPES:
-        raise ShardingError.here(
-            f"there is no precision {precision!r}", fix=f"take one of {', '.join(RECIPES)}"
-        )
-    kernels = Kernels(precision) if precision else None
-    deadline, recheck, end = (begin + share * seconds for share in (SEARCH, RECHECK, 1.0))
-
-    def line() -> str:
-        done = search.progress() if search else "the model is captured"
-        return f"torchgspmd: suggest: {time.monotonic() - begin:.0f} s, {done}"
-
-    with told_again_and_again(line):
-        judge = Judge(model, args, kwargs or {}, speed, chosen, kernels)
-        search = Search(judge, limit, deadline, recheck, end)
-        search.run(list(candidates.meshes(devices, judge.stacks.values())))
-        counts, source = dict(judge.counts), judge.source(builder)
-        return [replace(each, counts=counts, source=source) for each in search.best()]
-
-
-@contextmanager
-def told_again_and_again(line: Callable[[], str]) -> Generator[None]:
-    """Print a line on stderr every few seconds, from another thread, until the block ends."""
-    is_over = threading.Event()
-
-    def tell() -> None:
-        while not is_over.wait(TELL):
-            print(line(), file=sys.stderr, flush=True)
-
-    thread = threading.Thread(target=tell, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @dataclass
@@ -169,7 +52,6 @@ class Search:
     leader: Proposal | None = None  # the best up to now
 
     def progress(self) -> str:
-        """Return the number of plans up to now, and the best of them."""
         plans = f"{self.judge.counts['plans']} plans"
         if (best := self.leader) is None:
             return plans
@@ -195,7 +77,7 @@ class Search:
                 if not self.tried or time.monotonic() < self.recheck:
                     self.tried[key] = self._plan(*key)
         self.deadline = (time.monotonic() + self.end) / 2
-        put_into_stages(self, self._best_keys()[:STAGED])
+        self._put_into_stages(self._best_keys()[:STAGED])
         self.deadline = self.end
         self._refine()
         self._enlarge()
@@ -219,7 +101,6 @@ class Search:
         return self._fits()
 
     def is_divisible(self, mesh: Mesh, count: int) -> bool:
-        """Return whether the batch's axes divide a microbatch's rows."""
         return self.judge.rows // count % mesh.count(batch_axes(mesh)) == 0
 
     def _search(self, meshes: Sequence[Mesh]) -> None:
@@ -268,7 +149,6 @@ class Search:
             self._improve(key, replace(proposal, recompute_bound=solved[1]))
 
     def _improve(self, key: tuple[Mesh, Marks, int], other: Proposal) -> None:
-        """Take another proposal in place of one, if it is better."""
         if self.order(other) <= self.order(self.tried[key]):
             self.tried[key] = other
 
@@ -335,12 +215,49 @@ class Search:
                 poor |= {number for number, each in steps.items() if each > POOR * step}
         return best
 
+    # ------------------------------------------------------------------------------------- stages
+
+    def _put_into_stages(self, keys: Sequence[tuple[Mesh, Marks, int]]) -> None:
+        """Try stages with the meshes and marks of these proposals, with ZeRO and without."""
+        if self.judge.has_loss and self.judge.stages.may_exist:
+            for mesh, marks, _ in keys:
+                for zero in dict.fromkeys([False, marks.zero]):
+                    self._try_stages(mesh, replace(marks, zero=zero, outputs=()))
+
+    def _try_stages(self, mesh: Mesh, marks: Marks) -> None:
+        """Try few stages and then more, until a step gets longer."""
+        best = math.inf
+        for staged in candidates.staged(mesh, self.judge.layers.length):
+            if not marks.zero and self.judge.least_memory(staged) > self.limit:
+                continue
+            found = min(self._staged(staged, marks.on(staged)), default=None)
+            if self.is_over() or found is None or found[1] > best:
+                return
+            best = math.inf if found[0] else found[1]
+
+    def _staged(self, mesh: Mesh, marks: Marks) -> Iterator[tuple[float, float]]:
+        """Try numbers of microbatches on a mesh with stages; yield each proposal's sort key."""
+        every = (("", self.judge.layers.length),)
+        for count in candidates.of_stages(mesh, self.judge.rows):
+            # The layers are computed again if nothing fits otherwise.
+            for recomputed in ((), every) if self.is_divisible(mesh, count) else ():
+                if self.is_over():
+                    return
+                try:
+                    proposal = self._planned(mesh, marks, Savings("auto", recomputed, count))
+                except ShardingError:  # these layers cannot be stages
+                    return
+                self.tried[mesh, marks, count] = proposal
+                yield self.order(proposal)
+                if proposal.memory <= self.limit:
+                    break
+
+    # -------------------------------------------------------------------------------- proposals
+
     def score(self, mesh: Mesh, marks: Marks) -> tuple[float, float]:
-        """Return the sort key: bytes above the limit first, then seconds."""
         return self.order(self.propose(mesh, marks))
 
     def order(self, proposal: Proposal) -> tuple[float, float]:
-        """Return a proposal's sort key."""
         return max(proposal.memory - self.limit, 0.0), proposal.seconds
 
     def propose(self, mesh: Mesh, marks: Marks) -> Proposal:
@@ -412,9 +329,9 @@ class Search:
     def _proposal(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         """Return a proposal, its microbatches in one call or in several, whichever is better."""
         ways = dict.fromkeys([savings, replace(savings, in_calls=savings.microbatches > 1)])
-        return min((self.planned(mesh, marks, way) for way in ways), key=self.order)
+        return min((self._planned(mesh, marks, way) for way in ways), key=self.order)
 
-    def planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
+    def _planned(self, mesh: Mesh, marks: Marks, savings: Savings) -> Proposal:
         """Return the proposal for marks on a mesh that saves memory so."""
         judge, speed = self.judge, self.judge.hardware
         numbers, flops = judge.numbers(mesh, marks, savings), judge.flops / mesh.size
