@@ -22,26 +22,18 @@ from ..errors import ShardingError, did_you_mean
 from ..rules import natively
 from .boundary import partition_program, propagate_program
 from .lower.convert_boundary import convert_inputs, convert_outputs
-from .lower.elide_copies import elide_copies
-from .lower.fold_views import fold_views
-from .lower.functional_reductions import functional_reductions
-from .lower.gloo_all_to_all import gloo_all_to_all
-from .lower.host_levels import host_levels
-from .lower.index_rows import index_rows
+from .lower.inductor_rewrites import functional_reductions, separate_sums
 from .lower.insert_rank_check import insert_rank_check
-from .lower.interleave_rows import interleave_rows
-from .lower.lower_collectives import lower_collectives
+from .lower.local_rewrites import elide_copies, fold_views, index_rows, nll_backward
+from .lower.lower_collectives import gloo_all_to_all, host_levels, lower_collectives, wire_dtypes
 from .lower.lower_einsum import lower_einsum
-from .lower.nll_backward import nll_backward
-from .lower.reduce_in_bucket import reduce_in_bucket
+from .lower.reduce_in_bucket import interleave_rows, reduce_in_bucket
 from .lower.reuse_buffers import changed_inputs, reuse_memory
-from .lower.separate_sums import separate_sums
 from .lower.torch_bindings import torch_bindings
-from .lower.verify_owned import verify_owned
-from .lower.wire_dtypes import wire_dtypes
+from .lower.verify_in_flight import verify_owned
 from .pass_runner import run_steps
 from .pass_types import Alternatives, Pass, Step, feature_pass, rows_of, with_row, without_rows
-from .program import Program, Rank, Request
+from .program import Program, Rank, Request, RunnablePlan
 from .program_passes import (
     bucket,
     fits_device,
@@ -66,10 +58,9 @@ from .program_passes import (
     store_parts,
     work,
 )
-from .runnable_plan import RunnablePlan
+from .schedule.bucket import start_wait
 from .schedule.collective_matmul import collective_matmul
 from .schedule.recompute import recompute
-from .schedule.start_wait import start_wait
 from .stages import (
     ANNOTATED,
     CAPTURED,

@@ -20,15 +20,14 @@ from .expand import store_parts as storage
 from .expand.undivided import Work
 from .ir import runs
 from .localize.localize_graph import localize_graph
-from .lower.split_joint import split_joint as split_graph
-from .partition import regather_weights as weights
-from .partition.hierarchical_sums import hierarchical_sums as hierarchical_sums_of_graph
+from .lower.convert_boundary import split_joint as split_graph
+from .partition import insert_collectives as weights
+from .partition.insert_collectives import hierarchical_sums as hierarchical_sums_of_graph
 from .partition.insert_collectives import inserted
 from .program import Program
 from .replication_report import data_axes
 from .schedule.bucket import bucket as bucket_graph
-from .schedule.liveness import peak
-from .schedule.memory_budget import budget_of
+from .schedule.liveness import budget_of, peak
 from .schedule.overlap import overlap as overlap_graph
 
 

@@ -14,8 +14,7 @@ from torch import fx
 from ...shard_spec import Axes
 from ..ir import Op
 from .local_search import LocalSearch, Move
-from .pieces import divides_all, pieces
-from .regions import Body, bodies, threads
+from .regions import Body, bodies, divides_all, pieces, threads
 
 
 class FactorMove(Move):

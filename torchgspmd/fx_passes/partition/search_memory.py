@@ -12,10 +12,9 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import values
 from ..propagate.factors import Crowded, crowded
 from .assignment import Assignment
-from .cost_constants import CostConstants
+from .cost_constants import CostConstants, no_counts
 from .neighborhood import Interner, Strategy
 from .reshard import PricedResharder, Resharder
-from .search_counts import no_counts
 from .strategies import Strategies, marked
 
 

@@ -1,13 +1,4 @@
-"""Keep a product at its place, in front of a sum that Inductor would merge it with.
-
-before   %p = mm(%a, %b);  %w = wait_tensor(%r);  %s = add(%p, %y)
-after    %p = mm(%a, %b);  %w = wait_tensor(%r);  %n = neg(%p);  %s = sub(%y, %n)
-needs    one rank's program
-ensures  no sum has an operand that was computed on the other side of a start or wait
-
-Inductor merges a product and a sum into addmm, at the sum's place. Then a product that hides a
-message no longer does. `y - (-p)` has the bits of `y + p`, and no Inductor pattern takes it.
-"""
+"""Rewrites of one rank's program for Inductor."""
 
 from __future__ import annotations
 
@@ -19,8 +10,30 @@ from ...comm.kinds import WIRE_OPS
 from ...compat.operators import aten, c10d
 
 
+def functional_reductions(graph: fx.Graph) -> fx.Graph:
+    """Replace in-place reductions, which Inductor does not functionalize.
+
+    before   %r = all_reduce_(%x, sum, g)
+    after    %r = all_reduce(%x, sum, g)
+    needs    one rank's program
+    """
+    for node in graph.nodes:
+        if node.target in WIRE_OPS and (op := WIRE_OPS[node.target].functional):
+            node.target = op
+    return graph
+
+
 def separate_sums(graph: fx.Graph) -> fx.Graph:
-    """Rewrite the graph in place and return it."""
+    """Keep a product at its place, in front of a sum that Inductor would merge it with.
+
+    before   %p = mm(%a, %b);  %w = wait_tensor(%r);  %s = add(%p, %y)
+    after    %p = mm(%a, %b);  %w = wait_tensor(%r);  %n = neg(%p);  %s = sub(%y, %n)
+    needs    one rank's program
+    ensures  no sum has an operand that was computed on the other side of a start or wait
+
+    Inductor merges a product and a sum into addmm, at the sum's place. Then a product that hides a
+    message no longer does. `y - (-p)` has the bits of `y + p`, and no Inductor pattern takes it.
+    """
     order = {node: i for i, node in enumerate(graph.nodes)}
     messages = [order[n] for n in order if n.target in WIRE_OPS or n.target is _WAIT]
     for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
