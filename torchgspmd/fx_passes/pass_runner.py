@@ -35,7 +35,7 @@ from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
 
 
 def dump_level() -> int:
-    """Return what TORCHGSPMD_DUMP prints on standard error; 0 without it.
+    """Return the level in TORCHGSPMD_DUMP, 0 without one: prints on standard error.
 
     1: the final graph. 2: the changes of every pass, too. 3: why each value has its layout, too.
     """

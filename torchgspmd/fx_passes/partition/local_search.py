@@ -18,9 +18,8 @@ from torch import fx
 
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
-from .assignment import Assignment
+from .assignment import Assignment, Neighborhood, Strategy
 from .cost_model import CostModel
-from .neighborhood import Neighborhood, Strategy
 from .regions import Body, Region
 from .search_memory import Excess, SearchMemory
 
@@ -126,7 +125,7 @@ class LocalSearch:
         """Search with another bonus for pending sums; regions change in `rounds` rounds at most."""
         self.costs = replace(self.costs, pending_bonus=pending_bonus)
         # Costs differ from those of the last phase, so each choice may change.
-        self.assignment.worklist.update(self.assignment.ops)
+        self.assignment.wait(self.assignment.ops)
         self.assignment.new_version()
         self._run_sweeps()
         for _ in range(self.constants.max_region_rounds if rounds is None else rounds):

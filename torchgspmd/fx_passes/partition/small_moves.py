@@ -61,7 +61,7 @@ class MessageMove(Move):
         """Visit each operation next to a message, then each island; return whether any changed."""
         at, near = self.assignment, self._near_messages()
         # Their neighborhoods are as before; the price of a message is new.
-        at.worklist.update(op.node for op in near)
+        at.wait(op.node for op in near)
         changed = [self.search.choose(op) for op in near]
         for op in near:
             if (island := self._island(op)) is not None:
