@@ -1,4 +1,4 @@
-"""The passes. Each is one function in one file; pipeline.py has their order."""
+"""The passes. Each is one function; pipeline.py has their order."""
 
 from .expand.decompose_ops import decompose_ops
 from .ir import Rules

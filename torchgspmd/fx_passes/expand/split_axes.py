@@ -20,10 +20,24 @@ from torch import fx
 from ...comm.kinds import Step
 from ...layout.mesh import Mesh
 from ..ir import Op, Rules
+from ..program import Program
 from ..propagate.layouts import Layouts
 
 
-def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
+def split_axes(p: Program) -> fx.Graph | None:
+    """Continue with a mesh whose axes are split, where an operation can use only a part."""
+    splits = _required_splits(p.graph, p.layouts, p.rules)
+    if not splits:
+        return None
+    mesh = p.mesh = p.mesh.split(splits)
+    # Requirements name axes as the user wrote them, which the finer mesh lacks.
+    p.inputs, p.results = (
+        [spec and spec.map_axes(mesh.refine) for spec in specs] for specs in (p.inputs, p.results)
+    )
+    return p.graph
+
+
+def _required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
     """Return the axes to split, with their part sizes.
 
     Such an axis does not divide a factor, though a part would.
@@ -94,9 +108,12 @@ def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     return [(axis, count // part)]
 
 
-def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Give a graph's axes on a split mesh their own names, where all parts stand together."""
-    for node in graph.nodes if mesh != mesh.unsplit() else ():
+def merge_axes(p: Program) -> fx.Graph | None:
+    """Go back to the request's mesh: axes have their own names where all parts stand together."""
+    mesh, p.mesh = p.mesh, p.request.mesh
+    if mesh == p.mesh:
+        return None
+    for node in p.graph.nodes:
         meta = node.meta
         for key in ("spec", "mark"):
             if key in meta:
@@ -111,7 +128,7 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
         if "step" in meta:
             meta["step"] = _merge_step(meta["step"], mesh)
             node.args = (node.args[0], *meta["step"].args)
-    return graph
+    return p.graph
 
 
 def _merge_step(step: Step, mesh: Mesh) -> Step:

@@ -42,9 +42,9 @@ class Frontier:
     places: frozenset[Place]
 
 
-def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:
-    """Rewrite the graph in place; return whether anything changed."""
-    return _Splitter(graph, layouts, rules).run()
+def split_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> fx.Graph | None:
+    """Rewrite the graph in place and return it; None if nothing changed."""
+    return graph if _Splitter(graph, layouts, rules).run() else None
 
 
 def splits_products(graph: fx.Graph, layouts: Layouts, rules: Rules) -> bool:

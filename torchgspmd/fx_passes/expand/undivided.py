@@ -16,10 +16,12 @@ from functools import cached_property
 
 from torch import fx
 
+from ...capture import ARGUMENT, MUTATION, TANGENT
 from ...rules.notation import Dims
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules
 from ..partition.regions import UnionFind
+from ..program import Program
 from ..propagate.factors import project
 from ..propagate.layouts import Layouts
 from ..schedule.arithmetic import flops
@@ -152,3 +154,12 @@ class Work:
         weights = {factors.find(end) for end, is_batch in ends.items() if not is_batch}
         batch = {factors.find(end) for end, is_batch in ends.items() if is_batch}
         return factors, batch - weights, weights
+
+
+def work_of(p: Program) -> Work:
+    """Return who has the work in a propagated program."""
+    captured = p.captured
+    kept = {out.input for out in captured.outputs if out.kind == MUTATION}  # as weights are
+    pairs = enumerate(zip(p.placeholders, captured.inputs))
+    batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
+    return Work(p.graph, p.layouts, p.rules, batch)

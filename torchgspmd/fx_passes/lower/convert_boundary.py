@@ -9,13 +9,14 @@ ensures  inputs and outputs are as DTensors store them; gradients have the param
 
 from __future__ import annotations
 
+import copy
 import operator
 from functools import partial
 from operator import getitem
 
 from torch import Tensor, fx
 
-from ...capture import ARGUMENT, GRADIENT, TANGENT
+from ...capture import ARGUMENT, GRADIENT, OBSERVED, TANGENT
 from ...comm.local_ops import cut_shard, pad_rows
 from ...comm.loop_call import LoopCall
 from ...compat.fx_nodes import copy_node, drop_unused, viewed_operands
@@ -33,6 +34,19 @@ from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from ..localize.sizes_in_a_run import RunSizes, needs_number
 from ..program import Program
+
+
+def split_halves(p: Program) -> fx.Graph:
+    """Return the forward's graph; the backward becomes a program of its own."""
+    kinds = [out.kind for out in p.captured.outputs]
+    forward, backward = split_joint(
+        p.graph,
+        sum(inp.kind == TANGENT for inp in p.captured.inputs),
+        kinds.count(GRADIENT) + kinds.count(OBSERVED),
+    )
+    p.backward = copy.copy(p)
+    p.backward.graph = backward
+    return forward
 
 
 def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Graph, fx.Graph]:

@@ -28,11 +28,26 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
+from ...capture import MUTATION
 from ...comm.collective import start, wait
 from ...comm.loop_call import loop_calls
-from .liveness import Ledger, peak
+from ..program import Program
+from .liveness import Ledger, budget_of, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
+
+
+def overlap_program(p: Program) -> fx.Graph:
+    """Move starts up and waits down, for the reasons that are not skipped."""
+    skip, returned = p.request.skip_passes, p.graph.output_node().args[0]
+    kinds = [out.kind for out in p.captured.outputs]
+    return overlap(
+        p.graph,
+        early="overlap" not in skip,
+        prefetch="prefetch" not in skip,
+        most=max(budget_of(p) - peak(p.graph), 0) if p.request.has_budget else None,
+        updates={v for v, kind in zip(returned, kinds) if kind == MUTATION},
+    )
 
 
 def overlap(
