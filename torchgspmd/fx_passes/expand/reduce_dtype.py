@@ -48,7 +48,8 @@ def reduce_dtype(p: Program) -> fx.Graph | None:
     chain = _chain(graph, frozenset(gradients), dtype, p.rules)
     # In program order: a value is retyped after its operands, from which its dtype follows.
     for value in [node for node in graph.nodes if node in chain]:
-        before, others = _dtype(value), _other_users(value, chain)
+        before = _dtype(value)
+        others = [u for u in value.users if u.op != "output" and not _continues(value, u, chain)]
         wide = _retype(value, chain[value], dtype)
         changed |= wide is not value or _dtype(wide) != before
         if others and _dtype(wide) != before:
@@ -64,11 +65,6 @@ def reduce_dtype(p: Program) -> fx.Graph | None:
                 casts[key] = results[i] = casts.get(key) or _cast(results[i], target, op)
     output.args = (tuple(results),)
     return graph if changed or casts else None
-
-
-def _other_users(value: fx.Node, chain: Chain) -> list[fx.Node]:
-    """Return the operations outside a chain that use one of its values."""
-    return [u for u in value.users if u.op != "output" and not _continues(value, u, chain)]
 
 
 def _is_computed(value: object) -> bool:

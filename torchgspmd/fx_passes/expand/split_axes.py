@@ -17,8 +17,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from ...comm.kinds import Step
-from ...layout.mesh import Mesh
 from ..ir import Op, Rules
 from ..program import Program
 from ..propagate.layouts import Layouts
@@ -126,15 +124,12 @@ def merge_axes(p: Program) -> fx.Graph | None:
                 factor: mesh.merge(axes) for factor, axes in meta["assignment"].items()
             }
         if "step" in meta:
-            meta["step"] = _merge_step(meta["step"], mesh)
+            step = meta["step"]
+            meta["step"] = replace(
+                step,
+                args=step.target.rename(step.args, step.axes, mesh.merge),
+                spec=step.spec.map_axes(mesh.merge),
+                axes=mesh.merge(step.axes),
+            )
             node.args = (node.args[0], *meta["step"].args)
     return p.graph
-
-
-def _merge_step(step: Step, mesh: Mesh) -> Step:
-    return replace(
-        step,
-        args=step.target.rename(step.args, step.axes, mesh.merge),
-        spec=step.spec.map_axes(mesh.merge),
-        axes=mesh.merge(step.axes),
-    )

@@ -30,8 +30,7 @@ from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, is_operation, operands_of, other_shapes, planned_shape, tensors_of
 from ..partition.verify_partition import check_open_sizes
 from ..program import Program
-from .infer_shapes import infer_shapes
-from .memory_order import is_packed_result, restored
+from .infer_shapes import infer_shapes, is_packed_result, restored
 from .op_emitter import emit
 from .sizes_in_a_run import LocalSizes, RunSizes, local_shape, needs_number
 from .step_emitter import StepEmitter

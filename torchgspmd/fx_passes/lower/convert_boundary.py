@@ -73,7 +73,10 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
             backward_nodes.add(node)
     # An output is returned before any backward runs, whatever its mark says.
     _move_to_forward(outputs, backward_nodes)
-    _move_results(graph, backward_nodes)
+    for node in graph.nodes:
+        # A tuple cannot be saved, only the tensors in it.
+        if node.target is getitem and node.args[0] not in backward_nodes:
+            backward_nodes.discard(node)
     saved = _saved_values(graph, backward_nodes, grads)
     forward, backward = fx.Graph(), fx.Graph()
     in_forward: dict[fx.Node, fx.Node] = {}
@@ -112,14 +115,6 @@ def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
         stack.extend(
             n for n in node.all_input_nodes if n in backward_nodes and n.op == "call_function"
         )
-
-
-def _move_results(graph: fx.Graph, backward_nodes: set[fx.Node]) -> None:
-    """Remove results of forward operations, which are saved one by one."""
-    for node in graph.nodes:
-        # A tuple cannot be saved, only the tensors in it.
-        if node.target is getitem and node.args[0] not in backward_nodes:
-            backward_nodes.discard(node)
 
 
 def _saved_values(graph: fx.Graph, backward_nodes: set[fx.Node], grads: tuple) -> list[fx.Node]:

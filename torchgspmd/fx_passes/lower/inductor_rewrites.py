@@ -44,18 +44,13 @@ def separate_sums(graph: fx.Graph) -> fx.Graph:
         own = [x for x in operands if len(x.users) == 1 and x.op == "call_function"]
         far = [x for x in own if bisect(messages, order[x]) < bisect(messages, order[node])]
         if far and node.meta["dtype"].is_floating_point:
-            _subtract_negated(graph, node, far[0])
+            # Both operands may be the term: x + x has no other one.
+            other = next((x for x in operands if x is not far[0]), far[0])
+            with graph.inserting_before(node):
+                negated = graph.call_function(aten.neg.default, (far[0],))
+            negated.meta = dict(far[0].meta)
+            node.target, node.args = aten.sub.Tensor, (other, negated)
     return graph
-
-
-def _subtract_negated(graph: fx.Graph, node: fx.Node, term: fx.Node) -> None:
-    """Write the sum `node` as a difference from the negated term."""
-    # Both operands may be the term: x + x has no other one.
-    other = next((x for x in node.args if x is not term), term)
-    with graph.inserting_before(node):
-        negated = graph.call_function(aten.neg.default, (term,))
-    negated.meta = dict(term.meta)
-    node.target, node.args = aten.sub.Tensor, (other, negated)
 
 
 _WAIT = c10d.wait_tensor.default

@@ -122,17 +122,16 @@ def gloo_all_to_all(graph: fx.Graph, groups: ProcessGroups) -> fx.Graph:
     for node in graph.nodes:
         wire = WIRE_OPS.get(node.target)
         if wire is not None and wire.over_gloo is not None:
-            is_unsupported = wire.reduces and _is_unsupported(node)
+            # Neither gloo nor NCCL has these reductions.
+            is_unsupported = wire.reduces and (
+                (dtype := node.meta["dtype"]) in CARRIERS
+                or dtype.is_complex
+                and node.args[1] != "sum"
+            )
             if groups.is_gloo or is_unsupported:
                 limits = ACROSS if crosses_hosts(groups, node.args[-1]) else WITHIN
                 wire.over_gloo(GlooRewriter(graph, node, groups, limits, is_unsupported))
     return graph
-
-
-def _is_unsupported(reduction: fx.Node) -> bool:
-    """Return True if neither gloo nor NCCL has this reduction for the node's dtype."""
-    dtype = reduction.meta["dtype"]
-    return dtype in CARRIERS or dtype.is_complex and reduction.args[1] != "sum"
 
 
 # Bytes of the payload. A further exchange inside a host takes 0.3 ms, as long as these bytes take

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import fx
@@ -313,7 +313,12 @@ class Move:
         if best is not None:
             self.assignment.assign(op, best)
 
-    def propose_forwards(self, region: Region) -> bool:
+    def try_like_ends(self, region: Region, *ends: str) -> bool:
+        """Lay out a region like its operand ("in"), or as its result is required ("out")."""
+        propose = {"in": self._propose_forwards, "out": self._propose_backwards}
+        return any(self.try_proposal(region, end, partial(propose[end], region)) for end in ends)
+
+    def _propose_forwards(self, region: Region) -> bool:
         """Choose strategies from the first operation to the last; each follows the one before."""
         for op in region.ops:
             neighborhood = self.assignment.neighborhood(op)
@@ -324,7 +329,7 @@ class Move:
             self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
         return True
 
-    def propose_backwards(self, region: Region) -> bool:
+    def _propose_backwards(self, region: Region) -> bool:
         """Choose strategies from the last operation to the first; each serves the one after."""
         for op in reversed(region.ops):
             neighborhood = self.assignment.neighborhood(op)

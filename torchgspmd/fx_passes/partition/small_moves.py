@@ -65,14 +65,8 @@ class MessageMove(Move):
         changed = [self.search.choose(op) for op in near]
         for op in near:
             if (island := self._island(op)) is not None:
-                changed.append(self._improve_island(island))
+                changed.append(self.try_like_ends(island, "out", "in"))
         return any(changed)
-
-    def _improve_island(self, island: Region) -> bool:
-        """Lay out an island as its result is required, or like its operands."""
-        return self.try_proposal(
-            island, "out", lambda: self.propose_backwards(island)
-        ) or self.try_proposal(island, "in", lambda: self.propose_forwards(island))
 
     def _near_messages(self) -> list[Op]:
         """Return the operations that produce or take sent values, in program order."""
@@ -196,18 +190,9 @@ class ChainMove(Move):
 
     def improve(self) -> bool:
         """Try every chain and contraction once; return whether any changed."""
-        changed = [*map(self._improve_chain, self.chains)]
-        return any([*changed, *map(self._improve_source, self.sources)])
-
-    def _improve_chain(self, chain: Region) -> bool:
-        """Lay out a chain like its operand, or as its result is required."""
-        return self.try_proposal(
-            chain, "in", lambda: self.propose_forwards(chain)
-        ) or self.try_proposal(chain, "out", lambda: self.propose_backwards(chain))
-
-    def _improve_source(self, source: Region) -> bool:
-        """Compute a contraction as it costs least by itself; the chain behind it follows."""
-        return self.try_proposal(source, "in", lambda: self.propose_forwards(source))
+        changed = [self.try_like_ends(chain, "in", "out") for chain in self.chains]
+        # A contraction as it costs least by itself; the chain behind it follows.
+        return any([*changed, *(self.try_like_ends(source, "in") for source in self.sources)])
 
 
 # Where sums are reduced: several summands share one reduction, or each is reduced at once.

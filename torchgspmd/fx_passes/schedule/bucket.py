@@ -126,7 +126,10 @@ def bucket(graph: fx.Graph, mesh: Mesh, hardware: Hardware, halves: bool) -> fx.
     reductions = [node for node in keys if node.target.reduces]
     # First: a sum in front of its division can share a bucket with the divisor's.
     _reduce_before_division(reductions, keys)
-    _move_reductions_up(reductions)
+    # Up to the operand, from the first use (for gradients, the end).
+    for node in reductions:
+        if node.args[0].op == "call_function":
+            node.args[0].append(node)
     _move_tails_down(graph, reductions)
     caps = _caps(keys, mesh, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -213,13 +216,6 @@ def _reduce_before_division(reductions: list[fx.Node], keys: Keys) -> None:
             divided.prepend(node)
             node.meta.pop("captured", None)  # it has the sum of the terms now
             divided.meta["spec"] = node.meta["spec"]
-
-
-def _move_reductions_up(reductions: list[fx.Node]) -> None:
-    """Move every reduction up to its operand, from its first use (for gradients, the end)."""
-    for node in reductions:
-        if node.args[0].op == "call_function":
-            node.args[0].append(node)
 
 
 def _move_tails_down(graph: fx.Graph, reductions: list[fx.Node]) -> None:

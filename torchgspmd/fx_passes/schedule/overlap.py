@@ -78,7 +78,10 @@ def overlap(
         soon = early_updates(order, updates)
         order = soon if max(_profile(graph, soon)) <= limit else order
     if early or prefetch:
-        _relink(graph, [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()])
+        end = graph.output_node()
+        for node in [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()]:
+            if node is not end:
+                end.prepend(node)
     return graph
 
 
@@ -255,13 +258,6 @@ def _profile(graph: fx.Graph, order: Sequence[fx.Node]) -> list[int]:
     """Return the bytes alive while each node runs."""
     ledger = Ledger(graph)
     return [ledger.emit(node) for node in order]
-
-
-def _relink(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    end = graph.output_node()
-    for node in order:
-        if node is not end:
-            end.prepend(node)
 
 
 # A part of `overlap`: updates to weights that are gathered only to be returned.
