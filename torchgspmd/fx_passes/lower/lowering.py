@@ -6,9 +6,15 @@ from ..pass_types import Pass, feature_pass, on_graph
 from ..program import Program
 from ..stages import LOWERED, RUNNABLE, SCHEDULED
 from .convert_boundary import convert_inputs, convert_outputs, split_halves
-from .inductor_rewrites import functional_reductions, separate_sums
 from .insert_rank_check import insert_rank_check
-from .local_rewrites import elide_copies, fold_views, index_rows, nll_backward
+from .local_rewrites import (
+    elide_copies,
+    fold_views,
+    functional_reductions,
+    index_rows,
+    nll_backward,
+    separate_sums,
+)
 from .lower_collectives import gloo_all_to_all, host_levels, lower_collectives, wire_dtypes
 from .lower_einsum import lower_einsum
 from .reduce_in_bucket import interleave_rows, reduce_in_bucket
