@@ -7,7 +7,9 @@ needs    a propagated graph
 source   sub-axes are Shardy's; splitting only where propagation is blocked is ours
 
 On the mesh that the passes work on, several axes replace such an axis; each part is an axis like
-any other. Afterwards names are merged again where all parts stand together.
+any other. Afterwards names are merged again where all parts stand together. In the communication
+suite a reshape that splits heads (20) sends 4,096 bytes, 12,288 without; grouped heads (24.d)
+411,648, else 606,208.
 """
 
 from __future__ import annotations
