@@ -140,7 +140,7 @@ def feature_pass(
     return Pass(name, run, stage, feature=feature, **row)
 
 
-# ------------------------------------------------- what decides between alternatives
+# ------------------------------------------------- criteria between alternatives
 
 
 def has_hosts(p: Program) -> bool:

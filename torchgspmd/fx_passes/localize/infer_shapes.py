@@ -1,4 +1,4 @@
-"""Shapes, dtypes and orders in memory of what localizing an operation adds, on meta tensors.
+"""Shapes, dtypes and orders in memory for the nodes that localize adds, on meta tensors.
 
 So memory and time count every local operation.
 """

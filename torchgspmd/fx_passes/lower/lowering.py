@@ -1,4 +1,4 @@
-"""LOWERING: the second half of PIPELINE, from the program of a Plan to what one rank runs."""
+"""LOWERING: the second half of PIPELINE, from a Plan's program to the one that a rank runs."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def _interleave(graph: fx.Graph, split: fx.Node, count: int) -> None:
 
 
 def _sends(node: fx.Node) -> bool:
-    """Return whether a node sends what it is called with, or is contiguous already."""
+    """Return whether a node sends its operand, or is contiguous already."""
     if node.target is aten.contiguous.default:
         return any(map(_sends, node.users))
     return node.target in WIRE_OPS

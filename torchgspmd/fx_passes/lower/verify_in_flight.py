@@ -24,7 +24,7 @@ def verify_owned(graph: fx.Graph, changed: Collection[fx.Node] = ()) -> fx.Graph
     before   %x = input;  %y = add_(%x, 1)
     after    an AssertionError: %y writes to %x, which may lie in the memory of %x
     needs    the program of one rank, or the body of a loop in it
-    ensures  the same program; no operation writes to what may lie in the memory of an input or an
+    ensures  the same program; no operation writes to memory that may be that of an input or an
              attribute: arguments, parameters, saved values and gradients of outputs are the
              caller's
 

@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from torch import fx
 
@@ -74,7 +73,7 @@ class Interner:
         self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)
 
 
-_MISSING: Any = object()  # the former value of a key that a table lacked
+_MISSING = object()  # the former value of a key that a table lacked
 
 SNAPSHOT_FIELDS = (
     "strategy_of",
@@ -133,7 +132,7 @@ class Assignment:
         self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
         self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
         # A trial's changes, each as (table, key, former value); None outside of trials.
-        self.undo_log: list[tuple[dict[Any, Any], Any, Any]] | None = None
+        self.undo_log: list[tuple[dict, object, object]] | None = None
         self.before_trial = self.version, self.window_costs
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph)
@@ -193,7 +192,7 @@ class Assignment:
                 table[key] = former
         self.version, self.window_costs = self.before_trial
 
-    def _log(self, table: dict[Any, Any], key: object) -> None:
+    def _log(self, table: dict, key: object) -> None:
         """Log an entry that is about to change."""
         if self.undo_log is not None:
             self.undo_log.append((table, key, table.get(key, _MISSING)))
@@ -270,8 +269,8 @@ class Assignment:
         self._log(self.worklist, node)
         self.worklist[node] = None
 
-    def _drop(self, cache: dict[fx.Node, Any], key: fx.Node) -> None:
-        # Also one that is not there: a trial may cache what is wrong after it.
+    def _drop(self, cache: dict, key: fx.Node) -> None:
+        # Also one that is not there: a trial may cache an entry that is wrong after it.
         self._log(cache, key)
         cache.pop(key, None)
 

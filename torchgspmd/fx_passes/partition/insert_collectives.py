@@ -101,7 +101,7 @@ def hierarchical_sums(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> fx.Gra
              %w_r_r  : f32[8@core, 6]           = all_reduce(%w_r_rs, sum, host)
              %w_r_g  : f32[8, 6]                = all_gather(%w_r_r, 0, core)
     needs    the partitioned program, and hardware whose links say which axes leave a host
-    ensures  equal layouts; over the links between n devices of a host each sends 1/n of what it did
+    ensures  equal layouts; over the links between n devices of a host each sends 1/n as much
     source   2-D gradient summation of arXiv 2011.03641
 
     A dimension has to divide by the fast axes. Latencies count: small sums stay one message.
