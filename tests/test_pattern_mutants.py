@@ -24,9 +24,8 @@ from torch import fx
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.lower.fold_views import fold_views
+from torchgspmd.fx_passes.lower.local_rewrites import fold_views, nll_backward
 from torchgspmd.fx_passes.lower.lower_einsum import EINSUM, lower_einsum
-from torchgspmd.fx_passes.lower.nll_backward import nll_backward
 
 MANY = int(os.environ.get("MUTANTS", "3"))
 

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardingError
-from torchgspmd.fx_passes.internal_error import InternalError
+from torchgspmd.fx_passes.pass_runner import InternalError
 
 MESH = Mesh(a=2)
 DTYPES = (torch.float64, torch.float32, torch.complex64, torch.int64, torch.bool)

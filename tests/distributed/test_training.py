@@ -86,7 +86,7 @@ def test_sharded_updates(mesh):
         torch.ops._c10d_functional.reduce_scatter_tensor.default,
     }
     assert called & STARTS
-    assert bool(called & unsafe) == assumes_cuda()  # over gloo: see lower/gloo_all_to_all.py
+    assert bool(called & unsafe) == assumes_cuda()  # over gloo: see lower/lower_collectives.py
 
 
 @distributed(*MESHES)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec, moe
-from torchgspmd.fx_passes.partition.pieces import pieces
+from torchgspmd.fx_passes.partition.regions import pieces
 
 SIZES = (2, 4, 8, 16, 64)
 MOST = 2.0  # times the counts of the smallest mesh

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.fx_passes.internal_error import InternalError
+from torchgspmd.fx_passes.pass_runner import InternalError
 from torchgspmd.fx_passes.pipeline import Pass, with_pass
 from torchgspmd.fx_passes.stages import LOCAL
 

@@ -29,13 +29,13 @@ from ..compat.private_apis import PLAN, check_torch
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean, is_misspelt
 from ..fx_passes.boundary import start_program
-from ..fx_passes.dump import dump_level, dump_text
 from ..fx_passes.partition.cost_constants import CostConstants
+from ..fx_passes.pass_runner import dump_level, dump_text
 from ..fx_passes.pipeline import is_default, run, skippable
 from ..fx_passes.printer import program_text
 from ..fx_passes.program import Request, Shared
 from ..fx_passes.replication_report import data_axes
-from ..fx_passes.schedule.memory_budget import check_budget
+from ..fx_passes.schedule.liveness import check_budget
 from ..fx_passes.stages import SCHEDULED, verifies
 from ..layout.layout_rules import MeshLayout, bound, mesh_of
 from ..layout.mark import layout_of

@@ -27,7 +27,7 @@ from ..capture import TANGENT
 from ..comm.collective import Collective
 from ..errors import ShardingError
 from ..fx_passes.digest import layout_text, like_name
-from ..fx_passes.runnable_plan import RunnablePlan
+from ..fx_passes.program import RunnablePlan
 from ..fx_passes.units import short_source
 
 HEAD = "torchgspmd plan, format 1"

@@ -17,7 +17,7 @@ from ..comm.kinds import KINDS, CollectiveKind
 from ..comm.local_ops import from_host
 from ..fx_passes.digest import module_path
 from ..fx_passes.loop_call import BodyCall, loop_calls
-from ..fx_passes.partition.search_counts import RESHARD_LIMITED
+from ..fx_passes.partition.cost_constants import RESHARD_LIMITED
 from ..fx_passes.printer import dtype_name
 from ..fx_passes.program import Request
 from ..fx_passes.replication_report import ReplicatedOp, origin_input

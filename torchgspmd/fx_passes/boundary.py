@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -99,17 +99,14 @@ def partition_program(program: Program) -> fx.Graph:
         rules=program.rules,
         keep_marks=program.request.keep_marks,
         memories=program.memories,
-        storable=_leaving(mesh) if of_module else None,
+        storable=(lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole))
+        if of_module
+        else None,
         cotangents=cotangents,
         constants=program.request.constants,
         solutions=program.solutions,
         counts=program.counts,
     )
-
-
-def _leaving(mesh: Mesh) -> Callable[[ShardSpec, tuple[int, ...]], ShardSpec]:
-    """Return the function from a layout to the nearest one that a DTensor can express."""
-    return lambda spec, shape: storable(spec, shape, mesh).map_axes(mesh.whole)
 
 
 def _drop_trivial(spec: ShardSpec, mesh: Mesh) -> ShardSpec:

@@ -176,20 +176,16 @@ def signature(node: fx.Node) -> tuple:
         tensors.append((tuple(n.meta["val"].shape), n.meta["val"].dtype))
         return "%"
 
+    is_looped = any("runs" in n.meta for n in (node, *node.all_input_nodes))
     return (
         node.target,
         repr(fx.map_arg((node.args, dict(node.kwargs)), show)),
         tuple(tensors),
         node.meta.get("dynamic", False),
         node.meta.get("computed"),
-        *((runs(node), *map(runs, operands_of(node))) if _is_looped(node) else ()),
+        *((runs(node), *map(runs, operands_of(node))) if is_looped else ()),
         *((node.meta["pinned"],) if "pinned" in node.meta else ()),
     )
-
-
-def _is_looped(node: fx.Node) -> bool:
-    """Return whether a loop body contains a node, or one of its operands."""
-    return "runs" in node.meta or any("runs" in n.meta for n in node.all_input_nodes)
 
 
 class Rules:

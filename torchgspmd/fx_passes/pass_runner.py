@@ -7,21 +7,157 @@ verifies the graph (TORCHGSPMD_CHECK=1).
 from __future__ import annotations
 
 import copy
+import difflib
+import os
+import platform
+import shlex
+import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import partial
 from itertools import dropwhile
 from typing import Any
 
+import torch
+
+from ..capture import ARGUMENT, refused_operation
 from ..capture.trace_context import without_gc
-from .dump import dump_pass
-from .internal_error import reported
+from ..errors import ShardingError
 from .loop_call import loop_calls
 from .pass_types import Alternatives, Pass, Step
-from .program import Program
+from .printer import graph_text
+from .program import Program, Request
 from .stages import CAPTURED, Stage, drop_later_keys, verifies, verify
+
+
+def dump_level() -> int:
+    """Return the level in TORCHGSPMD_DUMP, 0 without one: prints on standard error.
+
+    1: the final graph. 2: the changes of every pass, too. 3: why each value has its layout, too.
+    """
+    text = os.environ.get("TORCHGSPMD_DUMP") or "0"
+    if not text.isdecimal():
+        raise ShardingError.here(
+            f"TORCHGSPMD_DUMP is {text!r}",
+            fix="set it to 1 (the final graph), 2 (each pass's changes) or 3 (reasons, too)",
+        )
+    return int(text)
+
+
+def dump_pass(program: Program, name: str) -> None:
+    """Print a pass's changes, or the whole program at its first stage and on one device."""
+    if dump_level() < 2:
+        return
+    before, text = program.printed.splitlines(), str(program).splitlines()
+    changes = [*difflib.unified_diff(before, text, "before", name, lineterm="", n=0)]
+    # The first line tells global programs and those of a device apart: a diff between them would
+    # list every line.
+    is_first = before[:1] != text[:1]
+    dump_text("\n".join(text if is_first else changes or ["no change"]), f"after {name}")
+    program.printed = "\n".join(text)
+
+
+def dump_text(text: str, title: str) -> None:
+    """Print a text below a title on standard error."""
+    print(f"---- torchgspmd: {title}\n{text}", file=sys.stderr)
+
+
+VARIABLE = "TORCHGSPMD_BUG_REPORT"  # the file to write
+_OWN = "torchgspmd::"
+# Fields of a Request that the report has by itself, and what no program is described by.
+_BESIDE = frozenset(
+    {"captured", "mesh", "arguments", "expand", "constants", "shared", "stored", "of_module"}
+)
+
+
+class InternalError(AssertionError):
+    """A fault in torchgspmd: a pass failed on a program that it should have taken.
+
+    Args:
+        error: The pass's exception.
+        name: The pass's name.
+        program: The program, as the pass found it.
+    """
+
+    def __init__(self, error: BaseException, name: str, program: Program) -> None:
+        request = program.request
+        kind, text = type(error).__name__, str(error)
+        command = shlex.join(["python", *sys.argv])
+        lines = [
+            f"internal error in pass {name}: {kind}: {text}",
+            f"  features  {', '.join(features(request))}",
+            "  why       a fault of torchgspmd: a program is right, or refused by a ShardingError",
+            f"  report    {VARIABLE}=bug.txt {command}",
+            "            writes what to attach: graph, marks, mesh and versions, no weights",
+        ]
+        if path := os.environ.get(VARIABLE):
+            with open(path, "w") as file:
+                file.write(report(error, name, request))
+            lines[3:] = [f"  report    {path}"]
+        super().__init__("\n".join(lines))
+
+
+def reported(error: Exception, name: str, program: Program) -> Exception:
+    """Return the error to raise in place of a pass's own."""
+    # Errors of the user's program, and the machine's memory, are no faults of ours.
+    if isinstance(error, (ShardingError, InternalError, MemoryError)):
+        return error
+    if (refused := refused_operation(program.request.captured.graph)) is not None:
+        return refused
+    return InternalError(error, name, program)
+
+
+def features(request: Request) -> list[str]:
+    """Return a program's features: its mesh, options that are set, operations from torchgspmd."""
+    targets = {str(getattr(n.target, "name", str)()) for n in request.captured.graph.nodes}
+    operations = sorted(
+        t.removeprefix(_OWN).partition(".")[0] for t in targets if t.startswith(_OWN)
+    )
+    return [f"mesh {request.mesh}", *_options(request), *operations]
+
+
+def _options(request: Request) -> list[str]:
+    plain = Request(request.captured, request.mesh, regather="auto")
+    values = {
+        each.name: (getattr(request, each.name), getattr(plain, each.name))
+        for each in fields(Request)
+        if each.name not in _BESIDE
+    }
+    return [
+        f"{name}={_text(value)}" for name, (value, default) in values.items() if value != default
+    ]
+
+
+def _text(value: object) -> str:
+    return str(getattr(value, "name", value))
+
+
+def report(error: BaseException, name: str, request: Request) -> str:
+    """Return a bug report as text."""
+    captured = request.captured
+    arguments = iter(request.arguments)
+    inputs = [
+        f"  {each.kind} {each.name}: {each.dtype} {list(each.shape)} mark {each.mark} spec "
+        f"{next(arguments, None) if each.kind == ARGUMENT else request.stored.get(each.name)}"
+        for each in captured.inputs
+    ]
+    return "\n".join(
+        [
+            f"pass {name}",
+            f"versions: torch {torch.__version__}, Python {platform.python_version()}",
+            f"features: {', '.join(features(request))}",
+            "".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            "inputs",
+            *inputs,
+            graph_text(captured.graph, request.mesh),
+            "",
+        ]
+    )
+
 
 _observer: ContextVar[Callable[[str, Program], None] | None] = ContextVar("observer", default=None)
 

@@ -6,9 +6,13 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, cast
 
+import torch
 from torch import fx
 
+from .ir import runs
+from .partition.insert_collectives import inserted
 from .program import Program
+from .schedule.liveness import budget_of, peak
 from .stages import Stage
 
 Run = Callable[[Program], fx.Graph | None]
@@ -85,6 +89,11 @@ class Alternatives:
 Step = Pass | Alternatives
 
 
+def on_graph(run: Callable[[fx.Graph], fx.Graph | None]) -> Run:
+    """Return the `run` for a pass that needs nothing but the graph."""
+    return lambda p: run(p.graph)
+
+
 def rows_of(steps: Sequence[Step]) -> tuple[Pass, ...]:
     """Return the passes in steps, those in alternatives at their place."""
     return tuple(p for s in steps for p in (s.passes if isinstance(s, Alternatives) else (s,)))
@@ -141,3 +150,40 @@ def feature_pass(
         return added.run(program) if is_needed else None
 
     return Pass(name, run, stage, feature=feature, **row)
+
+
+# ------------------------------------------------- criteria between alternatives
+
+
+def has_hosts(p: Program) -> bool:
+    """Return whether the request names the hardware, or the processes are on several hosts."""
+    return p.request.hardware is not None or p.request.hosts > 0
+
+
+def sent_bytes(p: Program) -> float:
+    """Return the bytes that a device sends in a partitioned program."""
+    return sum(node.meta["step"].sent * runs(node) for node in inserted(p.graph))
+
+
+def work(p: Program) -> float:
+    """Return a device's arithmetic and memory traffic, at the partition's prices."""
+    decisions = p.graph.output_node().meta["decisions"]
+    return sum(strategy.work for strategy in decisions.strategies.values())
+
+
+def price(p: Program) -> float:
+    """Return the bytes that a device sends, and those that a link would send while it works."""
+    constants = p.request.constants
+    return sent_bytes(p) + work(p) * constants.flops_per_byte / constants.link_flops_per_byte
+
+
+def fits_device(p: Program) -> bool:
+    """Return whether one device's program fits into its budget or GPU; elsewhere it does."""
+    if p.request.has_budget:
+        return peak(p.graph) <= budget_of(p)
+    inputs = p.captured.graph.find_nodes(op="placeholder")
+    on_card = any(n.meta["val"].device.type == "cuda" for n in inputs)
+    if not on_card or not torch.cuda.is_available():  # asked alone, it forbids forks that use cards
+        return True
+    card = torch.cuda.get_device_properties(torch.cuda.current_device())  # opens no context
+    return peak(p.graph) <= card.total_memory

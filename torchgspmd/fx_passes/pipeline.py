@@ -11,73 +11,52 @@ A row names the feature that it belongs to, which adds the pass itself (FEATURE_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-
-from torch import fx
+from functools import partial
 
 from ..errors import ShardingError, did_you_mean
 from ..rules import natively
 from .boundary import partition_program, propagate_program
+from .expand.keep_dims import keep_dims, keeps_dims
+from .expand.reduce_dtype import reduce_dtype
+from .expand.split_axes import merge_axes, split_axes
+from .expand.split_fused import split_fused
+from .expand.split_products import split_products, splits_products
+from .expand.store_parts import store_parts
+from .expand.undivided import work_of
+from .localize.localize_graph import localize_program
 from .loop_call import copy_loops
-from .lower.convert_boundary import convert_inputs, convert_outputs
-from .lower.elide_copies import elide_copies
-from .lower.fold_views import fold_views
-from .lower.functional_reductions import functional_reductions
-from .lower.gloo_all_to_all import gloo_all_to_all
-from .lower.host_levels import host_levels
-from .lower.index_rows import index_rows
-from .lower.insert_rank_check import insert_rank_check
-from .lower.interleave_rows import interleave_rows
-from .lower.lower_collectives import lower_collectives
-from .lower.lower_einsum import lower_einsum
-from .lower.nll_backward import nll_backward
-from .lower.reduce_in_bucket import reduce_in_bucket
-from .lower.reuse_buffers import changed_inputs, reuse_memory
-from .lower.separate_sums import separate_sums
-from .lower.torch_bindings import torch_bindings
-from .lower.verify_owned import verify_owned
-from .lower.wire_dtypes import wire_dtypes
+from .lower.lowering import LOWERING
+from .partition.insert_collectives import hierarchical_sums, regather_weights
 from .pass_runner import run_steps
-from .pass_types import Alternatives, Pass, Step, feature_pass, rows_of, with_row, without_rows
-from .program import Program, Rank, Request
-from .program_passes import (
-    bucket,
+from .pass_types import (
+    Alternatives,
+    Pass,
+    Step,
+    feature_pass,
     fits_device,
     has_hosts,
-    has_undivided_twins,
-    hierarchical_sums,
-    keep_dims,
-    keeps_dims,
-    localize_program,
-    merge_axes,
-    overlap,
+    on_graph,
     price,
-    reduce_dtype,
-    regather_weights,
+    rows_of,
     sent_bytes,
-    split_axes,
-    split_fused,
-    split_joint,
-    split_products,
-    split_vectors,
-    splits_products,
-    store_parts,
+    with_row,
+    without_rows,
     work,
 )
-from .runnable_plan import RunnablePlan
+from .program import Program, Rank, Request, RunnablePlan
+from .schedule.bucket import bucket, start_wait
 from .schedule.collective_matmul import collective_matmul
+from .schedule.overlap import overlap_program
 from .schedule.recompute import recompute
-from .schedule.start_wait import start_wait
 from .stages import (
     ANNOTATED,
     CAPTURED,
     EXPANDED,
     LOCAL,
-    LOWERED,
     PARTITIONED,
-    RUNNABLE,
     SCHEDULED,
     Stage,
 )
@@ -85,19 +64,6 @@ from .stages import (
 
 def _is_native(p: Program) -> bool:
     return p.request.rng == "native"
-
-
-def _is_torch(p: Program) -> bool:
-    return p.rank.backend == "torch"
-
-
-def _is_inductor(p: Program) -> bool:
-    return p.rank.backend == "inductor"
-
-
-def _of(run: Callable[[fx.Graph], fx.Graph | None]) -> Callable[[Program], fx.Graph | None]:
-    """Return the `run` for a pass that needs nothing but the graph."""
-    return lambda p: run(p.graph)
 
 
 _KEPT = "regather_weights"  # the pass that is left out where weights are kept
@@ -128,7 +94,7 @@ PIPELINE: tuple[Step, ...] = (
                 "lanes",
                 "batch_lanes",
                 ANNOTATED,
-                has_work=has_undivided_twins,
+                has_work=lambda p: work_of(p).has_twins(),
                 again=("propagate",),
                 limit=price,
                 before=("split_fused",),
@@ -153,7 +119,7 @@ PIPELINE: tuple[Step, ...] = (
                 changes=keeps_dims,
                 limit=work,
             ),
-            Pass("split_vectors", split_vectors, ANNOTATED, again=_PROPAGATE),
+            Pass("split_vectors", partial(split_fused, tried=True), ANNOTATED, again=_PROPAGATE),
             feature_pass(
                 "attention",
                 "balance_attention",
@@ -165,10 +131,10 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "split_products",
-                split_products,
+                lambda p: split_products(p.graph, p.layouts, p.rules),
                 ANNOTATED,
                 again=("propagate",),
-                changes=splits_products,
+                changes=lambda p: splits_products(p.graph, p.layouts, p.rules),
                 after=("split_fused",),
                 before=("split_axes",),
                 because="a product that is cut blocks no axis, so no axis is split for it",
@@ -207,15 +173,24 @@ PIPELINE: tuple[Step, ...] = (
             ),
         ),
     ),
-    Pass("draw_natively", _of(natively), PARTITIONED, when=_is_native),
+    Pass("draw_natively", on_graph(natively), PARTITIONED, when=_is_native),
     # The program of one device. Weights are gathered again if a GPU's memory would not suffice.
     Alternatives(
         order=lambda p: _REGATHER[p.request.regather],
         enough=fits_device,
         cost=None,
         passes=(
-            Pass("hierarchical_sums", hierarchical_sums, PARTITIONED, when=has_hosts),
-            Pass("regather_weights", regather_weights, PARTITIONED),
+            Pass(
+                "hierarchical_sums",
+                lambda p: hierarchical_sums(p.graph, p.mesh, p.hardware),
+                PARTITIONED,
+                when=has_hosts,
+            ),
+            Pass(
+                "regather_weights",
+                lambda p: regather_weights(p.graph, p.request.regather == "all"),
+                PARTITIONED,
+            ),
             feature_pass(
                 "attention",
                 "ring_keys",
@@ -269,14 +244,14 @@ PIPELINE: tuple[Step, ...] = (
             ),
             Pass(
                 "bucket",
-                bucket,
+                lambda p: bucket(p.graph, p.mesh, p.hardware, p.captured.has_backward),
                 LOCAL,
                 optional=("bucket",),
                 in_loops=True,
                 before=("start_wait",),
                 because="one start sends a bucket",
             ),
-            Pass("start_wait", _of(start_wait), LOCAL, SCHEDULED, in_loops=True),
+            Pass("start_wait", on_graph(start_wait), LOCAL, SCHEDULED, in_loops=True),
             feature_pass(
                 "loops",
                 "prefetch_rows",
@@ -285,144 +260,10 @@ PIPELINE: tuple[Step, ...] = (
                 before=("overlap",),
                 because="overlap moves the starts that stay in their iteration",
             ),
-            Pass("overlap", overlap, SCHEDULED, optional=("overlap", "prefetch")),
+            Pass("overlap", overlap_program, SCHEDULED, optional=("overlap", "prefetch")),
         ),
     ),
-    # A Plan has the program up to here; its text is the same for all ranks. Now for one of them.
-    Pass(
-        "elide_copies",
-        _of(elide_copies),
-        SCHEDULED,
-        in_loops=True,
-        before=("lower_collectives",),
-        because="a lowered reduction writes over its operand, which must share no memory",
-    ),
-    Pass(
-        "lower_collectives",
-        lambda p: lower_collectives(p.graph, p.rank.groups, p.rank.carriers),
-        SCHEDULED,
-        LOWERED,
-        in_loops=True,
-    ),
-    feature_pass(
-        "attention",
-        "attention_kernels",
-        LOWERED,
-        in_loops=True,
-        before=("reuse_buffers",),
-        because="reuse_buffers writes over operands of operators, not of these functions",
-    ),
-    Pass(
-        "lower_einsum",
-        _of(lower_einsum),
-        LOWERED,
-        in_loops=True,
-        before=("fold_views",),
-        because="a product of matrices comes with views that fold_views removes",
-    ),
-    Pass("fold_views", _of(fold_views), LOWERED, in_loops=True),
-    feature_pass(
-        "loops",
-        "list_rows",
-        LOWERED,
-        before=("split_joint",),
-        because="a loop of the forward stacks rows for a loop of the backward",
-    ),
-    Pass("convert_inputs", convert_inputs, LOWERED),
-    Pass("convert_outputs", convert_outputs, LOWERED),
-    Pass(
-        "split_joint",
-        split_joint,
-        LOWERED,
-        after=("convert_inputs", "convert_outputs"),
-        because="both halves share the converted inputs",
-    ),
-    # The forward and the backward, each by itself.
-    Pass(
-        "insert_rank_check",
-        insert_rank_check,
-        LOWERED,
-        when=_is_torch,
-        after=("split_joint",),
-        because="the check rides on the first collective of the forward",
-    ),
-    Pass(
-        "nll_backward",
-        _of(nll_backward),
-        LOWERED,
-        when=_is_torch,
-        in_loops=True,
-        before=("reuse_buffers",),
-        because="reuse_buffers then writes its products over their operands",
-    ),
-    Pass("index_rows", _of(index_rows), LOWERED, when=_is_torch, in_loops=True),
-    Pass("reuse_buffers", reuse_memory, LOWERED, RUNNABLE, when=_is_torch, in_loops=True),
-    Pass(
-        "functional_reductions",
-        _of(functional_reductions),
-        LOWERED,
-        RUNNABLE,
-        when=_is_inductor,
-        in_loops=True,
-    ),
-    Pass("separate_sums", _of(separate_sums), RUNNABLE, when=_is_inductor, in_loops=True),
-    Pass(
-        "reduce_in_bucket",
-        _of(reduce_in_bucket),
-        RUNNABLE,
-        when=_is_torch,
-        before=("host_levels", "gloo_all_to_all"),
-        because="it looks for reductions, which these replace",
-    ),
-    Pass(
-        "host_levels",
-        lambda p: host_levels(p.graph, p.rank.groups),
-        RUNNABLE,
-        in_loops=True,
-        before=("gloo_all_to_all",),
-        because="each of its collectives becomes messages of gloo as others do",
-    ),
-    Pass(
-        "gloo_all_to_all",
-        lambda p: gloo_all_to_all(p.graph, p.rank.groups),
-        RUNNABLE,
-        in_loops=True,
-        before=("wire_dtypes",),
-        because="gloo has no all_to_all of its own; its messages get their dtypes afterwards",
-    ),
-    Pass("wire_dtypes", _of(wire_dtypes), RUNNABLE, in_loops=True),
-    Pass(
-        "interleave_rows",
-        _of(interleave_rows),
-        RUNNABLE,
-        when=_is_torch,
-        in_loops=True,
-        after=("reuse_buffers",),
-        because="weights that are freed one by one can be written over one by one",
-    ),
-    Pass(
-        "verify_owned",
-        lambda p: verify_owned(p.graph, changed_inputs(p)),
-        RUNNABLE,
-        in_loops=True,
-        after=(
-            "reduce_in_bucket",
-            "host_levels",
-            "gloo_all_to_all",
-            "wire_dtypes",
-            "interleave_rows",
-        ),
-        because="it checks the writes that they add, by the schemas of their operations",
-    ),
-    Pass(
-        "torch_bindings",
-        _of(torch_bindings),
-        RUNNABLE,
-        when=_is_torch,
-        in_loops=True,
-        after=("reduce_in_bucket", "host_levels", "gloo_all_to_all", "wire_dtypes", "verify_owned"),
-        because="no pass that looks for an operation of torch.ops comes after it",
-    ),
+    *LOWERING,
 )
 
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)

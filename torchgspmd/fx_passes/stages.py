@@ -17,7 +17,7 @@ from ..comm.kinds import Step
 from ..layout.mesh import Mesh
 from ..rules import FactorRule
 from ..shard_spec import ShardSpec
-from .localize.memory_order import verify_memory_order
+from .localize.infer_shapes import verify_memory_order
 from .lower.verify_in_flight import verify_in_flight
 from .partition.explain_costs import Decisions
 from .partition.verify_partition import verify_partition

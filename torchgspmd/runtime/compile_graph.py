@@ -26,7 +26,7 @@ from ..comm.profiled_code import ProfiledCode, common_ranges, within
 from ..compat import private_apis
 from ..compat.private_apis import OpOverload, has
 from ..fx_passes.loop_call import BodyCall, loop_calls
-from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
+from ..fx_passes.lower.torch_bindings import BoxedCodeGen
 
 SHORTEST = 12  # operations of a region: fewer take no time to compile
 FEWEST = 3  # regions that are alike

@@ -27,8 +27,8 @@ from ..dtensor.install import hold
 from ..dtensor.parts import bind, is_bound, store_by_parts
 from ..dtensor.storage import distribute_state, placements, shard_module, spec_of, storable_mark
 from ..errors import ShardingError
-from ..fx_passes.dump import dump_level
 from ..fx_passes.loop_call import with_bodies
+from ..fx_passes.pass_runner import dump_level
 from ..fx_passes.pipeline import is_default
 from ..layout.layout_rules import bound
 from ..layout.mesh import Mesh

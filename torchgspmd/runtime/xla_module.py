@@ -16,8 +16,8 @@ from ..capture.state.dependencies import named_tensors
 from ..compat.private_apis import _pytree as pytree
 from ..compiler.options import Options
 from ..errors import ShardingError
-from ..fx_passes.lower.boxed_codegen import BoxedCodeGen
-from ..fx_passes.lower.split_joint import split_joint
+from ..fx_passes.lower.convert_boundary import split_joint
+from ..fx_passes.lower.torch_bindings import BoxedCodeGen
 from ..fx_passes.program import Program, Request
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec

@@ -27,18 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..capture.prints import wanted
+from ..capture.prints import Breakpoint, LocalValue, wanted
 from ..compiler.api import Plan
-from ..errors import ShardingError
-from ..fx_passes.simulator import Simulator
-from ..layout.mesh import Mesh
-from ..capture.breakpoints import Breakpoint, LocalValue, wanted
-from ..comm.simulator import Simulator
 from ..errors import ShardingError, did_you_mean
 from ..fx_passes.digest import module_path
 from ..fx_passes.ir import other_shapes
 from ..fx_passes.lower.verify_in_flight import STARTS
 from ..fx_passes.printer import call_text, dtype_name, type_text
+from ..fx_passes.simulator import Simulator
 from ..runtime.joint_program import JointProgram
 from ..runtime.mesh_module import ModuleCall
 from ..runtime.sharded_module import ShardedModule

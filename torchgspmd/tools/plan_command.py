@@ -20,7 +20,7 @@ from torch import nn
 
 from ..comm.hardware import PRESETS
 from ..compiler.api import plan
-from ..compiler.communication import ExchangeSite
+from ..compiler.fix_candidates import ExchangeSite
 from ..compiler.options import Option, Reader, settings_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError

@@ -30,14 +30,16 @@ from torchgspmd.comm.local_ops import take_window
 from torchgspmd.comm.process_groups import ProcessGroups
 from torchgspmd.compat.operators import c10d
 from torchgspmd.fx_passes import localize_graph
-from torchgspmd.fx_passes.lower import host_levels as host_pass
-from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
-from torchgspmd.fx_passes.lower.host_levels import host_levels
-from torchgspmd.fx_passes.lower.lower_collectives import lower_collectives
+from torchgspmd.fx_passes.lower import lower_collectives as host_pass
+from torchgspmd.fx_passes.lower.lower_collectives import (
+    gloo_all_to_all,
+    host_levels,
+    lower_collectives,
+)
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
 from torchgspmd.fx_passes.partition.cost_constants import CostConstants
 from torchgspmd.fx_passes.partition.reshard_search import ReshardSearch
-from torchgspmd.fx_passes.schedule.start_wait import join, start_wait
+from torchgspmd.fx_passes.schedule.bucket import join, start_wait
 from torchgspmd.fx_passes.simulator import Simulator, split_global
 
 ROOT = Path(torchgspmd.__file__).parent
@@ -101,12 +103,11 @@ def test_a_kind_is_registered_for_a_block() -> None:
 ASKS_FOR_ONE = {
     # it times each by itself, with the arguments of that one; others are sent like one of them
     "tools.calibrate": {"all_gather", "all_reduce", "all_to_all", "reduce_scatter"},
-    "fx_passes.partition.reshard": {"term"},  # it makes a value a sum
+    "fx_passes.partition.reshard": {"term", "window"},  # it makes a value a sum; and windows
     "features.pipelines.__init__": {"permute"},  # what a plan reports of neighboring stages
     # one sum in steps, which are these
-    "fx_passes.partition.hierarchical_sums": {"all_gather", "all_reduce", "reduce_scatter"},
-    "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists: reduce,
-    "fx_passes.partition.halo_reshard": {"window"},  # then permute; and what leads to windows
+    "fx_passes.partition.insert_collectives": {"all_gather", "all_reduce", "reduce_scatter"},
+    "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result
     "features.attention.ring_keys": {"reduce_scatter"},  # what becomes of gradients in a ring
     "fx_passes.lower.insert_rank_check": {"all_reduce"},  # a comparison of ranks that is one

@@ -16,7 +16,7 @@ import torchgspmd as gspmd
 from torchgspmd import Mesh
 from torchgspmd.comm.local_ops import in_order
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.localize.memory_order import verify_memory_order
+from torchgspmd.fx_passes.localize.infer_shapes import verify_memory_order
 from torchgspmd.rules.registry import memory_order
 
 FUNCTIONS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from torchgspmd.fx_passes.lower.elide_copies import aten, elide_copies
+from torchgspmd.fx_passes.lower.local_rewrites import aten, elide_copies
 
 
 def targets(build) -> list[str]:

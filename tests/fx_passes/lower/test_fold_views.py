@@ -5,7 +5,7 @@ from expecttest import assert_expected_inline
 from fx_passes.graph_parser import local_program
 from torch import fx
 
-from torchgspmd.fx_passes.lower.fold_views import fold_views
+from torchgspmd.fx_passes.lower.local_rewrites import fold_views
 from torchgspmd.fx_passes.printer import program_text
 
 

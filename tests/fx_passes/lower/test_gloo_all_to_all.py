@@ -15,10 +15,9 @@ from torch import Tensor, fx
 from torchgspmd.comm import gloo_rewriter
 from torchgspmd.comm.gloo_rewriter import PIECES, GlooLimits
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower import gloo_all_to_all as gloo_pass
-from torchgspmd.fx_passes.lower.gloo_all_to_all import gloo_all_to_all
+from torchgspmd.fx_passes.lower import lower_collectives as gloo_pass
+from torchgspmd.fx_passes.lower.lower_collectives import gloo_all_to_all, wire_dtypes
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
-from torchgspmd.fx_passes.lower.wire_dtypes import wire_dtypes
 
 KNOWN = {
     torch.float32,

@@ -10,8 +10,8 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower import host_levels as host_pass
-from torchgspmd.fx_passes.lower.host_levels import host_levels
+from torchgspmd.fx_passes.lower import lower_collectives as host_pass
+from torchgspmd.fx_passes.lower.lower_collectives import host_levels
 
 
 @dataclass

@@ -8,7 +8,7 @@ from torch import fx
 from torch.testing._internal.common_utils import TestCase
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.lower.index_rows import index_rows
+from torchgspmd.fx_passes.lower.local_rewrites import index_rows
 
 
 def program(batch: int, dim: int = 1, known: bool = True) -> fx.Graph:

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.lower.interleave_rows import Interleaved, interleave_rows
+from torchgspmd.fx_passes.lower.reduce_in_bucket import Interleaved, interleave_rows
 
 DTYPES = torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn
 

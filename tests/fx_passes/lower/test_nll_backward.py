@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten
-from torchgspmd.fx_passes.lower.nll_backward import nll_backward
+from torchgspmd.fx_passes.lower.local_rewrites import nll_backward
 
 
 def program(

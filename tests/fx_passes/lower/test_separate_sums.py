@@ -6,7 +6,7 @@ import torch
 from torch import fx
 
 from torchgspmd.compat.operators import aten, c10d
-from torchgspmd.fx_passes.lower.separate_sums import separate_sums
+from torchgspmd.fx_passes.lower.local_rewrites import separate_sums
 
 
 def program(far: bool, users: int = 1) -> fx.Graph:

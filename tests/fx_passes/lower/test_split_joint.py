@@ -5,7 +5,7 @@ from operator import getitem
 import torch
 from torch import fx
 
-from torchgspmd.fx_passes.lower.split_joint import split_joint
+from torchgspmd.fx_passes.lower.convert_boundary import split_joint
 
 aten = torch.ops.aten
 

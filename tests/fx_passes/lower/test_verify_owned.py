@@ -10,7 +10,7 @@ from torch import fx
 
 from torchgspmd.compat.operators import aten
 from torchgspmd.fx_passes.lower.reduce_in_bucket import BucketMemory
-from torchgspmd.fx_passes.lower.verify_owned import verify_owned
+from torchgspmd.fx_passes.lower.verify_in_flight import verify_owned
 from torchgspmd.rules.custom_ops.updates import adam_
 
 VIEWS = (

@@ -15,8 +15,7 @@ from torch import Tensor
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, Plan
-from torchgspmd.fx_passes.partition.moves import MOVES
-from torchgspmd.fx_passes.partition.solver import Solver
+from torchgspmd.fx_passes.partition.partition_graph import MOVES, Solver
 
 
 @dataclass(frozen=True)

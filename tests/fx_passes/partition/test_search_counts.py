@@ -8,7 +8,7 @@ import tempfile
 import torch
 
 from torchgspmd import Mesh, Plan, plan
-from torchgspmd.fx_passes.partition.search_counts import ALWAYS
+from torchgspmd.fx_passes.partition.cost_constants import ALWAYS
 
 
 def _planned() -> Plan:

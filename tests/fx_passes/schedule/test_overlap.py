@@ -25,9 +25,9 @@ from torchgspmd.compat.operators import aten, c10d
 from torchgspmd.fx_passes.lower.verify_in_flight import verify_in_flight
 from torchgspmd.fx_passes.printer import program_text
 from torchgspmd.fx_passes.schedule import bucket as buckets
+from torchgspmd.fx_passes.schedule.bucket import start_wait
 from torchgspmd.fx_passes.schedule.liveness import peak
 from torchgspmd.fx_passes.schedule.overlap import EXTRA, overlap
-from torchgspmd.fx_passes.schedule.start_wait import start_wait
 
 DATA = Mesh(data=2)
 LAYOUTS = {"tp": (Mesh(model=2), None), "sp": (Mesh(model=2), None), "fsdp": (DATA, "data _ _")}

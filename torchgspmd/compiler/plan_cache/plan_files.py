@@ -18,8 +18,7 @@ from ...capture.trace_context import without_gc
 from ...comm.json_rows import conforms
 from ...errors import ShardingError
 from ...fx_passes import Layouts
-from ...fx_passes.program import Request
-from ...fx_passes.runnable_plan import RunnablePlan
+from ...fx_passes.program import Request, RunnablePlan
 from ...layout.mesh import Mesh
 from ...shard_spec import ShardSpec
 from . import json_text

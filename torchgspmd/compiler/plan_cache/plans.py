@@ -20,8 +20,7 @@ from ...capture.state.recorder import Reach
 from ...capture.state.run_guards import ArgumentKeys, FunctionFacts, RunGuards
 from ...comm.json_rows import conforms, field_types
 from ...errors import ShardingError
-from ...fx_passes.program import Boundary, Request
-from ...fx_passes.runnable_plan import RunnablePlan
+from ...fx_passes.program import Boundary, Request, RunnablePlan
 from ...layout.mesh import Mesh
 from . import json_text
 from .decoder import REFUSALS, Decoder, natural, typed

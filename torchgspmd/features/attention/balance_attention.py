@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ...compat.fx_nodes import copy_node, origin_of
-from ...fx_passes.expand.minimum_cut import Cut
 from ...fx_passes.expand.split_fused import axes_along
+from ...fx_passes.expand.undivided import Cut
 from ...fx_passes.ir import Op, Rules, add_mark, runs, values
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes

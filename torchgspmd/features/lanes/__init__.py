@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import fx
 
+from ...fx_passes.expand.undivided import work_of
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program
-from ...fx_passes.program_passes import work_of
 from . import batch_lanes
 
 

@@ -27,8 +27,7 @@ from torch import Tensor, fx
 from ...compat.fx_nodes import add_node, drop_unused, origin_of
 from ...compat.operators import aten
 from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
-from ...fx_passes.expand.minimum_cut import Cut
-from ...fx_passes.expand.undivided import Work
+from ...fx_passes.expand.undivided import Cut, Work
 from ...fx_passes.ir import Op, add_mark
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes

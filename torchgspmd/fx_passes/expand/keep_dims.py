@@ -31,6 +31,7 @@ from ...rules import Call, FlatCall, rewrite_of
 from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.ops.uneven_reshape import join_rows, split_rows
 from ..ir import Op, Rules, tensors_of
+from ..program import Program
 from ..propagate.factors import project
 from ..propagate.layouts import Layouts
 
@@ -42,17 +43,22 @@ _JOIN, _SPLIT = join_rows._opoverload, split_rows._opoverload  # split_fused mak
 VIEWS = aten.reshape.default, _JOIN, _SPLIT
 
 
-def keep_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> fx.Graph | None:
+def keep_dims(p: Program) -> fx.Graph | None:
     """Return the graph with the parts of flattened dimensions; None if layouts need none."""
-    if not (seeds := [*blocked_dims(graph, layouts, rules)]):
+    if not (seeds := [*_blocked_dims(p)]):
         return None
-    borders = _Spread([*rules.ops(graph)], layouts).from_seeds(seeds)
-    return _Keeper(borders, rules).run(graph) if borders else None
+    borders = _Spread([*p.rules.ops(p.graph)], p.layouts).from_seeds(seeds)
+    return _Keeper(borders, p.rules).run(p.graph) if borders else None
 
 
-def blocked_dims(graph: fx.Graph, layouts: Layouts, rules: Rules) -> Iterator[Seed]:
+def keeps_dims(p: Program) -> bool:
+    """Return whether `keep_dims` has a reason to change the program."""
+    return p.calls_any(VIEWS) and any(_blocked_dims(p))
+
+
+def _blocked_dims(p: Program) -> Iterator[Seed]:
     """Yield flattened dimensions that cannot have the layout of their parts."""
-    return (seed for op in rules.ops(graph) if is_view(op) for seed in _blocked(op, layouts))
+    return (seed for op in p.rules.ops(p.graph) if is_view(op) for seed in _blocked(op, p.layouts))
 
 
 def is_view(op: Op) -> bool:

@@ -22,26 +22,34 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, fx
 
+from ...capture import GRADIENT, PARAMETER
 from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...compat.private_apis import OpOverload
 from ...rules.ops.pointwise import is_float_cast
 from ..ir import Op, Rules, operands_of
+from ..program import Program
 
 Chain = dict[fx.Node, frozenset[int]]  # value -> operands that are summed in the dtype too
 
 
-def reduce_in(
-    graph: fx.Graph, gradients: Collection[int], dtype: torch.dtype, rules: Rules
-) -> bool:
-    """Rewrite the graph; return whether it changed. gradients: output positions."""
+def reduce_dtype(p: Program) -> fx.Graph | None:
+    """Sum parameter gradients in the requested dtype; None if that changes nothing."""
+    graph, dtype, captured = p.graph, p.request.reduce_dtype, p.captured
+    assert dtype is not None, "the pipeline asks before"
     output, changed = graph.output_node(), False
-    gradients = [i for i in gradients if _is_computed(output.args[0][i])]
+    gradients = [
+        i
+        for i, out in enumerate(captured.outputs)
+        if out.kind == GRADIENT and captured.inputs[out.input].kind == PARAMETER
+        if _is_computed(output.args[0][i])
+    ]
     dtypes = [_dtype(output.args[0][i]) for i in gradients]
-    chain = _chain(graph, frozenset(gradients), dtype, rules)
+    chain = _chain(graph, frozenset(gradients), dtype, p.rules)
     # In program order: a value is retyped after its operands, from which its dtype follows.
     for value in [node for node in graph.nodes if node in chain]:
-        before, others = _dtype(value), _other_users(value, chain)
+        before = _dtype(value)
+        others = [u for u in value.users if u.op != "output" and not _continues(value, u, chain)]
         wide = _retype(value, chain[value], dtype)
         changed |= wide is not value or _dtype(wide) != before
         if others and _dtype(wide) != before:
@@ -56,12 +64,7 @@ def reduce_in(
                 key = results[i], target
                 casts[key] = results[i] = casts.get(key) or _cast(results[i], target, op)
     output.args = (tuple(results),)
-    return changed or bool(casts)
-
-
-def _other_users(value: fx.Node, chain: Chain) -> list[fx.Node]:
-    """Return the operations outside a chain that use one of its values."""
-    return [u for u in value.users if u.op != "output" and not _continues(value, u, chain)]
+    return graph if changed or casts else None
 
 
 def _is_computed(value: object) -> bool:

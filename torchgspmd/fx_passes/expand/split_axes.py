@@ -7,7 +7,9 @@ needs    a propagated graph
 source   sub-axes are Shardy's; splitting only where propagation is blocked is ours
 
 On the mesh that the passes work on, several axes replace such an axis; each part is an axis like
-any other. Afterwards names are merged again where all parts stand together.
+any other. Afterwards names are merged again where all parts stand together. In the communication
+suite a reshape that splits heads (20) sends 4,096 bytes, 12,288 without; grouped heads (24.d)
+411,648, else 606,208.
 """
 
 from __future__ import annotations
@@ -17,13 +19,25 @@ from dataclasses import replace
 
 from torch import fx
 
-from ...comm.kinds import Step
-from ...layout.mesh import Mesh
 from ..ir import Op, Rules
+from ..program import Program
 from ..propagate.layouts import Layouts
 
 
-def required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
+def split_axes(p: Program) -> fx.Graph | None:
+    """Continue with a mesh whose axes are split, where an operation can use only a part."""
+    splits = _required_splits(p.graph, p.layouts, p.rules)
+    if not splits:
+        return None
+    mesh = p.mesh = p.mesh.split(splits)
+    # Requirements name axes as the user wrote them, which the finer mesh lacks.
+    p.inputs, p.results = (
+        [spec and spec.map_axes(mesh.refine) for spec in specs] for specs in (p.inputs, p.results)
+    )
+    return p.graph
+
+
+def _required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
     """Return the axes to split, with their part sizes.
 
     Such an axis does not divide a factor, though a part would.
@@ -94,9 +108,12 @@ def _shared_axes(op: Op, layouts: Layouts) -> list[tuple[str, int]]:
     return [(axis, count // part)]
 
 
-def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """Give a graph's axes on a split mesh their own names, where all parts stand together."""
-    for node in graph.nodes if mesh != mesh.unsplit() else ():
+def merge_axes(p: Program) -> fx.Graph | None:
+    """Go back to the request's mesh: axes have their own names where all parts stand together."""
+    mesh, p.mesh = p.mesh, p.request.mesh
+    if mesh == p.mesh:
+        return None
+    for node in p.graph.nodes:
         meta = node.meta
         for key in ("spec", "mark"):
             if key in meta:
@@ -109,15 +126,12 @@ def merge_axes(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
                 factor: mesh.merge(axes) for factor, axes in meta["assignment"].items()
             }
         if "step" in meta:
-            meta["step"] = _merge_step(meta["step"], mesh)
+            step = meta["step"]
+            meta["step"] = replace(
+                step,
+                args=step.target.rename(step.args, step.axes, mesh.merge),
+                spec=step.spec.map_axes(mesh.merge),
+                axes=mesh.merge(step.axes),
+            )
             node.args = (node.args[0], *meta["step"].args)
-    return graph
-
-
-def _merge_step(step: Step, mesh: Mesh) -> Step:
-    return replace(
-        step,
-        args=step.target.rename(step.args, step.axes, mesh.merge),
-        spec=step.spec.map_axes(mesh.merge),
-        axes=mesh.merge(step.axes),
-    )
+    return p.graph

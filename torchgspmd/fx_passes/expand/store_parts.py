@@ -15,7 +15,7 @@ of these views moves data. Gradients go the same way back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import fx
 
@@ -27,7 +27,9 @@ from ...layout.mesh import Mesh
 from ...rules.ops import concat_slice
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules, tensors_of
+from ..program import Program
 from ..propagate.layouts import Layouts
+from ..replication_report import data_axes
 from .keep_dims import is_view, keeps
 
 Place = tuple[fx.Node, int]  # a value's dimension
@@ -269,30 +271,20 @@ class PartStorage:
         return seen
 
 
-def store_parts(
-    graph: fx.Graph,
-    layouts: Layouts,
-    rules: Rules,
-    captured: Captured,
-    inputs: list[ShardSpec | None],
-    known: Mapping[str, ShardSpec],
-    arguments: Iterable[ShardSpec | None],
-    bound: Collection[str],
-    of_batch: Collection[str],
-) -> bool:
-    """Rewrite the graph in place for weights that are stored by parts; return whether it has some.
+def store_parts(p: Program) -> fx.Graph | None:
+    """Rewrite the graph in place for weights that are stored by parts; None if it has none.
 
-    inputs: the layouts that inputs are required to have. known: by name, the layouts of weights
-    that are stored by parts already. arguments: the layouts of arguments, which may be such weights
-    in another program. bound: names of weights that stay as they are. of_batch:
-    axes that divide arguments; weights over these are gathered, and stay too.
+    Weights over axes that divide arguments are gathered, and stay as they are.
     """
-    placeholders = [n for n in graph.find_nodes(op="placeholder") if "size" not in n.meta]
+    placeholders, captured, bound = p.placeholders, p.captured, p.request.bound
     if any("parts" in node.meta for node in placeholders):
-        return False
-    storage, parts, given = PartStorage(graph, layouts, rules, captured), {}, iter(arguments)
-    for node, inp, spec in zip(placeholders, captured.inputs, inputs):
-        stored = next(given, None) if inp.kind == ARGUMENT else known.get(inp.name)
+        return None
+    of_batch = data_axes(captured, p.request.arguments) | p.request.stored_over
+    storage, parts = PartStorage(p.graph, p.layouts, p.rules, captured), {}
+    # Arguments may be such weights in another program.
+    given = iter(p.request.arguments)
+    for node, inp, spec in zip(placeholders, captured.inputs, p.inputs):
+        stored = next(given, None) if inp.kind == ARGUMENT else p.request.stored.get(inp.name)
         if stored is not None and stored.parts:
             parts[node] = next((d, n) for d, n in enumerate(stored.parts) if n > 1)
         elif inp.kind == PARAMETER and spec is not None and IS_EXACT and inp.name not in bound:
@@ -300,10 +292,10 @@ def store_parts(
                 parts[node] = found
     # An optimizer's states, in a program that updates weights, are stored as these are.
     places = storage.places({(node, dim): count for node, (dim, count) in parts.items()})
-    for node, inp, spec in zip(placeholders, captured.inputs, inputs):
+    for node, inp, spec in zip(placeholders, captured.inputs, p.inputs):
         if inp.kind in (PARAMETER, BUFFER) and node not in parts and inp.name not in bound:
             at = [(d, n) for (value, d), n in places.items() if value is node]
-            if len(at) == 1 and spec in {s for n, s in zip(placeholders, inputs) if n in parts}:
+            if len(at) == 1 and spec in {s for n, s in zip(placeholders, p.inputs) if n in parts}:
                 parts[node] = at[0]
     storage.store(parts)
-    return bool(parts)
+    return p.graph if parts else None

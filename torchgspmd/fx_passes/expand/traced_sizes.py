@@ -40,7 +40,8 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
         return None
     sizes = _add_inputs(inner, node)
     for one, two in pairs:
-        _add_other(one, two)
+        if "val" in one.meta and not _equal(one.meta["val"], two.meta["val"]):
+            one.meta["other"] = two.meta["val"]
         if one.op == "placeholder":
             for d, size in enumerate(one.meta["val"].shape):
                 sizes.setdefault((size, two.meta["val"].shape[d]), (one, d))
@@ -74,7 +75,8 @@ def with_sizes(inner: fx.Graph, other: fx.Graph, node: fx.Node) -> fx.Graph | No
             if one.op in ("call_function", "output"):
                 one.args = merged(one.args, two.args, one)
                 one.kwargs = {k: merged(v, two.kwargs[k], one) for k, v in one.kwargs.items()}
-                _mark_dynamic(one)
+                if is_dynamic(one):
+                    one.meta["dynamic"] = True
     except (_DifferError, KeyError):
         return None
     return inner
@@ -147,18 +149,6 @@ def _size_node(inner: fx.Graph, source: Any, one: int, two: int) -> fx.Node:
         size = inner.call_function(aten.sym_size.int, source)
     size.meta = {"val": one, "other": two, "dynamic": True}
     return size
-
-
-def _add_other(one: fx.Node, two: fx.Node) -> None:
-    """Note a node's other value, if it differs."""
-    if "val" in one.meta and not _equal(one.meta["val"], two.meta["val"]):
-        one.meta["other"] = two.meta["val"]
-
-
-def _mark_dynamic(node: fx.Node) -> None:
-    """Note that an operation has sizes that only a run knows."""
-    if is_dynamic(node):
-        node.meta["dynamic"] = True
 
 
 def is_dynamic(node: fx.Node) -> bool:

@@ -9,19 +9,71 @@ no weight has it. With it the model computes, and weights are gathered for that.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Sequence
 from functools import cached_property
 
 from torch import fx
 
+from ...capture import ARGUMENT, MUTATION, TANGENT
 from ...rules.notation import Dims
 from ...shard_spec import ShardSpec
 from ..ir import Op, Rules
 from ..partition.regions import UnionFind
+from ..program import Program
 from ..propagate.factors import project
 from ..propagate.layouts import Layouts
 from ..schedule.arithmetic import flops
+
+Node = Hashable
+
+
+class Cut:
+    """The cheapest cut of edges, each with the cost of having its source and target apart.
+
+    source   Edmonds and Karp's algorithm (1972)
+    """
+
+    def __init__(self) -> None:
+        self.left: dict[Node, dict[Node, float]] = defaultdict(dict)  # capacity that is left
+
+    def add(self, source: Node, target: Node, cost: float) -> None:
+        self.left[source][target] = self.left[source].get(target, 0.0) + cost
+        # The way back, without capacity: flow on the edge can be taken back by it.
+        self.left[target].setdefault(source, 0.0)
+
+    def tie(self, one: Node, other: Node) -> None:
+        """Keep two nodes on one side."""
+        self.add(one, other, math.inf)
+        self.add(other, one, math.inf)
+
+    def first_side(self, source: Node, sink: Node) -> set[Node]:
+        """Return the nodes on `source`'s side if `sink` is on the other; as few as can be."""
+        while sink in (before := self._reached(source, sink)):
+            path, at = [], sink
+            while at != source:
+                path.append((before[at], at))
+                at = before[at]
+            flow = min(self.left[a][b] for a, b in path)
+            if flow == math.inf:
+                # A path without any finite edge: no cut keeps them apart.
+                raise AssertionError("the two sides of a cut are tied")
+            for a, b in path:
+                self.left[a][b] -= flow
+                self.left[b][a] += flow
+        return set(before)
+
+    def _reached(self, source: Node, sink: Node) -> dict[Node, Node]:
+        """Return the nodes that more can flow to, up to `sink`, each with the one before it."""
+        before, queue = {source: source}, deque([source])
+        while queue and sink not in before:
+            at = queue.popleft()
+            for target, left in self.left[at].items():
+                if left > 0 and target not in before:
+                    before[target] = at
+                    queue.append(target)
+        return before
 
 
 class Work:
@@ -102,3 +154,12 @@ class Work:
         weights = {factors.find(end) for end, is_batch in ends.items() if not is_batch}
         batch = {factors.find(end) for end, is_batch in ends.items() if is_batch}
         return factors, batch - weights, weights
+
+
+def work_of(p: Program) -> Work:
+    """Return who has the work in a propagated program."""
+    captured = p.captured
+    kept = {out.input for out in captured.outputs if out.kind == MUTATION}  # as weights are
+    pairs = enumerate(zip(p.placeholders, captured.inputs))
+    batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
+    return Work(p.graph, p.layouts, p.rules, batch)

@@ -29,13 +29,19 @@ from ...rules.custom_ops.loops import LOOP_MARKS, SIZED_MARKS
 from ...shard_spec import Axes, ShardSpec
 from ..ir import is_number, is_operation, operands_of, other_shapes, planned_shape, tensors_of
 from ..partition.verify_partition import check_open_sizes
-from .infer_shapes import infer_shapes
-from .memory_order import is_packed_result, restored
+from ..program import Program
+from .infer_shapes import infer_shapes, is_packed_result, restored
 from .op_emitter import emit
 from .sizes_in_a_run import LocalSizes, RunSizes, local_shape, needs_number
 from .step_emitter import StepEmitter
 
 _NO_SIZES: Mapping[str, int] = {}
+
+
+def localize_program(p: Program) -> fx.Graph:
+    """Return one device's graph; the partitioned one stays with the program."""
+    p.sharded = p.graph
+    return localize_graph(p.graph, p.mesh, p.stand_ins)
 
 
 def localize_graph(

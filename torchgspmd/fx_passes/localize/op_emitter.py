@@ -22,7 +22,7 @@ from ...rules.local_builder import LocalTensor
 from ...rules.registry import declares_order
 from ...shard_spec import Axes
 from ..ir import call_of, operands_of, other_shapes, planned_shape, tensors_of
-from .memory_order import restored
+from .infer_shapes import restored
 from .sizes_in_a_run import LocalSizes, local_shape, needs_number
 from .step_emitter import StepLocalizer
 

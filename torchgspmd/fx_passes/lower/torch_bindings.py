@@ -12,9 +12,35 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.graph import CodeGen
 
 from ...compat.operators import aten
 from ...compat.private_apis import _log_softmax, _softmax, is_missing
+
+
+class BoxedCodeGen(CodeGen):
+    """Code for a graph that takes its inputs in one list and empties it: `forward(self, boxed)`.
+
+    Each input can then be freed after its last use. A caller's argument tuple would keep every
+    saved activation alive until the backward ends. The convention and the name are AOTAutograd's.
+    """
+
+    def gen_fn_def(
+        self, free_vars: list[str], maybe_return_annotation: str, **options: object
+    ) -> str:
+        """Return the function head, which unpacks and clears the list."""
+        names = [
+            name.split(":")[0].strip() for name in free_vars if name.split(":")[0].strip() != "self"
+        ]
+        unpack = f"({', '.join(names)},) = boxed" if names else "pass"
+        return (
+            f"def forward(self, boxed){maybe_return_annotation}:\n    {unpack}\n    boxed.clear()\n"
+        )
+
+    def process_inputs(self, *inputs: object) -> object:
+        """Return the input list."""
+        return inputs[0]
+
 
 BINDINGS: dict[Any, Any] = {
     aten._log_softmax.default: _log_softmax,

@@ -1,4 +1,4 @@
-"""Verify the memory that collectives in flight use.
+"""Verify the memory that collectives in flight use, and that operations write to.
 
 needs    one rank's program, with torch.distributed's functional collectives
 ensures  every collective has one wait, which alone reads its result;
@@ -8,13 +8,48 @@ ensures  every collective has one wait, which alone reads its result;
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import fx
 
 from ...comm.kinds import WIRE_OPS
+from ...compat.fx_nodes import viewed_operands, written_operands
 from ...compat.operators import c10d
 from ...compat.private_apis import OpOverload
+
+
+def verify_owned(graph: fx.Graph, changed: Collection[fx.Node] = ()) -> fx.Graph:
+    """Verify that a program writes only to memory that it has allocated.
+
+    before   %x = input;  %y = add_(%x, 1)
+    after    an AssertionError: %y writes to %x, which may lie in the memory of %x
+    needs    the program of one rank, or the body of a loop in it
+    ensures  the same program; no operation writes to memory that may be that of an input or an
+             attribute: arguments, parameters, saved values and gradients of outputs are the
+             caller's
+
+    changed: the inputs that the user's own program writes to.
+    """
+    owners: dict[fx.Node, frozenset[fx.Node]] = {}  # value -> the inputs that it may lie in
+    faults: list[str] = []
+    for node in graph.nodes:
+        faults += [
+            f"%{node} writes to %{operand}, which may lie in the memory of %{owner}"
+            for operand in written_operands(node)
+            for owner in owners[operand]
+            if owner not in changed
+        ]
+        owners[node] = (
+            frozenset([node])
+            if node.op in ("placeholder", "get_attr")
+            else frozenset().union(*(owners[x] for x in viewed_operands(node)))
+        )
+    if faults:
+        raise AssertionError(
+            "memory of the caller is written; please report this:\n  " + "\n  ".join(faults)
+        )
+    return graph
+
 
 STARTS = WIRE_OPS.keys()
 WAIT = c10d.wait_tensor.default

@@ -11,20 +11,69 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
+from functools import cache
 
 from torch import fx
 
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import CARRY
-from ...shard_spec import ShardSpec
+from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
 from .cost_constants import CostConstants
-from .neighborhood import Interner, Neighborhood, OperandLayouts, Strategy
 
-K = TypeVar("K")
-V = TypeVar("V")
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Strategy:
+    """Operand and result layouts under an assignment of axes to factors.
+
+    Like operations share one object for equal strategies.
+    """
+
+    assignment: tuple[tuple[str, Axes], ...]
+    operands: tuple[ShardSpec, ...]
+    results: tuple[ShardSpec, ...]
+    work: float  # of one device, in bytes on the wire
+    pending: float = 0.0  # bytes of its results that are left pending
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperandLayouts:
+    """The layouts in which an operand exists.
+
+    layouts: the first is the one that it is produced in.
+    sharers: how many operations share the cost of a new layout.
+    deferrable: axes over which the operand could be left pending.
+    """
+
+    layouts: tuple[ShardSpec, ...]
+    sharers: int
+    deferrable: Axes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Neighborhood:
+    """The layouts around an operation.
+
+    required: for each result the layouts in which it is used.
+    first: whether these are the propagated layouts, before any choice.
+    only_inputs: whether all operands are program inputs.
+    """
+
+    operands: tuple[OperandLayouts, ...]
+    required: tuple[tuple[ShardSpec, ...], ...]
+    first: bool
+    only_inputs: bool
+
+
+class Interner:
+    """Returns one object per content, so that caches compare identities. Pass all arguments."""
+
+    def __init__(self) -> None:
+        self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)
+
+
+_MISSING = object()  # the former value of a key that a table lacked
 
 SNAPSHOT_FIELDS = (
     "strategy_of",
@@ -37,26 +86,6 @@ SNAPSHOT_FIELDS = (
     "version",
     "stamps",
 )
-
-
-@dataclass
-class Trial:
-    """An assignment's entries before their first change; None for those that were not there.
-
-    waits: whether operations were on the worklist. window_costs: None until a layout changes.
-    """
-
-    version: int
-    strategies: dict[fx.Node, Strategy | None] = field(default_factory=dict)
-    layouts: dict[fx.Node, ShardSpec | None] = field(default_factory=dict)
-    required: dict[fx.Node, dict[tuple[fx.Node, int], ShardSpec] | None] = field(
-        default_factory=dict
-    )
-    views: dict[fx.Node, dict | None] = field(default_factory=dict)
-    stamps: dict[fx.Node, int | None] = field(default_factory=dict)
-    neighborhoods: dict[fx.Node, Neighborhood | None] = field(default_factory=dict)
-    waits: dict[fx.Node, bool] = field(default_factory=dict)
-    window_costs: dict[tuple[fx.Node, ShardSpec], float] | None = None
 
 
 class Assignment:
@@ -101,11 +130,14 @@ class Assignment:
         self.view_cache: dict[fx.Node, dict] = {}
         self.neighborhood_cache: dict[fx.Node, Neighborhood] = {}
         self.window_costs: dict[tuple[fx.Node, ShardSpec], float] = {}  # until a layout changes
-        self.trial: Trial | None = None
+        # A trial's changes, each as (table, key, former value); None outside of trials.
+        self.undo_log: list[tuple[dict, object, object]] | None = None
+        self.before_trial = self.version, self.window_costs
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
-        self.worklist = set(self.ops)  # operations whose neighborhood changed
+        # operations whose neighborhood changed; a dict, so that a trial can log it
+        self.worklist: dict[fx.Node, None] = dict.fromkeys(self.ops)
         # value -> operations that produce or use it
         self.neighbors: dict[fx.Node, set[fx.Node]] = {v: set() for v in self.sizes}
         for op in self.ops.values():
@@ -140,46 +172,47 @@ class Assignment:
         vars(self).update(snapshot)
 
     def begin_trial(self) -> None:
-        """Note every change from here on, for `undo_trial`. Few values change: no copy of all."""
-        self.trial = Trial(self.version)
+        """Log every change from here on, for `undo_trial`. Few values change: no copy of all."""
+        self.undo_log, self.before_trial = [], (self.version, self.window_costs)
 
     def keep_trial(self) -> None:
         """End a trial, and keep its changes."""
-        self.trial = None
+        self.undo_log = None
 
     def undo_trial(self) -> None:
         """End a trial, and take its changes back."""
-        trial, self.trial = self.trial, None
-        assert trial is not None
-        self.version = trial.version
-        restore_entries(self.strategy_of, trial.strategies)
-        restore_entries(self.layout_of, trial.layouts)
-        restore_entries(self.required, trial.required)
-        restore_entries(self.view_cache, trial.views)
-        restore_entries(self.stamps, trial.stamps)
-        restore_entries(self.neighborhood_cache, trial.neighborhoods)
-        for node, waits in trial.waits.items():
-            (self.worklist.add if waits else self.worklist.discard)(node)
-        if trial.window_costs is not None:
-            self.window_costs = trial.window_costs
+        log, self.undo_log = self.undo_log, None
+        assert log is not None
+        for table, key, former in reversed(log):
+            if former is _MISSING:
+                table.pop(key, None)
+            else:
+                table[key] = former
+        self.version, self.window_costs = self.before_trial
+
+    def _log(self, table: dict, key: object) -> None:
+        """Log an entry that is about to change."""
+        if self.undo_log is not None:
+            self.undo_log.append((table, key, table.get(key, _MISSING)))
+
+    def wait(self, nodes: Iterable[fx.Node]) -> None:
+        """Put operations on the worklist."""
+        for node in nodes:
+            self._log(self.worklist, node)
+            self.worklist[node] = None
 
     def settle(self, node: fx.Node) -> None:
         """Take an operation from the worklist."""
-        if self.trial is not None:
-            self.trial.waits.setdefault(node, node in self.worklist)
-        self.worklist.discard(node)
+        self._log(self.worklist, node)
+        self.worklist.pop(node, None)
 
     def assign(self, op: Op, strategy: Strategy) -> None:
         """Give an operation a strategy: set its results' layouts, require its operands'."""
         if self.strategy_of.get(op.node) is not strategy:
-            if self.trial is not None:
-                self.trial.strategies.setdefault(op.node, self.strategy_of.get(op.node))
-                if op.node not in self.trial.stamps:
-                    self._note(op.node, self.trial)
+            self._log(self.strategy_of, op.node)
             self.strategy_of[op.node] = strategy
             self.new_version()
-            self.stamps[op.node] = self.version
-            self.worklist.add(op.node)  # The strategy may be forced and not the cheapest.
+            self._stamp(op.node)  # The strategy may be forced and not the cheapest.
         for value, spec in zip(op.results, strategy.results):
             if value is not None:
                 self.set_layout(value, spec)
@@ -194,26 +227,23 @@ class Assignment:
     def set_layout(self, value: fx.Node, spec: ShardSpec) -> None:
         before = self.layout_of.get(value)
         if before != spec:
-            if (trial := self.trial) is not None:
-                trial.layouts.setdefault(value, before)
-                if trial.window_costs is None:
-                    trial.window_costs, self.window_costs = self.window_costs, {}
+            self._log(self.layout_of, value)
             self.layout_of[value] = spec
             self.new_version()
-            self.window_costs.clear()
-            self._drop_view(value)
+            # A new dict, as a trial gives the old one back.
+            self.window_costs = {}
+            self._drop(self.view_cache, value)
             self._touch_users(value, before is None or before.pending != spec.pending)
 
     def require(self, value: fx.Node, user: fx.Node, operand: int, spec: ShardSpec) -> None:
         """Set the layout in which a user needs a value."""
         uses = self.required.get(value, {})
         if uses.get((user, operand)) != spec:
-            if self.trial is not None:
-                self.trial.required.setdefault(value, self.required.get(value))
+            self._log(self.required, value)
             # A new dict, as snapshots and trials share the old one.
             self.required[value] = uses | {(user, operand): spec}
             self.new_version()
-            self._drop_view(value)
+            self._drop(self.view_cache, value)
             for node in self.neighbors[value]:
                 if node is not user:
                     self._touch(node)
@@ -228,23 +258,19 @@ class Assignment:
 
     def _touch(self, node: fx.Node) -> None:
         """Put an operation on the worklist; its neighborhood changed."""
-        if self.trial is not None and node not in self.trial.stamps:
-            self._note(node, self.trial)
-        self.worklist.add(node)
+        self._stamp(node)
+        self._drop(self.neighborhood_cache, node)
+
+    def _stamp(self, node: fx.Node) -> None:
+        self._log(self.stamps, node)
         self.stamps[node] = self.version
-        self.neighborhood_cache.pop(node, None)
+        self._log(self.worklist, node)
+        self.worklist[node] = None
 
-    def _note(self, node: fx.Node, trial: Trial) -> None:
-        """Note an operation's state before a trial changes it for the first time."""
-        trial.stamps[node] = self.stamps.get(node)
-        trial.neighborhoods[node] = self.neighborhood_cache.get(node)
-        trial.waits.setdefault(node, node in self.worklist)
-
-    def _drop_view(self, value: fx.Node) -> None:
-        """Forget the views of a value, whose layouts changed."""
-        before = self.view_cache.pop(value, None)
-        if self.trial is not None:
-            self.trial.views.setdefault(value, before)
+    def _drop(self, cache: dict, key: fx.Node) -> None:
+        # Also one that is not there: a trial may cache an entry that is wrong after it.
+        self._log(cache, key)
+        cache.pop(key, None)
 
     def _touch_users(self, value: fx.Node, pending: bool, depth: int | None = None) -> None:
         """Touch all operations that decide by a value's layout.
@@ -357,12 +383,3 @@ class Assignment:
             all(self._is_deferrable(op.operands[i], axis, depth - 1) for i in group)
             for group in op.rule.linear
         )
-
-
-def restore_entries(table: dict[K, V], before: dict[K, V | None]) -> None:
-    """Give entries their former values; remove those that were not there."""
-    for key, value in before.items():
-        if value is None:
-            table.pop(key, None)
-        else:
-            table[key] = value

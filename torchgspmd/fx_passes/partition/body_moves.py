@@ -14,8 +14,7 @@ from torch import fx
 from ...shard_spec import Axes
 from ..ir import Op
 from .local_search import LocalSearch, Move
-from .pieces import divides_all, pieces
-from .regions import Body, bodies, threads
+from .regions import Body, bodies, divides_all, pieces, threads
 
 
 class FactorMove(Move):
@@ -117,7 +116,10 @@ class FactorMove(Move):
         # Choices around a layout hardly save as much as the region sends now.
         limit = constants.give_up_share * sent if is_large else math.inf
         if other - cost < limit:
-            other = self._settled(neighbors)
+            # Backwards, then forwards: a new layout spreads to operands as well as to users.
+            for op in (*reversed(neighbors), *neighbors):
+                self.search.choose(op)
+            other = self.search.costs.exact(neighbors)
         if other < cost:
             self.assignment.keep_trial()
             return True
@@ -125,13 +127,6 @@ class FactorMove(Move):
         self.assignment.undo_trial()
         self.memory.rejected.add(situation)
         return False
-
-    def _settled(self, neighbors: tuple[Op, ...]) -> float:
-        """Choose again for the operations around a new layout; return the cost."""
-        # Backwards, then forwards: a new layout spreads to operands as well as to users.
-        for op in (*reversed(neighbors), *neighbors):
-            self.search.choose(op)
-        return self.search.costs.exact(neighbors)
 
     def _body_cost(self, body: Body) -> tuple[float, float, float]:
         """Return the work for a body and its neighbors, their bytes, and their pending sums.

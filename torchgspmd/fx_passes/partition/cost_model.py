@@ -20,9 +20,8 @@ from ...shard_spec import ShardSpec
 from ..ir import Op, runs
 from ..propagate.factors import Assignment as Factors
 from ..propagate.factors import layouts_behind
-from .assignment import Assignment
+from .assignment import Assignment, Neighborhood, OperandLayouts, Strategy
 from .cost_constants import CostConstants
-from .neighborhood import Neighborhood, OperandLayouts, Strategy
 from .regions import Region
 from .reshard import Resharder
 

@@ -4,26 +4,97 @@ before   every operation has the strategy that is cheapest while the others keep
 after    operations that gain only together have other strategies, if those cost less together
 source   ours
 
-moves.py has the table of moves.
+partition_graph.py has the table of moves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from torch import fx
 
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op
-from .assignment import Assignment
+from .assignment import Assignment, Neighborhood, Strategy
 from .cost_model import CostModel
-from .ends import Ends
-from .neighborhood import Neighborhood, Strategy
 from .regions import Body, Region
 from .search_memory import Excess, SearchMemory
+
+Cotangents = dict[fx.Node, tuple[fx.Node, ShardSpec]]
+Storable = Callable[[ShardSpec, tuple[int, ...]], ShardSpec]
+
+
+class Ends:
+    """The layouts in which a program's inputs and outputs pass its boundary.
+
+    outputs: output layouts by position; a node stands for that input's layout.
+    storable: maps the layout that an open output would have to the one it is to have.
+    cotangents: input -> (the output whose layout it comes in, the open layout requested for it).
+    """
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        outputs: Mapping[int, ShardSpec | fx.Node],
+        storable: Storable | None,
+        cotangents: Cotangents,
+    ) -> None:
+        self.assignment, self.outputs = assignment, outputs
+        self.storable, self.cotangents = storable, cotangents
+
+    def open_outputs(self) -> list[tuple[fx.Node, ShardSpec]]:
+        """Return the outputs whose layout is the search's choice, with these layouts."""
+        at = self.assignment
+        return [
+            (value, at.required[value][at.output, i])
+            for i, value in enumerate(at.output.args[0])
+            if isinstance(value, fx.Node) and i not in self.outputs
+        ]
+
+    def require(self) -> None:
+        """Require every output's layout."""
+        output = self.assignment.output
+        for i, value in enumerate(output.args[0]):
+            if isinstance(value, fx.Node):
+                self.assignment.require(value, output, i, self._output_spec(i, value))
+
+    def _output_spec(self, i: int, value: fx.Node) -> ShardSpec:
+        """Return the layout in which output i leaves the program.
+
+        An open output leaves as it is produced, except that a pending sum is reduced.
+        """
+        requested = self.outputs.get(i)
+        if isinstance(requested, fx.Node):
+            return self.assignment.layout_of[requested]
+        if requested is not None and not any(requested.open):
+            return requested
+        layout = self.assignment.layout_of[value]
+        target = (
+            value.meta["spec"].closed() if layout.pending else layout.with_pending(())
+        ).map_axes(self.assignment.mesh.whole)
+        return target if requested is None else self.fill_open(requested, target, value)
+
+    def fill_open(self, requested: ShardSpec, target: ShardSpec, value: fx.Node) -> ShardSpec:
+        """Return the requested layout, with `target`'s axes in its open dimensions."""
+        # An axis shards one dimension: those that the request fixes are no more free.
+        fixed = {
+            a for axes, is_open in zip(requested.dims, requested.open) if not is_open for a in axes
+        }
+        spec = ShardSpec(
+            tuple(
+                tuple(a for a in t if a not in fixed) if is_open else w
+                for w, is_open, t in zip(requested.dims, requested.open, target.dims)
+            )
+        )
+        return (
+            self.storable(spec, self.assignment.sizes[value][0])
+            if self.storable is not None
+            else spec
+        )
+
 
 # "sweep": until nothing changes; "round": between sweeps; "program": once, judged by the whole
 # program after all have followed; "last": the same, by another price.
@@ -54,7 +125,7 @@ class LocalSearch:
         """Search with another bonus for pending sums; regions change in `rounds` rounds at most."""
         self.costs = replace(self.costs, pending_bonus=pending_bonus)
         # Costs differ from those of the last phase, so each choice may change.
-        self.assignment.worklist.update(self.assignment.ops)
+        self.assignment.wait(self.assignment.ops)
         self.assignment.new_version()
         self._run_sweeps()
         for _ in range(self.constants.max_region_rounds if rounds is None else rounds):
@@ -242,7 +313,12 @@ class Move:
         if best is not None:
             self.assignment.assign(op, best)
 
-    def propose_forwards(self, region: Region) -> bool:
+    def try_like_ends(self, region: Region, *ends: str) -> bool:
+        """Lay out a region like its operand ("in"), or as its result is required ("out")."""
+        propose = {"in": self._propose_forwards, "out": self._propose_backwards}
+        return any(self.try_proposal(region, end, partial(propose[end], region)) for end in ends)
+
+    def _propose_forwards(self, region: Region) -> bool:
         """Choose strategies from the first operation to the last; each follows the one before."""
         for op in region.ops:
             neighborhood = self.assignment.neighborhood(op)
@@ -253,7 +329,7 @@ class Move:
             self.assign_cheapest(op, self.strategies.candidates(op, neighborhood), neighborhood)
         return True
 
-    def propose_backwards(self, region: Region) -> bool:
+    def _propose_backwards(self, region: Region) -> bool:
         """Choose strategies from the last operation to the first; each serves the one after."""
         for op in reversed(region.ops):
             neighborhood = self.assignment.neighborhood(op)

@@ -39,15 +39,15 @@ from ...comm.kinds import SEARCHED, CollectiveKind, Step, StepKind
 from ...layout.mesh import Mesh
 from ...layout.open_sizes import OpenSize, is_whole, like
 from ...shard_spec import Axes, ShardSpec
-from .cost_constants import CostConstants
-from .reshard_search import ReshardSearch, fee_of
-from .search_counts import (
+from .cost_constants import (
     RESHARD_LIMITED,
     RESHARD_PERMUTES,
     RESHARD_SEARCHES,
     RESHARD_STATES,
+    CostConstants,
     SearchCounts,
 )
+from .reshard_search import ReshardSearch, fee_of
 
 MAX_PATTERNS = 2**16  # Patterns whose steps a process remembers.
 MANY_BYTES = 2**16  # Bytes of a unit in the place of all large ones.

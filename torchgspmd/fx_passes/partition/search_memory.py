@@ -11,11 +11,9 @@ from ...layout.mesh import Mesh
 from ...shard_spec import Axes, ShardSpec
 from ..ir import values
 from ..propagate.factors import Crowded, crowded
-from .assignment import Assignment
-from .cost_constants import CostConstants
-from .neighborhood import Interner, Strategy
+from .assignment import Assignment, Interner, Strategy
+from .cost_constants import CostConstants, no_counts
 from .reshard import PricedResharder, Resharder
-from .search_counts import no_counts
 from .strategies import Strategies, marked
 
 

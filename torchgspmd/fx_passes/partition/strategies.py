@@ -28,10 +28,10 @@ from ..propagate.factors import (
     project,
     result_pending,
 )
+from .assignment import Neighborhood, OperandLayouts, Strategy
 from .cost_constants import CostConstants
 from .cost_model import local_bytes, work
-from .neighborhood import Neighborhood, OperandLayouts, Strategy
-from .pieces import divides_all, neighboring_parts, pieces
+from .regions import divides_all, neighboring_parts, pieces
 
 Start = tuple[tuple[str, str | int | None], ...]  # axis, what it does in a layout
 V = TypeVar("V")

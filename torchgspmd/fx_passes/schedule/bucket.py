@@ -23,18 +23,75 @@ DistributedDataParallel (arXiv 2006.15704, section 3.2.3), which have 25 MB, the
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import fx
 
-from ...comm.collective import split_axes
+from ...comm.collective import split_axes, start, wait
 from ...comm.hardware import Hardware
 from ...comm.kinds import CollectiveKind
+from ...compat.fx_nodes import origin_of
 from ...layout.mesh import Mesh
 from ...rules import quotient
+from ..units import size_text
 from .liveness import bytes_of
-from .start_wait import join
+
+
+def start_wait(graph: fx.Graph) -> fx.Graph:
+    """Split every collective into the start and the wait for its result.
+
+    before   %w_g = all_gather(%w, 0, data)
+    after    %w_g_start = start(all_gather, [%w], [[0, data]]);  %w_g = wait(%w_g_start, 0)
+    needs    one device's program
+    ensures  nothing but `start` communicates; the wait follows its start at once, and later passes
+             move the two apart
+    """
+    for node in list(graph.nodes):
+        if isinstance(node.target, CollectiveKind):
+            join(graph, [node])
+    # In reverse: erasing a wait may leave its start without users.
+    for node in reversed(graph.nodes):
+        if node.target in (start, wait) and not node.users:
+            graph.erase_node(node)
+    return graph
+
+
+def join(graph: fx.Graph, run: Sequence[fx.Node]) -> None:
+    """Merge adjacent collectives of one kind into one start. Each becomes a wait.
+
+    None uses another's result.
+    """
+    first = run[0]
+    with graph.inserting_before(first):
+        operands, arguments = tuple(n.args[0] for n in run), tuple(tuple(n.args[1:]) for n in run)
+        started = graph.create_node(
+            "call_function",
+            start,
+            (first.target.name, operands, arguments),
+            name=f"{first.name}_start",
+        )
+    started.meta = {
+        "source": None,
+        "backward": False,
+        **origin_of(first),
+        "dtype": first.meta["dtype"],
+        "bytes": sum(map(bytes_of, run)),
+    }
+    started.meta["collective"] = label = _label(run)
+    for i, node in enumerate(run):
+        node.meta["collective"] = label
+        node.target, node.args = wait, (started, i)
+
+
+def _label(run: Sequence[fx.Node]) -> str:
+    """Return a start's kind, first operand, result bytes and axes."""
+    first, rest = run[0], f" and {len(run) - 1} more" if len(run) > 1 else ""
+    step = first.meta.get("step")
+    axes = ", " + "+".join(step.axes) if step is not None else ""
+    size = size_text(sum(map(bytes_of, run)))
+    return f"{first.target.name} {first.args[0]}{rest}, {size}{axes}"
+
 
 SMALL = 2**20  # About the smallest bucket of a key that fills several, in bytes.
 PARTS = 4  # Buckets of one key, if they do not get smaller than SMALL.
@@ -69,7 +126,10 @@ def bucket(graph: fx.Graph, mesh: Mesh, hardware: Hardware, halves: bool) -> fx.
     reductions = [node for node in keys if node.target.reduces]
     # First: a sum in front of its division can share a bucket with the divisor's.
     _reduce_before_division(reductions, keys)
-    _move_reductions_up(reductions)
+    # Up to the operand, from the first use (for gradients, the end).
+    for node in reductions:
+        if node.args[0].op == "call_function":
+            node.args[0].append(node)
     _move_tails_down(graph, reductions)
     caps = _caps(keys, mesh, hardware)
     order = {node: i for i, node in enumerate(graph.nodes)}
@@ -156,13 +216,6 @@ def _reduce_before_division(reductions: list[fx.Node], keys: Keys) -> None:
             divided.prepend(node)
             node.meta.pop("captured", None)  # it has the sum of the terms now
             divided.meta["spec"] = node.meta["spec"]
-
-
-def _move_reductions_up(reductions: list[fx.Node]) -> None:
-    """Move every reduction up to its operand, from its first use (for gradients, the end)."""
-    for node in reductions:
-        if node.args[0].op == "call_function":
-            node.args[0].append(node)
 
 
 def _move_tails_down(graph: fx.Graph, reductions: list[fx.Node]) -> None:

@@ -28,11 +28,26 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import fx
 
+from ...capture import MUTATION
 from ...comm.collective import start, wait
 from ..loop_call import BodyCall
-from .liveness import Ledger, peak
+from ..program import Program
+from .liveness import Ledger, budget_of, peak
 
 EXTRA = 0.1  # Memory that overlapping may cost, as a fraction of the peak.
+
+
+def overlap_program(p: Program) -> fx.Graph:
+    """Move starts up and waits down, for the reasons that are not skipped."""
+    skip, returned = p.request.skip_passes, p.graph.output_node().args[0]
+    kinds = [out.kind for out in p.captured.outputs]
+    return overlap(
+        p.graph,
+        early="overlap" not in skip,
+        prefetch="prefetch" not in skip,
+        most=max(budget_of(p) - peak(p.graph), 0) if p.request.has_budget else None,
+        updates={v for v, kind in zip(returned, kinds) if kind == MUTATION},
+    )
 
 
 def overlap(
@@ -66,7 +81,10 @@ def overlap(
         soon = early_updates(order, updates)
         order = soon if max(_profile(graph, soon)) <= limit else order
     if early or prefetch:
-        _relink(graph, [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()])
+        end = graph.output_node()
+        for node in [*inputs, *_Scheduler(graph, order, limit, early, prefetch).run()]:
+            if node is not end:
+                end.prepend(node)
     return graph
 
 
@@ -243,13 +261,6 @@ def _profile(graph: fx.Graph, order: Sequence[fx.Node]) -> list[int]:
     """Return the bytes alive while each node runs."""
     ledger = Ledger(graph)
     return [ledger.emit(node) for node in order]
-
-
-def _relink(graph: fx.Graph, order: Iterable[fx.Node]) -> None:
-    end = graph.output_node()
-    for node in order:
-        if node is not end:
-            end.prepend(node)
 
 
 # A part of `overlap`: updates to weights that are gathered only to be returned.

@@ -29,8 +29,7 @@ from typing import Any
 from torch import fx
 
 from ..program import Program
-from .liveness import bytes_of, peak
-from .memory_budget import budget_of
+from .liveness import budget_of, bytes_of, peak
 from .saved_values import SavedValues, Saving
 
 UNLIMITED = 1 << 60  # ticks

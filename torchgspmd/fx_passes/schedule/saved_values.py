@@ -40,9 +40,8 @@ from ...rules.custom_ops.loops import (
     runs_of,
 )
 from ..program import Program
-from .aliasing import Aliasing
 from .arithmetic import op_seconds, step_seconds
-from .liveness import bytes_of
+from .liveness import Aliasing, bytes_of
 
 
 @dataclass(frozen=True)

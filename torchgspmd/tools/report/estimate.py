@@ -20,8 +20,8 @@ from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
 from ...features.pipelines.call import StageCall
 from ...features.pipelines.schedule import Times
-from ...fx_passes.loop_call import LoopCall
 from ...fx_passes.digest import module_path
+from ...fx_passes.loop_call import LoopCall
 from ...fx_passes.schedule.arithmetic import graph_flops, op_seconds, step_seconds
 from ...fx_passes.schedule.liveness import Ledger, bytes_of, inputs_bytes
 from ...fx_passes.units import time_text

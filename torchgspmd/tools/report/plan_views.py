@@ -20,7 +20,6 @@ from ...compiler.plan import Plan
 from ...compiler.plan_summary import buckets_text, limits_text, recomputed_text
 from ...errors import ShardingError
 from ...fx_passes.loop_call import BodyCall, LoopCall
-from ...layout.mesh import Mesh
 from ...rules.registry import HOST_READS
 from ..certificate import Certificate, blamed, certify
 from .diff import PlanDiff, layout_changes, try_marks

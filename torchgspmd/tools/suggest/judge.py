@@ -22,7 +22,7 @@ from ...errors import ShardingError
 from ...fx_passes.ir import tensors_of
 from ...fx_passes.program import Shared
 from ...fx_passes.schedule.arithmetic import flops, graph_flops
-from ...fx_passes.schedule.memory_budget import STATES
+from ...fx_passes.schedule.liveness import STATES
 from ...layout.layout_rules import Layout, Unmarked, bound
 from ...layout.mesh import Mesh
 from ...layout.prefix_specs import argument_names
