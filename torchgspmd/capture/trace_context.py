@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import numpy
@@ -33,6 +34,7 @@ from ..compat.private_apis import (
     is_missing,
 )
 from .draws import recomputing_dispatch
+from ..layout.mesh import Mesh
 from .rewrites.recomputed_regions import region_or
 from .traced_values import SavedValue
 
@@ -101,6 +103,8 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 if has("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl"):
     _GENERATOR = "_checkpoint_without_reentrant_generator_impl"
 
+# That of the program that is being traced.
+MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
 

@@ -156,6 +156,12 @@ TABLE: tuple[PrivateApi, ...] = (
     *_rows(NOTHING, "torch._higher_order_ops.flex_attention", "math_attention", "flex_attention"),
     *_rows(
         NOTHING,
+        "torch._higher_order_ops.associative_scan",
+        "generic_associative_scan",
+        "associative_scan along a sharded dimension sends rows in each of its steps",
+    ),
+    *_rows(
+        NOTHING,
         "torch.nn.attention.flex_attention",
         "_validate_device _apply_kernel_options flex_attention_hop",
         "flex_attention on CPUs",

@@ -20,10 +20,11 @@ from .experts import rows as experts
 from .lanes import rows as lanes
 from .loops import rows as loops
 from .pipelines import rows as pipelines
+from .recurrences import rows as recurrences
 from .unknown_sizes import rows as unknown_sizes
 from .windows import rows as windows
 
-_ROWS = attention, experts, lanes, loops, pipelines, unknown_sizes, windows
+_ROWS = attention, experts, lanes, loops, pipelines, recurrences, unknown_sizes, windows
 FEATURES = tuple(rows.__name__.split(".")[-2] for rows in _ROWS)
 end_tables(__name__)
 

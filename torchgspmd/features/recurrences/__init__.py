@@ -1,0 +1,1 @@
+"""Recurrences: scans, and loops whose carry is affine, along a sharded sequence."""
