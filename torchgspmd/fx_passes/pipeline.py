@@ -46,6 +46,7 @@ from .program_passes import (
     bucket,
     fits_device,
     has_hosts,
+    has_sharded_parts,
     has_undivided_twins,
     hierarchical_sums,
     keep_dims,
@@ -104,7 +105,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
+_TRIED = ("split_sequences", "batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -123,6 +124,15 @@ PIPELINE: tuple[Step, ...] = (
                 again=("propagate",),
                 before=("keep_dims", "split_products"),
                 because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
+            ),
+            feature_pass(
+                "recurrences",
+                "split_sequences",
+                ANNOTATED,
+                has_work=has_sharded_parts,
+                again=("propagate",),
+                before=("split_fused",),
+                because="a scan inside of a part needs no decomposition once parts are not cut",
             ),
             feature_pass(
                 "lanes",

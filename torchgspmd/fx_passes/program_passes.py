@@ -10,6 +10,7 @@ import copy
 import torch
 from torch import fx
 
+from ..rules.ops.concat_slice import FEWEST_PARTS, pieces_taken
 from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import keep_dims as dims
 from .expand import reduce_dtype as reductions
@@ -18,7 +19,7 @@ from .expand import split_fused as fused
 from .expand import split_products as products
 from .expand import store_parts as storage
 from .expand.undivided import Work
-from .ir import runs
+from .ir import runs, tensors_of
 from .localize.localize_graph import localize_graph
 from .lower.split_joint import split_joint as split_graph
 from .partition import regather_weights as weights
@@ -84,6 +85,21 @@ def store_parts(program: Program) -> fx.Graph | None:
 def has_undivided_twins(program: Program) -> bool:
     """Return whether equal operations are divided by no axis, so that lanes may have them."""
     return work_of(program).has_twins()
+
+
+def has_sharded_parts(program: Program) -> bool:
+    """Return whether operations take several equal parts of a value along a sharded dimension."""
+    spec = program.layouts.spec
+    for op in program.rules.ops(program.graph):
+        if len(op.operands) != 1 or not op.results or not spec[op.operands[0]].sharding_axes:
+            continue
+        shapes = [t.shape for t in tensors_of(op.node)]
+        shape = op.operands[0].meta["val"].shape
+        pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
+        # Fewer are gates of a cell, or queries beside keys.
+        if pieces is not None and pieces.count >= FEWEST_PARTS and spec[op.operands[0]].dims[pieces.dim]:
+            return True
+    return False
 
 
 def work_of(program: Program) -> Work:

@@ -4,10 +4,25 @@ from __future__ import annotations
 
 import sys
 
+from torch import fx
+
 from ...capture.trace_context import PATCHES
 from ...compat.patches import Patch
 from ...compat.private_apis import generic_associative_scan, is_missing
+from ...fx_passes.pass_types import FEATURE_PASSES
+from ...fx_passes.program import Program
+from ...fx_passes.program_passes import work_of
+from . import split_sequences as splitting
 from .blocked_scan import blocked
+
+
+def split_sequences(program: Program) -> fx.Graph | None:
+    """Compute recurrences along a sharded sequence by shards."""
+    changed = splitting.split_sequences(work_of(program))
+    return program.request.expand(program.graph) if changed else None
+
+
+FEATURE_PASSES["split_sequences"] = split_sequences
 
 if not is_missing(generic_associative_scan):
     PATCHES.append(

@@ -1,0 +1,249 @@
+"""Find recurrences in Python loops over parts of a sequence.
+
+    for x in xs.split(64, 1):        x: a row of the recurrence
+        y = f(x, h)
+        h = y[:, -1]                 h: a carry
+        ys.append(y)
+    torch.cat(ys, 1)                 where the search begins
+
+From the operands of a concatenation, one for each part, the search goes up through like operations.
+It ends at parts of one value, at values that all iterations read, and at carries: values of the part
+before. A backward's loop begins with the last part. Loops often treat the first part in another way:
+there is no carry, or it is a constant zero. Then the recurrence has zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ...fx_passes.expand.batched_op import may_batch
+from ...fx_passes.expand.undivided import Work
+from ...fx_passes.ir import Op
+from ...rules.algebra import constant_of
+from ...rules.ops.concat_slice import FEWEST_PARTS, Pieces, pieces_joined, pieces_taken
+from .recurrence import Carry, Recurrence
+
+MOST_OPS = 2048
+Column = tuple[fx.Node | None, ...]  # one value in all iterations; None: an end does without
+
+
+class Family(NamedTuple):
+    """The value that has all parts. pieces: how they lie in it; None: along a first dimension."""
+
+    value: fx.Node
+    pieces: Pieces | None
+
+
+class Parts:
+    """Which values are parts of a sequence, for one number of parts."""
+
+    def __init__(self, work: Work, count: int) -> None:
+        self.count = count
+        self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
+        self.order = {node: i for i, node in enumerate(work.graph.nodes)}
+        self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
+        members: dict[Family, dict[int, list[fx.Node]]] = {}
+        for op in work.ops:
+            for family, i, value in _parts_of(op, count):
+                members.setdefault(family, {}).setdefault(i, []).append(value)
+        for family, rows in members.items():
+            if len(rows) == count:
+                for i, values in rows.items():
+                    for value in values:
+                        self.families.setdefault(value, {})[family] = i
+
+    def add(self, batched: fx.Node, column: Column) -> None:
+        """Note that a new value has these parts, along a first dimension."""
+        for i, value in enumerate(column):
+            if value is not None:
+                self.families.setdefault(value, {})[Family(batched, None)] = i
+
+    def spans(self, graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
+        """Return the first and the last part that each value is computed from."""
+        result: dict[fx.Node, tuple[int, int]] = {}
+        for node in graph.nodes:
+            if node in self.families and node.op != "placeholder":
+                numbers = self.families[node].values()
+                result[node] = max(numbers), min(numbers)
+                continue
+            spans = [result[x] for x in node.all_input_nodes if x in result]
+            low = min((low for low, _ in spans), default=0)
+            high = max((high for _, high in spans), default=self.count - 1)
+            # What is computed from all parts belongs to none, as a next layer's input.
+            if (low, high) != (0, self.count - 1):
+                result[node] = low, high
+        return result
+
+
+def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
+    if len(op.operands) != 1 or not op.results:
+        return
+    shape = op.operands[0].meta["val"].shape
+    val = op.node.meta["val"]
+    shapes = [t.shape for t in (val if isinstance(val, (tuple, list)) else (val,))]
+    pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
+    if pieces is None or pieces.count != count:
+        return
+    family = Family(op.operands[0], pieces._replace(indices=()))
+    for i, value in zip(pieces.indices, op.results):
+        if value is not None:
+            yield family, i, value
+
+
+def ends_of(work: Work) -> Iterator[tuple[Op, Pieces]]:
+    """Yield the concatenations of several equal parts."""
+    for op in work.ops:
+        if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,):
+            shapes = [v.meta["val"].shape for v in op.operands]
+            shape = op.node.meta["val"].shape
+            pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
+            if pieces is not None:
+                yield op, pieces
+
+
+class Finder:
+    """Aligns the iterations of a loop. reverse: whether it begins with the last part.
+
+    columns: an operation's value in the iteration that stands for all -> in all of them.
+    """
+
+    def __init__(self, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool) -> None:
+        self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
+        # The second iteration: it has a carry, and a next one.
+        self.at = self.count - 2 if reverse else 1
+        self.begin, self.step = (self.count - 1, -1) if reverse else (0, 1)
+        self.columns: dict[fx.Node, Column] = {}
+        self.rows: dict[fx.Node, Family] = {}
+        self.carries: dict[fx.Node, Column] = {}
+        self.vanishing: list[fx.Node] = []
+        self.ops: dict[fx.Node, Op] = {}
+
+    def find(self, column: Column) -> bool:
+        """Add a column, and all that it is computed from; return whether iterations are alike."""
+        stack = [column]
+        while stack:
+            column = stack.pop()
+            value = column[self.at]
+            if value is None or len(self.ops) > MOST_OPS:
+                return False
+            known = self.columns.get(value) or self.carries.get(value)
+            if known is not None:
+                merged = _merged(known, column)
+                if merged is None:
+                    return False
+                table = self.columns if value in self.columns else self.carries
+                table[value] = merged
+                continue
+            more = self._above(value, column)
+            if more is None:
+                return False
+            stack += more
+        return True
+
+    def _above(self, value: fx.Node, column: Column) -> list[Column] | None:
+        """Return the columns that a column is computed from; None if it is none."""
+        first = column[self.begin]
+        for family, i in self.parts.families.get(value, {}).items():
+            numbers = [v is None or self.parts.families.get(v, {}).get(family) for v in column]
+            if i == self.at and all(n is True or n == j for j, n in enumerate(numbers)):
+                self.rows[value] = family
+                return []
+        if all(v is None or v is value for v in column):
+            return []
+        if self._is_carry(value, column):
+            self.carries[value] = column
+            again: list[fx.Node | None] = [None] * self.count
+            for i in range(self.count):
+                if 0 <= i + self.step < self.count:
+                    again[i] = column[i + self.step]
+            return [tuple(again)]
+        made = [self.parts.makers.get(v) if v is not None else None for v in column]
+        template = made[self.at]
+        if template is None:
+            return None
+        op, result = template
+        alike = [
+            m is not None and m[0].key == op.key and m[1] == result and m[0].node is not op.node
+            for m in made
+        ]
+        alike[self.at] = True
+        others = [i for i, same in enumerate(alike) if not same and column[i] is not None]
+        if others not in ([], [self.begin]) or not may_batch(op):
+            return None
+        if others and first is not None:
+            return self._without_carry(value, column, op, first)
+        return self._like(value, column, op, [m[0] if m is not None else None for m in made])
+
+    def _is_carry(self, value: fx.Node, column: Column) -> bool:
+        """Return whether each iteration has a value of the one before in this place."""
+        edge = 0 if self.reverse else 1
+        for i, v in enumerate(column):
+            if v is None or i == self.begin:
+                continue
+            span = self.spans.get(v)
+            if span is None or span[edge] != i - self.step:
+                return False
+        return True
+
+    def _like(
+        self, value: fx.Node, column: Column, op: Op, ops: Sequence[Op | None]
+    ) -> list[Column]:
+        self.columns[value], self.ops[op.node] = column, op
+        operands = [each.operands if each else (None,) * len(op.operands) for each in ops]
+        return [*zip(*operands)]
+
+    def _without_carry(
+        self, value: fx.Node, column: Column, op: Op, first: fx.Node
+    ) -> list[Column] | None:
+        """Return the columns above a value that the first iteration has without its carry.
+
+        It has a constant zero there, or one summand of the others' sum.
+        """
+        made = [self.parts.makers.get(v) if v is not None else None for v in column]
+        rest = [m[0] if m and i != self.begin else None for i, m in enumerate(made)]
+        if constant_of(first) == 0:
+            self.vanishing.append(value)
+            hollow = tuple(None if i == self.begin else v for i, v in enumerate(column))
+            return self._like(value, hollow, op, rest)
+        if frozenset((0, 1)) not in op.rule.linear or len(op.operands) != 2:
+            return None
+        edge = 0 if self.reverse else 1
+        carried = [self.spans.get(v, (self.at, self.at))[edge - 1] != self.at for v in op.operands]
+        if carried.count(True) != 1:
+            return None
+        above = self._like(value, column, op, rest)
+        kept = 1 - carried.index(True)
+        # The first operand alone is the sum's value; a difference is not that of its second.
+        if kept and not _is_symmetric(op):
+            return None
+        above[kept] = tuple(first if i == self.begin else v for i, v in enumerate(above[kept]))
+        if above[kept][self.at].meta["val"].shape != value.meta["val"].shape:  # pyright: ignore
+            return None
+        self.vanishing.append(op.operands[1 - kept])
+        return above
+
+    def recurrence(self, batched: dict[fx.Node, fx.Node]) -> Recurrence:
+        """Return what is found. batched: the rows' values along a first dimension."""
+        ops = sorted(self.ops.values(), key=lambda op: self.parts.order[op.node])
+        carries = {}
+        for value, column in self.carries.items():
+            again = column[self.at + self.step]
+            assert again is not None
+            carries[value] = Carry(column[self.begin], again)
+        return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing)
+
+
+def _is_symmetric(op: Op) -> bool:
+    """Return whether a sum adds both operands as they are."""
+    name = getattr(op.node.target, "name", lambda: "")()
+    return name == "aten::add.Tensor" and not op.node.kwargs
+
+
+def _merged(one: Column, other: Column) -> Column | None:
+    """Return a column that has the values of both; None if they differ."""
+    if any(a is not b for a, b in zip(one, other) if a is not None and b is not None):
+        return None
+    return tuple(a if a is not None else b for a, b in zip(one, other))
