@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
-from ...compat.fx_nodes import add_node, drop_unused, inline, origin_of
+from ...compat.fx_nodes import add_node, inline, origin_of
 from ...compat.operators import aten
 from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
 from ...fx_passes.ir import Op
@@ -34,13 +34,12 @@ def batch_iterations(graph: fx.Graph, found: Recurrence) -> dict[fx.Node, fx.Nod
 
     Returns:
         For each value in an iteration, that of all iterations along a first dimension. A carry has
-        the states before them. None if the recurrence is not affine; the graph is as before then.
+        the states before them. None if the recurrence is not affine; the graph has unused nodes then.
     """
     batcher = _Batcher(graph, found)
-    if batcher.run():
-        return {value: batcher.widened(new) for value, new in batcher.new.items()}
-    drop_unused(graph)
-    return None
+    if not batcher.run():
+        return None
+    return {value: batcher.widened(new) for value, new in batcher.new.items()}
 
 
 class _Batcher:

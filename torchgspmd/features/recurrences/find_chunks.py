@@ -153,7 +153,7 @@ class Finder:
                 return []
         if all(v is None or v is value for v in column):
             return []
-        if self._is_carry(value, column):
+        if self._is_carry(value, column) and not self._grows(value):
             self.carries[value] = column
             again: list[fx.Node | None] = [None] * self.count
             for i in range(self.count):
@@ -187,6 +187,14 @@ class Finder:
             if span is None or span[edge] != i - self.step:
                 return False
         return True
+
+    def _grows(self, value: fx.Node) -> bool:
+        """Return whether a value repeats a smaller one, or puts it among zeros."""
+        made = self.parts.makers.get(value)
+        if made is None:
+            return False
+        sources = [v for v in made[0].operands if v in self.spans]
+        return len(sources) == 1 and sources[0].meta["val"].numel() < value.meta["val"].numel()
 
     def _like(
         self, value: fx.Node, column: Column, op: Op, ops: Sequence[Op | None]
