@@ -23,7 +23,14 @@ from ...fx_passes.expand.batched_op import may_batch
 from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
 from ...rules.algebra import constant_of
-from ...rules.ops.concat_slice import FEWEST_PARTS, Pieces, pieces_joined, pieces_taken
+from ...rules.ops.concat_slice import (
+    FEWEST_PARTS,
+    Pieces,
+    is_plain_sum,
+    piece_placed,
+    pieces_joined,
+    pieces_taken,
+)
 from .recurrence import Carry, Recurrence
 
 MOST_OPS = 2048
@@ -93,15 +100,68 @@ def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
             yield family, i, value
 
 
-def ends_of(work: Work) -> Iterator[tuple[Op, Pieces]]:
-    """Yield the concatenations of several equal parts."""
+class End(NamedTuple):
+    """Where a loop's results are put side by side: a concatenation, or a sum of rows among zeros.
+
+    columns: the summands, by iteration. pieces: where they lie. others: further summands.
+    """
+
+    node: fx.Node
+    pieces: Pieces
+    columns: tuple[tuple[fx.Node, ...], ...]
+    others: tuple[fx.Node, ...] = ()
+
+
+def ends_of(work: Work) -> Iterator[End]:
+    """Yield the ends of loops with several equal parts, in order."""
+    ops = {op.node: op for op in work.ops}
     for op in work.ops:
         if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,):
             shapes = [v.meta["val"].shape for v in op.operands]
             shape = op.node.meta["val"].shape
             pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
             if pieces is not None:
-                yield op, pieces
+                yield End(op.node, pieces, (op.operands,))
+        elif _is_sum(op) and not (len(op.node.users) == 1 and _is_sum(ops.get(next(iter(op.node.users))))):
+            yield from _end_by_sum(op, ops)
+
+
+def _is_sum(op: Op | None) -> bool:
+    """Return whether an operation adds two values with the result's shape."""
+    return (
+        op is not None
+        and is_plain_sum(op.node.target, op.node.kwargs)
+        and len(op.operands) == 2
+        and all(v.meta["val"].shape == op.node.meta["val"].shape for v in op.operands)
+    )
+
+
+def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
+    """Yield the end that a tree of sums makes: the gradient of a value that is cut into parts."""
+    stack, others = [*op.operands], list[fx.Node]()
+    placed: dict[Pieces, dict[int, list[fx.Node]]] = {}
+    while stack:
+        value = stack.pop()
+        made = ops.get(value)
+        if made is not None and len(value.users) == 1 and _is_sum(made):
+            stack += made.operands
+            continue
+        pieces = None
+        if made is not None and len(made.operands) == 1:
+            shape = made.operands[0].meta["val"].shape
+            pieces = piece_placed(made.node.target, made.node.args, shape)
+        if made is None or pieces is None:
+            others.append(value)
+            continue
+        rows = placed.setdefault(pieces._replace(indices=()), {})
+        rows.setdefault(pieces.indices[0], []).append(made.operands[0])
+    for pieces, rows in placed.items():
+        depth = len(next(iter(rows.values())))
+        if pieces.count < FEWEST_PARTS or len(rows) != pieces.count:
+            continue
+        if len(placed) == 1 and all(len(row) == depth for row in rows.values()):
+            columns = zip(*(rows[i] for i in range(pieces.count)))
+            yield End(op.node, pieces, tuple(columns), tuple(others))
 
 
 class Finder:
@@ -121,9 +181,9 @@ class Finder:
         self.vanishing: list[fx.Node] = []
         self.ops: dict[fx.Node, Op] = {}
 
-    def find(self, column: Column) -> bool:
-        """Add a column, and all that it is computed from; return whether iterations are alike."""
-        stack = [column]
+    def find(self, columns: Sequence[Column]) -> bool:
+        """Add columns, and all that they are computed from; return whether iterations are alike."""
+        stack = [*columns]
         while stack:
             column = stack.pop()
             value = column[self.at]
@@ -225,7 +285,7 @@ class Finder:
         above = self._like(value, column, op, rest)
         kept = 1 - carried.index(True)
         # The first operand alone is the sum's value; a difference is not that of its second.
-        if kept and not _is_symmetric(op):
+        if kept and not is_plain_sum(op.node.target, op.node.kwargs):
             return None
         above[kept] = tuple(first if i == self.begin else v for i, v in enumerate(above[kept]))
         if above[kept][self.at].meta["val"].shape != value.meta["val"].shape:  # pyright: ignore
@@ -242,12 +302,6 @@ class Finder:
             assert again is not None
             carries[value] = Carry(column[self.begin], again)
         return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing)
-
-
-def _is_symmetric(op: Op) -> bool:
-    """Return whether a sum adds both operands as they are."""
-    name = getattr(op.node.target, "name", lambda: "")()
-    return name == "aten::add.Tensor" and not op.node.kwargs
 
 
 def _merged(one: Column, other: Column) -> Column | None:

@@ -12,22 +12,24 @@ source   ours; batch_iterations.py has the algorithm's
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...fx_passes.expand.undivided import Work
-from ...fx_passes.ir import Op
 from ...rules import trace
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
-from .find_chunks import Family, Finder, Parts, ends_of
+from .find_chunks import End, Family, Finder, Parts, ends_of
 
 
 def split_sequences(work: Work) -> bool:
     """Rewrite the graph in place; return whether it has recurrences along a sharded dimension."""
     splitter = _Splitter(work)
-    for op, pieces in ends_of(work):
-        splitter.split(op, pieces)
+    for end in ends_of(work):
+        splitter.split(end)
     for end, result in splitter.results.items():
         end.replace_all_uses_with(result)
     drop_unused(work.graph)
@@ -42,28 +44,32 @@ class _Splitter:
         # Replaced when all are known: the operations still read the old ones.
         self.results: dict[fx.Node, fx.Node] = {}
 
-    def split(self, op: Op, joined: Pieces) -> None:
-        """Compute the parts of a concatenation at once, if they are a recurrence."""
-        end, operands = op.node, op.operands
-        parts = self.parts.get(joined.count) or Parts(self.work, joined.count)
-        self.parts[joined.count] = parts
+    def split(self, end: End) -> None:
+        """Compute the parts that are put together at once, if they are a recurrence."""
+        count = end.pieces.count
+        parts = self.parts.get(count) or Parts(self.work, count)
+        self.parts[count] = parts
         spans = parts.spans(self.graph)
         for reverse in (False, True):
             finder = Finder(parts, spans, reverse)
-            if not finder.find(operands) or not self._is_sharded(finder):
+            if not finder.find(end.columns) or not self._is_sharded(finder):
                 continue
-            with self.graph.inserting_before(end):
+            with self.graph.inserting_before(end.node):
                 rows = {value: self._rows(family) for value, family in finder.rows.items()}
                 new = batch_iterations(self.graph, finder.recurrence(rows))
                 if new is None:
                     continue
-                result = _added(
-                    self.graph, new[operands[finder.at]], lambda x: _joined(x, joined), end
-                )
+                results = [
+                    _added(self.graph, lambda x: _joined(x, end.pieces), new[column[finder.at]])
+                    for column in end.columns
+                ]
+                first, *others = *results, *end.others
+                for other in others:
+                    first = _added(self.graph, torch.add, first, other)
             for value, column in (*finder.columns.items(), *finder.carries.items()):
                 if value in new:
                     parts.add(new[value], column)
-            self.results[end] = result
+            self.results[end.node] = first
             return
 
     def _is_sharded(self, finder: Finder) -> bool:
@@ -82,7 +88,7 @@ class _Splitter:
         if pieces is None:
             return value
         if family not in self.batched:
-            self.batched[family] = _added(self.graph, value, lambda x: _parted(x, pieces), value)
+            self.batched[family] = _added(self.graph, lambda x: _parted(x, pieces), value)
         return self.batched[family]
 
 
@@ -97,6 +103,8 @@ def _joined(x: Tensor, pieces: Pieces) -> Tensor:
     return x.flatten(d, d + 1) if pieces.width else x
 
 
-def _added(graph: fx.Graph, value: fx.Node, function: object, like: fx.Node) -> fx.Node:
-    inner = trace(function, (value.meta["val"],), {})  # pyright: ignore
-    return inline(graph, inner, [value], origin_of(like))  # pyright: ignore
+def _added(graph: fx.Graph, function: Callable, *values: fx.Node) -> fx.Node:
+    """Add what a function computes."""
+    inner = trace(function, tuple(v.meta["val"] for v in values), {})
+    assert isinstance(inner, fx.Graph), "views and sums have a graph"
+    return inline(graph, inner, values, origin_of(values[0]))

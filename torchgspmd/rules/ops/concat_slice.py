@@ -234,3 +234,25 @@ def pieces_joined(
     if joined is None or len({shape[joined[0]] for shape in shapes}) != 1:
         return None
     return Pieces(joined[0], count, shapes[0][joined[0]], tuple(range(count)))
+
+
+def piece_placed(target: object, args: tuple, operand: Sequence[int]) -> Pieces | None:
+    """Return where an operation puts its operand, one of equal pieces, among zeros; else None.
+
+    The gradients of slices and selections do so. operand: its shape.
+    """
+    if target is aten.select_backward.default:
+        d = args[2] % len(args[1])
+        return Pieces(d, args[1][d], 0, (args[3] % args[1][d],))
+    placed = part_placed(target, args, operand)
+    if placed is None:
+        return None
+    d, start = placed
+    width, size = operand[d], args[1][d]
+    aligned = width and size % width == 0 and start % width == 0
+    return Pieces(d, size // width, width, (start // width,)) if aligned else None
+
+
+def is_plain_sum(target: object, kwargs: object) -> bool:
+    """Return whether an operation adds two operands as they are."""
+    return target is aten.add.Tensor and not kwargs
