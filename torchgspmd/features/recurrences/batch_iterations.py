@@ -21,7 +21,6 @@ from ...compat.operators import aten
 from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
 from ...fx_passes.ir import Op
 from ...rules import trace
-from ...rules.algebra import constant_of
 from .affine_states import AFFINE_STATES
 from .recurrence import Recurrence
 
@@ -60,7 +59,7 @@ class _Batcher:
 
     def run(self) -> bool:
         """Add the iterations; return False if the recurrence is not affine."""
-        if not all(map(self._vanishes, self.found.vanishing)):
+        if not all(self.found.vanishes(value, i) for value, i in self.found.vanishing):
             return False
         pending = {*self.found.carries}
         remaining = self._emit(self.found.ops, pending)
@@ -200,29 +199,6 @@ class _Batcher:
             return node
         inner = trace(lambda x: x.expand(count, *x.shape), (node.meta["val"],), {})
         return inline(self.graph, inner, [node], self.origin)  # pyright: ignore
-
-    # ---------------------------------------------------------------------------------------- zeros
-
-    def _vanishes(self, value: fx.Node) -> bool:
-        """Return whether a value is zeros where the carries that it reads are zeros."""
-        made = {op.node: op for op in self.found.ops}
-        stack, seen = [value], set[fx.Node]()
-        while stack:
-            value = stack.pop()
-            if value in seen:
-                continue
-            seen.add(value)
-            if (carry := self.found.carries.get(value)) is not None:
-                if carry.first is not None and constant_of(carry.first) != 0:
-                    return False
-                continue
-            op = made.get(value)
-            places = {i for i, v in enumerate(op.operands) if self._waits(v)} if op else set[int]()
-            group = next((g for g in op.rule.linear if g >= places), None) if op else None
-            if op is None or not places or group is None:
-                return False
-            stack += [op.operands[i] for i in group]
-        return True
 
 
 _FAILED: Value = (fx.Graph().placeholder("failed"), False)

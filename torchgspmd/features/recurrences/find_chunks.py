@@ -14,7 +14,7 @@ there is no carry, or it is a constant zero. Then the recurrence has zeros there
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -52,6 +52,7 @@ class Parts:
         self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
         self.order = {node: i for i, node in enumerate(work.graph.nodes)}
         self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
+        self.zeros: set[tuple[fx.Node, int]] = set()  # values that have zeros in a part
         members: dict[Family, dict[int, list[fx.Node]]] = {}
         for op in work.ops:
             for family, i, value in _parts_of(op, count):
@@ -178,7 +179,7 @@ class Finder:
         self.columns: dict[fx.Node, Column] = {}
         self.rows: dict[fx.Node, Family] = {}
         self.carries: dict[fx.Node, Column] = {}
-        self.vanishing: list[fx.Node] = []
+        self.vanishing: set[tuple[fx.Node, int]] = set()
         self.ops: dict[fx.Node, Op] = {}
 
     def find(self, columns: Sequence[Column]) -> bool:
@@ -194,9 +195,9 @@ class Finder:
                 merged = _merged(known, column)
                 if merged is None:
                     return False
-                table = self.columns if value in self.columns else self.carries
-                table[value] = merged
-                continue
+                if merged == known:
+                    continue
+                column = merged  # and so are the columns above
             more = self._above(value, column)
             if more is None:
                 return False
@@ -205,7 +206,6 @@ class Finder:
 
     def _above(self, value: fx.Node, column: Column) -> list[Column] | None:
         """Return the columns that a column is computed from; None if it is none."""
-        first = column[self.begin]
         for family, i in self.parts.families.get(value, {}).items():
             numbers = [v is None or self.parts.families.get(v, {}).get(family) for v in column]
             if i == self.at and all(n is True or n == j for j, n in enumerate(numbers)):
@@ -230,12 +230,80 @@ class Finder:
             for m in made
         ]
         alike[self.at] = True
-        others = [i for i, same in enumerate(alike) if not same and column[i] is not None]
-        if others not in ([], [self.begin]) or not may_batch(op):
+        if not may_batch(op):
             return None
-        if others and first is not None:
-            return self._without_carry(value, column, op, first)
-        return self._like(value, column, op, [m[0] if m is not None else None for m in made])
+        if _is_sum(op):
+            return self._summands(value, column, op)
+        hollow = [*column]
+        for i in (0, self.count - 1):
+            v = column[i]
+            if not alike[i] and v is not None and constant_of(v) == 0:
+                self.vanishing.add((value, i))
+                hollow[i] = None
+        if not all(same or v is None for same, v in zip(alike, hollow)):
+            return None
+        self.columns[value], self.ops[op.node] = column, op
+        none = (None,) * len(op.operands)
+        rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
+        return [*zip(*rows)]
+
+    def _summands(self, value: fx.Node, column: Column, op: Op) -> list[Column] | None:
+        """Return the columns of the summands; None if iterations have others.
+
+        The first and the last iteration may lack some: these have to be zeros there.
+        """
+        terms = self._terms(value, self.ops)
+        above: list[list[fx.Node | None]] = [[None] * self.count for _ in terms]
+        self.columns[value] = column
+        for i, v in enumerate(column):
+            own = [] if v is None else [x for x in self._terms(v) if constant_of(x) != 0]
+            if v is None:
+                continue
+            signs = [self._signature(x, i, 3) for x in own]
+            for place, term in enumerate(terms):
+                sign = self._signature(term, self.at, 3)
+                j = next((j for j, other in enumerate(signs) if other == sign), None)
+                if j is not None:
+                    above[place][i] = own.pop(j)
+                    signs.pop(j)
+            missing = [place for place in range(len(terms)) if above[place][i] is None]
+            if len(missing) == len(own):
+                for place, x in zip(missing, own):
+                    above[place][i] = x
+            elif own or i not in (0, self.count - 1):
+                return None
+            else:
+                self.vanishing.update((terms[place], i) for place in missing)
+        return [tuple(each) for each in above]
+
+    def _terms(self, value: fx.Node, ops: dict[fx.Node, Op] | None = None) -> list[fx.Node]:
+        """Return the summands of a sum. ops: gets its operations."""
+        root, terms, stack = value, list[fx.Node](), [value]
+        while stack:
+            value = stack.pop()
+            op, _ = self.parts.makers.get(value, (None, 0))
+            if op is None or not _is_sum(op) or value is not root and len(value.users) > 1:
+                terms.append(value)
+                continue
+            if ops is not None:
+                ops[op.node] = op
+            stack += op.operands[::-1]
+        return terms
+
+    def _signature(self, value: fx.Node, i: int, depth: int) -> Hashable:
+        """Return a number for what a value is in iteration i, to tell summands apart."""
+        families = self.parts.families.get(value, {})
+        if own := frozenset(family for family, n in families.items() if n == i):
+            return own
+        span, made = self.spans.get(value), self.parts.makers.get(value)
+        if span is None or made is None:
+            return "shared"
+        if span[0 if self.reverse else 1] != i:
+            return "carry"
+        if depth == 0 or _is_sum(made[0]):
+            return made[0].key, _is_sum(made[0])
+        above = (self._signature(x, i, depth - 1) for x in made[0].operands)
+        return made[0].key, made[1], *above
 
     def _is_carry(self, value: fx.Node, column: Column) -> bool:
         """Return whether each iteration has a value of the one before in this place."""
@@ -256,43 +324,6 @@ class Finder:
         sources = [v for v in made[0].operands if v in self.spans]
         return len(sources) == 1 and sources[0].meta["val"].numel() < value.meta["val"].numel()
 
-    def _like(
-        self, value: fx.Node, column: Column, op: Op, ops: Sequence[Op | None]
-    ) -> list[Column]:
-        self.columns[value], self.ops[op.node] = column, op
-        operands = [each.operands if each else (None,) * len(op.operands) for each in ops]
-        return [*zip(*operands)]
-
-    def _without_carry(
-        self, value: fx.Node, column: Column, op: Op, first: fx.Node
-    ) -> list[Column] | None:
-        """Return the columns above a value that the first iteration has without its carry.
-
-        It has a constant zero there, or one summand of the others' sum.
-        """
-        made = [self.parts.makers.get(v) if v is not None else None for v in column]
-        rest = [m[0] if m and i != self.begin else None for i, m in enumerate(made)]
-        if constant_of(first) == 0:
-            self.vanishing.append(value)
-            hollow = tuple(None if i == self.begin else v for i, v in enumerate(column))
-            return self._like(value, hollow, op, rest)
-        if frozenset((0, 1)) not in op.rule.linear or len(op.operands) != 2:
-            return None
-        edge = 0 if self.reverse else 1
-        carried = [self.spans.get(v, (self.at, self.at))[edge - 1] != self.at for v in op.operands]
-        if carried.count(True) != 1:
-            return None
-        above = self._like(value, column, op, rest)
-        kept = 1 - carried.index(True)
-        # The first operand alone is the sum's value; a difference is not that of its second.
-        if kept and not is_plain_sum(op.node.target, op.node.kwargs):
-            return None
-        above[kept] = tuple(first if i == self.begin else v for i, v in enumerate(above[kept]))
-        if above[kept][self.at].meta["val"].shape != value.meta["val"].shape:  # pyright: ignore
-            return None
-        self.vanishing.append(op.operands[1 - kept])
-        return above
-
     def recurrence(self, batched: dict[fx.Node, fx.Node]) -> Recurrence:
         """Return what is found. batched: the rows' values along a first dimension."""
         ops = sorted(self.ops.values(), key=lambda op: self.parts.order[op.node])
@@ -301,7 +332,15 @@ class Finder:
             again = column[self.at + self.step]
             assert again is not None
             carries[value] = Carry(column[self.begin], again)
-        return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing)
+        zeros = {
+            (value, i)
+            for value, family in self.rows.items()
+            for i in (0, self.count - 1)
+            if (family.value, i) in self.parts.zeros
+        }
+        return Recurrence(
+            self.count, self.reverse, ops, batched, carries, self.vanishing, zeros
+        )
 
 
 def _merged(one: Column, other: Column) -> Column | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import fx
 
 from ...fx_passes.ir import Op
+from ...rules.algebra import constant_of
 
 
 class Carry(NamedTuple):
@@ -22,8 +23,8 @@ class Recurrence:
     """One iteration's operations, in order, and how its values follow from outer ones.
 
     rows: a value of the iteration -> the values of all iterations, along a first dimension.
-    carries: by the value in the iteration. vanishing: values that have to be zeros in the first
-    iteration that is computed, where the program has nothing in their places.
+    carries: by the value in the iteration. vanishing: values that have to be zeros in an iteration,
+    where the program has nothing in their places. zeros: rows that are zeros in an iteration.
     All other operands from outside are the same in each iteration.
     """
 
@@ -32,4 +33,22 @@ class Recurrence:
     ops: list[Op]
     rows: dict[fx.Node, fx.Node] = field(default_factory=dict)
     carries: dict[fx.Node, Carry] = field(default_factory=dict)
-    vanishing: list[fx.Node] = field(default_factory=list)
+    vanishing: set[tuple[fx.Node, int]] = field(default_factory=set)
+    zeros: set[tuple[fx.Node, int]] = field(default_factory=set)
+
+    @property
+    def begin(self) -> int:
+        """The iteration that is computed first."""
+        return self.count - 1 if self.reverse else 0
+
+    def vanishes(self, value: fx.Node, i: int) -> bool:
+        """Return whether a value is zeros in an iteration, by the form of its operations."""
+        if (carry := self.carries.get(value)) is not None:
+            starts = carry.first is None or constant_of(carry.first) == 0
+            return i == self.begin and starts
+        if (value, i) in self.zeros or constant_of(value) == 0:
+            return True
+        op = next((op for op in self.ops if value in op.results), None)
+        return op is not None and any(
+            all(self.vanishes(op.operands[j], i) for j in group) for group in op.rule.linear
+        )

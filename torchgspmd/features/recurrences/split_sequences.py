@@ -56,7 +56,8 @@ class _Splitter:
                 continue
             with self.graph.inserting_before(end.node):
                 rows = {value: self._rows(family) for value, family in finder.rows.items()}
-                new = batch_iterations(self.graph, finder.recurrence(rows))
+                found = finder.recurrence(rows)
+                new = batch_iterations(self.graph, found)
                 if new is None:
                     continue
                 results = [
@@ -69,6 +70,8 @@ class _Splitter:
             for value, column in (*finder.columns.items(), *finder.carries.items()):
                 if value in new:
                     parts.add(new[value], column)
+                    ends = (0, count - 1)
+                    parts.zeros |= {(new[value], i) for i in ends if found.vanishes(value, i)}
             self.results[end.node] = first
             return
 
