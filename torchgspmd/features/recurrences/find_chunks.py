@@ -14,7 +14,7 @@ there is no carry, or it is a constant zero. Then the recurrence has zeros there
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -51,6 +51,9 @@ class Parts:
         self.count = count
         self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
         self.order = {node: i for i, node in enumerate(work.graph.nodes)}
+        self.values_of: dict[int | None, list[fx.Node]] = {}  # by an operation's key
+        for value, (op, _) in self.makers.items():
+            self.values_of.setdefault(op.key, []).append(value)
         self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
         self.zeros: set[tuple[fx.Node, int]] = set()  # values that have zeros in a part
         members: dict[Family, dict[int, list[fx.Node]]] = {}
@@ -69,8 +72,11 @@ class Parts:
             if value is not None:
                 self.families.setdefault(value, {})[Family(batched, None)] = i
 
-    def spans(self, graph: fx.Graph) -> dict[fx.Node, tuple[int, int]]:
-        """Return the first and the last part that each value is computed from."""
+    def spans(self, graph: fx.Graph, ends: Container[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
+        """Return the first and the last part that each value is computed from.
+
+        ends: values of all parts together, which belong to none.
+        """
         result: dict[fx.Node, tuple[int, int]] = {}
         for node in graph.nodes:
             if node in self.families and node.op != "placeholder":
@@ -78,11 +84,8 @@ class Parts:
                 result[node] = max(numbers), min(numbers)
                 continue
             spans = [result[x] for x in node.all_input_nodes if x in result]
-            low = min((low for low, _ in spans), default=0)
-            high = max((high for _, high in spans), default=self.count - 1)
-            # What is computed from all parts belongs to none, as a next layer's input.
-            if (low, high) != (0, self.count - 1):
-                result[node] = low, high
+            if spans and node not in ends:
+                result[node] = min(low for low, _ in spans), max(high for _, high in spans)
         return result
 
 
@@ -171,11 +174,15 @@ class Finder:
     columns: an operation's value in the iteration that stands for all -> in all of them.
     """
 
-    def __init__(self, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool) -> None:
+    def __init__(
+        self, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool, end: fx.Node
+    ) -> None:
         self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
         # The second iteration: it has a carry, and a next one.
         self.at = self.count - 2 if reverse else 1
         self.begin, self.step = (self.count - 1, -1) if reverse else (0, 1)
+        self.last, self.before = self.count - 1 - self.begin, parts.order[end]
+        self.ends: dict[fx.Node, fx.Node | None] = {}  # carry -> the last iteration's next one
         self.columns: dict[fx.Node, Column] = {}
         self.rows: dict[fx.Node, Family] = {}
         self.carries: dict[fx.Node, Column] = {}
@@ -219,6 +226,8 @@ class Finder:
             for i in range(self.count):
                 if 0 <= i + self.step < self.count:
                     again[i] = column[i + self.step]
+            again[self.last] = self.ends.get(value) or self._end(again[self.at])
+            self.ends[value] = again[self.last]
             return [tuple(again)]
         made = [self.parts.makers.get(v) if v is not None else None for v in column]
         template = made[self.at]
@@ -296,10 +305,9 @@ class Finder:
         if own := frozenset(family for family, n in families.items() if n == i):
             return own
         span, made = self.spans.get(value), self.parts.makers.get(value)
-        if span is None or made is None:
-            return "shared"
-        if span[0 if self.reverse else 1] != i:
-            return "carry"
+        # The first iteration reads a constant in place of a carry.
+        if span is None or made is None or span[0 if self.reverse else 1] != i:
+            return "outer"
         if depth == 0 or _is_sum(made[0]):
             return made[0].key, _is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
@@ -315,6 +323,22 @@ class Finder:
             if span is None or span[edge] != i - self.step:
                 return False
         return True
+
+    def _end(self, again: fx.Node | None) -> fx.Node | None:
+        """Return the last iteration's next carry, if the program reads one that looks like it."""
+        made = self.parts.makers.get(again) if again is not None else None
+        if again is None or made is None:
+            return None
+        sign = self._signature(again, self.at, 3)
+        edge = 0 if self.reverse else 1
+        found = [
+            value
+            for value in self.parts.values_of.get(made[0].key, ())
+            if self.parts.order[value] < self.before
+            and self.spans.get(value, (-1, -1))[edge] == self.last
+            and self._signature(value, self.last, 3) == sign
+        ]
+        return found[0] if len(found) == 1 else None
 
     def _grows(self, value: fx.Node) -> bool:
         """Return whether a value repeats a smaller one, or puts it among zeros."""

@@ -28,7 +28,9 @@ from .find_chunks import End, Family, Finder, Parts, ends_of
 def split_sequences(work: Work) -> bool:
     """Rewrite the graph in place; return whether it has recurrences along a sharded dimension."""
     splitter = _Splitter(work)
-    for end in ends_of(work):
+    ends = [*ends_of(work)]
+    splitter.ends = {end.node for end in ends}
+    for end in ends:
         splitter.split(end)
     for end, result in splitter.results.items():
         end.replace_all_uses_with(result)
@@ -40,6 +42,7 @@ class _Splitter:
     def __init__(self, work: Work) -> None:
         self.work, self.graph = work, work.graph
         self.parts: dict[int, Parts] = {}
+        self.ends: set[fx.Node] = set()
         self.batched: dict[Family, fx.Node] = {}
         # Replaced when all are known: the operations still read the old ones.
         self.results: dict[fx.Node, fx.Node] = {}
@@ -49,9 +52,9 @@ class _Splitter:
         count = end.pieces.count
         parts = self.parts.get(count) or Parts(self.work, count)
         self.parts[count] = parts
-        spans = parts.spans(self.graph)
+        spans = parts.spans(self.graph, self.ends)
         for reverse in (False, True):
-            finder = Finder(parts, spans, reverse)
+            finder = Finder(parts, spans, reverse, end.node)
             if not finder.find(end.columns) or not self._is_sharded(finder):
                 continue
             with self.graph.inserting_before(end.node):
@@ -67,6 +70,7 @@ class _Splitter:
                 first, *others = *results, *end.others
                 for other in others:
                     first = _added(self.graph, torch.add, first, other)
+                self._add_ends(end, finder, new)
             for value, column in (*finder.columns.items(), *finder.carries.items()):
                 if value in new:
                     parts.add(new[value], column)
@@ -74,6 +78,19 @@ class _Splitter:
                     parts.zeros |= {(new[value], i) for i in ends if found.vanishes(value, i)}
             self.results[end.node] = first
             return
+
+    def _add_ends(self, end: End, finder: Finder, new: dict[fx.Node, fx.Node]) -> None:
+        """Take the last states from those behind all iterations, where the program reads them."""
+        order = finder.parts.order
+        for carry, value in finder.ends.items():
+            column = finder.carries.get(carry)
+            again = column[finder.at + finder.step] if column else None
+            if value is None or again not in new or value in self.results:
+                continue
+            if all(order.get(user, 0) >= order[end.node] for user in value.users):
+                self.results[value] = _added(
+                    self.graph, lambda x, i=finder.last: x.select(0, i), new[again]
+                )
 
     def _is_sharded(self, finder: Finder) -> bool:
         """Return whether parts lie on several devices, and iterations depend on earlier ones."""
