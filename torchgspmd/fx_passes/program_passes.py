@@ -10,6 +10,7 @@ import copy
 import torch
 from torch import fx
 
+from ..rules.custom_ops.loops import LOOP_MARKS
 from ..rules.ops.concat_slice import FEWEST_PARTS, pieces_taken
 from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import keep_dims as dims
@@ -88,10 +89,18 @@ def has_undivided_twins(program: Program) -> bool:
 
 
 def has_sharded_parts(program: Program) -> bool:
-    """Return whether operations take several equal parts of a value along a sharded dimension."""
+    """Return whether operations take several equal parts of a value along a sharded dimension.
+
+    A loop takes its rows one by one.
+    """
     spec = program.layouts.spec
     for op in program.rules.ops(program.graph):
         if len(op.operands) != 1 or not op.results or not spec[op.operands[0]].sharding_axes:
+            continue
+        if op.node.target in LOOP_MARKS:
+            first = op.rule.operands[0][:1]
+            if any({*names} & op.rule.replicated for names in first) and spec[op.operands[0]].dims[0]:
+                return True
             continue
         shapes = [t.shape for t in tensors_of(op.node)]
         shape = op.operands[0].meta["val"].shape

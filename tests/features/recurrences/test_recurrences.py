@@ -16,7 +16,7 @@ from torchgspmd import Mesh
 from torchgspmd.fx_passes.pass_types import FEATURE_PASSES
 
 DOUBLE = torch.float64
-BATCH, KEYS, VALUES, ROWS = 2, 3, 4, 2  # a state is [batch, keys, values]; rows of a part
+BATCH, KEYS, VALUES, ROWS = 2, 3, 4, 8  # a state is [batch, keys, values]; rows of a part
 STATE = BATCH * KEYS * VALUES * 8  # bytes
 
 READS = {

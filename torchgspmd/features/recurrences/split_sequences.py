@@ -20,9 +20,11 @@ from torch import Tensor, fx
 from ...compat.fx_nodes import drop_unused, inline, origin_of
 from ...fx_passes.expand.undivided import Work
 from ...rules import trace
+from ...rules.custom_ops.loops import mark_of
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
 from .find_chunks import End, Family, Finder, Parts, ends_of
+from .find_loops import loops_of, value_behind
 
 
 def split_sequences(work: Work) -> bool:
@@ -32,8 +34,11 @@ def split_sequences(work: Work) -> bool:
     splitter.ends = {end.node for end in ends}
     for end in ends:
         splitter.split(end)
+    splitter.split_loops()
     for end, result in splitter.results.items():
         end.replace_all_uses_with(result)
+    for end in splitter.exits:
+        work.graph.erase_node(end)
     drop_unused(work.graph)
     return bool(splitter.results)
 
@@ -43,6 +48,7 @@ class _Splitter:
         self.work, self.graph = work, work.graph
         self.parts: dict[int, Parts] = {}
         self.ends: set[fx.Node] = set()
+        self.exits: list[fx.Node] = []  # of loops of scan; a `next` has effects, so it is erased
         self.batched: dict[Family, fx.Node] = {}
         # Replaced when all are known: the operations still read the old ones.
         self.results: dict[fx.Node, fx.Node] = {}
@@ -91,6 +97,36 @@ class _Splitter:
                 self.results[value] = _added(
                     self.graph, lambda x, i=finder.last: x.select(0, i), new[again]
                 )
+
+    def split_loops(self) -> None:
+        """Compute the iterations of loops at once, if the rows of one of them are sharded."""
+        loops, specs = [*loops_of(self.work)], self.work.layouts.spec
+        lengths = {
+            loop.found.count
+            for loop in loops
+            if any(specs[rows].dims[0] for rows in loop.found.rows.values())
+        }
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for loop in loops:
+            found, last = loop.found, loop.exits[-1]
+            users = [u for end in loop.exits for u in end.users if u not in loop.exits]
+            early = any(order.get(user, 0) < order[last] for user in users)
+            if found.count not in lengths or not found.rows or early:
+                continue
+            with self.graph.inserting_before(last):
+                new = batch_iterations(self.graph, found)
+                for end in loop.exits if new else ():
+                    value = mark_of(end).value
+                    self.results[end] = _added(
+                        self.graph,
+                        lambda x, e=end: value_behind(e, x, found.count - 1 - found.begin),
+                        new.get(value) or self._repeated(value, found.count),
+                    )
+            self.exits += loop.exits if new else []
+
+    def _repeated(self, value: fx.Node, count: int) -> fx.Node:
+        """Add the rows of a value that is the same in all iterations."""
+        return _added(self.graph, lambda x: x.expand(count, *x.shape), value)
 
     def _is_sharded(self, finder: Finder) -> bool:
         """Return whether parts lie on several devices, and iterations depend on earlier ones."""
