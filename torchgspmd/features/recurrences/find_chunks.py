@@ -61,7 +61,8 @@ class Parts:
             for family, i, value in _parts_of(op, count):
                 members.setdefault(family, {}).setdefault(i, []).append(value)
         for family, rows in members.items():
-            if len(rows) == count:
+            # A last decay, say, may be unused.
+            if len(rows) >= count - 2 and {*range(1, count - 1)} <= rows.keys():
                 for i, values in rows.items():
                     for value in values:
                         self.families.setdefault(value, {})[family] = i
@@ -112,7 +113,7 @@ class End(NamedTuple):
 
     node: fx.Node
     pieces: Pieces
-    columns: tuple[tuple[fx.Node, ...], ...]
+    columns: tuple[Column, ...]
     others: tuple[fx.Node, ...] = ()
 
 
@@ -161,10 +162,11 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
         rows.setdefault(pieces.indices[0], []).append(made.operands[0])
     for pieces, rows in placed.items():
         depth = len(next(iter(rows.values())))
-        if pieces.count < FEWEST_PARTS or len(rows) != pieces.count:
+        if pieces.count < FEWEST_PARTS or not {*range(1, pieces.count - 1)} <= rows.keys():
             continue
         if len(placed) == 1 and all(len(row) == depth for row in rows.values()):
-            columns = zip(*(rows[i] for i in range(pieces.count)))
+            none = [None] * depth
+            columns = zip(*(rows.get(i, none) for i in range(pieces.count)))
             yield End(op.node, pieces, tuple(columns), tuple(others))
 
 
@@ -192,6 +194,10 @@ class Finder:
     def find(self, columns: Sequence[Column]) -> bool:
         """Add columns, and all that they are computed from; return whether iterations are alike."""
         stack = [*columns]
+        for column in columns:  # The program has zeros where an end lacks a summand.
+            value = column[self.at]
+            ends = (i for i in (0, self.count - 1) if column[i] is None)
+            self.vanishing.update((value, i) for i in ends if value is not None)
         while stack:
             column = stack.pop()
             value = column[self.at]
@@ -246,7 +252,7 @@ class Finder:
         hollow = [*column]
         for i in (0, self.count - 1):
             v = column[i]
-            if not alike[i] and v is not None and constant_of(v) == 0:
+            if not alike[i] and v is not None and self._is_zero(v):
                 self.vanishing.add((value, i))
                 hollow[i] = None
         if not all(same or v is None for same, v in zip(alike, hollow)):
@@ -265,7 +271,7 @@ class Finder:
         above: list[list[fx.Node | None]] = [[None] * self.count for _ in terms]
         self.columns[value] = column
         for i, v in enumerate(column):
-            own = [] if v is None else [x for x in self._terms(v) if constant_of(x) != 0]
+            own = [] if v is None else [x for x in self._terms(v) if not self._is_zero(x)]
             if v is None:
                 continue
             signs = [self._signature(x, i, 3) for x in own]
@@ -312,6 +318,16 @@ class Finder:
             return made[0].key, _is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
         return made[0].key, made[1], *above
+
+    def _is_zero(self, value: fx.Node) -> bool:
+        """Return whether a value is a constant zero, or computed from such ones alone."""
+        if value in self.spans or value in self.parts.families:
+            return False
+        if constant_of(value) == 0:
+            return True
+        op, _ = self.parts.makers.get(value, (None, 0))
+        groups = op.rule.linear if op else ()
+        return any(all(self._is_zero(op.operands[i]) for i in g) for g in groups if op)
 
     def _is_carry(self, value: fx.Node, column: Column) -> bool:
         """Return whether each iteration has a value of the one before in this place."""

@@ -70,8 +70,9 @@ class _Splitter:
                 if new is None:
                     continue
                 results = [
-                    _added(self.graph, lambda x: _joined(x, end.pieces), new[column[finder.at]])
+                    _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
                     for column in end.columns
+                    if (value := column[finder.at]) is not None
                 ]
                 first, *others = *results, *end.others
                 for other in others:
