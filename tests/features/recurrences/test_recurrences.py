@@ -22,11 +22,11 @@ STATE = BATCH * KEYS * VALUES * 8  # bytes
 READS = {
     "split": lambda x, n: x.split(ROWS, 1),
     "slice": lambda x, n: [x[:, i * ROWS : (i + 1) * ROWS] for i in range(n)],
-    "select": lambda x, n: [x.reshape(BATCH, n, ROWS, -1)[:, i] for i in range(n)],
+    "select": lambda x, n: [*map(x.reshape(BATCH, n, ROWS, -1).select, [1] * n, range(n))],
     "unbind": lambda x, n: x.unflatten(1, (n, ROWS)).unbind(1),
 }
-DECAYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda g: torch.ones(BATCH, 1, 1, dtype=DOUBLE),
+DECAYS: dict[str, Callable[[Tensor], Tensor | float]] = {
+    "none": lambda g: 0.9,
     "scalar": lambda g: g[:, :, 0].sum(1).exp()[:, None, None],
     "keys": lambda g: g.sum(1).exp()[:, :, None],
     "mixed": lambda g: (g.sum(1)[:, :, None] * torch.arange(1, VALUES + 1, dtype=DOUBLE)).exp(),

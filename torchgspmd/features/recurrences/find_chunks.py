@@ -226,13 +226,20 @@ class Finder:
                 return []
         if all(v is None or v is value for v in column):
             return []
-        if self._is_carry(value, column) and not self._grows(value):
+        if self._is_carry(value, column) and not self._follows(column[self.at + self.step] or value):
             self.carries[value] = column
             again: list[fx.Node | None] = [None] * self.count
             for i in range(self.count):
                 if 0 <= i + self.step < self.count:
                     again[i] = column[i + self.step]
-            again[self.last] = self.ends.get(value) or self._end(again[self.at])
+            # An iteration at the end may not use its carry, and another loop does.
+            place = self.last - self.step
+            if again[place] is None:
+                again[place] = self._end(again[self.at], place)
+                filled = [*column]
+                filled[self.last] = again[place]
+                self.carries[value] = tuple(filled)
+            again[self.last] = self.ends.get(value) or self._end(again[self.at], self.last)
             self.ends[value] = again[self.last]
             return [tuple(again)]
         made = [self.parts.makers.get(v) if v is not None else None for v in column]
@@ -340,8 +347,8 @@ class Finder:
                 return False
         return True
 
-    def _end(self, again: fx.Node | None) -> fx.Node | None:
-        """Return the last iteration's next carry, if the program reads one that looks like it."""
+    def _end(self, again: fx.Node | None, i: int) -> fx.Node | None:
+        """Return an iteration's next carry, if the program has one that looks like it."""
         made = self.parts.makers.get(again) if again is not None else None
         if again is None or made is None:
             return None
@@ -351,18 +358,18 @@ class Finder:
             value
             for value in self.parts.values_of.get(made[0].key, ())
             if self.parts.order[value] < self.before
-            and self.spans.get(value, (-1, -1))[edge] == self.last
-            and self._signature(value, self.last, 3) == sign
+            and self.spans.get(value, (-1, -1))[edge] == i
+            and self._signature(value, i, 3) == sign
         ]
         return found[0] if len(found) == 1 else None
 
-    def _grows(self, value: fx.Node) -> bool:
-        """Return whether a value repeats a smaller one, or puts it among zeros."""
+    def _follows(self, value: fx.Node) -> bool:
+        """Return whether a value is computed from another one alone that is no larger."""
         made = self.parts.makers.get(value)
         if made is None:
             return False
         sources = [v for v in made[0].operands if v in self.spans]
-        return len(sources) == 1 and sources[0].meta["val"].numel() < value.meta["val"].numel()
+        return len(sources) == 1 and sources[0].meta["val"].numel() <= value.meta["val"].numel()
 
     def recurrence(self, batched: dict[fx.Node, fx.Node]) -> Recurrence:
         """Return what is found. batched: the rows' values along a first dimension."""
