@@ -33,8 +33,8 @@ from ..compat.private_apis import (
     has,
     is_missing,
 )
-from .draws import recomputing_dispatch
 from ..layout.mesh import Mesh
+from .draws import recomputing_dispatch
 from .rewrites.recomputed_regions import region_or
 from .traced_values import SavedValue
 

@@ -105,7 +105,14 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("split_sequences", "batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
+_TRIED = (
+    "split_sequences",
+    "batch_lanes",
+    "split_products",
+    "split_groups",
+    "split_vectors",
+    "keep_dims",
+)
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups

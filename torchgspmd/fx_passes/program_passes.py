@@ -10,9 +10,9 @@ import copy
 import torch
 from torch import fx
 
+from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from ..rules.custom_ops.loops import LOOP_MARKS
 from ..rules.ops.concat_slice import FEWEST_PARTS, pieces_taken
-from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, PARAMETER, TANGENT
 from .expand import keep_dims as dims
 from .expand import reduce_dtype as reductions
 from .expand import split_axes as sub_axes
@@ -93,20 +93,18 @@ def has_sharded_parts(program: Program) -> bool:
 
     A loop takes its rows one by one.
     """
-    spec = program.layouts.spec
     for op in program.rules.ops(program.graph):
-        if len(op.operands) != 1 or not op.results or not spec[op.operands[0]].sharding_axes:
+        if len(op.operands) != 1 or not op.results:
             continue
+        dims, shape = program.layouts.spec[op.operands[0]].dims, op.operands[0].meta["val"].shape
         if op.node.target in LOOP_MARKS:
-            first = op.rule.operands[0][:1]
-            if any({*names} & op.rule.replicated for names in first) and spec[op.operands[0]].dims[0]:
+            if dims and dims[0] and {*op.rule.operands[0][0]} & op.rule.replicated:
                 return True
             continue
         shapes = [t.shape for t in tensors_of(op.node)]
-        shape = op.operands[0].meta["val"].shape
         pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
         # Fewer are gates of a cell, or queries beside keys.
-        if pieces is not None and pieces.count >= FEWEST_PARTS and spec[op.operands[0]].dims[pieces.dim]:
+        if pieces is not None and pieces.count >= FEWEST_PARTS and dims[pieces.dim]:
             return True
     return False
 

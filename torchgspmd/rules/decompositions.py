@@ -95,7 +95,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
 
 
 def _in_mode(tensor: Any, first: Any) -> Any:
-    """Return a fake tensor in the mode of the first one: graphs of decompositions have their own."""
+    """Return a fake tensor in the first one's mode; each decomposition's graph has its own."""
     if tensor.fake_mode is first.fake_mode:
         return tensor
     kwargs: Any = {"dtype": tensor.dtype, "device": tensor.device}

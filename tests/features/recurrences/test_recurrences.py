@@ -82,9 +82,7 @@ def sent(model: nn.Module, rows: int, mesh: Mesh) -> float:
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(
-            gradients[name], parameter.grad, rtol=1e-11, atol=1e-11 * scale
-        )
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11 * scale)
     return plan.sent_bytes
 
 
@@ -188,9 +186,7 @@ def test_associative_scan(name: str, sizes: dict[str, int], rows: int, reverse: 
         return scan[1]
 
     a, b = torch.rand(2, rows, 3, 3).double() / 3 + 0.2, torch.rand(2, rows, 3, 3).double()
-    plan = gspmd.plan(
-        run, a, b, mesh=mesh, in_specs=("_ seq _ _",) * 2, out_specs="_ seq _ _"
-    )
+    plan = gspmd.plan(run, a, b, mesh=mesh, in_specs=("_ seq _ _",) * 2, out_specs="_ seq _ _")
     torch.testing.assert_close(plan.simulate(a, b), run(a, b), rtol=1e-11, atol=1e-11)
     # Both states of each device's last row; a scan of another direction flips the rows.
     if not reverse:

@@ -44,9 +44,15 @@ AFFINE_STATES = affine_states._opoverload
 def _rule(call: Call) -> FactorRule:
     names = factors("d", call.tensors[2].dim())
     rows = ["n", *names]
-    return call.rule(
-        [rows, rows, names], [rows], replicated="n", split=Split(), linear=[[1, 2]]
-    )
+    return call.rule([rows, rows, names], [rows], replicated="n", split=Split(), linear=[[1, 2]])
+
+
+@rewrite("xla", AFFINE_STATES)
+def _unrolled(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool) -> Tensor:
+    states = {}
+    for i in reversed(range(len(shift))) if reverse else range(len(shift)):
+        states[i], first = first, shift[i] + scale[i] * first
+    return torch.stack([states[i] for i in range(len(shift))])
 
 
 @rewrite("split", AFFINE_STATES)

@@ -33,7 +33,7 @@ def batch_iterations(graph: fx.Graph, found: Recurrence) -> dict[fx.Node, fx.Nod
 
     Returns:
         For each value in an iteration, that of all iterations along a first dimension. A carry has
-        the states before them. None if the recurrence is not affine; the graph has unused nodes then.
+        the states before them. None if the recurrence is not affine: the new nodes are unused then.
     """
     batcher = _Batcher(graph, found)
     if not batcher.run():

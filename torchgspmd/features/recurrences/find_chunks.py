@@ -7,9 +7,9 @@
     torch.cat(ys, 1)                 where the search begins
 
 From the operands of a concatenation, one for each part, the search goes up through like operations.
-It ends at parts of one value, at values that all iterations read, and at carries: values of the part
-before. A backward's loop begins with the last part. Loops often treat the first part in another way:
-there is no carry, or it is a constant zero. Then the recurrence has zeros there.
+It ends at parts of one value, at values that all iterations read, and at carries: values of the
+part before. The loop of a backward begins with the last part. Loops often treat the first part in
+another way: there is no carry, or it is a constant zero. Then the recurrence has zeros there.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ def ends_of(work: Work) -> Iterator[End]:
             pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
             if pieces is not None:
                 yield End(op.node, pieces, (op.operands,))
-        elif _is_sum(op) and not (len(op.node.users) == 1 and _is_sum(ops.get(next(iter(op.node.users))))):
+        elif _is_sum(op) and not (
+            len(op.node.users) == 1 and _is_sum(ops.get(next(iter(op.node.users))))
+        ):
             yield from _end_by_sum(op, ops)
 
 
@@ -226,7 +228,9 @@ class Finder:
                 return []
         if all(v is None or v is value for v in column):
             return []
-        if self._is_carry(value, column) and not self._follows(column[self.at + self.step] or value):
+        if self._is_carry(value, column) and not self._follows(
+            column[self.at + self.step] or value
+        ):
             self.carries[value] = column
             again: list[fx.Node | None] = [None] * self.count
             for i in range(self.count):
@@ -372,7 +376,7 @@ class Finder:
         return len(sources) == 1 and sources[0].meta["val"].numel() <= value.meta["val"].numel()
 
     def recurrence(self, batched: dict[fx.Node, fx.Node]) -> Recurrence:
-        """Return what is found. batched: the rows' values along a first dimension."""
+        """Return the recurrence. batched: the rows' values along a first dimension."""
         ops = sorted(self.ops.values(), key=lambda op: self.parts.order[op.node])
         carries = {}
         for value, column in self.carries.items():
@@ -385,9 +389,7 @@ class Finder:
             for i in (0, self.count - 1)
             if (family.value, i) in self.parts.zeros
         }
-        return Recurrence(
-            self.count, self.reverse, ops, batched, carries, self.vanishing, zeros
-        )
+        return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing, zeros)
 
 
 def _merged(one: Column, other: Column) -> Column | None:

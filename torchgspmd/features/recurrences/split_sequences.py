@@ -110,6 +110,7 @@ class _Splitter:
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for loop in loops:
             found, last = loop.found, loop.exits[-1]
+            end_at = found.count - 1 - found.begin
             users = [u for end in loop.exits for u in end.users if u not in loop.exits]
             early = any(order.get(user, 0) < order[last] for user in users)
             if found.count not in lengths or not found.rows or early:
@@ -120,7 +121,7 @@ class _Splitter:
                     value = mark_of(end).value
                     self.results[end] = _added(
                         self.graph,
-                        lambda x, e=end: value_behind(e, x, found.count - 1 - found.begin),
+                        lambda x, e=end, i=end_at: value_behind(e, x, i),
                         new.get(value) or self._repeated(value, found.count),
                     )
             self.exits += loop.exits if new else []

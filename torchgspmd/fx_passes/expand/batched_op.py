@@ -10,8 +10,8 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, inline, origin_of
 from ...compat.private_apis import _pytree as pytree
-from ...rules import DECLINED, trace
 from ...layout.mark import mark_sharding_op
+from ...rules import DECLINED, trace
 from ...rules.custom_ops.loops import LOOP_MARKS
 from ..ir import Op, is_number, operands_of, tensors_of
 
