@@ -23,7 +23,8 @@ STATE = 2 * WIDTH * WIDTH * 4  # bytes
 
 def by_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     state, results = torch.zeros(2, WIDTH, WIDTH), []
-    for q, k, v, g in zip(*(x.split(PART, 1) for x in (q, k, v, g))):
+    parts = [x.split(PART, 1) for x in (q, k, v, g)]
+    for q, k, v, g in zip(*parts):
         decay = g.cumsum(1)
         last = decay[:, -1:]
         y = ((q * decay.exp()) @ (k * (-decay).exp()).mT).tril() @ v

@@ -105,14 +105,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = (
-    "split_sequences",
-    "batch_lanes",
-    "split_products",
-    "split_groups",
-    "split_vectors",
-    "keep_dims",
-)
+_TRIED = "split_sequences batch_lanes split_products split_groups split_vectors keep_dims".split()
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -445,9 +438,6 @@ PIPELINE: tuple[Step, ...] = (
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
 
 
-# ---------------------------------------------------------------------------- what there is to run
-
-
 def run(
     program: Program, until: Stage | None = None, steps: Sequence[Step] | None = None
 ) -> Program:
@@ -470,11 +460,10 @@ def passes() -> tuple[Pass, ...]:
 
 def lower_plan(plan: RunnablePlan, rank: Rank, plain: Sequence[bool]) -> Program:
     """Return one rank's program. plain: see Request. The plan's own program stays as it is."""
-    device = rank.groups.device_type
     graph = plan.local_graph()
     # Passes write into loop bodies, which the plan's graph has, too.
     copy_loops(graph)
-    request = Request(plan.captured, plan.mesh, plain=plain, device=device)
+    request = Request(plan.captured, plan.mesh, plain=plain, device=rank.groups.device_type)
     program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
     program.rank, program.boundary = rank, plan.boundary
     return run(program)

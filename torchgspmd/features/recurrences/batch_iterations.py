@@ -1,7 +1,7 @@
 """Compute all iterations of a recurrence at once, with a first dimension that says which one.
 
-before   for each i:  %y = mul(%h, %a);  %h = add(%y, %x)         the next iteration's h
-after    %A = mul(ones, %as);  %B = %xs                           h becomes A h + B
+program  for each i:  %y = mul(%h, %a);  %h = add(%y, %x)         the next iteration's h
+becomes  %A = mul(ones, %as);  %B = %xs                           h becomes A h + B
          %hs = affine_states(%A, %B, %h0, False)                  the states before all iterations
          %ys = mul(%hs, %as)                                      all else at once
 

@@ -12,7 +12,7 @@ from ...rules.algebra import constant_of
 
 
 class Carry(NamedTuple):
-    """A value that an iteration hands to the next one. first: None for zeros. again: the next carry."""
+    """A value for the next iteration. first: None for zeros. again: the next carry."""
 
     first: fx.Node | None
     again: fx.Node
