@@ -224,5 +224,5 @@ def _tags_behind(op: Op, places: Sequence[int], tags: Mapping[fx.Node, Tags]) ->
         if len(names) > 1 and of_factor.keys() & {*names}:
             return None
         result.append(of_factor.get(names[0]) if names else None)
-    places_of = [names for names in dims if names and names[0] in of_factor]
-    return tuple(result) if len(places_of) == len(of_factor) and not others else None
+    kept = [tag for tag in result if tag is not None]
+    return tuple(result) if len(kept) == len(of_factor) and not others else None

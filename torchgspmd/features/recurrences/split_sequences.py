@@ -117,14 +117,16 @@ class _Splitter:
                 continue
             with self.graph.inserting_before(last):
                 new = batch_iterations(self.graph, found)
-                for end in loop.exits if new else ():
+                if new is None:
+                    continue
+                for end in loop.exits:
                     value = mark_of(end).value
                     self.results[end] = _added(
                         self.graph,
                         lambda x, e=end, i=end_at: value_behind(e, x, i),
                         new.get(value) or self._repeated(value, found.count),
                     )
-            self.exits += loop.exits if new else []
+            self.exits += loop.exits
 
     def _repeated(self, value: fx.Node, count: int) -> fx.Node:
         """Add the rows of a value that is the same in all iterations."""
