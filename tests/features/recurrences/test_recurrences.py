@@ -124,6 +124,34 @@ def test_a_state_that_is_no_affine_function_of_the_one_before():
     sent(Attention("slice", "keys", "zeros", False, bend=True), 4 * ROWS, Mesh(seq=2))
 
 
+MIXED: dict[str, Callable[[Tensor], Tensor]] = {
+    "flip": lambda h: h.flip(-1),
+    "roll": lambda h: h.roll(1, 1),
+    "index": lambda h: h[:, [1, 2, 0]],
+    "transpose": lambda h: h.transpose(0, 1),
+    "cumsum": lambda h: h.cumsum(1),
+    "sum": lambda h: h.sum(1, keepdim=True),
+    "affine": lambda h: h - 1,
+    "product": lambda h: h * h,
+}
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_states_whose_elements_are_mixed_are_right(name: str):
+    torch.manual_seed(0)
+
+    def run(x: Tensor) -> Tensor:
+        state, states = torch.zeros(3, 3, dtype=DOUBLE), []
+        for row in x.unbind(0):
+            state = MIXED[name](state) * row / 3 + row
+            states.append(state)
+        return torch.stack(states)
+
+    x = torch.rand(8, 3, 3).double()
+    plan = gspmd.plan(run, x, mesh=Mesh(seq=2), in_specs="seq _ _", out_specs="seq _ _")
+    torch.testing.assert_close(plan.simulate(x), run(x), rtol=1e-11, atol=1e-12)
+
+
 class Tokens(nn.Module):
     """A moving average, token by token."""
 

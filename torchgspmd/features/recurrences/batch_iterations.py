@@ -216,13 +216,14 @@ def _tags_behind(op: Op, places: Sequence[int], tags: Mapping[fx.Node, Tags]) ->
                 continue
             if len(names) > 1 or of_factor.setdefault(names[0], tag) != tag:
                 return None
-    fixed = rule.replicated | rule.windowed | frozenset(rule.reduce) | rule.special
+    moved = {f for i, d in rule.row_access for f in rule.operands[i][d]}
+    fixed = rule.replicated.union(rule.reduce, rule.special, moved)
     if fixed & of_factor.keys() or len({*of_factor.values()}) < len(of_factor):
         return None
     result, (dims, *others) = [], rule.results
     for names in dims:
         if len(names) > 1 and of_factor.keys() & {*names}:
             return None
-        result.append(of_factor.get(names[0]) if names else None)
+        result.append(next(map(of_factor.get, names), None))
     kept = [tag for tag in result if tag is not None]
     return tuple(result) if len(kept) == len(of_factor) and not others else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from torch import fx
@@ -35,20 +36,31 @@ class Recurrence:
     carries: dict[fx.Node, Carry] = field(default_factory=dict)
     vanishing: set[tuple[fx.Node, int]] = field(default_factory=set)
     zeros: set[tuple[fx.Node, int]] = field(default_factory=set)
+    known: dict[tuple[fx.Node, int], bool] = field(default_factory=dict)  # results of `vanishes`
 
     @property
     def begin(self) -> int:
         """The iteration that is computed first."""
         return self.count - 1 if self.reverse else 0
 
+    @cached_property
+    def makers(self) -> dict[fx.Node, Op]:
+        """The operation that computes each value."""
+        return {v: op for op in self.ops for v in op.results if v is not None}
+
     def vanishes(self, value: fx.Node, i: int) -> bool:
         """Return whether a value is zeros in an iteration, by the form of its operations."""
+        if (value, i) not in self.known:
+            self.known[value, i] = self._vanishes(value, i)
+        return self.known[value, i]
+
+    def _vanishes(self, value: fx.Node, i: int) -> bool:
         if (carry := self.carries.get(value)) is not None:
             starts = carry.first is None or constant_of(carry.first) == 0
             return i == self.begin and starts
         if (value, i) in self.zeros or constant_of(value) == 0:
             return True
-        op = next((op for op in self.ops if value in op.results), None)
+        op = self.makers.get(value)
         return op is not None and any(
             all(self.vanishes(op.operands[j], i) for j in group) for group in op.rule.linear
         )
