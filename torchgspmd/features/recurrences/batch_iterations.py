@@ -212,9 +212,9 @@ def _tags_behind(op: Op, places: Sequence[int], tags: Mapping[fx.Node, Tags]) ->
     rule, of_factor = op.rule, dict[str, int]()
     for i in places:
         for names, tag in zip(rule.operands[i], tags[op.operands[i]]):
-            if tag is None or not names:
+            if tag is None:
                 continue
-            if len(names) > 1 or of_factor.setdefault(names[0], tag) != tag:
+            if len(names) > 1 or any(of_factor.setdefault(f, tag) != tag for f in names):
                 return None
     moved = {f for i, d in rule.row_access for f in rule.operands[i][d]}
     fixed = rule.replicated.union(rule.reduce, rule.special, moved)
