@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops import associative_scan
+from torch._higher_order_ops import associative_scan, scan
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
@@ -167,10 +167,25 @@ class Tokens(nn.Module):
         return torch.stack(states, 1).square().mean()
 
 
-def test_a_moving_average():
+class ScannedTokens(Tokens):
+    """The same by `scan`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def step(state: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+            state = state + self.rate * (row - state)
+            return state, state * 1
+
+        return scan(step, torch.zeros_like(x[:, 0]), x, dim=1)[1].square().mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("scanned", (False, True))
+def test_a_moving_average(scanned: bool):
     torch.manual_seed(0)
     model, x = Tokens(), torch.rand(BATCH, 16, KEYS).double()
-    plan = gspmd.plan(model, x, mesh=Mesh(seq=4), in_specs="_ seq _", grad=True)
+    run: nn.Module = ScannedTokens() if scanned else model
+    run.load_state_dict(model.state_dict())
+    plan = gspmd.plan(run, x, mesh=Mesh(seq=4), in_specs="_ seq _", grad=True)
     loss, gradients = plan.simulate(x)
     expected = model(x)
     expected.backward()
