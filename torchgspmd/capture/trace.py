@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.fx import traceback as fx_traceback
 
 from ..compat.fx_nodes import fake_mode
+from ..compat.patches import setting
 from ..compat.private_apis import _pytree as pytree
 from ..compat.private_apis import make_fx
 from ..errors import ShardingError
@@ -42,7 +43,7 @@ from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
-from .trace_context import RewriteSites, no_other_random_numbers, rewriting, without_gc
+from .trace_context import MESH, RewriteSites, no_other_random_numbers, rewriting, without_gc
 from .traced_program import Casts, TracedProgram
 from .unsupported import (
     check_arguments,
@@ -251,6 +252,7 @@ class _Capture:
                 fx_traceback.preserve_node_meta(),
                 torch.set_grad_enabled(self.grad or torch.is_grad_enabled()),
                 replaced(state.namespaces),
+                setting(MESH, mesh),
             ):
                 traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
         del mode

@@ -35,6 +35,7 @@ from ..compat.private_apis import (
     has,
     is_missing,
 )
+from ..layout.mesh import Mesh
 from .draws import recomputing_dispatch, region_or
 from .traced_values import SavedValue
 
@@ -108,6 +109,8 @@ _GENERATOR = "_checkpoint_without_reentrant_generator"
 if has("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl"):
     _GENERATOR = "_checkpoint_without_reentrant_generator_impl"
 
+# That of the program that is being traced.
+MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
 

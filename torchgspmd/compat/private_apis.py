@@ -106,6 +106,8 @@ plan torch.UntypedStorage: _cdata
 - torch.compiler: _is_compiling_flag _is_exporting_flag | models that ask whether they are being
     compiled
 - torch._higher_order_ops.flex_attention: math_attention | flex_attention
+- torch._higher_order_ops.associative_scan: generic_associative_scan |
+    associative_scan along a sharded dimension sends rows in each of its steps
 - torch.nn.attention.flex_attention: _validate_device _apply_kernel_options flex_attention_hop |
     flex_attention on CPUs
 - torch.nn.modules.transformer: _detect_is_causal_mask | nn.Transformer with masks

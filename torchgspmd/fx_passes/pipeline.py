@@ -25,7 +25,7 @@ from .expand.split_axes import merge_axes, split_axes
 from .expand.split_fused import split_fused
 from .expand.split_products import split_products, splits_products
 from .expand.store_parts import store_parts
-from .expand.undivided import work_of
+from .expand.undivided import has_sharded_parts, work_of
 from .localize.localize_graph import localize_program
 from .loop_call import copy_loops
 from .lower.lowering import LOWERING
@@ -70,7 +70,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = ("batch_lanes", "split_products", "split_groups", "split_vectors", "keep_dims")
+_TRIED = "split_sequences batch_lanes split_products split_groups split_vectors keep_dims".split()
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -89,6 +89,15 @@ PIPELINE: tuple[Step, ...] = (
                 again=("propagate",),
                 before=("keep_dims", "split_products"),
                 because="the parts are dimensions that keep_dims keeps, and leave no slice to move",
+            ),
+            feature_pass(
+                "recurrences",
+                "split_sequences",
+                ANNOTATED,
+                has_work=has_sharded_parts,
+                again=("propagate",),
+                before=("split_fused",),
+                because="a scan inside of a part needs no decomposition once parts are not cut",
             ),
             feature_pass(
                 "lanes",
@@ -269,9 +278,6 @@ PIPELINE: tuple[Step, ...] = (
 _current: ContextVar[tuple[Step, ...]] = ContextVar("pipeline", default=PIPELINE)
 
 
-# ---------------------------------------------------------------------------- what there is to run
-
-
 def run(
     program: Program, until: Stage | None = None, steps: Sequence[Step] | None = None
 ) -> Program:
@@ -294,11 +300,10 @@ def passes() -> tuple[Pass, ...]:
 
 def lower_plan(plan: RunnablePlan, rank: Rank, plain: Sequence[bool]) -> Program:
     """Return one rank's program. plain: see Request. The plan's own program stays as it is."""
-    device = rank.groups.device_type
     graph = plan.local_graph()
     # Passes write into loop bodies, which the plan's graph has, too.
     copy_loops(graph)
-    request = Request(plan.captured, plan.mesh, plain=plain, device=device)
+    request = Request(plan.captured, plan.mesh, plain=plain, device=rank.groups.device_type)
     program = Program(request, graph, plan.mesh, SCHEDULED, seconds=plan.seconds)
     program.rank, program.boundary = rank, plan.boundary
     return run(program)

@@ -81,7 +81,7 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     inputs: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     with inputs[0].fake_mode if inputs else fake_mode(), torch.no_grad(), _DisableAutocast():
         recorder = _Recorder()
-        tensors = iter([recorder.add_input(t) for t in inputs])
+        tensors = iter([recorder.add_input(_in_mode(t, inputs[0])) for t in inputs])
         a, k = pytree.tree_unflatten(
             [next(tensors) if isinstance(leaf, Tensor) else leaf for leaf in leaves], tree
         )
@@ -94,6 +94,14 @@ def trace(function: Callable, args: tuple, kwargs: dict) -> fx.Graph | Declined:
     recorder.graph.output(recorder.nodes_of(results))
     drop_unused(recorder.graph)
     return recorder.graph
+
+
+def _in_mode(tensor: Any, first: Any) -> Any:
+    """Return a fake tensor in the first one's mode; each decomposition's graph has its own."""
+    if tensor.fake_mode is first.fake_mode:
+        return tensor
+    kwargs: Any = {"dtype": tensor.dtype, "device": tensor.device}
+    return torch.empty_strided(tensor.shape, tensor.stride(), **kwargs)
 
 
 class _Recorder(TorchDispatchMode):

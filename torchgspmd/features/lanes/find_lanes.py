@@ -19,14 +19,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
 
+from ...fx_passes.expand.batched_op import may_batch
 from ...fx_passes.expand.undivided import Work
-from ...fx_passes.ir import Op, is_number
+from ...fx_passes.ir import Op
 from ...fx_passes.schedule.arithmetic import flops
-from ...layout.mark import mark_sharding_op
-from ...rules.custom_ops.loops import LOOP_MARKS
 
 MAX_OPS = 1024  # A lane with more operations is no matrix's work, but a whole model.
 
@@ -82,7 +80,7 @@ class _Finder:
             self.models |= {op.node} if batch else set()
             if batch & {*op.rule.reduce}:
                 self.seams.add(op.node)
-            self.is_light[op.node] = _may_join(op) and (is_core or not batch)
+            self.is_light[op.node] = may_batch(op) and (is_core or not batch)
             key = op.key, *map(self._number, op.operands)
             self.number[op.node] = self.numbers.setdefault(key, len(self.numbers))
             if is_core and self.is_light[op.node]:
@@ -253,17 +251,3 @@ class _Finder:
         types = {(tuple(v.meta["val"].shape), v.meta["val"].dtype) for v in values}
         same = all(map(operator.is_, known, values))
         return [] if same and len(types) == 1 and first not in lanes.shared else None
-
-
-def _may_join(op: Op) -> bool:
-    """Return whether an operation may be computed for all lanes at once."""
-    node = op.node
-    return (
-        op.rule.described
-        and bool(op.results)
-        and not any(key in node.meta for key in ("dynamic", "runs", "loop", "draw", "other"))
-        and node.target not in LOOP_MARKS
-        and node.target is not mark_sharding_op._opoverload
-        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
-        and not any(map(is_number, node.all_input_nodes))
-    )

@@ -10,8 +10,10 @@ from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, inline, origin_of
 from ...compat.private_apis import _pytree as pytree
+from ...layout.mark import mark_sharding_op
 from ...rules import DECLINED, trace
-from ..ir import Op, operands_of, tensors_of
+from ...rules.custom_ops.loops import LOOP_MARKS
+from ..ir import Op, is_number, operands_of, tensors_of
 
 Traced = dict[tuple, fx.Graph | None]  # by what decides a graph of torch.vmap; None: it has no rule
 
@@ -76,6 +78,20 @@ def _vmapped(
     if inner is DECLINED or any(_writes(n) or _has_number(n) for n in inner.nodes):
         return None
     return inner
+
+
+def may_batch(op: Op) -> bool:
+    """Return whether an operation may be computed on several values at once."""
+    node = op.node
+    return (
+        op.rule.described
+        and bool(op.results)
+        and not any(key in node.meta for key in ("dynamic", "runs", "loop", "draw", "other"))
+        and node.target not in LOOP_MARKS
+        and node.target is not mark_sharding_op._opoverload
+        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        and not any(map(is_number, node.all_input_nodes))
+    )
 
 
 def with_dim(val: Tensor, size: int, lead: int) -> Tensor:

@@ -17,9 +17,11 @@ from functools import cached_property
 from torch import fx
 
 from ...capture import ARGUMENT, MUTATION, TANGENT
+from ...rules.custom_ops.loops import LOOP_MARKS
 from ...rules.notation import Dims
+from ...rules.ops.concat_slice import FEWEST_PARTS, PART_OPS, pieces_taken
 from ...shard_spec import ShardSpec
-from ..ir import Op, Rules
+from ..ir import Op, Rules, tensors_of
 from ..partition.regions import UnionFind
 from ..program import Program
 from ..propagate.factors import project
@@ -163,3 +165,26 @@ def work_of(p: Program) -> Work:
     pairs = enumerate(zip(p.placeholders, captured.inputs))
     batch = {node for i, (node, inp) in pairs if inp.kind in (ARGUMENT, TANGENT) and i not in kept}
     return Work(p.graph, p.layouts, p.rules, batch)
+
+
+def has_sharded_parts(p: Program) -> bool:
+    """Return whether operations take several equal parts of a value along a sharded dimension.
+
+    A loop takes its rows one by one.
+    """
+    if not p.calls_any(PART_OPS | LOOP_MARKS):
+        return False
+    for op in p.rules.ops(p.graph):
+        if len(op.operands) != 1 or not op.results:
+            continue
+        dims, shape = p.layouts.spec[op.operands[0]].dims, op.operands[0].meta["val"].shape
+        if op.node.target in LOOP_MARKS:
+            if dims and dims[0] and {*op.rule.operands[0][0]} & op.rule.replicated:
+                return True
+            continue
+        shapes = [t.shape for t in tensors_of(op.node)]
+        pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
+        # Fewer are gates of a cell, or queries beside keys.
+        if pieces is not None and pieces.count >= FEWEST_PARTS and dims[pieces.dim]:
+            return True
+    return False

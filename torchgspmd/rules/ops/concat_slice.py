@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -18,6 +18,14 @@ from ...layout.halo_window import Reach
 from ..notation import FactorRule, Ints
 from ..rewrites import DECLINED, Declined, SplitRequest
 
+PART_OPS = {
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.select.int,
+    aten.slice.Tensor,
+}
+FEWEST_PARTS = 4  # of a sequence: fewer are queries beside keys
 MOST = 4  # the most slices along one dimension: q, k, v, and one more
 
 
@@ -173,3 +181,75 @@ def view_by_slices(x: Tensor, shape: Sequence[int], cuts: SplitRequest) -> Tenso
 
 def _reshape(x: Tensor, shape: Sequence[int]) -> Tensor:
     return x if list(x.shape) == list(shape) else x.reshape(shape)
+
+
+class Pieces(NamedTuple):
+    """Equal pieces of a value along a dimension. width: their rows; 0: one row, without its dim.
+
+    indices: which pieces an operation takes, one for each result.
+    """
+
+    dim: int
+    count: int
+    width: int
+    indices: tuple[int, ...]
+
+
+def pieces_taken(
+    target: object,
+    args: tuple,
+    rule: FactorRule,
+    shape: Sequence[int],
+    results: Sequence[Sequence[int]],
+) -> Pieces | None:
+    """Return the equal pieces that an operation takes of its operand; None if it takes none."""
+    parts = equal_parts(target, args, rule, shape, results) if results else None
+    if parts is None:
+        return None
+    d, count = parts
+    if target in (aten.unbind.int, aten.select.int):
+        chosen = range(count) if target is aten.unbind.int else (args[2] % count,)
+        return Pieces(d, count, 0, tuple(chosen))
+    width = shape[d] // count
+    taken = parts_taken(target, args, rule, shape, results)
+    return Pieces(d, count, width, tuple(start // width for _, start, _ in taken))
+
+
+def pieces_joined(
+    target: object,
+    args: tuple,
+    rule: FactorRule,
+    shapes: Sequence[Sequence[int]],
+    result: Sequence[int],
+) -> Pieces | None:
+    """Return the equal pieces that an operation puts side by side; None if it does not."""
+    count = len(shapes)
+    if target is aten.stack.default:
+        d = (args[1] if len(args) > 1 else 0) % len(result)
+        return Pieces(d, count, 0, tuple(range(count)))
+    joined = parts_joined(rule, shapes, result)
+    if joined is None or len({shape[joined[0]] for shape in shapes}) != 1:
+        return None
+    return Pieces(joined[0], count, shapes[0][joined[0]], tuple(range(count)))
+
+
+def piece_placed(target: object, args: tuple, operand: Sequence[int]) -> Pieces | None:
+    """Return where an operation puts its operand, one of equal pieces, among zeros; else None.
+
+    The gradients of slices and selections do so. operand: its shape.
+    """
+    if target is aten.select_backward.default:
+        d = args[2] % len(args[1])
+        return Pieces(d, args[1][d], 0, (args[3] % args[1][d],))
+    placed = part_placed(target, args, operand)
+    if placed is None:
+        return None
+    d, start = placed
+    width, size = operand[d], args[1][d]
+    aligned = width and size % width == 0 and start % width == 0
+    return Pieces(d, size // width, width, (start // width,)) if aligned else None
+
+
+def is_plain_sum(target: object, kwargs: object) -> bool:
+    """Return whether an operation adds two operands as they are."""
+    return target is aten.add.Tensor and not kwargs

@@ -44,6 +44,12 @@ def _(x: Tensor, dim: int, scan: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+@suffix_scan.register_vmap
+def _(info: object, in_dims: tuple, x: Tensor, dim: int, scan: str) -> tuple[Tensor, int]:
+    x = x.movedim(in_dims[0], 0)
+    return suffix_scan(x, dim % max(x.dim() - 1, 1) + 1, scan), 0
+
+
 @custom_op("extreme_gradient")
 def extreme_gradient(grad: Tensor, places: Tensor, dim: int) -> Tensor:
     """Return the gradient of cummax or cummin: each row's goes to the extreme before it."""

@@ -1,0 +1,229 @@
+"""Compute all iterations of a recurrence at once, with a first dimension that says which one.
+
+program  for each i:  %y = mul(%h, %a);  %h = add(%y, %x)         the next iteration's h
+becomes  %A = mul(ones, %as);  %B = %xs                           h becomes A h + B
+         %hs = affine_states(%A, %B, %h0, False)                  the states before all iterations
+         %ys = mul(%hs, %as)                                      all else at once
+
+needs    an affine recurrence: operations between a carry and the next one are linear in it, and
+         compute each element from the carry's element at the same place
+source   ours; affine maps are composed as in Blelloch, Prefix sums and their applications, 1990
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from ...compat.fx_nodes import add_node, inline, origin_of
+from ...compat.operators import aten
+from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
+from ...fx_passes.ir import Op
+from ...rules import trace
+from .affine_states import AFFINE_STATES
+from .recurrence import Recurrence
+
+Tags = tuple[int | None, ...]  # for each dimension the carry's that it goes along with
+Value = tuple[fx.Node, bool]  # a new value, and whether it has the iterations' dimension
+
+
+def batch_iterations(graph: fx.Graph, found: Recurrence) -> dict[fx.Node, fx.Node] | None:
+    """Add a recurrence's values at the graph's insert point.
+
+    Returns:
+        For each value in an iteration, that of all iterations along a first dimension. A carry has
+        the states before them. None if the recurrence is not affine: the new nodes are unused then.
+    """
+    batcher = _Batcher(graph, found)
+    if not batcher.run():
+        return None
+    return {value: batcher.widened(new) for value, new in batcher.new.items()}
+
+
+class _Batcher:
+    """Adds all iterations. new: by value in an iteration. waits: the carries that it reads."""
+
+    def __init__(self, graph: fx.Graph, found: Recurrence) -> None:
+        self.graph, self.found = graph, found
+        self.new: dict[fx.Node, Value] = {value: (all, True) for value, all in found.rows.items()}
+        self.traced: Traced = {}
+        self.origin = origin_of(found.ops[0].node) if found.ops else {}
+        self.waits: dict[fx.Node, frozenset[fx.Node]] = {c: frozenset((c,)) for c in found.carries}
+        for op in found.ops:
+            above = frozenset[fx.Node]().union(*(self._waits(v) for v in op.operands))
+            self.waits.update((v, above) for v in op.results if v is not None)
+
+    def _waits(self, value: fx.Node) -> frozenset[fx.Node]:
+        return self.waits.get(value, frozenset())
+
+    def run(self) -> bool:
+        """Add the iterations; return False if the recurrence is not affine."""
+        if not all(self.found.vanishes(value, i) for value, i in self.found.vanishing):
+            return False
+        pending = {*self.found.carries}
+        remaining = self._emit(self.found.ops, pending)
+        while pending:
+            # A carry that another one's next value reads comes first.
+            ready = (c for c, (_, again) in self.found.carries.items() if c in pending)
+            carry = next(
+                (c for c in ready if self._again(c) & pending <= {c}),
+                None,
+            )
+            if carry is None or not self._add_states(carry):
+                return False
+            pending.remove(carry)
+            remaining = self._emit(remaining, pending)
+        return not remaining
+
+    def _again(self, carry: fx.Node) -> frozenset[fx.Node]:
+        return self._waits(self.found.carries[carry].again)
+
+    def _emit(self, ops: Sequence[Op], pending: set[fx.Node]) -> list[Op]:
+        """Add operations that wait for no pending carry; return the others."""
+        remaining = []
+        for op in ops:
+            waits = frozenset[fx.Node]().union(*map(self._waits, op.operands))
+            if waits & pending:
+                remaining.append(op)
+            elif (results := self._apply(op, [self.operand(v) for v in op.operands])) is None:
+                remaining.append(op)
+            else:
+                self.new |= {v: new for v, new in zip(op.results, results) if v is not None}
+        return remaining
+
+    def operand(self, value: fx.Node) -> Value:
+        """Return the new value for an operand; one from outside is the same in all iterations."""
+        return self.new.get(value, (value, False))
+
+    def _apply(self, op: Op, operands: Sequence[Value]) -> list[Value] | None:
+        """Add an operation on new operands. None if it cannot be batched."""
+        nodes, batched = [node for node, _ in operands], [each for _, each in operands]
+        if any(batched):
+            results = add_batched(self.graph, op, batched, nodes, traced=self.traced)
+            return None if results is None else [(node, True) for node in results]
+        if all(node is v for node, v in zip(nodes, op.operands)):
+            return [(v, False) for v in op.results if v is not None]
+        if op.results != (op.node,):
+            return None
+        new = dict(zip(op.operands, nodes))
+        copy = self.graph.node_copy(op.node, lambda n: new.get(n, n))
+        copy.meta = {**origin_of(op.node), "val": op.node.meta["val"]}
+        return [(copy, False)]
+
+    # ------------------------------------------------------------------------------------- the maps
+
+    def _add_states(self, carry: fx.Node) -> bool:
+        """Add the states of a carry; return False if the next one is no affine function of it."""
+        first, again = self.found.carries[carry]
+        val = carry.meta["val"] if first is None else first.meta["val"]
+        after = again.meta["val"]
+        if after.shape != val.shape or after.dtype != val.dtype or not val.dtype.is_floating_point:
+            return False
+        path = self._path(carry, again)
+        ones = self._full(val, 1)
+        scales: dict[fx.Node, Value | None] = {carry: (ones, False)}
+        shifts: dict[fx.Node, Value | None] = {carry: None}
+        tags: dict[fx.Node, Tags] = {carry: tuple(range(val.dim()))}
+        for op in path:
+            places = [i for i, v in enumerate(op.operands) if v in tags]
+            group = next((g for g in op.rule.linear if g.issuperset(places)), None)
+            of_result = _tags_behind(op, places, tags)
+            if group is None or of_result is None:
+                return False
+            for table, with_others in ((scales, False), (shifts, True)):
+                terms = [
+                    table[v]
+                    if i in places
+                    else self.operand(v)
+                    if with_others or i not in group
+                    else None
+                    for i, v in enumerate(op.operands)
+                ]
+                if (result := self._sum(op, group, terms)) is _FAILED:
+                    return False
+                table[op.node] = result
+            tags[op.node] = of_result
+        if again in tags:
+            sizes = val.shape
+            if any(tag != d for d, tag in enumerate(tags[again]) if sizes[d] > 1):
+                return False
+            scale, shift = scales[again], shifts[again]
+        else:
+            scale, shift = None, self.operand(again)
+        first = self._full(val, 0) if first is None else first
+        scale, shift = (
+            self.widened(each or (self._full(val, 0), False)) for each in (scale, shift)
+        )
+        args = (scale, shift, first, self.found.reverse)
+        states = add_node(self.graph, "call_function", AFFINE_STATES, args, {})
+        states.meta = {**self.origin, "val": with_dim(val, self.found.count, 0)}
+        self.new[carry] = states, True
+        return True
+
+    def _path(self, carry: fx.Node, again: fx.Node) -> list[Op]:
+        """Return the operations that lead from a carry to the next one, in order."""
+        needed, path = {again}, []
+        for op in reversed(self.found.ops):
+            if needed & {*op.results} and carry in self._waits(op.node):
+                path.append(op)
+                needed |= {*op.operands}
+        return path[::-1]
+
+    def _sum(self, op: Op, group: frozenset[int], terms: Sequence[Value | None]) -> Value | None:
+        """Add an operation, linear in a group of operands. None stands for zeros."""
+        if op.results != (op.node,):
+            return _FAILED
+        if all(terms[i] is None for i in group):
+            return None
+        operands = [
+            (self._full(v.meta["val"], 0), False) if term is None else term
+            for term, v in zip(terms, op.operands)
+        ]
+        results = self._apply(op, operands)
+        return _FAILED if results is None else results[0]
+
+    def _full(self, like: object, number: float) -> fx.Node:
+        """Add a constant tensor."""
+        kwargs = {"dtype": like.dtype, "device": like.device}  # pyright: ignore
+        args = (list(like.shape), number)  # pyright: ignore
+        node = add_node(self.graph, "call_function", aten.full.default, args, kwargs)
+        node.meta = {**self.origin, "val": like.new_empty(like.shape)}  # pyright: ignore
+        return node
+
+    def widened(self, value: Value) -> fx.Node:
+        """Return a value with the iterations' dimension."""
+        node, is_batched = value
+        count = self.found.count
+        if is_batched:
+            return node
+        inner = trace(lambda x: x.expand(count, *x.shape), (node.meta["val"],), {})
+        return inline(self.graph, inner, [node], self.origin)  # pyright: ignore
+
+
+_FAILED: Value = (fx.Graph().placeholder("failed"), False)
+
+
+def _tags_behind(op: Op, places: Sequence[int], tags: Mapping[fx.Node, Tags]) -> Tags | None:
+    """Return the tags of an operation's result; None if it mixes elements of the carry.
+
+    places: the operands with tags.
+    """
+    rule, of_factor = op.rule, dict[str, int]()
+    for i in places:
+        for names, tag in zip(rule.operands[i], tags[op.operands[i]]):
+            if tag is None:
+                continue
+            if len(names) > 1 or any(of_factor.setdefault(f, tag) != tag for f in names):
+                return None
+    moved = {f for i, d in rule.row_access for f in rule.operands[i][d]}
+    fixed = rule.replicated.union(rule.reduce, rule.special, moved)
+    if fixed & of_factor.keys() or len({*of_factor.values()}) < len(of_factor):
+        return None
+    result, (dims, *others) = [], rule.results
+    for names in dims:
+        if len(names) > 1 and of_factor.keys() & {*names}:
+            return None
+        result.append(next(map(of_factor.get, names), None))
+    kept = [tag for tag in result if tag is not None]
+    return tuple(result) if len(kept) == len(of_factor) and not others else None

@@ -1,0 +1,399 @@
+"""Find recurrences in Python loops over parts of a sequence.
+
+    for x in xs.split(64, 1):        x: a row of the recurrence
+        y = f(x, h)
+        h = y[:, -1]                 h: a carry
+        ys.append(y)
+    torch.cat(ys, 1)                 where the search begins
+
+From the operands of a concatenation, one for each part, the search goes up through like operations.
+It ends at parts of one value, at values that all iterations read, and at carries: values of the
+part before. The loop of a backward begins with the last part. Loops often treat the first part in
+another way: there is no carry, or it is a constant zero. Then the recurrence has zeros there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Iterator, Sequence
+from typing import NamedTuple
+
+from torch import fx
+
+from ...fx_passes.expand.batched_op import may_batch
+from ...fx_passes.expand.undivided import Work
+from ...fx_passes.ir import Op
+from ...rules.algebra import constant_of
+from ...rules.ops.concat_slice import (
+    FEWEST_PARTS,
+    Pieces,
+    is_plain_sum,
+    piece_placed,
+    pieces_joined,
+    pieces_taken,
+)
+from .recurrence import Carry, Recurrence
+
+MOST_OPS = 2048
+Column = tuple[fx.Node | None, ...]  # one value in all iterations; None: an end does without
+
+
+class Family(NamedTuple):
+    """The value that has all parts. pieces: how they lie in it; None: along a first dimension."""
+
+    value: fx.Node
+    pieces: Pieces | None
+
+
+class Parts:
+    """Which values are parts of a sequence, for one number of parts."""
+
+    def __init__(self, work: Work, count: int) -> None:
+        self.count = count
+        self.makers = {v: (op, i) for op in work.ops for i, v in enumerate(op.results) if v}
+        self.order = {node: i for i, node in enumerate(work.graph.nodes)}
+        self.values_of: dict[int | None, list[fx.Node]] = {}  # by an operation's key
+        for value, (op, _) in self.makers.items():
+            self.values_of.setdefault(op.key, []).append(value)
+        self.families: dict[fx.Node, dict[Family, int]] = {}  # part -> its number in families
+        self.zeros: set[tuple[fx.Node, int]] = set()  # values that have zeros in a part
+        members: dict[Family, dict[int, list[fx.Node]]] = {}
+        for op in work.ops:
+            for family, i, value in _parts_of(op, count):
+                members.setdefault(family, {}).setdefault(i, []).append(value)
+        for family, rows in members.items():
+            # A last decay, say, may be unused.
+            if len(rows) >= count - 2 and {*range(1, count - 1)} <= rows.keys():
+                for i, values in rows.items():
+                    for value in values:
+                        self.families.setdefault(value, {})[family] = i
+
+    def add(self, batched: fx.Node, column: Column) -> None:
+        """Note that a new value has these parts, along a first dimension."""
+        for i, value in enumerate(column):
+            if value is not None:
+                self.families.setdefault(value, {})[Family(batched, None)] = i
+
+    def spans(self, graph: fx.Graph, ends: Container[fx.Node]) -> dict[fx.Node, tuple[int, int]]:
+        """Return the first and the last part that each value is computed from.
+
+        ends: values of all parts together, which belong to none.
+        """
+        result: dict[fx.Node, tuple[int, int]] = {}
+        for node in graph.nodes:
+            if node in self.families and node.op != "placeholder":
+                numbers = self.families[node].values()
+                result[node] = max(numbers), min(numbers)
+                continue
+            spans = [result[x] for x in node.all_input_nodes if x in result]
+            if spans and node not in ends:
+                result[node] = min(low for low, _ in spans), max(high for _, high in spans)
+        return result
+
+
+def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
+    if len(op.operands) != 1 or not op.results:
+        return
+    shape = op.operands[0].meta["val"].shape
+    val = op.node.meta["val"]
+    shapes = [t.shape for t in (val if isinstance(val, (tuple, list)) else (val,))]
+    pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
+    if pieces is None or pieces.count != count:
+        return
+    family = Family(op.operands[0], pieces._replace(indices=()))
+    for i, value in zip(pieces.indices, op.results):
+        if value is not None:
+            yield family, i, value
+
+
+class End(NamedTuple):
+    """Where a loop's results are put side by side: a concatenation, or a sum of rows among zeros.
+
+    columns: the summands, by iteration. pieces: where they lie. others: further summands.
+    """
+
+    node: fx.Node
+    pieces: Pieces
+    columns: tuple[Column, ...]
+    others: tuple[fx.Node, ...] = ()
+
+
+def ends_of(work: Work) -> Iterator[End]:
+    """Yield the ends of loops with several equal parts, in order."""
+    ops = {op.node: op for op in work.ops}
+    for op in work.ops:
+        if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,):
+            shapes = [v.meta["val"].shape for v in op.operands]
+            shape = op.node.meta["val"].shape
+            pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
+            if pieces is not None:
+                yield End(op.node, pieces, (op.operands,))
+        elif _is_sum(op) and not (
+            len(op.node.users) == 1 and _is_sum(ops.get(next(iter(op.node.users))))
+        ):
+            yield from _end_by_sum(op, ops)
+
+
+def _is_sum(op: Op | None) -> bool:
+    """Return whether an operation adds two values with the result's shape."""
+    return (
+        op is not None
+        and is_plain_sum(op.node.target, op.node.kwargs)
+        and len(op.operands) == 2
+        and all(v.meta["val"].shape == op.node.meta["val"].shape for v in op.operands)
+    )
+
+
+def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
+    """Yield the end that a tree of sums makes: the gradient of a value that is cut into parts."""
+    stack, others = [*op.operands], list[fx.Node]()
+    placed: dict[Pieces, dict[int, list[fx.Node]]] = {}
+    while stack:
+        value = stack.pop()
+        made = ops.get(value)
+        if made is not None and len(value.users) == 1 and _is_sum(made):
+            stack += made.operands
+            continue
+        pieces = None
+        if made is not None and len(made.operands) == 1:
+            shape = made.operands[0].meta["val"].shape
+            pieces = piece_placed(made.node.target, made.node.args, shape)
+        if made is None or pieces is None:
+            others.append(value)
+            continue
+        rows = placed.setdefault(pieces._replace(indices=()), {})
+        rows.setdefault(pieces.indices[0], []).append(made.operands[0])
+    for pieces, rows in placed.items():
+        depth = len(next(iter(rows.values())))
+        if pieces.count < FEWEST_PARTS or not {*range(1, pieces.count - 1)} <= rows.keys():
+            continue
+        if len(placed) == 1 and all(len(row) == depth for row in rows.values()):
+            none = [None] * depth
+            columns = zip(*(rows.get(i, none) for i in range(pieces.count)))
+            yield End(op.node, pieces, tuple(columns), tuple(others))
+
+
+class Finder:
+    """Aligns the iterations of a loop. reverse: whether it begins with the last part.
+
+    columns: an operation's value in the iteration that stands for all -> in all of them.
+    """
+
+    def __init__(
+        self, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool, end: fx.Node
+    ) -> None:
+        self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
+        # The second iteration: it has a carry, and a next one.
+        self.at = self.count - 2 if reverse else 1
+        self.begin, self.step = (self.count - 1, -1) if reverse else (0, 1)
+        self.last, self.before = self.count - 1 - self.begin, parts.order[end]
+        self.ends: dict[fx.Node, fx.Node | None] = {}  # carry -> the last iteration's next one
+        self.columns: dict[fx.Node, Column] = {}
+        self.rows: dict[fx.Node, Family] = {}
+        self.carries: dict[fx.Node, Column] = {}
+        self.vanishing: set[tuple[fx.Node, int]] = set()
+        self.ops: dict[fx.Node, Op] = {}
+
+    def find(self, columns: Sequence[Column]) -> bool:
+        """Add columns, and all that they are computed from; return whether iterations are alike."""
+        stack = [*columns]
+        for column in columns:  # The program has zeros where an end lacks a summand.
+            value = column[self.at]
+            ends = (i for i in (0, self.count - 1) if column[i] is None)
+            self.vanishing.update((value, i) for i in ends if value is not None)
+        while stack:
+            column = stack.pop()
+            value = column[self.at]
+            if value is None or len(self.ops) > MOST_OPS:
+                return False
+            known = self.columns.get(value) or self.carries.get(value)
+            if known is not None:
+                merged = _merged(known, column)
+                if merged is None:
+                    return False
+                if merged == known:
+                    continue
+                column = merged  # and so are the columns above
+            more = self._above(value, column)
+            if more is None:
+                return False
+            stack += more
+        return True
+
+    def _above(self, value: fx.Node, column: Column) -> list[Column] | None:
+        """Return the columns that a column is computed from; None if it is none."""
+        for family, i in self.parts.families.get(value, {}).items():
+            numbers = [v is None or self.parts.families.get(v, {}).get(family) for v in column]
+            if i == self.at and all(n is True or n == j for j, n in enumerate(numbers)):
+                self.rows[value] = family
+                return []
+        if all(v is None or v is value for v in column):
+            return []
+        if self._is_carry(value, column) and not self._follows(
+            column[self.at + self.step] or value
+        ):
+            self.carries[value] = column
+            again: list[fx.Node | None] = [None] * self.count
+            for i in range(self.count):
+                if 0 <= i + self.step < self.count:
+                    again[i] = column[i + self.step]
+            # An iteration at the end may not use its carry, and another loop does.
+            place = self.last - self.step
+            if again[place] is None:
+                again[place] = self._end(again[self.at], place)
+                filled = [*column]
+                filled[self.last] = again[place]
+                self.carries[value] = tuple(filled)
+            again[self.last] = self.ends.get(value) or self._end(again[self.at], self.last)
+            self.ends[value] = again[self.last]
+            return [tuple(again)]
+        made = [self.parts.makers.get(v) if v is not None else None for v in column]
+        template = made[self.at]
+        if template is None:
+            return None
+        op, result = template
+        alike = [
+            m is not None and m[0].key == op.key and m[1] == result and m[0].node is not op.node
+            for m in made
+        ]
+        alike[self.at] = True
+        if not may_batch(op):
+            return None
+        if _is_sum(op):
+            return self._summands(value, column, op)
+        hollow = [*column]
+        for i in (0, self.count - 1):
+            v = column[i]
+            if not alike[i] and v is not None and self._is_zero(v):
+                self.vanishing.add((value, i))
+                hollow[i] = None
+        if not all(same or v is None for same, v in zip(alike, hollow)):
+            return None
+        self.columns[value], self.ops[op.node] = column, op
+        none = (None,) * len(op.operands)
+        rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
+        return [*zip(*rows)]
+
+    def _summands(self, value: fx.Node, column: Column, op: Op) -> list[Column] | None:
+        """Return the columns of the summands; None if iterations have others.
+
+        The first and the last iteration may lack some: these have to be zeros there.
+        """
+        terms = self._terms(value, self.ops)
+        above: list[list[fx.Node | None]] = [[None] * self.count for _ in terms]
+        self.columns[value] = column
+        for i, v in enumerate(column):
+            own = [] if v is None else [x for x in self._terms(v) if not self._is_zero(x)]
+            if v is None:
+                continue
+            signs = [self._signature(x, i, 3) for x in own]
+            for place, term in enumerate(terms):
+                sign = self._signature(term, self.at, 3)
+                j = next((j for j, other in enumerate(signs) if other == sign), None)
+                if j is not None:
+                    above[place][i] = own.pop(j)
+                    signs.pop(j)
+            missing = [place for place in range(len(terms)) if above[place][i] is None]
+            if len(missing) == len(own):
+                for place, x in zip(missing, own):
+                    above[place][i] = x
+            elif own or i not in (0, self.count - 1):
+                return None
+            else:
+                self.vanishing.update((terms[place], i) for place in missing)
+        return [tuple(each) for each in above]
+
+    def _terms(self, value: fx.Node, ops: dict[fx.Node, Op] | None = None) -> list[fx.Node]:
+        """Return the summands of a sum. ops: gets its operations."""
+        root, terms, stack = value, list[fx.Node](), [value]
+        while stack:
+            value = stack.pop()
+            op, _ = self.parts.makers.get(value, (None, 0))
+            if op is None or not _is_sum(op) or value is not root and len(value.users) > 1:
+                terms.append(value)
+                continue
+            if ops is not None:
+                ops[op.node] = op
+            stack += op.operands[::-1]
+        return terms
+
+    def _signature(self, value: fx.Node, i: int, depth: int) -> Hashable:
+        """Return a number for what a value is in iteration i, to tell summands apart."""
+        families = self.parts.families.get(value, {})
+        if own := frozenset(family for family, n in families.items() if n == i):
+            return own
+        span, made = self.spans.get(value), self.parts.makers.get(value)
+        # The first iteration reads a constant in place of a carry.
+        if span is None or made is None or span[0 if self.reverse else 1] != i:
+            return "outer"
+        if depth == 0 or _is_sum(made[0]):
+            return made[0].key, _is_sum(made[0])
+        above = (self._signature(x, i, depth - 1) for x in made[0].operands)
+        return made[0].key, made[1], *above
+
+    def _is_zero(self, value: fx.Node) -> bool:
+        """Return whether a value is a constant zero, or computed from such ones alone."""
+        if value in self.spans or value in self.parts.families:
+            return False
+        if constant_of(value) == 0:
+            return True
+        op, _ = self.parts.makers.get(value, (None, 0))
+        groups = op.rule.linear if op else ()
+        return any(all(self._is_zero(op.operands[i]) for i in g) for g in groups if op)
+
+    def _is_carry(self, value: fx.Node, column: Column) -> bool:
+        """Return whether each iteration has a value of the one before in this place."""
+        edge = 0 if self.reverse else 1
+        for i, v in enumerate(column):
+            if v is None or i == self.begin:
+                continue
+            span = self.spans.get(v)
+            if span is None or span[edge] != i - self.step:
+                return False
+        return True
+
+    def _end(self, again: fx.Node | None, i: int) -> fx.Node | None:
+        """Return an iteration's next carry, if the program has one that looks like it."""
+        made = self.parts.makers.get(again) if again is not None else None
+        if again is None or made is None:
+            return None
+        sign = self._signature(again, self.at, 3)
+        edge = 0 if self.reverse else 1
+        found = [
+            value
+            for value in self.parts.values_of.get(made[0].key, ())
+            if self.parts.order[value] < self.before
+            and self.spans.get(value, (-1, -1))[edge] == i
+            and self._signature(value, i, 3) == sign
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def _follows(self, value: fx.Node) -> bool:
+        """Return whether a value is computed from another one alone that is no larger."""
+        made = self.parts.makers.get(value)
+        if made is None:
+            return False
+        sources = [v for v in made[0].operands if v in self.spans]
+        return len(sources) == 1 and sources[0].meta["val"].numel() <= value.meta["val"].numel()
+
+    def recurrence(self, batched: dict[fx.Node, fx.Node]) -> Recurrence:
+        """Return the recurrence. batched: the rows' values along a first dimension."""
+        ops = sorted(self.ops.values(), key=lambda op: self.parts.order[op.node])
+        carries = {}
+        for value, column in self.carries.items():
+            again = column[self.at + self.step]
+            assert again is not None
+            carries[value] = Carry(column[self.begin], again)
+        zeros = {
+            (value, i)
+            for value, family in self.rows.items()
+            for i in (0, self.count - 1)
+            if (family.value, i) in self.parts.zeros
+        }
+        return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing, zeros)
+
+
+def _merged(one: Column, other: Column) -> Column | None:
+    """Return a column that has the values of both; None if they differ."""
+    if any(a is not b for a, b in zip(one, other) if a is not None and b is not None):
+        return None
+    return tuple(a if a is not None else b for a, b in zip(one, other))

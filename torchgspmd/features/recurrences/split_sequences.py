@@ -1,0 +1,170 @@
+"""Compute recurrences along a sharded sequence by shards.
+
+before   %x0, ... = split(%x, 64, 1)              x: _ seq _
+         %y0 = ...;  %h1 = ...;  ...              a chain of parts
+         %y = cat([%y0, ...], 1)
+after    %xs = permute(view(%x, ...))             seq _ _ _: a first dimension for the parts
+         %hs = affine_states(%A, %B, %h0, False)  see batch_iterations.py
+         %y = view(permute(%ys))
+needs    a propagated graph, rules
+source   ours; batch_iterations.py has the algorithm's
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, fx
+
+from ...compat.fx_nodes import drop_unused, inline, origin_of
+from ...fx_passes.expand.undivided import Work
+from ...rules import trace
+from ...rules.custom_ops.loops import mark_of
+from ...rules.ops.concat_slice import Pieces
+from .batch_iterations import batch_iterations
+from .find_chunks import End, Family, Finder, Parts, ends_of
+from .find_loops import loops_of, value_behind
+
+
+def split_sequences(work: Work) -> bool:
+    """Rewrite the graph in place; return whether it has recurrences along a sharded dimension."""
+    splitter = _Splitter(work)
+    ends = [*ends_of(work)]
+    splitter.ends = {end.node for end in ends}
+    for end in ends:
+        splitter.split(end)
+    splitter.split_loops()
+    for end, result in splitter.results.items():
+        end.replace_all_uses_with(result)
+    for end in splitter.exits:
+        work.graph.erase_node(end)
+    drop_unused(work.graph)
+    return bool(splitter.results)
+
+
+class _Splitter:
+    def __init__(self, work: Work) -> None:
+        self.work, self.graph = work, work.graph
+        self.parts: dict[int, Parts] = {}
+        self.ends: set[fx.Node] = set()
+        self.exits: list[fx.Node] = []  # of loops of scan; a `next` has effects, so it is erased
+        self.batched: dict[Family, fx.Node] = {}
+        # Replaced when all are known: the operations still read the old ones.
+        self.results: dict[fx.Node, fx.Node] = {}
+
+    def split(self, end: End) -> None:
+        """Compute the parts that are put together at once, if they are a recurrence."""
+        count = end.pieces.count
+        parts = self.parts.get(count) or Parts(self.work, count)
+        self.parts[count] = parts
+        spans = parts.spans(self.graph, self.ends)
+        for reverse in (False, True):
+            finder = Finder(parts, spans, reverse, end.node)
+            if not finder.find(end.columns) or not self._is_sharded(finder):
+                continue
+            with self.graph.inserting_before(end.node):
+                rows = {value: self._rows(family) for value, family in finder.rows.items()}
+                found = finder.recurrence(rows)
+                new = batch_iterations(self.graph, found)
+                if new is None:
+                    continue
+                results = [
+                    _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
+                    for column in end.columns
+                    if (value := column[finder.at]) is not None
+                ]
+                first, *others = *results, *end.others
+                for other in others:
+                    first = _added(self.graph, torch.add, first, other)
+                self._add_ends(end, finder, new)
+            for value, column in (*finder.columns.items(), *finder.carries.items()):
+                if value in new:
+                    parts.add(new[value], column)
+                    ends = (0, count - 1)
+                    parts.zeros |= {(new[value], i) for i in ends if found.vanishes(value, i)}
+            self.results[end.node] = first
+            return
+
+    def _add_ends(self, end: End, finder: Finder, new: dict[fx.Node, fx.Node]) -> None:
+        """Take the last states from those behind all iterations, where the program reads them."""
+        order = finder.parts.order
+        for carry, value in finder.ends.items():
+            column = finder.carries.get(carry)
+            again = column[finder.at + finder.step] if column else None
+            if value is None or again not in new or value in self.results:
+                continue
+            if all(order.get(user, 0) >= order[end.node] for user in value.users):
+                self.results[value] = _added(
+                    self.graph, lambda x, i=finder.last: x.select(0, i), new[again]
+                )
+
+    def split_loops(self) -> None:
+        """Compute the iterations of loops at once, if the rows of one of them are sharded."""
+        loops, specs = [*loops_of(self.work)], self.work.layouts.spec
+        lengths = {
+            loop.found.count
+            for loop in loops
+            if any(specs[rows].dims[0] for rows in loop.found.rows.values())
+        }
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for loop in loops:
+            found, last = loop.found, loop.exits[-1]
+            end_at = found.count - 1 - found.begin
+            users = [u for end in loop.exits for u in end.users if u not in loop.exits]
+            early = any(order.get(user, 0) < order[last] for user in users)
+            if found.count not in lengths or not found.rows or early:
+                continue
+            with self.graph.inserting_before(last):
+                new = batch_iterations(self.graph, found)
+                if new is None:
+                    continue
+                for end in loop.exits:
+                    value = mark_of(end).value
+                    self.results[end] = _added(
+                        self.graph,
+                        lambda x, e=end, i=end_at: value_behind(e, x, i),
+                        new.get(value) or self._repeated(value, found.count),
+                    )
+            self.exits += loop.exits
+
+    def _repeated(self, value: fx.Node, count: int) -> fx.Node:
+        """Add the rows of a value that is the same in all iterations."""
+        return _added(self.graph, lambda x: x.expand(count, *x.shape), value)
+
+    def _is_sharded(self, finder: Finder) -> bool:
+        """Return whether parts lie on several devices, and iterations depend on earlier ones."""
+        specs = self.work.layouts.spec
+        return any(
+            bool(specs[value].dims[pieces.dim]) and bool(finder.carries)
+            if pieces
+            else bool(finder.ops)
+            for value, pieces in finder.rows.values()
+        )
+
+    def _rows(self, family: Family) -> fx.Node:
+        """Return the value with all parts along a first dimension."""
+        value, pieces = family
+        if pieces is None:
+            return value
+        if family not in self.batched:
+            self.batched[family] = _added(self.graph, lambda x: _parted(x, pieces), value)
+        return self.batched[family]
+
+
+def _parted(x: Tensor, pieces: Pieces) -> Tensor:
+    d = pieces.dim
+    return (x.unflatten(d, (pieces.count, pieces.width)) if pieces.width else x).movedim(d, 0)
+
+
+def _joined(x: Tensor, pieces: Pieces) -> Tensor:
+    d = pieces.dim
+    x = x.movedim(0, d)
+    return x.flatten(d, d + 1) if pieces.width else x
+
+
+def _added(graph: fx.Graph, function: Callable, *values: fx.Node) -> fx.Node:
+    """Add what a function computes."""
+    inner = trace(function, tuple(v.meta["val"] for v in values), {})
+    assert isinstance(inner, fx.Graph), "views and sums have a graph"
+    return inline(graph, inner, values, origin_of(values[0]))
