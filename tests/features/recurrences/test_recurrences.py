@@ -13,7 +13,7 @@ from torch._higher_order_ops import associative_scan, scan
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
-from torchgspmd.fx_passes.pass_types import FEATURE_PASSES
+from torchgspmd.fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 
 DOUBLE = torch.float64
 BATCH, KEYS, VALUES, ROWS = 2, 3, 4, 8  # a state is [batch, keys, values]; rows of a part
@@ -237,7 +237,7 @@ def test_associative_scan(name: str, sizes: dict[str, int], rows: int, reverse: 
 
 
 def test_a_program_without_parts_runs_no_file_of_recurrences(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(FEATURE_PASSES, "split_sequences", None)  # a call is a TypeError
+    monkeypatch.setitem(FEATURE_PASSES, "split_sequences", FeaturePass(pytest.fail, ()))
     model = nn.Sequential(nn.Linear(8, 24), nn.ReLU(), nn.Linear(24, 8))
 
     def run(x: Tensor) -> Tensor:
