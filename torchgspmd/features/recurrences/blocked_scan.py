@@ -29,21 +29,22 @@ Join = Callable[..., Any]  # (*leaves before, *leaves) -> leaves, row by row alo
 _LEAST_ROWS = 4  # of a block: shorter ones save nothing
 
 
-def blocked(scan: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
-    """Return a replacement for torch's generic_associative_scan."""
+def scan_in_blocks(
+    scan: Callable[..., list[Tensor]],
+    operator: Join,
+    leaves: list[Tensor],
+    dim: int = 0,
+    additional_inputs: Sequence[Any] = (),
+) -> list[Tensor]:
+    """Compute torch's generic_associative_scan in blocks. scan: torch's."""
 
-    def scan_blocks(
-        operator: Join, leaves: list[Tensor], dim: int = 0, additional_inputs: Sequence[Any] = ()
-    ) -> list[Tensor]:
-        def join(*rows: Tensor) -> list[Tensor]:
-            return pytree.tree_leaves(operator(*rows, *additional_inputs))
+    def join(*rows: Tensor) -> list[Tensor]:
+        return pytree.tree_leaves(operator(*rows, *additional_inputs))
 
-        mesh = MESH.get()
-        if dim or mesh is None or not all(isinstance(len(x), int) for x in leaves):
-            return scan(operator, leaves, dim, additional_inputs)
-        return _scan(join, [*leaves], _counts([size for _, size in mesh.axes]))
-
-    return scan_blocks
+    mesh = MESH.get()
+    if dim or mesh is None or not all(isinstance(len(x), int) for x in leaves):
+        return scan(operator, leaves, dim, additional_inputs)
+    return _scan(join, [*leaves], _counts([size for _, size in mesh.axes]))
 
 
 def _counts(sizes: Sequence[int]) -> list[int]:
