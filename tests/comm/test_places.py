@@ -5,12 +5,17 @@ import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
+import torch.distributed
 
 from torchgspmd.comm import places
 from torchgspmd.comm.places import stack_of_main, stacks
 from torchgspmd.comm.rank_failure import Status
+
+PACKAGE = Path(places.__file__).parents[1]
+DISTRIBUTED = Path(torch.distributed.__file__).parent
 
 # Threads that are not Python's begin and end, as gloo's do that free a tensor. 20 s of it ended a
 # process whose stacks faulthandler wrote.
@@ -115,3 +120,11 @@ def test_stacks_of_all_threads():
 @pytest.mark.skipif(sys.platform != "linux", reason="begins threads by pthread_create")
 def test_stacks_while_native_threads_begin():
     subprocess.run([sys.executable, "-c", NATIVE_THREADS], check=True, timeout=120)
+
+
+def test_each_wait_is_in_a_function_that_there_is() -> None:
+    """A frame is found by its file and function, and both may move."""
+    for file, function in places._WAITS:
+        files = [*PACKAGE.rglob(file), *DISTRIBUTED.glob(file)]
+        assert files, file
+        assert function is None or any(f"def {function}(" in p.read_text() for p in files), function

@@ -30,8 +30,8 @@ _WAITS = {
     ("_functional_collectives.py", "wait_tensor"): "a collective of a DTensor",
     ("optimizers.py", "_reduced"): "the norms of DTensors",
     ("optimizers.py", "_found_on_any"): "the infinities in gradients",
-    ("transport.py", "arrived"): "the messages between stages",
-    ("transport.py", "finish"): "the messages between stages",
+    ("call.py", "arrived"): "the messages between stages",
+    ("call.py", "finish"): "the messages between stages",
     ("distributed_c10d.py", None): "torch.distributed's ",
 }
 _NOWHERE = NodeLine("", "", "", "")

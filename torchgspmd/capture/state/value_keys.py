@@ -6,7 +6,7 @@
     lambda x: x * scale         (the function, its defaults, its closure's contents)
 
 A key is a snapshot: changing the value in place changes its key. A wrapped model's program cache is
-looked up by argument keys, and a plan compares them when it is run (argument_guards.py).
+looked up by argument keys, and a plan compares them when it is run.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class GuardEncoder:
         Raises:
             Unshareable: A source has no name, or its content no text.
         """
-        # Installed packages are compared by version (identity.py): their defaults are known.
+        # Installed packages are compared by version (files.py): their defaults are known.
         named = [f for f in self.functions if _defaults(f) and not is_installed(f.__module__)]
         return [*map(self._row, self.guards), *map(self._function_row, named)]
 

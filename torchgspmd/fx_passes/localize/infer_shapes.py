@@ -23,7 +23,7 @@ from ...rules.registry import Orders, declares_order, is_packed, map_ordered
 #     %c = contiguous(%a);  %lu = _linalg_slogdet(%c)          where the matrix was contiguous
 #     %c = in_order(%a, [1, 0]);  %lu = _linalg_slogdet(%c)    where its columns were
 #
-# Nothing is copied if the operand has that order. rules/memory_order.py says for which operands it
+# Nothing is copied if the operand has that order. rules/registry.py says for which operands it
 # matters.
 
 
