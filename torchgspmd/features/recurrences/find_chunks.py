@@ -91,7 +91,7 @@ class Parts:
 
 
 def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
-    if len(op.operands) != 1 or not op.results:
+    if len(op.operands) != 1 or not may_batch(op):
         return
     shape = op.operands[0].meta["val"].shape
     val = op.node.meta["val"]
@@ -121,7 +121,7 @@ def ends_of(work: Work) -> Iterator[End]:
     """Yield the ends of loops with several equal parts, in order."""
     ops = {op.node: op for op in work.ops}
     for op in work.ops:
-        if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,):
+        if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,) and may_batch(op):
             shapes = [v.meta["val"].shape for v in op.operands]
             shape = op.node.meta["val"].shape
             pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
@@ -154,7 +154,7 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
             stack += made.operands
             continue
         pieces = None
-        if made is not None and len(made.operands) == 1:
+        if made is not None and len(made.operands) == 1 and may_batch(made):
             shape = made.operands[0].meta["val"].shape
             pieces = piece_placed(made.node.target, made.node.args, shape)
         if made is None or pieces is None:

@@ -27,6 +27,7 @@ from ..program import Program
 from ..propagate.factors import project
 from ..propagate.layouts import Layouts
 from ..schedule.arithmetic import flops
+from .batched_op import may_batch
 
 Node = Hashable
 
@@ -181,6 +182,8 @@ def has_sharded_parts(p: Program) -> bool:
         if op.node.target in LOOP_MARKS:
             if dims and dims[0] and {*op.rule.operands[0][0]} & op.rule.replicated:
                 return True
+            continue
+        if not may_batch(op):  # its parts may depend on values
             continue
         shapes = [t.shape for t in tensors_of(op.node)]
         pieces = pieces_taken(op.node.target, op.node.args, op.rule, shape, shapes)
