@@ -203,7 +203,7 @@ class _Emission:
             return self._kept(local, result, 0)
         if not isinstance(result, (list, tuple)):
             count = range(len(local.results))
-            result = (local.call(operator.getitem, result, i) for i in count)
+            result = [local.call(operator.getitem, result, i) for i in count]
         return [self._kept(local, x, i) for i, x in enumerate(result)]
 
     def _result(
