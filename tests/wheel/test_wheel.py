@@ -80,6 +80,8 @@ def test_the_wheel_has_the_package_and_nothing_of_the_tests(wheel: Path) -> None
         text = file.read(metadata).decode()
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "torchgspmd").rglob("*.py")}
     data = {"torchgspmd/py.typed", "torchgspmd/tools/report/page.html"}
+    models = (ROOT / "torchgspmd/tools/decoders/models").glob("*.json")
+    data |= {str(path.relative_to(ROOT)) for path in models}
     assert names == sources | data
     assert f"Version: {gspmd.__version__}\n" in text
     assert "Requires-Dist: torch>=2.9\n" in text and "License-Expression: BSD-3-Clause\n" in text
