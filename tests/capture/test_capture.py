@@ -1035,3 +1035,26 @@ def test_one_value_taken_apart_at_several_places():
     x, table = rand(4, 6, 8), rand(6, 16, seed=1)
     plan = gspmd.plan(layers, x, table, mesh=BIG, in_specs=("a _ _", "m _"))
     assert_same(plan.simulate(x, table, _poison=True), layers(x, table))
+
+
+class Masked(torch.nn.Module):
+    """Code for compilers that lacks a case, as LongT5's."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if mask is None and not torch.compiler.is_compiling():
+            mask = torch.ones(x.shape[1])
+        return x * mask[: x.shape[1]]  # pyright: ignore
+
+
+def test_code_for_compilers_that_fails_is_left_for_the_eager_one() -> None:
+    x = torch.rand(4, 6)
+    plan = gspmd.plan(Masked(), x, mesh=Mesh(data=2), in_specs="data _")
+    torch.testing.assert_close(plan.simulate(x), x)
+
+
+def test_an_error_of_both_is_the_programs_own() -> None:
+    def fails(x: Tensor) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        gspmd.plan(fails, torch.rand(4), mesh=Mesh(data=2), in_specs="data")

@@ -43,7 +43,14 @@ from .state.source import Source
 from .state.state_inputs import Retrace, State, TensorInput, Varying
 from .state.symbolic_numbers import Computed
 from .state.value_guards import ValueGuards
-from .trace_context import MESH, RewriteSites, no_other_random_numbers, rewriting, without_gc
+from .trace_context import (
+    IS_EAGER,
+    MESH,
+    RewriteSites,
+    no_other_random_numbers,
+    rewriting,
+    without_gc,
+)
 from .traced_program import Casts, TracedProgram
 from .unsupported import (
     check_arguments,
@@ -131,7 +138,7 @@ class _Capture:
         """Trace until a trace has found out nothing that would make it another one."""
         check_arguments(self.names, self.leaves)
         state, reasons = self.state, list[str]()
-        flags = state.is_looking, state.is_counting
+        flags = state.is_looking, state.is_counting, state.is_eager
         try:
             # A trace's findings about the state may lead to another program, which reads more.
             while len(reasons) < MOST_RETRACES:
@@ -151,7 +158,7 @@ class _Capture:
                     reasons.append(str(retrace))
         except Exception:
             # The error is the program's own: the next call begins with the knowledge before it.
-            state.is_looking, state.is_counting = flags
+            state.is_looking, state.is_counting, state.is_eager = flags
             raise
         raise ShardingError.here(
             f"the program has been traced {MOST_RETRACES} times, and each time it was another one",
@@ -167,8 +174,8 @@ class _Capture:
         """Raise Retrace if a trace had other values than the program has.
 
         Numbers are symbolic, buffers' values unknown, state tensors constants until they are
-        inputs, and inputs contiguous. Without any of these an error is the program's own, and
-        passes.
+        inputs, inputs contiguous, and a compiler seems to run. Without any of these an error is the
+        program's own, and passes.
         """
         state, error, text = self.state, None, ""
         try:
@@ -188,6 +195,10 @@ class _Capture:
                 # A view that the caller's order allows.
                 reason = f"the trace has contiguous inputs ({text})"
                 raise Retrace(reason, state.ask_order) from error
+            # Code for compilers may lack a case, such as LongT5's call without a mask.
+            if not state.is_eager and not isinstance(raised, ShardingError):
+                reason = f"torch.compiler.is_compiling() is True in a trace ({text})"
+                raise Retrace(reason, state.be_eager) from error
         # Python's int() and max() take no symbols; the next trace replaces them in that module.
         space = error.namespace if isinstance(error, ShardingError) else None
         if space is not None and all(space is not known for known in state.namespaces):
@@ -253,6 +264,7 @@ class _Capture:
                 torch.set_grad_enabled(self.grad or torch.is_grad_enabled()),
                 replaced(state.namespaces),
                 setting(MESH, mesh),
+                setting(IS_EAGER, state.is_eager),
             ):
                 traced = make_fx(lambda *flat: program.run(flat, requires))(*fakes)
         del mode

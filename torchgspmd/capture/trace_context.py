@@ -111,6 +111,8 @@ if has("torch.utils.checkpoint._checkpoint_without_reentrant_generator_impl"):
 
 # That of the program that is being traced.
 MESH: ContextVar[Mesh | None] = ContextVar("mesh", default=None)
+# Whether code that asks if a compiler runs hears that none does.
+IS_EAGER: ContextVar[bool] = ContextVar("is_eager", default=False)
 OPENED: list[str] = []  # names of the user's ranges that a trace is in
 
 
@@ -135,8 +137,8 @@ _RANGES = "a profile of the program would not have the user's ranges"
 PATCHES = [  # features add rows
     Patch(torch.profiler.record_function, "__enter__", _opening, _RANGES),
     Patch(torch.profiler.record_function, "__exit__", _closing, _RANGES),
-    Patch(torch.compiler, "_is_compiling_flag", always(True), _COMPILED),
-    Patch(torch.compiler, "_is_exporting_flag", always(True), _COMPILED),
+    Patch(torch.compiler, "_is_compiling_flag", lambda _: not IS_EAGER.get(), _COMPILED),
+    Patch(torch.compiler, "_is_exporting_flag", lambda _: not IS_EAGER.get(), _COMPILED),
     Patch(
         checkpointing,
         "CheckpointFunction",

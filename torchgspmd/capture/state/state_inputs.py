@@ -158,6 +158,7 @@ class State:
         self.is_counting = True  # whether a trace may use symbolic numbers
         # The first line that asks for an order in memory: inputs then have the caller's.
         self.asks_order = ""
+        self.is_eager = False  # whether traces say that no compiler runs
         self.kept_sites: set[str] = set()  # lines that rewrites leave alone (trace_context.py)
         # modules in which int() and the like take numbers that only a run knows
         # (builtin_numbers.py)
@@ -177,6 +178,7 @@ class State:
         facts += [f"it uses a value of {site}" for site in sorted(self.kept_sites)]
         facts += [f"it asks for an order in memory at {self.asks_order}"] if self.asks_order else []
         facts += ["it takes numbers of Python"] if not self.is_counting or self.namespaces else []
+        facts += ["its code for compilers fails"] if self.is_eager else []
         return ", ".join(facts)
 
     def look(self) -> None:
@@ -189,6 +191,10 @@ class State:
 
     def stop_counting(self) -> None:
         self.is_counting = False
+
+    def be_eager(self) -> None:
+        """Let torch.compiler.is_compiling() be False in traces."""
+        self.is_eager = True
 
     def vary(self, source: Source, value: object) -> None:
         """Record that a number or tensor differs from its guard. value: the current one."""
