@@ -193,7 +193,7 @@ class State:
         self.is_counting = False
 
     def be_eager(self) -> None:
-        """Let torch.compiler.is_compiling() be False in traces."""
+        """Make torch.compiler.is_compiling() False in traces."""
         self.is_eager = True
 
     def vary(self, source: Source, value: object) -> None:
