@@ -193,11 +193,12 @@ def over_budget(files: list[Source]) -> Iterator[Figure]:
 
 
 TRACED = """
-import sys
+import os, sys
+PACKAGE = os.path.join(os.getcwd(), "torchgspmd", "")  # a clone's folder may have that name, too
 files, functions, walks = set(), set(), 0
 def seen(frame, event, arg):
     name = frame.f_code.co_filename
-    if "/torchgspmd/" in name:
+    if name.startswith(PACKAGE):
         files.add(name); functions.add(frame.f_code)
 import torch, torchgspmd as gspmd
 from torch import nn
@@ -205,7 +206,7 @@ nodes = type(torch.fx.Graph().nodes)
 iterate = nodes.__iter__
 def counted(self):
     global walks
-    walks += "/torchgspmd/" in sys._getframe(1).f_code.co_filename
+    walks += sys._getframe(1).f_code.co_filename.startswith(PACKAGE)
     return iterate(self)
 mesh = gspmd.Mesh(data=2, model=4)
 model = nn.Sequential(nn.Linear(64, 256, bias=False), nn.GELU(), nn.Linear(256, 64, bias=False))
@@ -215,7 +216,7 @@ nodes.__iter__ = counted
 sys.setprofile(seen)
 gspmd.plan(model, torch.randn(8, 64), mesh=mesh, in_specs="data _", out_specs="data _")
 sys.setprofile(None)
-print(len(files), len(functions), walks, sum("/torchgspmd/features/" in f for f in files))
+print(len(files), len(functions), walks, sum(f.startswith(PACKAGE + "features/") for f in files))
 """
 
 
