@@ -12,12 +12,13 @@ from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PRECISIONS = ("BF16", "FP8", "MXFP8", "NVFP4")
+from torchgspmd.tools.decoders.runs import DecoderRun
+
 TEXTS = ("source", "model", "system", "precision")
 
 
 class BadRow(ValueError):
-    """A row that cannot be read, or whose layout cannot be planned."""
+    """A row that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -54,56 +55,12 @@ class Row:
         return f"{self.model}, {self.gpus} {self.system}, {self.precision}"
 
     @property
-    def layout(self) -> str:
-        """Return the sizes that are more than one, by letters, and microbatches x their size."""
-        parts = {
-            "d": self.replicas,
-            "t": self.tensor,
-            "p": self.pipeline,
-            "v": self.virtual_stages,
-            "c": self.context,
-            "e": self.expert,
-            "f": self.fsdp,
-        }
-        names = " ".join(f"{name}{size}" for name, size in parts.items() if size > 1)
-        return f"{names or 'd1'}; {self.microbatches} x {self.micro_batch}"
-
-    @property
-    def has_adapters(self) -> bool:
-        """Return True for a run that trains adapters of low rank (LoRA) only."""
-        return "lora" in self.source.lower()
-
-    @property
-    def replicas(self) -> int:
-        """Return how many parts of the batch are computed at once."""
-        return self.gpus // (self.tensor * self.pipeline * self.context)
-
-    @property
-    def microbatches(self) -> int:
-        return self.global_batch // (self.micro_batch * self.replicas)
-
-    def check(self) -> None:
-        """Raise BadRow if its numbers do not fit each other; `read_rows` does not ask."""
-        whole = self.tensor * self.pipeline * self.context
-        if self.gpus % whole:
-            raise BadRow(
-                f"{self.gpus} gpus are not a multiple of tensor {self.tensor} x pipeline "
-                f"{self.pipeline} x context {self.context}"
-            )
-        if self.global_batch % (self.micro_batch * self.replicas):
-            raise BadRow(
-                f"global_batch {self.global_batch} is not a multiple of micro_batch "
-                f"{self.micro_batch} x {self.replicas} replicas"
-            )
-        if self.sequence % (self.context * self.tensor):
-            raise BadRow(
-                f"sequence {self.sequence} is not a multiple of context {self.context} x tensor "
-                f"{self.tensor}"
-            )
-        if self.precision not in PRECISIONS:
-            raise BadRow(f"precision is '{self.precision}'; there are {', '.join(PRECISIONS)}")
-        if self.fsdp > 1 and self.replicas % self.fsdp:
-            raise BadRow(f"fsdp {self.fsdp} does not divide {self.replicas} replicas")
+    def run(self) -> DecoderRun:
+        """Return the layout and the recipe."""
+        shared = {each.name: getattr(self, each.name, None) for each in fields(DecoderRun)}
+        source = self.source.lower()
+        shared |= {"has_adapters": "lora" in source, "is_automodel": "automodel" in source}
+        return DecoderRun(**shared)
 
 
 def read_rows(path: str | Path) -> list[Row]:

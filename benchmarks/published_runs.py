@@ -37,11 +37,11 @@ from torch.utils.checkpoint import checkpoint
 import torchgspmd as gspmd
 from torchgspmd import Hardware
 from torchgspmd.compiler.option_groups import Regather
+from torchgspmd.tools.decoders.run_steps import step
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from large_plans import rotated
 from measured_rows import BadRow, read_rows
-from row_steps import hardware_of, step
 
 WITHIN = 0.2
 
@@ -299,14 +299,14 @@ def print_rows(path: str) -> None:
     )
     ratios = []
     for row in read_rows(path):
-        begin = f"| {row.source} {row.name} | {row.layout} | {row.seconds:.2f} "
+        begin = f"| {row.source} {row.name} | {row.run.layout} | {row.seconds:.2f} "
         try:
-            found = step(row)
-        except (BadRow, gspmd.ShardingError) as error:
+            found = step(row.run)
+        except gspmd.ShardingError as error:
             print(f"{begin}| not planned: {' '.join(str(error).split())} | | | | |", flush=True)
             continue
         speed = row.tokens_per_second_per_gpu * row.seconds / found.seconds
-        room, ratio = hardware_of(row).memory, found.seconds / row.seconds
+        room, ratio = row.run.hardware.memory, found.seconds / row.seconds
         fits = "" if found.memory <= room else " TOO MUCH"
         ratios.append(ratio)
         print(

@@ -14,24 +14,23 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 import torch
-from measured_rows import Row
-from row_kernels import Routed, RowKernels, groups_of
-from row_models import Axes, marked
 from torch import fx
 
-import torchgspmd as gspmd
-from torchgspmd import Hardware
-from torchgspmd.features.pipelines.list_scheduler import Order
-from torchgspmd.features.pipelines.schedule import Times
-from torchgspmd.fx_passes.digest import module_path
-from torchgspmd.tools.decoders import config
-from torchgspmd.tools.report.estimate import COMMUNICATION, estimate
-from torchgspmd.tools.report.kernels import Kernels
+from ...compiler.api import plan as plan_of
+from ...compiler.plan import Plan
+from ...features.pipelines.list_scheduler import Order
+from ...features.pipelines.schedule import Times
+from ...fx_passes.digest import module_path
+from ...layout.mesh import Mesh
+from ..report.estimate import COMMUNICATION, estimate
+from ..report.kernels import Kernels
+from .run_kernels import Routed, RunKernels, groups_of
+from .run_layouts import Axes, marked
+from .runs import DecoderRun
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
 WIDE = ("*router", "head", "")
-GRAPHED = ("200", "300")
-PRESETS = {"B300": "b300", "GB300": "gb300", "B200": "b200", "GB200": "gb200", "H100": "h100"}
+GRAPHED = ("b200", "b300")
 GRADIENT, WEIGHT, STATES = 2, 2, 12  # bytes; float32 weights and Adam's two moments
 # Seconds of the host for a kernel of eager PyTorch: 3.4 to 3.6 ms for the 112 of a layer's forward
 # and backward, docs/benchmarks.md, "One rank of eight on an H200".
@@ -40,7 +39,7 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 
 
 @dataclass(frozen=True)
-class Numbers:
+class LayerTimes:
     """Some layers' seconds of the device and of the host, and bytes for the backward."""
 
     forward: float = 0.0
@@ -49,11 +48,11 @@ class Numbers:
     host_backward: float = 0.0
     saved: float = 0.0
 
-    def __add__(self, other: Numbers) -> Numbers:
-        return Numbers(*(a + b for a, b in zip(self.values, other.values)))
+    def __add__(self, other: LayerTimes) -> LayerTimes:
+        return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
 
-    def times(self, count: float) -> Numbers:
-        return Numbers(*(a * count for a in self.values))
+    def times(self, count: float) -> LayerTimes:
+        return LayerTimes(*(a * count for a in self.values))
 
     @property
     def values(self) -> tuple[float, ...]:
@@ -63,7 +62,7 @@ class Numbers:
     def seconds(self) -> float:
         return self.forward + self.backward
 
-    def launched(self) -> Numbers:
+    def launched(self) -> LayerTimes:
         """Return them where the host is no faster than it is."""
         return replace(
             self,
@@ -72,48 +71,35 @@ class Numbers:
         )
 
 
-def hardware_of(row: Row) -> Hardware:
-    """Return a run's hardware; a run takes as many devices of each domain as divide its number."""
-    if row.system.upper() not in PRESETS:
-        name = row.system.lower()
-    else:
-        name = PRESETS[row.system.upper()]
-    found = Hardware.of(name)
-    first, *rest = found.links
-    joined = max(n for n in range(1, int(min(first.devices, row.gpus)) + 1) if row.gpus % n == 0)
-    return replace(found, links=(replace(first, devices=joined), *rest)) if rest else found
-
-
 @dataclass(frozen=True)
-class Choice:
+class KeptValue:
     """A value that is kept for the backward, or computed again. size: bytes."""
 
     size: float
     seconds: float
     module: str
 
-    def times(self, count: float) -> Choice:
+    def times(self, count: float) -> KeptValue:
         return replace(self, size=self.size * count, seconds=self.seconds * count)
 
 
 class Planned:
     """The plans of a run's layers."""
 
-    def __init__(self, row: Row) -> None:
-        self.row, self.config, self.hardware = row, config(row.model), hardware_of(row)
-        if "automodel" in row.source.lower():  # its models are those of transformers
-            self.config = replace(self.config, predictions=0)
-        self.axes = Axes.of(row, self.config)
+    def __init__(self, run: DecoderRun) -> None:
+        run.check()
+        self.run, self.config, self.hardware = run, run.config, run.hardware
+        self.axes = Axes.of(run, self.config)
         self.kernels = Kernels(
-            row.precision.lower(),
+            run.precision.lower(),
             WIDE,
             # The sums of sharded weights' gradients would not fit whole.
-            accumulates=row.fsdp <= 1 and not row.has_adapters,
-            rings=row.precision != "NVFP4",
+            accumulates=run.fsdp <= 1 and not run.has_adapters,
+            rings=run.precision != "NVFP4",
             routed=self.routed(),
         )
-        self.plans: dict[tuple[str, ...], gspmd.Plan] = {}
-        self.choices: dict[tuple[str, ...], list[Choice]] = {}
+        self.plans: dict[tuple[str, ...], Plan] = {}
+        self.choices: dict[tuple[str, ...], list[KeptValue]] = {}
         kinds = list(self.config.kinds())
         first = kinds[0]
         one = self.numbers([first])
@@ -124,19 +110,19 @@ class Planned:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
         if not self.axes.owners:
             return None
-        in_order = "automodel" in self.row.source.lower()
+        in_order = self.run.is_automodel
         return Routed(self.config.chosen, self.config.experts, in_order)
 
-    def plan(self, kinds: Sequence[str]) -> gspmd.Plan:
+    def plan(self, kinds: Sequence[str]) -> Plan:
         """Plan a microbatch on the devices of a stage."""
-        row, axes = self.row, self.axes
-        batch = row.micro_batch * row.replicas
+        run, axes = self.run, self.axes
+        batch = run.micro_batch * run.replicas
         head = self.config.latent.places if self.config.latent else self.config.head
         with torch.device("meta"):
-            model = marked(row, self.config, kinds, axes)
-            tokens = torch.empty(batch, row.sequence, dtype=torch.long)
-            angles = torch.empty(row.sequence, head // 2)
-        return gspmd.plan(
+            model = marked(run, self.config, kinds, axes)
+            tokens = torch.empty(batch, run.sequence, dtype=torch.long)
+            angles = torch.empty(run.sequence, head // 2)
+        return plan_of(
             model,
             tokens,
             tokens,
@@ -153,7 +139,7 @@ class Planned:
 
         The first stage has the embedding, the last the head: half of both counts.
         """
-        stages, kinds = self.row.pipeline, self.config.kinds()
+        stages, kinds = self.run.pipeline, self.config.kinds()
         ends = 1.0 if stages == 1 else 0.5
         for kind, count in kinds.items():
             plan = self.plans[next(iter(kinds)), kind]
@@ -163,19 +149,19 @@ class Planned:
 
     def frozen(self) -> float:
         """Return the bytes of weights that are not trained; with adapters, all but these."""
-        if not self.row.has_adapters:
+        if not self.run.has_adapters:
             return 0.0
         c = self.config
         layer = c.width * (c.head * 2 * (c.heads + c.key_heads) + 3 * c.hidden)
         total = WEIGHT * (c.layers * layer + 2 * c.width * c.words)
-        return total / (self.row.tensor * self.row.pipeline * max(self.row.fsdp, 1))
+        return total / (self.run.tensor * self.run.pipeline * max(self.run.fsdp, 1))
 
-    def numbers(self, kinds: Sequence[str]) -> Numbers:
+    def numbers(self, kinds: Sequence[str]) -> LayerTimes:
         plan = self.plans[tuple(kinds)] = self.plan(kinds)
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
-        times = RowKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
+        times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         sums = [0.0] * 4
         for event in found.events:
             if event.stream != COMMUNICATION:
@@ -184,20 +170,20 @@ class Planned:
             if node.op == "call_function" and not self.is_graphed(node):
                 sums[2 + bool(node.meta.get("backward"))] += HOST * times.launches(node)
         self.choices[tuple(kinds)] = [
-            Choice(size, times(node), module_path(node)) for node, size in times.saved().items()
+            KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
-        return Numbers(sums[0], sums[1], sums[2], sums[3], saved)
+        return LayerTimes(sums[0], sums[1], sums[2], sums[3], saved)
 
     def is_graphed(self, node: fx.Node) -> bool:
         """Return whether a CUDA graph starts an operation, on Blackwell alone."""
-        if self.row.system[-3:] not in GRAPHED or groups_of(node) > 1:
+        if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
 
-    def saved(self) -> list[Choice]:
+    def saved(self) -> list[KeptValue]:
         """Return the values that a stage keeps of a microbatch, and the seconds for them."""
-        stages, kinds = self.row.pipeline, self.config.kinds()
+        stages, kinds = self.run.pipeline, self.config.kinds()
         first, found = next(iter(kinds)), []
         for kind, count in kinds.items():
             for each in self.choices[first, kind]:
@@ -221,7 +207,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Step:
+class RunStep:
     """An estimated step. parts: its seconds by cause."""
 
     seconds: float
@@ -230,45 +216,49 @@ class Step:
     parts: Mapping[str, float]
 
 
-def step(row: Row) -> Step:
+def step(run: DecoderRun) -> RunStep:
     """Estimate a run's step.
 
     Raises:
-        BadRow: There is no such model, or its layout cannot be planned.
+        ShardingError: There is no such model, or its layout cannot be planned.
     """
     begin = time.process_time()
-    row.check()
-    planned = Planned(row)
-    layers = Numbers()
+    found = composed(Planned(run))
+    return replace(found, planning=time.process_time() - begin)
+
+
+def composed(planned: Planned) -> RunStep:
+    """Return the step of planned layers in their stages."""
+    run, layers = planned.run, LayerTimes()
     for kind, count in planned.config.kinds().items():
         layers += planned.layers[kind].times(count)
     layers, memory = within_memory(planned, layers)
     slowest = slowest_stage(planned, layers)
     exchange, update = once(planned, slowest)
     parts = {
-        "microbatches": row.microbatches * slowest.seconds,
+        "microbatches": run.microbatches * slowest.seconds,
         "messages": message_seconds(planned),
-        "idle": idle_seconds(row, (layers + planned.ends).times(1 / row.pipeline)),
+        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline)),
         "exchange": exchange,
         "update": update,
     }
-    return Step(sum(parts.values()), memory, time.process_time() - begin, parts)
+    return RunStep(sum(parts.values()), memory, 0.0, parts)
 
 
-def within_memory(planned: Planned, layers: Numbers) -> tuple[Numbers, float]:
+def within_memory(planned: Planned, layers: LayerTimes) -> tuple[LayerTimes, float]:
     """Return the layers, with what does not fit computed again or moved to the host, and bytes.
 
     The values that cost least for their bytes go first. What is moved travels beside the forward,
     and comes back beside the backward.
     """
-    row, speed = planned.row, planned.hardware
-    states, flight = states_bytes(planned), in_flight(row)
+    run, speed = planned.run, planned.hardware
+    states, flight = states_bytes(planned), in_flight(run)
     values = planned.saved()
     memory = states + flight * sum(each.size for each in values)
-    if "automodel" in row.source.lower() and memory > ROOM * speed.memory:
+    if run.is_automodel and memory > ROOM * speed.memory:
         # PyTorch's checkpoint: a layer keeps its input.
-        tokens = row.micro_batch * row.sequence / row.context / row.tensor
-        kept = planned.config.layers / row.pipeline * tokens * planned.config.width * 2
+        tokens = run.micro_batch * run.sequence / run.context / run.tensor
+        kept = planned.config.layers / run.pipeline * tokens * planned.config.width * 2
         again = replace(
             layers,
             backward=layers.backward + layers.forward,
@@ -280,7 +270,7 @@ def within_memory(planned: Planned, layers: Numbers) -> tuple[Numbers, float]:
         if memory <= ROOM * speed.memory:
             break
         again, moved, memory = again + each.seconds, moved + each.size, memory - flight * each.size
-    stages = row.pipeline
+    stages = run.pipeline
     computed = replace(layers, backward=layers.backward + again * stages)
     offloaded = replace(
         layers,
@@ -290,32 +280,32 @@ def within_memory(planned: Planned, layers: Numbers) -> tuple[Numbers, float]:
     return min(computed, offloaded, key=lambda numbers: numbers.seconds), memory
 
 
-def slowest_stage(planned: Planned, layers: Numbers) -> Numbers:
+def slowest_stage(planned: Planned, layers: LayerTimes) -> LayerTimes:
     """Return the numbers of the stage that takes longest for a microbatch."""
-    row, count = planned.row, planned.config.layers + planned.config.predictions
+    run, count = planned.run, planned.config.layers + planned.config.predictions
     layers, ends = layers.launched(), planned.ends.launched()
-    chunks = row.pipeline * row.virtual_stages
+    chunks = run.pipeline * run.virtual_stages
     layer = layers.times(1 / count)
-    if row.pipeline == 1:
+    if run.pipeline == 1:
         return layers + ends
     if count % chunks == 0:  # the last stage has the head, too
-        return layer.times(count / row.pipeline) + ends
+        return layer.times(count / run.pipeline) + ends
     # The embedding and the head take a layer's place each.
-    places = math.ceil((count + 2) / row.pipeline)
+    places = math.ceil((count + 2) / run.pipeline)
     last = layer.times(places - 1) + ends
     return max(layer.times(places), last, key=lambda numbers: numbers.seconds)
 
 
-def idle_seconds(row: Row, stage: Numbers) -> float:
+def idle_seconds(run: DecoderRun, stage: LayerTimes) -> float:
     """Return how long a stage waits for others in its schedule: 1F1B, interleaved if virtual."""
-    if row.pipeline == 1:
+    if run.pipeline == 1:
         return 0.0
     # The wait is that of the first microbatches and the last; those between add none.
-    few = min(row.microbatches, 4 * row.pipeline)
-    order = Order("1f1b", row.pipeline, few, rounds=row.virtual_stages)
-    piece = stage.times(1 / row.virtual_stages)
+    few = min(run.microbatches, 4 * run.pipeline)
+    order = Order("1f1b", run.pipeline, few, rounds=run.virtual_stages)
+    piece = stage.times(1 / run.virtual_stages)
     times = Times(piece.forward, piece.backward, 0.0)
-    return order.timed(times).end - few * row.virtual_stages * times.whole
+    return order.timed(times).end - few * run.virtual_stages * times.whole
 
 
 def message_seconds(planned: Planned) -> float:
@@ -323,23 +313,23 @@ def message_seconds(planned: Planned) -> float:
 
     Interleaved stages compute another piece meanwhile; others wait, in both directions.
     """
-    row, speed = planned.row, planned.hardware
-    if row.pipeline == 1 or row.virtual_stages > 1:
+    run, speed = planned.run, planned.hardware
+    if run.pipeline == 1 or run.virtual_stages > 1:
         return 0.0
-    mesh = gspmd.Mesh(stage=row.pipeline, rank=row.gpus // row.pipeline)
-    tokens = row.micro_batch * row.sequence / row.context / row.tensor
+    mesh = Mesh(stage=run.pipeline, rank=run.gpus // run.pipeline)
+    tokens = run.micro_batch * run.sequence / run.context / run.tensor
     sent = tokens * planned.config.width * WEIGHT
     one = speed.transfer_seconds(mesh, ("stage",), "permute", False, sent / planned.kernels.links)
-    return 2 * row.microbatches * one
+    return 2 * run.microbatches * one
 
 
-def once(planned: Planned, stage: Numbers) -> tuple[float, float]:
+def once(planned: Planned, stage: LayerTimes) -> tuple[float, float]:
     """Return the seconds of what comes once a step: exposed exchanges, and the update.
 
     Gradients are reduced beside the last microbatch's backward, new weights gathered beside the
     first one's forward; the last bucket of each, a layer's, has nothing to hide behind.
     """
-    row, speed, mesh = planned.row, planned.hardware, planned.axes.mesh
+    run, speed, mesh = planned.run, planned.hardware, planned.axes.mesh
     reduced = gathered = update = 0.0
     for held in planned.held():
         n = planned.axes.count(held.axes)
@@ -359,7 +349,7 @@ def once(planned: Planned, stage: Numbers) -> tuple[float, float]:
         # Gradients are cleared, and their norm read; states are read and written.
         moved = held.count * 2 * GRADIENT + held.count / n * (GRADIENT + 2 * STATES + WEIGHT)
         update += moved / speed.memory_bandwidth
-    deep = max(planned.config.layers / row.pipeline, 1.0)
+    deep = max(planned.config.layers / run.pipeline, 1.0)
     exchange = max(reduced - stage.backward, reduced / deep)
     return exchange + max(gathered - stage.forward, gathered / deep), update
 
@@ -375,14 +365,14 @@ def states_bytes(planned: Planned) -> float:
     )
 
 
-def in_flight(row: Row) -> float:
+def in_flight(run: DecoderRun) -> float:
     """Return for how many microbatches the first stage keeps values at once."""
-    few, rounds = min(row.microbatches, 4 * row.pipeline), row.virtual_stages
-    order = Order("1f1b", row.pipeline, few, rounds=rounds)
-    return max(order.schedule.kept) / rounds if row.pipeline > 1 else 1.0
+    few, rounds = min(run.microbatches, 4 * run.pipeline), run.virtual_stages
+    order = Order("1f1b", run.pipeline, few, rounds=rounds)
+    return max(order.schedule.kept) / rounds if run.pipeline > 1 else 1.0
 
 
-def _held(plan: gspmd.Plan, prefix: str, times: float) -> Iterator[Held]:
+def _held(plan: Plan, prefix: str, times: float) -> Iterator[Held]:
     """Yield a device's shares of trained weights with this prefix; without it, of no layer."""
     trained = {output.input for output in plan.captured.outputs if output.kind == "gradient"}
     for i, (held, spec) in enumerate(zip(plan.captured.inputs, plan.in_specs)):

@@ -1,4 +1,4 @@
-"""Decoders of torchgspmd/tools/decoders for one microbatch, marked with a measured run's layout.
+"""Decoders for one microbatch, marked with a run's layout.
 
 Values between layers are sharded over tokens along `model`, too (arXiv 2205.05198).
 """
@@ -9,12 +9,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from measured_rows import BadRow, Row
 from torch import Tensor
 
-import torchgspmd as gspmd
-from torchgspmd.tools.decoders.config import Config
-from torchgspmd.tools.decoders.decoder import Decoder, Layout
+from ...layout.annotate import annotate
+from ...layout.mark import mark_sharding
+from ...layout.mesh import Mesh
+from .config import Config
+from .decoder import Decoder, Layout
+from .runs import DecoderRun, misfit
 
 RANK = 16  # of adapters
 
@@ -34,28 +36,28 @@ class Axes(Layout):
     expert_shard: tuple[str, ...]
 
     @classmethod
-    def of(cls, row: Row, config: Config) -> Axes:
+    def of(cls, run: DecoderRun, config: Config) -> Axes:
         """Return a run's axes. Neighbours are along tensor, context, expert, data, then stages."""
-        inner = row.tensor * row.context
-        experts, fsdp = row.expert if config.experts else 1, max(row.fsdp, 1)
-        if experts > 1 and (experts % inner or row.replicas % (experts // inner)):
-            raise BadRow(
-                f"{experts} parts of the experts over {row.replicas} replicas of {inner} devices: "
+        inner = run.tensor * run.context
+        experts, fsdp = run.expert if config.experts else 1, max(run.fsdp, 1)
+        if experts > 1 and (experts % inner or run.replicas % (experts // inner)):
+            raise misfit(
+                f"{experts} parts of the experts over {run.replicas} replicas of {inner} devices: "
                 "a mesh has no such axis"
             )
         expert = max(experts // inner, 1)
         if fsdp > 1 and fsdp % expert:
-            raise BadRow(
+            raise misfit(
                 f"fsdp {fsdp} of weights beside {expert} parts of the experts: neither is a "
                 "multiple of the other, so a mesh has no such axes"
             )
         shard = max(fsdp // expert, 1)
         sizes = {
-            "data": row.replicas // (shard * expert),
+            "data": run.replicas // (shard * expert),
             "shard": shard,
             "expert": expert,
-            "context": row.context,
-            "model": row.tensor,
+            "context": run.context,
+            "model": run.tensor,
         }
         owners = ("expert", "context", "model") if experts > 1 else ()
         is_sharded = fsdp > 1
@@ -68,8 +70,8 @@ class Axes(Layout):
         )
 
     @property
-    def mesh(self) -> gspmd.Mesh:
-        return gspmd.Mesh(**self.sizes)
+    def mesh(self) -> Mesh:
+        return Mesh(**self.sizes)
 
     def count(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
@@ -88,42 +90,42 @@ class Axes(Layout):
 
     def between(self, x: Tensor) -> Tensor:
         spec = f"{self.dim(*self.batch)} {self.dim('context', 'model')} _"
-        return gspmd.mark_sharding(x, self.mesh, spec)
+        return mark_sharding(x, self.mesh, spec)
 
     def along_model(self, x: Tensor, dim: int, sequence: int) -> Tensor:
         dims = ["_"] * x.dim()
         dims[0], dims[sequence] = self.dim(*self.batch), self.dim("context")
         dims[dim] = self.dim("model")
-        return gspmd.mark_sharding(x, self.mesh, " ".join(dims))
+        return mark_sharding(x, self.mesh, " ".join(dims))
 
 
-def marked(row: Row, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:
+def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:
     """Return a run's decoder, with its marks."""
-    model = Decoder(config, kinds, axes, RANK if row.has_adapters else 0)
-    return gspmd.annotate(model, axes.mesh, marks(axes, config, kinds))
+    model = Decoder(config, kinds, axes, RANK if run.has_adapters else 0)
+    return annotate(model, axes.mesh, marks(axes, config, kinds))
 
 
 def marks(axes: Axes, config: Config, kinds: Sequence[str]) -> dict[str, str]:
     """Return the layout of the weights."""
-    row, model = axes.dim(*axes.shard), axes.dim("model")
-    found = {"words": f"{model} {row}", "head.weight": f"{row} {model}"}
+    shard, model = axes.dim(*axes.shard), axes.dim("model")
+    found = {"words": f"{model} {shard}", "head.weight": f"{shard} {model}"}
     layer = "layers.*."
     if config.latent is None:
-        found[f"{layer}attention.qkv.weight"] = f"{row} {model} _ _"
-        found[f"{layer}attention.o.weight"] = f"{model} _ _ {row}"
+        found[f"{layer}attention.qkv.weight"] = f"{shard} {model} _ _"
+        found[f"{layer}attention.o.weight"] = f"{model} _ _ {shard}"
     else:
-        found |= {f"{layer}attention.{name}.weight": f"_ {model} {row}" for name in ("q", "kv")}
-        found |= {f"{layer}attention.down_{name}.weight": f"{row} _" for name in ("q", "kv")}
-        found[f"{layer}attention.o.weight"] = f"{model} _ {row}"
+        found |= {f"{layer}attention.{name}.weight": f"_ {model} {shard}" for name in ("q", "kv")}
+        found |= {f"{layer}attention.down_{name}.weight": f"{shard} _" for name in ("q", "kv")}
+        found[f"{layer}attention.o.weight"] = f"{model} _ {shard}"
     feeds = ["feed"] if any("dense" in kind for kind in kinds) else []
     if any("experts" in kind for kind in kinds):
-        owners, shard = axes.dim(*axes.owners), axes.dim(*axes.expert_shard)
-        found[f"{layer}feed.wide"] = f"{owners} {shard} _"
-        found[f"{layer}feed.narrow"] = f"{owners} _ {shard}"
+        owners, parts = axes.dim(*axes.owners), axes.dim(*axes.expert_shard)
+        found[f"{layer}feed.wide"] = f"{owners} {parts} _"
+        found[f"{layer}feed.narrow"] = f"{owners} _ {parts}"
         if config.biases:
             found |= {f"{layer}feed.{name}_bias": f"{owners} _" for name in ("wide", "narrow")}
         feeds += ["feed.shared"] if config.shared_hidden else []
     for feed in feeds:
-        found[f"{layer}{feed}.up.weight"] = f"{row} _ {model}"
-        found[f"{layer}{feed}.down.weight"] = f"{model} {row}"
+        found[f"{layer}{feed}.up.weight"] = f"{shard} _ {model}"
+        found[f"{layer}{feed}.down.weight"] = f"{model} {shard}"
     return found

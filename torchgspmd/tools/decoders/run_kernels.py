@@ -8,11 +8,11 @@ from functools import cached_property
 
 from torch import fx
 
-from torchgspmd import Hardware
-from torchgspmd.comm.collective import start, wait
-from torchgspmd.fx_passes.schedule.arithmetic import flops
-from torchgspmd.fx_passes.schedule.liveness import bytes_of
-from torchgspmd.tools.report.kernels import KernelTimes, attends, base_of, is_transparent
+from ...comm.collective import start, wait
+from ...comm.hardware import Hardware
+from ...fx_passes.schedule.arithmetic import flops
+from ...fx_passes.schedule.liveness import bytes_of
+from ..report.kernels import KernelTimes, attends, base_of, is_transparent
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Routed:
         return found
 
 
-class RowKernels(KernelTimes):
+class RunKernels(KernelTimes):
     """The launches of a graph's operations, and the values that its forward keeps."""
 
     def launches(self, node: fx.Node) -> int:
