@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .tools.name_frames import name_frames as name_frames
     from .tools.step_log import StepLog as StepLog
 
-__version__ = "0.2.0"  # pyproject.toml reads it from here, without an import
+__version__ = "0.9.0"  # pyproject.toml reads it from here, without an import
 
 __all__ = [
     "UNCONSTRAINED",

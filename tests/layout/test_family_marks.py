@@ -169,3 +169,39 @@ def test_mistakes():
         gspmd.annotate(model, MESH, gspmd.marks("mixtral"))
     assert "'**self_attn.o_proj.weight' matches no parameter" in str(error.value)
     assert "did you mean 'self_attn.o_projection.weight'?" in str(error.value)
+
+
+PLAN = {
+    "model.embed_tokens": "embedding_rowwise",
+    "model.layers.*.self_attn.q_proj": "colwise",
+    "model.layers.*.self_attn.k_proj": "colwise_gather_output",
+    "model.layers.*.self_attn.v_proj": "colwise",
+    "model.layers.*.self_attn.o_proj": "rowwise",
+    "model.layers.*.mlp.experts.gate_up_proj": "packed_colwise",
+    "model.layers.*.mlp.experts.down_proj": "rowwise",
+    "model.layers.*.mlp.experts": "moe_tp_experts",
+}
+
+
+def test_the_plan_of_a_model():
+    bias = "model.layers.0.self_attn.o_proj.bias 16 -"
+    words = "model.embed_tokens.weight 64,16 model _"
+    whole, specs = model_of("\n".join([words, HEADS, EXPERTS, BIASES, bias]))
+    gathered = {f"model.layers.*.mlp.experts.{n}_proj": "grouped_gemm" for n in ("gate_up", "down")}
+    gspmd.annotate(whole, MESH, gspmd.marks({**PLAN, **gathered}, experts="expert"))
+    for name, parameter in whole.named_parameters():
+        mark = mark_on(parameter, MESH)
+        assert (str(mark) if mark else "-") == specs[name], name
+
+    model, _ = model_of(EXPERTS)
+    gspmd.annotate(model, MESH, gspmd.marks(PLAN))
+    marks = [str(mark_on(p, MESH)) for p in model.parameters()]
+    assert marks == ["_ model _", "_ _ model", "None"]
+
+
+def test_mistakes_in_a_plan():
+    with pytest.raises(gspmd.ShardingError, match="not known: diagonal"):
+        gspmd.marks({"layers.*": "diagonal"})
+    model, _ = model_of(GATED)
+    with pytest.raises(gspmd.ShardingError, match="divides no parameter"):
+        gspmd.annotate(model, MESH, gspmd.marks({"layers.*.q_proj": "colwise"}))

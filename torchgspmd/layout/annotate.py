@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
@@ -35,7 +35,8 @@ def annotate(
         layouts: Specs by glob. `"blocks.*.mlp.up.weight"` matches parameters and buffers.
             `"blocks.*"` matches modules: every floating tensor that they return. `*` matches within
             one part of a name, `**` across parts, `?` one letter, `[qkv]` one of these. A later key
-            wins over an earlier one. Or a known family's marks, such as `marks("llama")`.
+            wins over an earlier one. Or a known family's marks, such as `marks("llama")`, or those
+            of a plan of transformers, `marks(model.tp_plan)`.
 
     Returns:
         The module.
@@ -52,9 +53,7 @@ def annotate(
         True
     """
     if isinstance(layouts, MarksByNames):
-        layouts = layouts.of_names(
-            name for name, _ in module.named_parameters(remove_duplicate=False)
-        )
+        layouts = layouts.of_names(dict(module.named_parameters(remove_duplicate=False)))
     if isinstance(mesh, Mapping):
         devices, layouts = None, mesh
     else:
@@ -107,7 +106,7 @@ def annotate(
 class MarksByNames(Protocol):
     """Marks that depend on the model's names, as `marks` returns."""
 
-    def of_names(self, names: Iterable[str]) -> dict[str, str]:
+    def of_names(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
         """Return specs by glob for a model with these parameters."""
         ...
 

@@ -1,9 +1,11 @@
-"""marks: which dimensions tensor parallelism divides, for families of models that people bring."""
+"""marks: which dimensions tensor parallelism divides, for models that people bring."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from ..errors import ShardingError, did_you_mean
 from .annotate import glob_pattern
@@ -134,6 +136,21 @@ FAMILIES: dict[str, tuple[Rows, ...]] = {
     ),
 }
 
+# Styles of transformers' plans, by the dimension of a weight [..., out, in] that they divide.
+_STYLES = {
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), -2),
+    **dict.fromkeys(("packed_colwise", "embedding_rowwise"), -2),
+    **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), -1),
+    **dict.fromkeys(("packed_rowwise", "embedding_colwise"), -1),
+    "grouped_gemm": 0,
+}
+# Styles that divide no weight: they name exchanges, which follow from the layouts here.
+_WHOLE = {
+    *("all_reduce", "ep_dispatch_experts", "ep_router", "gather", "local_params"),
+    *("local_packed_rowwise", "mla_kv_a_proj", "moe_identity_expert", "moe_tp_experts"),
+    *("replicate", "replicated_with_grad_allreduce", "sequence_parallel"),
+}
+
 
 @dataclass(frozen=True)
 class FamilyMarks:
@@ -146,13 +163,13 @@ class FamilyMarks:
     def __str__(self) -> str:
         return "\n".join(f"{glob}: {spec}" for glob, spec in self._specs(FAMILIES[self.family][0]))
 
-    def of_names(self, names: Iterable[str]) -> dict[str, str]:
+    def of_names(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
         """Return specs by glob for a model with these parameters.
 
         Raises:
             ShardingError: No variant of the family fits.
         """
-        names = [*names]
+        names = [*parameters]
         for rows in FAMILIES[self.family]:
             if not _missing(rows, names):
                 found = self._specs(rows)
@@ -179,15 +196,53 @@ class FamilyMarks:
         ]
 
 
-def marks(family: str, *, model: str = "model", experts: str | None = None) -> FamilyMarks:
-    """Return a family's marks for tensor parallelism, by the names of its parameters.
+@dataclass(frozen=True)
+class PlanMarks:
+    """The marks of a plan that transformers has for a model, such as `model.tp_plan`."""
+
+    plan: Mapping[str, str]
+    model: str
+    experts: str
+
+    def of_names(self, parameters: Mapping[str, Tensor]) -> dict[str, str]:
+        """Return the spec of each parameter that the plan divides.
+
+        Raises:
+            ShardingError: The plan divides none.
+        """
+        found = {}
+        for name, parameter in parameters.items():
+            style = self._style(name) or self._style(name.rpartition(".")[0])
+            dim, rank = _STYLES.get(style or ""), parameter.dim()
+            if dim is None or (dim == -1 and rank == 1):  # the bias of a sum over shards is whole
+                continue
+            entries = ["_"] * rank
+            entries[max(dim, -rank)] = self.model if dim else self.experts
+            found[name] = " ".join(entries)
+        if not found:
+            raise ShardingError.here(
+                "the plan divides no parameter of this model",
+                fix=f"pass the plan of this model; it names {', '.join([*self.plan][:3])}",
+            )
+        return found
+
+    def _style(self, name: str) -> str | None:
+        return next((s for g, s in self.plan.items() if _matches(g, [name])), None)
+
+
+def marks(
+    family: str | Mapping[str, str], *, model: str = "model", experts: str | None = None
+) -> FamilyMarks | PlanMarks:
+    """Return marks for tensor parallelism, by the names of a model's parameters.
 
     Names are those of transformers 5, for "dit" those of its authors' code, for "nanogpt" those of
-    nanoGPT. Older names of transformers, and timm's, are known for some.
+    nanoGPT. Older names of transformers, and timm's, are known for some. Any other model of
+    transformers that has a plan of its own: `marks(model.tp_plan)`; with experts on an axis,
+    `marks({**model.tp_plan, **model.ep_plan}, experts="expert")`.
 
     Args:
         family: "deepseek-v3", "dit", "gpt-oss", "gpt2", "llama", "mixtral", "nanogpt", "qwen3",
-            "t5", "vit" or "whisper".
+            "t5", "vit" or "whisper". Or transformers' styles by module name.
         model: The mesh axis for heads, hidden units and the vocabulary.
         experts: The mesh axis for experts. None: `model`.
 
@@ -195,7 +250,7 @@ def marks(family: str, *, model: str = "model", experts: str | None = None) -> F
         The marks, for annotate.
 
     Raises:
-        ShardingError: The family is unknown.
+        ShardingError: The family, or a style of the plan, is unknown.
 
     Example:
         >>> import torch
@@ -205,6 +260,13 @@ def marks(family: str, *, model: str = "model", experts: str | None = None) -> F
         >>> model = {"attn": torch.nn.ModuleDict(layer), "mlp": torch.nn.ModuleDict(mlp)}
         >>> model = annotate(torch.nn.ModuleDict(model), Mesh(model=2), marks("vit"))
     """
+    if not isinstance(family, str):
+        if unknown := {*family.values()} - {*_STYLES, *_WHOLE}:
+            raise ShardingError.here(
+                f"the plan has styles that are not known: {', '.join(sorted(unknown))}",
+                fix="leave these modules out, and mark them by globs",
+            )
+        return PlanMarks(family, model, experts or model)
     if family not in FAMILIES:
         raise ShardingError.here(
             f"there are no marks for '{family}'; {did_you_mean(family, list(FAMILIES))}",
