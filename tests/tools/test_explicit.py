@@ -89,3 +89,24 @@ def test_an_argument_is_named_by_hand(tmp_path, capsys):
     )
     assert run(["explicit", str(path), "--mesh", "data=2", "--write"]) == 0
     assert "1 left to name" in capsys.readouterr().out or "gspmd.reshard(" in path.read_text()
+
+
+def test_a_model_with_names_of_dimensions(tmp_path, capsys):
+    """Lines have axes of the mesh, also where a layout translates names; losses are named whole."""
+    path = tmp_path / "mine.py"
+    marks = '"**.up.weight": "hidden _", "**.down.weight": "_ hidden", "blocks.*": "batch _"'
+    text = MODEL.replace(
+        "IMPORT", "import torchgspmd as gspmd\nfrom torch.nn import functional as F"
+    )
+    text = text.replace("BODY", "F.cross_entropy(x, x.argmax(-1))").split("def example")[0]
+    path.write_text(
+        text + "def example(mesh):\n"
+        '    layout = gspmd.Layout({"hidden": "model", "batch": "data"}).on(mesh)\n'
+        f"    model = gspmd.annotate(Net(), layout, {{{marks}}})\n"
+        "    return model, (torch.ones(2048, 64),)\n"
+    )
+    _, plan = planned(path)
+    assert run(["explicit", str(path), "--mesh", "data=2,model=4", "--write"]) == 0
+    assert "each exchange of the forward has a name" in capsys.readouterr().out
+    assert 'reshard(self.down(torch.relu(self.up(self.norm(x)))), "data _")' in path.read_text()
+    assert sent(planned(path, communication="explicit")[1]) == sent(plan)

@@ -232,18 +232,21 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
 def is_named(node: fx.Node) -> bool:
     """Return whether a step leads to a layout that the source names by `reshard`.
 
-    The name may stand behind the call that has the step: a linear layer adds its bias to the sum.
+    The name may stand behind the call that has the step: a linear layer adds its bias to the sum,
+    and a loss divides a sum that is still pending by the count.
     """
-    place = [node.meta.get(key) for key in ("source", "module", "spec")]
     return any(
         user.args[1] == NAMED
         if user.target is MARK
-        else (
-            "step" in user.meta or [user.meta.get(k) for k in ("source", "module", "spec")] == place
-        )
-        and is_named(user)
+        else ("step" in user.meta or _place(user) == _place(node)) and is_named(user)
         for user in node.users
     )
+
+
+def _place(node: fx.Node) -> list[object]:
+    """Return where a value is computed, and how its dimensions are laid out."""
+    spec = node.meta.get("spec")
+    return [*map(node.meta.get, ("source", "module")), getattr(spec, "dims", spec)]
 
 
 def moved_by(node: fx.Node) -> fx.Node:

@@ -174,6 +174,11 @@ class MeshLayout:
         self.seen.add(names)
         return _spec(names, chosen)
 
+    def has_axes(self, names: object) -> bool:
+        """Return whether a text has axes of the mesh, and no name of the table."""
+        words = _words(names) if isinstance(names, str) else [""]
+        return all(word in self.mesh.names and word not in self.layout.rules for word in words)
+
     def explain(self, names: str) -> str:
         """Explain as text which axes each name gets in one tensor, and which rules are skipped.
 

@@ -146,7 +146,9 @@ def reshard(tensor: Tensor, spec: SpecLike) -> Tensor:
     # A proxy of torch.fx has a `dim` too; a tuple of results has none.
     if not hasattr(tensor, "dim"):
         raise _no_tensor(tensor, spec)
-    words = layout.spec(spec) if isinstance(layout, MeshLayout) else spec
+    words = spec
+    if isinstance(layout, MeshLayout) and not layout.has_axes(spec):
+        words = layout.spec(spec)
     parsed = ShardSpec.parse(cast(SpecLike, words))
     if parsed.rank != tensor.dim() or parsed.pending:
         raise ShardingError.here(
