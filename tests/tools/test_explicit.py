@@ -1,5 +1,6 @@
 """`torchgspmd explicit`: exchanges are named in the source, and nothing else changes."""
 
+import re
 import runpy
 from collections import Counter
 
@@ -66,7 +67,8 @@ def test_names_are_written(body, line, tmp_path, capsys):
     with pytest.raises(gspmd.ShardingError, match="reshard"):
         planned(path, communication="explicit")
     assert run(["explicit", str(path), "--mesh", "data=2,model=4"]) == 0
-    assert "mine.py:14  %einsum_1  x 2: gspmd.reshard(..., 'data _')" in capsys.readouterr().out
+    line = 'mine.py:14  %einsum_1  x 2: gspmd.reshard(..., "data _"), or "all_reduce model blocks'
+    assert line in capsys.readouterr().out
     assert path.read_text() == text
     assert run(["explicit", str(path), "--mesh", "data=2,model=4", "--write"]) == 0
     assert "each exchange of the forward has a name" in capsys.readouterr().out
@@ -89,6 +91,22 @@ def test_an_argument_is_named_by_hand(tmp_path, capsys):
     )
     assert run(["explicit", str(path), "--mesh", "data=2", "--write"]) == 0
     assert "1 left to name" in capsys.readouterr().out or "gspmd.reshard(" in path.read_text()
+
+
+def test_stored_weights_have_rows(tmp_path, capsys):
+    """A linear layer reads its own weight, so no line of the source can name its exchange."""
+    path = tmp_path / "mine.py"
+    text = MODEL.replace("IMPORT", "import torchgspmd as gs").replace("NAME", "gs")
+    path.write_text(text.replace("BODY", "x.sum()").replace('"_ model", "', '"data model", "'))
+    assert run(["explicit", str(path), "--mesh", "data=2,model=4", "--write"]) == 0
+    out = capsys.readouterr().out
+    rows = re.findall(r'^blocks\.\*\..* x 2: .* or "(.*)"$', out, re.M)
+    assert f'communication=["named", "backward *", "{rows[0]}"]' in out.splitlines()[-1]
+    assert rows == ["all_gather data blocks.*.down.weight"]
+    with pytest.raises(gspmd.ShardingError) as error:
+        planned(path, communication="explicit")
+    assert f'communication=["named", "backward *", "{rows[0]}"]' in error.value.fix
+    planned(path, communication=["named", "backward *", *rows])
 
 
 def test_a_model_with_names_of_dimensions(tmp_path, capsys):

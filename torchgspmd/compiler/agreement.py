@@ -136,19 +136,31 @@ class Agreement:
                         fix=did_you_mean(axis, mesh.names),
                     )
 
-    def way_out(self, each: Collective, after: object, over: bool) -> str:
-        """Return how to agree to a collective. after: its layout. over: it is over a budget."""
+    def way_out(self, each: Collective, after: object, over: bool, of_weight: bool) -> str:
+        """Return how to agree to a collective.
+
+        after: its layout. over: it is over a budget. of_weight: it moves a weight, for which the
+        source may have no line.
+        """
         if self.golden is not None:
             return f"agree to it: plan without communication=, then check('{self.path}', True)"
         if over:
             return "raise that budget"
-        if any(rule.named for rule in self.rules):
-            return f'name it in the source: x = gspmd.reshard(x, "{after}"), for that value'
-        # Numbers stand for layers, unless there is nothing else in a name.
-        like = place_text(each.module) if each.module else ""
-        place = f" {like if like.strip('.*') else each.module}".rstrip()
-        axes = "+".join(dict.fromkeys(map(whole_axis, each.axes)))
-        return f'agree to it: communication=[..., "{each.kind} {axes}{place}"]'
+        agree = f'agree to it: communication=[..., "{row_for(each)}"]'
+        if not any(rule.named for rule in self.rules):
+            return agree
+        if of_weight:
+            return agree.replace("...", '"named", "backward *"')
+        return f'name it in the source: x = gspmd.reshard(x, "{after}"), for that value'
+
+
+def row_for(each: Collective) -> str:
+    """Return the row that agrees to a collective, and to like ones."""
+    # Numbers stand for layers, unless there is nothing else in a name.
+    like = place_text(each.module) if each.module else ""
+    place = like if like.strip(".*") else each.module
+    axes = "+".join(dict.fromkeys(map(whole_axis, each.axes)))
+    return f"{each.kind} {axes} {place}".rstrip()
 
 
 class NotAgreed(NamedTuple):

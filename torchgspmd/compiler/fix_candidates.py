@@ -212,7 +212,7 @@ def check_communication(
     # Weights first: most marks are on them.
     marks.sort(key=lambda mark: mark[0] not in weights)
     best, move, first = best_mark(plan, replan, marks[:_TRIED], count), moves[0], largest[0]
-    agree = agreement.way_out(first.each, move and move.after, over)
+    agree = agreement.way_out(first.each, move and move.after, over, first.each.value in weights)
     raise ShardingError(
         "\n".join([f"communication that is not agreed, {count(plan)} x in a run", *lines]),
         where=first.each.source,

@@ -232,8 +232,8 @@ def _described(program: fx.Graph) -> Iterator[tuple[BodyCall, list[str]]]:
 def is_named(node: fx.Node) -> bool:
     """Return whether a step leads to a layout that the source names by `reshard`.
 
-    The name may stand behind the call that has the step: a linear layer adds its bias to the sum,
-    and a loss divides a sum that is still pending by the count.
+    The name may stand behind the call that has the step. A linear layer adds its bias to the sum; a
+    loss divides a pending sum by the count.
     """
     return any(
         user.args[1] == NAMED

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import runpy
 import sys
 from collections.abc import Callable, Iterator
@@ -19,8 +20,10 @@ import torch
 from torch import nn
 
 from ..comm.hardware import PRESETS
+from ..compiler.agreement import row_for
 from ..compiler.api import plan
 from ..compiler.fix_candidates import ExchangeSite
+from ..compiler.golden import place_text
 from ..compiler.options import Option, Reader, settings_for
 from ..compiler.plan import Plan
 from ..errors import ShardingError
@@ -159,18 +162,21 @@ def _option(text: str) -> tuple[str, object]:
 
 
 class Unnamed(NamedTuple):
-    """Like exchanges without a name: the line, the layout, a value and how many there are."""
+    """Like exchanges without a name: where, the layout, a value and how many there are.
+
+    line: of the source; "" for an input. row: agrees to it in place of a name.
+    """
 
     line: str
     spec: str
     value: str
     count: int
-    is_input: bool
+    row: str
 
     def __str__(self) -> str:
-        if self.is_input:
-            return f"%{self.value}  at the beginning of forward: gspmd.reshard(x, {self.spec!r})"
-        return f"{self.line}  %{self.value}  x {self.count}: gspmd.reshard(..., {self.spec!r})"
+        # A weight may have no line in the source: a linear layer reads its own.
+        place = f"{self.line}  %{self.value}" if self.line else self.value
+        return f'{place}  x {self.count}: gspmd.reshard(..., "{self.spec}"), or "{self.row}"'
 
 
 def add_explicit_arguments(parser: argparse.ArgumentParser) -> None:
@@ -202,12 +208,13 @@ def run_explicit(args: argparse.Namespace) -> str:
             text, plan, line = step
             written.append(line)
         args.file.write_text(text, encoding="utf-8")
-    left = [str(each).replace(_copy(args.file).name, args.file.name) for each in unnamed(plan)]
+    left = unnamed(plan)
+    rows = ["named", "backward *", *dict.fromkeys(each.row for each in left)]
     return "\n".join(
         [
             *(f"written: {line}" for line in written),
-            *left,
-            f"{len(left)} left to name"
+            *(str(each).replace(_copy(args.file).name, args.file.name) for each in left),
+            f"{len(left)} left to name, or to agree to: communication={json.dumps(rows)}"
             if left
             else 'each exchange of the forward has a name: pass communication="explicit"',
         ]
@@ -217,17 +224,18 @@ def run_explicit(args: argparse.Namespace) -> str:
 def unnamed(plan: Plan) -> list[Unnamed]:
     """List the exchanges in the forward that the source does not name."""
     inputs = {n.name for n in plan.captured.graph.find_nodes(op="placeholder")}
-    found: dict[tuple[str, str], Unnamed] = {}
+    found: dict[tuple[str, ...], Unnamed] = {}
     for each in plan.collectives:
         move = None if each.backward or each.named else ExchangeSite.of(plan, each)
         if move is None:
             continue
-        line = short_source(each.source) or each.module
-        row = Unnamed(line, str(move.after), each.value, each.count, each.value in inputs)
-        earlier = found.get((line, row.spec))
-        found[line, row.spec] = (
-            row if earlier is None else earlier._replace(count=earlier.count + row.count)
-        )
+        is_input = each.value in inputs
+        line = "" if is_input else short_source(each.source) or each.module
+        value = place_text(each.module) if is_input else each.value
+        row = Unnamed(line, str(move.after), value, each.count, row_for(each))
+        key = (line or value, row.spec)
+        earlier = found.get(key)
+        found[key] = row if earlier is None else earlier._replace(count=earlier.count + row.count)
     return [*found.values()]
 
 
@@ -239,7 +247,7 @@ def _next(
     copy = _copy(file)
     for each in unnamed(plan):
         name, _, number = each.line.rpartition(":")
-        if each.is_input or Path(name).name not in (file.name, copy.name):
+        if Path(name).name not in (file.name, copy.name):
             continue
         for edited, line in _edits(text, int(number), each.spec):
             copy.write_text(edited, encoding="utf-8")
