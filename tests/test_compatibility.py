@@ -5,11 +5,13 @@
 A folder stays until two later versions have read it (docs/compatibility.md).
 """
 
+import os
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import torchgspmd as gspmd
@@ -75,8 +77,7 @@ def blank(mesh):
     return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
-def states_of(model, optimizer):
-    full = gspmd.full_state_dict(model, optimizer)
+def states_of(full):
     rows = {
         f"{n}.{key}": t
         for n, state in full["optimizer"]["state"].items()
@@ -85,7 +86,7 @@ def states_of(model, optimizer):
     return {**full["model"], **rows}, full["optimizer"]["param_groups"][0]["lr"]
 
 
-def check(found, optimizer):
+def check(found):
     reference, theirs, _ = run()
     expected = {
         f"{n}.{key}": t
@@ -106,7 +107,7 @@ def test_a_run_of_an_earlier_version_is_read(version, one_process):
     states = {"schedule": schedule}
     assert gspmd.load(FOLDER / version / "run", model, optimizer, states=states) == STEP
     assert schedule.last_epoch == STEP
-    check(states_of(model, optimizer), optimizer)
+    check(states_of(gspmd.full_state_dict(model, optimizer)))
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -115,11 +116,31 @@ def test_a_full_state_of_an_earlier_version_is_read(version, one_process):
     full = torch.load(FOLDER / version / "full.pt", weights_only=True)
     gspmd.load_full_state_dict(model, full["model"])
     optimizer.load_state_dict(full["optimizer"])
-    check(states_of(model, optimizer), optimizer)
+    check(states_of(gspmd.full_state_dict(model, optimizer)))
     # One device's model takes it as it is.
     one = Net()
     one.load_state_dict(full["model"], strict=True)
     torch.optim.AdamW(one.parameters()).load_state_dict(full["optimizer"])
+
+
+def leave(folder):
+    """Run the lines of docs/compatibility.md that write one device's files."""
+    model, optimizer, _ = run(gspmd.Mesh(data=2))
+    page = (Path(__file__).parents[1] / "docs/compatibility.md").read_text()
+    lines = page.split("## How do I leave?")[1].split("\n    ")[1:]
+    code = "\n".join(line.split("\n")[0] for line in lines)
+    os.chdir(folder)
+    given = {"model": model, "optimizer": optimizer, "rank": dist.get_rank()}
+    exec(code, {"gspmd": gspmd, "torch": torch, "save_file": save_file, **given})
+
+
+def test_three_lines_write_what_one_device_reads(tmp_path):
+    gspmd.launch(leave, 2, tmp_path)
+    one = Net()
+    one.load_state_dict(load_file(tmp_path / "model.safetensors"), strict=True)
+    optimizer = torch.optim.AdamW(one.parameters())
+    optimizer.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
+    check(states_of({"model": one.state_dict(), "optimizer": optimizer.state_dict()}))
 
 
 if __name__ == "__main__":
