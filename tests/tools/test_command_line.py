@@ -47,6 +47,7 @@ def test_a_golden_text_is_checked(file, tmp_path, capsys):
     assert run(line) == 1 and "there is no file" in capsys.readouterr().err
     assert run([*line, "--mesh", "data=2,model=2", "--update"]) == 0 and Path(golden).exists()
     assert run(line) == 0  # on the mesh of the text
+    assert run([*line[:2], golden, line[2]]) == 0
     line[2] = "width=32"
     capsys.readouterr()
     assert run(line) == 1

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -64,11 +65,15 @@ def _add_check(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(args: argparse.Namespace) -> str:
-    mesh, grad = args.mesh or read_golden(args.plan).mesh, not args.forward
+    words = [*args.options, str(args.plan)]
+    # Options may stand on either side of the text.
+    texts = [word for word in words if not re.match(r"[^\W\d]\w*=", word)] or words
+    text = words.pop(words.index(texts[-1]))
+    mesh, grad = args.mesh or read_golden(text).mesh, not args.forward
     options = plan_command.given_options(args, "plan")
-    result = plan_command.plan_file(args.file, mesh, args.options, grad=grad, **options)
-    lines = result.check(args.plan, args.update)
-    return f"{args.plan} is written\n{lines}".rstrip() if args.update else f"as in {args.plan}"
+    result = plan_command.plan_file(args.file, mesh, words, grad=grad, **options)
+    lines = result.check(text, args.update)
+    return f"{text} is written\n{lines}".rstrip() if args.update else f"as in {text}"
 
 
 def _add_report(parser: argparse.ArgumentParser) -> None:
