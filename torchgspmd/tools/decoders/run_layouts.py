@@ -21,6 +21,10 @@ from .runs import DecoderRun, misfit
 RANK = 16  # of adapters
 
 
+# Two axes each: those along which devices have equal experts, and other ones.
+CONTEXT, MODEL = ("context", "context_owner"), ("model", "model_owner")
+
+
 @dataclass(frozen=True)
 class Axes(Layout):
     """The mesh of one stage, and the axes along which a run's values are sharded.
@@ -37,36 +41,40 @@ class Axes(Layout):
 
     @classmethod
     def of(cls, run: DecoderRun, config: Config) -> Axes:
-        """Return a run's axes. Neighbours are along tensor, context, expert, data, then stages."""
-        inner = run.tensor * run.context
+        """Return a run's axes. Neighbours are along tensor, context, expert, data, then stages.
+
+        Parts of the experts are neighbours; FSDP shards over replicas, then over context.
+        """
         experts, fsdp = run.expert if config.experts else 1, max(run.fsdp, 1)
-        if experts > 1 and (experts % inner or run.replicas % (experts // inner)):
+        model = math.gcd(run.tensor, experts)
+        context = math.gcd(run.context, experts // model)
+        owners = experts // (model * context)
+        wide = fsdp > 1 and bool(run.replicas % fsdp)
+        shards = fsdp // run.context if wide else fsdp
+        both = math.gcd(shards, owners)
+        if run.replicas % (shards // both * owners):
             raise misfit(
-                f"{experts} parts of the experts over {run.replicas} replicas of {inner} devices: "
-                "a mesh has no such axis"
+                f"{experts} parts of the experts and {fsdp} of the weights over {run.replicas} "
+                f"replicas of {run.tensor * run.context} devices: a mesh has no such axes"
             )
-        expert = max(experts // inner, 1)
-        if fsdp > 1 and fsdp % expert:
-            raise misfit(
-                f"fsdp {fsdp} of weights beside {expert} parts of the experts: neither is a "
-                "multiple of the other, so a mesh has no such axes"
-            )
-        shard = max(fsdp // expert, 1)
         sizes = {
-            "data": run.replicas // (shard * expert),
-            "shard": shard,
-            "expert": expert,
-            "context": run.context,
-            "model": run.tensor,
+            "data": run.replicas // (shards // both * owners),
+            "shard": shards // both,
+            "owner": owners // both,
+            "expert": both,
+            "context": run.context // context,
+            "context_owner": context,
+            "model": run.tensor // model,
+            "model_owner": model,
         }
-        owners = ("expert", "context", "model") if experts > 1 else ()
-        is_sharded = fsdp > 1
+        own = ("owner", "expert", "context_owner", "model_owner") if experts > 1 else ()
+        sharded = ("shard", "expert", *(CONTEXT if wide else ())) if fsdp > 1 else ()
         return cls(
             {name: size for name, size in sizes.items() if size > 1} or {"data": 1},
-            ("data", "shard", "expert"),
-            ("shard", "expert") if is_sharded else (),
-            owners,
-            ("shard",) if is_sharded and experts > 1 else ("shard", "expert") * is_sharded,
+            ("data", "shard", "owner", "expert"),
+            sharded,
+            own,
+            tuple(x for x in sharded if x not in own),
         )
 
     @property
@@ -78,7 +86,7 @@ class Axes(Layout):
 
     def cut(self, experts: int) -> tuple[int, int]:
         shards = self.count(self.owners)
-        return self.count(self.batch) * self.count(("context", "model")) // shards, shards
+        return self.mesh.size // shards, shards
 
     def dim(self, *axes: str) -> str:
         """Return a dimension's entry in a spec."""
@@ -86,16 +94,16 @@ class Axes(Layout):
 
     @property
     def tokens(self) -> str:
-        return f"{self.dim(*self.batch)} {self.dim('context')}"
+        return f"{self.dim(*self.batch)} {self.dim(*CONTEXT)}"
 
     def between(self, x: Tensor) -> Tensor:
-        spec = f"{self.dim(*self.batch)} {self.dim('context', 'model')} _"
+        spec = f"{self.dim(*self.batch)} {self.dim(*CONTEXT, *MODEL)} _"
         return mark_sharding(x, self.mesh, spec)
 
     def along_model(self, x: Tensor, dim: int, sequence: int) -> Tensor:
         dims = ["_"] * x.dim()
-        dims[0], dims[sequence] = self.dim(*self.batch), self.dim("context")
-        dims[dim] = self.dim("model")
+        dims[0], dims[sequence] = self.dim(*self.batch), self.dim(*CONTEXT)
+        dims[dim] = self.dim(*MODEL)
         return mark_sharding(x, self.mesh, " ".join(dims))
 
 
@@ -107,7 +115,7 @@ def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) ->
 
 def marks(axes: Axes, config: Config, kinds: Sequence[str]) -> dict[str, str]:
     """Return the layout of the weights."""
-    shard, model = axes.dim(*axes.shard), axes.dim("model")
+    shard, model = axes.dim(*axes.shard), axes.dim(*MODEL)
     found = {"words": f"{model} {shard}", "head.weight": f"{shard} {model}"}
     layer = "layers.*."
     if config.latent is None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from fnmatch import fnmatch
 
 import torch
@@ -24,7 +24,7 @@ from ...fx_passes.digest import module_path
 from ...layout.mesh import Mesh
 from ..report.estimate import COMMUNICATION, estimate
 from ..report.kernels import Kernels
-from .run_kernels import Routed, RunKernels, groups_of
+from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
 from .run_layouts import Axes, marked
 from .runs import DecoderRun
 
@@ -40,12 +40,17 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Some layers' seconds of the device and of the host, and bytes for the backward."""
+    """Some layers' seconds of the device and of the host, and bytes for the backward.
+
+    experts, host_experts: the forward's share from the first grouped product to the last.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
+    experts: float = 0.0
+    host_experts: float = 0.0
     saved: float = 0.0
 
     def __add__(self, other: LayerTimes) -> LayerTimes:
@@ -56,17 +61,22 @@ class LayerTimes:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return self.forward, self.backward, self.host_forward, self.host_backward, self.saved
+        return tuple(getattr(self, each.name) for each in fields(self))
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
 
     def launched(self) -> LayerTimes:
-        """Return them where the host is no faster than it is."""
+        """Return them where the host is no faster than it is.
+
+        The host reads how many rows each expert has before it starts their products: it cannot
+        start them beside what comes before (Megatron's experts.py, tokens_per_expert.tolist()).
+        """
+        rest = max(self.forward - self.experts, self.host_forward - self.host_experts)
         return replace(
             self,
-            forward=max(self.forward, self.host_forward),
+            forward=rest + max(self.experts, self.host_experts),
             backward=max(self.backward, self.host_backward),
         )
 
@@ -95,6 +105,9 @@ class Planned:
             WIDE,
             # The sums of sharded weights' gradients would not fit whole.
             accumulates=run.fsdp <= 1 and not run.has_adapters,
+            # Automodel's recipes of adapters compile sharded models alone, and force transformers'
+            # modules on one device (examples/llm_benchmark, force_hf and enable_compile).
+            is_fused=not run.has_adapters or run.tensor > 1,
             rings=run.precision != "NVFP4",
             routed=self.routed(),
         )
@@ -103,8 +116,10 @@ class Planned:
         kinds = list(self.config.kinds())
         first = kinds[0]
         one = self.numbers([first])
-        self.layers = {kind: self.numbers([first, kind]) + one.times(-1) for kind in kinds}
-        self.ends = one + self.layers[first].times(-1)
+        plain = {kind: self.numbers([first, kind]) + one.times(-1) for kind in kinds}
+        more = LayerTimes(*unfused(run, self.hardware, self.kernels, HOST))
+        self.layers = {kind: found + more for kind, found in plain.items()}
+        self.ends = one + plain[first].times(-1)
 
     def routed(self) -> Routed | None:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
@@ -162,21 +177,26 @@ class Planned:
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
         times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
-        sums = [0.0] * 4
+        sums, between = [0.0] * 6, between_products(plan.program_graph)
         for event in found.events:
             if event.stream != COMMUNICATION:
                 sums[event.backward] += event.seconds
+                sums[4] += event.seconds * (event.name in between)
         for node in plan.program_graph.nodes:
             if node.op == "call_function" and not self.is_graphed(node):
-                sums[2 + bool(node.meta.get("backward"))] += HOST * times.launches(node)
+                host = HOST * times.launches(node)
+                sums[2 + bool(node.meta.get("backward"))] += host
+                sums[5] += host * (node.name in between)
         self.choices[tuple(kinds)] = [
             KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
-        return LayerTimes(sums[0], sums[1], sums[2], sums[3], saved)
+        return LayerTimes(*sums, saved=saved)
 
     def is_graphed(self, node: fx.Node) -> bool:
-        """Return whether a CUDA graph starts an operation, on Blackwell alone."""
+        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
+        if self.hardware.name.startswith("tpu"):
+            return True
         if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
