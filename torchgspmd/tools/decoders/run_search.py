@@ -96,36 +96,39 @@ def planned_alike(run: DecoderRun) -> tuple[object, ...]:
 class RunSearch:
     """A search. end: of CPU seconds (time.process_time). limit: bytes of a device.
 
-    open: candidates by their bounds, the least first. planned: how many plans were made.
+    open: candidates by their bounds, those to try first in front. tried: layouts and their steps.
+    planned: how many plans were made. skipped: the least bound of candidates that share a plan of
+    these, and were not composed as time ended.
     """
 
     run: DecoderRun
     limit: float
     end: float
-    best: DecoderRun | None = None
-    step: RunStep | None = None
     open: list[tuple[float, DecoderRun]] = field(default_factory=list)
+    tried: list[tuple[DecoderRun, RunStep]] = field(default_factory=list)
     space: int = 0
     planned: int = 0
-    skipped: float = math.inf  # the least bound of candidates of a plan that were not composed
+    skipped: float = math.inf
+    seconds: float = math.inf  # of the best that fits
+    longest: float = 0.0  # CPU seconds of a plan and its candidates
 
     def run_until_end(self) -> None:
-        reference = Reference(self.run)
+        """Try candidates until none can be better, or time ends."""
+        reference, small = Reference(self.run), list[tuple[float, DecoderRun]]()
         for each in candidates(self.run):
             self.space += 1
             least = composed(Bound(reference, each), least=True)
+            small.append((least.memory, each))
             if least.memory <= self.limit:
                 self.open.append((least.seconds, each))
         self.open.sort(key=lambda pair: pair[0] * handicap(pair[1]))
-        while not self.is_over():
-            self.open = [pair for pair in self.open if pair[0] < self.worth]
-            if not self.open:
-                break
+        while self.open and not self.is_over(self.longest):
+            begin = time.process_time()
             self.branch(self.open[0][1])
-
-    @property
-    def seconds(self) -> float:
-        return self.step.seconds if self.step else math.inf
+            self.longest = max(self.longest, time.process_time() - begin)
+            self.open = [pair for pair in self.open if pair[0] < self.worth]
+        if not self.tried and small:  # nothing fits
+            self.branch(min(small, key=lambda pair: pair[0])[1])
 
     @property
     def worth(self) -> float:
@@ -137,24 +140,38 @@ class RunSearch:
         """Return seconds that no layout in the space is below."""
         return min([self.worth, self.skipped, *(least for least, _ in self.open)])
 
-    def is_over(self) -> bool:
-        return self.step is not None and time.process_time() > self.end
+    def is_over(self, reserve: float = 0.0) -> bool:
+        """Return whether there is a result, and no time for so many seconds more."""
+        return bool(self.tried) and time.process_time() + reserve > self.end
+
+    def best(self, count: int) -> list[tuple[DecoderRun, RunStep]]:
+        """Return the best layouts that were tried, one for each degree of stages and plan."""
+        chosen: dict[object, tuple[DecoderRun, RunStep]] = {}
+        for run, step in sorted(self.tried, key=lambda pair: self.order(pair[1])):
+            chosen.setdefault((run.pipeline, planned_alike(run)), (run, step))
+        return list(chosen.values())[:count]
+
+    def order(self, step: RunStep) -> tuple[float, float]:
+        return max(step.memory - self.limit, 0.0), step.seconds
 
     def branch(self, first: DecoderRun) -> None:
         """Plan a candidate, and compose it and all that share its plan."""
         key = planned_alike(first)
-        alike = [each for _, each in self.open if planned_alike(each) == key]
+        alike = [each for _, each in self.open if planned_alike(each) == key] or [first]
         self.open = [pair for pair in self.open if planned_alike(pair[1]) != key]
         self.planned += 1
         try:
             plans = Planned(first)
         except ShardingError:  # no layout of ours
             return
-        bounds = [(composed(plans.on(each), least=True), each) for each in alike]
-        for least, each in sorted(bounds, key=lambda pair: pair[0].seconds):
-            if least.seconds >= self.worth or self.is_over():
-                self.skipped = min(self.skipped, least.seconds)
+        bounds = [(composed(plans.on(each), least=True).seconds, each) for each in alike]
+        for least, each in sorted(bounds, key=lambda pair: pair[0]):
+            if least >= self.worth:
+                break
+            if self.is_over():
+                self.skipped = min(self.skipped, least)
                 break
             found = composed(plans.on(each))
-            if found.memory <= self.limit and found.seconds < self.seconds:
-                self.best, self.step = each, found
+            self.tried.append((each, found))
+            if found.memory <= self.limit:
+                self.seconds = min(self.seconds, found.seconds)

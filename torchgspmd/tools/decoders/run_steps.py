@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatch
 
 import torch
@@ -42,13 +42,18 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Some layers' seconds of the device and of the host, and bytes for the backward."""
+    """Some layers' seconds of the device and of the host, and bytes for the backward.
+
+    sent: bytes that the device sends. products: the model's operations, a device's share.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
     saved: float = 0.0
+    sent: float = 0.0
+    products: float = 0.0
 
     def __add__(self, other: LayerTimes) -> LayerTimes:
         return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
@@ -58,7 +63,7 @@ class LayerTimes:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return self.forward, self.backward, self.host_forward, self.host_backward, self.saved
+        return astuple(self)
 
     @property
     def seconds(self) -> float:
@@ -138,11 +143,10 @@ class Planned:
         """Plan a microbatch on the devices of a stage."""
         run, axes = self.run, self.axes
         batch = run.micro_batch * run.replicas
-        head = self.config.latent.places if self.config.latent else self.config.head
         with torch.device("meta"):
             model = marked(run, self.config, kinds, axes)
             tokens = torch.empty(batch, run.sequence, dtype=torch.long)
-            angles = torch.empty(run.sequence, head // 2)
+            angles = torch.empty(run.sequence, self.config.turned // 2)
         return plan_of(
             model,
             tokens,
@@ -202,7 +206,8 @@ class Planned:
             KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
-        return LayerTimes(sums[0], sums[1], sums[2], sums[3], saved)
+        sent, products = sum(event.sent for event in found.events), found.model_flops
+        return LayerTimes(*sums, saved, sent, products / plan.mesh.size)
 
     def is_graphed(self, node: fx.Node) -> bool:
         """Return whether a CUDA graph starts an operation, on Blackwell alone."""
@@ -237,12 +242,16 @@ class Held:
 
 @dataclass(frozen=True)
 class RunStep:
-    """An estimated step. parts: its seconds by cause."""
+    """An estimated step. parts: its seconds by cause. sent: bytes by a device. products: operations
+    of the model in a device's share.
+    """
 
     seconds: float
     memory: float
     planning: float
     parts: Mapping[str, float]
+    sent: float = 0.0
+    products: float = 0.0
 
 
 def step(run: DecoderRun) -> RunStep:
@@ -275,7 +284,13 @@ def composed(planned: Planned, least: bool = False) -> RunStep:
         "exchange": exchange,
         "update": update,
     }
-    return RunStep(sum(parts.values()), memory, 0.0, parts)
+    one = (layers + planned.ends).times(run.microbatches / run.pipeline)
+    # Gradients are reduced, and new weights gathered.
+    once_sent = sum(
+        held.count * (GRADIENT + WEIGHT) * (1 - 1 / planned.axes.count(held.axes))
+        for held in planned.held()
+    )
+    return RunStep(sum(parts.values()), memory, 0.0, parts, one.sent + once_sent, one.products)
 
 
 def within_memory(
