@@ -1,8 +1,8 @@
 """Lower bounds for the estimated steps of runs, from a plan of their model for one device.
 
 A device has at least its even share of the products, at the rate of the deepest sums that it may
-have, of attention, and of the memory traffic of each layer outside of its experts; it starts no
-fewer kernels than one device does, but for groups of experts. Exchanges inside of a layer, and
+have. It has its share of attention, and of the memory traffic of each layer outside of its experts.
+It starts no fewer kernels than one device does, but for groups of experts. Exchanges inside of a layer, and
 values that are computed again, are taken to cost nothing. Stages, schedule, gradients and the
 optimizer are composed as they are in an estimate, which grows with each of its layers' times.
 """
@@ -95,6 +95,7 @@ class Reference(Planned):
         self.choices[tuple(kinds)] = [
             KeptValue(size, self.least_seconds(node, times, kinds), module_path(node))
             for node, size in times.saved().items()
+            if self.grown(node)
         ]
         times.quantized.clear()
         for node in plan.program_graph.nodes:
@@ -184,15 +185,13 @@ class Bound(Planned):
         self.axes, self.kernels = Axes.of(run, run.config), reference.kernels
         self.layers = {kind: self.times(work) for kind, work in reference.kinds.items()}
         self.ends = self.times(reference.rest)
-        share = run.micro_batch / (run.tensor * run.context)
-        # Rings of products are faster than products, by this at most.
-        faster = DEEP / self.hardware.efficiency if run.tensor > 1 else 1.0
-        self.choices = {
-            kinds: [
-                replace(x, size=x.size * share, seconds=x.seconds * share / max(faster, 1.0))
-                for x in values
-            ]
-            for kinds, values in reference.choices.items()
+        share = run.micro_batch / run.context
+        # With products in rings other values are kept: a bound has none then.
+        known = {} if run.tensor > 1 else reference.choices
+        self.choices = dict.fromkeys(reference.choices, [])
+        self.choices |= {
+            kinds: [replace(x, size=x.size * share, seconds=x.seconds * share) for x in values]
+            for kinds, values in known.items()
         }
 
     def times(self, work: Work) -> LayerTimes:

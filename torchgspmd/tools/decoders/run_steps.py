@@ -268,8 +268,8 @@ def step(run: DecoderRun) -> RunStep:
 def composed(planned: Planned, least: bool = False) -> RunStep:
     """Return the step of planned layers in their stages.
 
-    least: a lower bound for it, without a schedule: stages wait only for the first microbatch's
-    forward and the last one's backward, and keep no more microbatches than there are stages.
+    least: a lower bound for it, without a schedule. Stages wait only for the first microbatch's
+    forward and the last one's backward. They keep as many microbatches as there are stages.
     """
     run, layers = planned.run, LayerTimes()
     for kind, count in planned.config.kinds().items():

@@ -138,7 +138,7 @@ def reasons(run: DecoderRun, step: RunStep, axes: Axes) -> Iterator[str]:
 
 
 def _sent(run: DecoderRun) -> dict[str, str]:
-    """Return what is sent along each axis."""
+    """Return the exchanges along each axis, in words."""
     fsdp = "weights are gathered before each use, gradients reduced to shards in each microbatch"
     return {
         "data": "gradients are reduced and new weights gathered once a step",
