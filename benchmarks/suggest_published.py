@@ -11,8 +11,8 @@ runs but the planner.
 
 --rows: the runs of a table, as in published_runs.py. Prints a row for each: the published layout
 and its estimated step, the proposed one for the same model, machine, batch, precision and recipe,
-the ratio of the steps, how much shorter a step in the search's space may be at most, and CPU
-seconds. --only: that row alone, from 1.
+the ratio of the steps, how much longer than the best one in the search's space the proposed one is
+at most, plans of candidates, and CPU seconds. --only: that row alone, from 1.
 
 Sources: those of published_runs.py and published_models.py; for 70B and 405B tables 4 and 5 of
 torchtitan's benchmarks, in bfloat16 here; Llama Team, arXiv 2407.21783, table 4 (405B on 4,096);

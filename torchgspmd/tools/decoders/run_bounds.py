@@ -2,9 +2,10 @@
 
 A device has at least its even share of the products, at the rate of the deepest sums that it may
 have. It has its share of attention, and of the memory traffic of each layer outside of its experts.
-It starts no fewer kernels than one device does, but for groups of experts. Exchanges inside of a layer, and
-values that are computed again, are taken to cost nothing. Stages, schedule, gradients and the
-optimizer are composed as they are in an estimate, which grows with each of its layers' times.
+It starts no fewer kernels than one device does, but for groups of experts. Exchanges inside of a
+layer are taken to cost nothing, and so are values that are computed again beside rings of products.
+Stages, schedule, gradients and the optimizer are composed as they are in an estimate, which grows
+with each of its layers' times.
 """
 
 from __future__ import annotations
