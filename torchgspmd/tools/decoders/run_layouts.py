@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ...layout.annotate import annotate
 from ...layout.mark import mark_sharding
 from ...layout.mesh import Mesh
 from .config import Config
-from .decoder import Decoder, Layout
+from .decoder import RANK, Decoder, Layout
 from .runs import DecoderRun, misfit
-
-RANK = 16  # of adapters
 
 
 # Two axes each: those along which devices have equal experts, and other ones.
@@ -81,6 +80,10 @@ class Axes(Layout):
     def mesh(self) -> Mesh:
         return Mesh(**self.sizes)
 
+    def staged(self, stages: int) -> Axes:
+        """Return the axes of all stages."""
+        return replace(self, sizes={"stage": stages, **self.sizes}) if stages > 1 else self
+
     def count(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
 
@@ -105,6 +108,28 @@ class Axes(Layout):
         dims[0], dims[sequence] = self.dim(*self.batch), self.dim(*CONTEXT)
         dims[dim] = self.dim(*MODEL)
         return mark_sharding(x, self.mesh, " ".join(dims))
+
+
+class RunDecoder(Decoder):
+    """A published decoder whose values have a run's marks, on a mesh with its stages.
+
+    Example:
+        >>> from torchgspmd.tools.decoders.runs import DecoderRun
+        >>> sizes = {"tensor": 2, "pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
+        >>> sizes |= {"global_batch": 8, "micro_batch": 1, "sequence": 4096, "fsdp": 0}
+        >>> with torch.device("meta"):
+        ...     model = RunDecoder(DecoderRun("llama3-8b", "h100", 8, "BF16", **sizes))
+        >>> model.layout.sizes
+        {'data': 4, 'model': 2}
+    """
+
+    def __init__(self, run: DecoderRun) -> None:
+        chosen = run.config
+        kinds = [kind for kind, count in chosen.kinds().items() for _ in range(count)]
+        axes = Axes.of(run, chosen).staged(run.pipeline)
+        super().__init__(chosen, kinds, axes, RANK if run.has_adapters else 0)
+        self.run, self.layout = run, axes
+        self.register_buffer("angles", torch.empty(run.sequence, chosen.turned // 2))
 
 
 def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:

@@ -7,10 +7,12 @@ of the pipeline's schedule; gradients and weights are exchanged once a step.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatch
 
 import torch
@@ -42,7 +44,8 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 class LayerTimes:
     """Some layers' seconds of the device and of the host, and bytes for the backward.
 
-    experts, host_experts: the forward's share from the first grouped product to the last.
+    experts, host_experts: the forward's share from the first grouped product to the last. sent: bytes
+    that the device sends. products: the model's operations, a device's share.
     """
 
     forward: float = 0.0
@@ -52,6 +55,8 @@ class LayerTimes:
     experts: float = 0.0
     host_experts: float = 0.0
     saved: float = 0.0
+    sent: float = 0.0
+    products: float = 0.0
 
     def __add__(self, other: LayerTimes) -> LayerTimes:
         return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
@@ -61,7 +66,7 @@ class LayerTimes:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return tuple(getattr(self, each.name) for each in fields(self))
+        return astuple(self)
 
     @property
     def seconds(self) -> float:
@@ -113,13 +118,32 @@ class Planned:
         )
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.choices: dict[tuple[str, ...], list[KeptValue]] = {}
+        self.known: dict[tuple[str, ...], LayerTimes] = {}
         kinds = list(self.config.kinds())
         first = kinds[0]
         one = self.numbers([first])
-        plain = {kind: self.numbers([first, kind]) + one.times(-1) for kind in kinds}
+        plain = {kind: self.layer([first], kind) for kind in kinds}
         more = LayerTimes(*unfused(run, self.hardware, self.kernels, HOST))
         self.layers = {kind: found + more for kind, found in plain.items()}
         self.ends = one + plain[first].times(-1)
+
+    def layer(self, before: Sequence[str], kind: str) -> LayerTimes:
+        """Return the times of one layer more behind others.
+
+        A single layer may be planned in another way than with a second one. Their difference is no
+        layer then: the one with a third one is.
+        """
+        more = self.numbers([*before, kind])
+        alike = [_first_layer(self.plans[tuple(kinds)]) for kinds in (before, (*before, kind))]
+        if alike[0] != alike[1] and len(before) == 1:
+            return self.numbers([*before, kind, kind]) + more.times(-1)
+        return more + self.numbers(before).times(-1)
+
+    def on(self, run: DecoderRun) -> Planned:
+        """Return these plans for a run with other stages and microbatches, planned alike."""
+        found = copy.copy(self)
+        found.run, found.axes = run, Axes.of(run, self.config)
+        return found
 
     def routed(self) -> Routed | None:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
@@ -132,11 +156,10 @@ class Planned:
         """Plan a microbatch on the devices of a stage."""
         run, axes = self.run, self.axes
         batch = run.micro_batch * run.replicas
-        head = self.config.latent.places if self.config.latent else self.config.head
         with torch.device("meta"):
             model = marked(run, self.config, kinds, axes)
             tokens = torch.empty(batch, run.sequence, dtype=torch.long)
-            angles = torch.empty(run.sequence, head // 2)
+            angles = torch.empty(run.sequence, self.config.turned // 2)
         return plan_of(
             model,
             tokens,
@@ -160,7 +183,9 @@ class Planned:
             plan = self.plans[next(iter(kinds)), kind]
             for prefix, times in (("layers.1.", count / stages), ("", ends)):
                 if prefix or kind == next(iter(kinds)):
-                    yield from _held(plan, prefix, times)
+                    for _, number, used in trained(plan, prefix):
+                        others = tuple(name for name in self.axes.sizes if name not in used)
+                        yield Held(others, times * number / self.axes.count(used))
 
     def frozen(self) -> float:
         """Return the bytes of weights that are not trained; with adapters, all but these."""
@@ -172,6 +197,12 @@ class Planned:
         return total / (self.run.tensor * self.run.pipeline * max(self.run.fsdp, 1))
 
     def numbers(self, kinds: Sequence[str]) -> LayerTimes:
+        """Return the times of a program with these layers."""
+        if tuple(kinds) not in self.known:
+            self.known[tuple(kinds)] = self._numbers(kinds)
+        return self.known[tuple(kinds)]
+
+    def _numbers(self, kinds: Sequence[str]) -> LayerTimes:
         plan = self.plans[tuple(kinds)] = self.plan(kinds)
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
@@ -191,7 +222,8 @@ class Planned:
             KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
-        return LayerTimes(*sums, saved=saved)
+        sent, products = sum(event.sent for event in found.events), found.model_flops
+        return LayerTimes(*sums, saved=saved, sent=sent, products=products / plan.mesh.size)
 
     def is_graphed(self, node: fx.Node) -> bool:
         """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
@@ -228,12 +260,16 @@ class Held:
 
 @dataclass(frozen=True)
 class RunStep:
-    """An estimated step. parts: its seconds by cause."""
+    """An estimated step. parts: its seconds by cause. sent: bytes by a device. products: operations
+    of the model in a device's share.
+    """
 
     seconds: float
     memory: float
     planning: float
     parts: Mapping[str, float]
+    sent: float = 0.0
+    products: float = 0.0
 
 
 def step(run: DecoderRun) -> RunStep:
@@ -247,33 +283,47 @@ def step(run: DecoderRun) -> RunStep:
     return replace(found, planning=time.process_time() - begin)
 
 
-def composed(planned: Planned) -> RunStep:
-    """Return the step of planned layers in their stages."""
+def composed(planned: Planned, least: bool = False) -> RunStep:
+    """Return the step of planned layers in their stages.
+
+    least: a lower bound for it, without a schedule. Stages wait only for the first microbatch's
+    forward and the last one's backward. They keep as many microbatches as there are stages.
+    """
     run, layers = planned.run, LayerTimes()
     for kind, count in planned.config.kinds().items():
         layers += planned.layers[kind].times(count)
-    layers, memory = within_memory(planned, layers)
+    layers, memory = within_memory(planned, layers, least)
     slowest = slowest_stage(planned, layers)
     exchange, update = once(planned, slowest)
     parts = {
         "microbatches": run.microbatches * slowest.seconds,
         "messages": message_seconds(planned),
-        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline)),
+        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline), least),
         "exchange": exchange,
         "update": update,
     }
-    return RunStep(sum(parts.values()), memory, 0.0, parts)
+    one = (layers + planned.ends).times(run.microbatches / run.pipeline)
+    # Gradients are reduced, and new weights gathered.
+    once_sent = sum(
+        held.count * (GRADIENT + WEIGHT) * (1 - 1 / planned.axes.count(held.axes))
+        for held in planned.held()
+    )
+    return RunStep(sum(parts.values()), memory, 0.0, parts, one.sent + once_sent, one.products)
 
 
-def within_memory(planned: Planned, layers: LayerTimes) -> tuple[LayerTimes, float]:
+def within_memory(
+    planned: Planned, layers: LayerTimes, least: bool = False
+) -> tuple[LayerTimes, float]:
     """Return the layers, with what does not fit computed again or moved to the host, and bytes.
 
     The values that cost least for their bytes go first. What is moved travels beside the forward,
     and comes back beside the backward.
     """
     run, speed = planned.run, planned.hardware
-    states, flight = states_bytes(planned), in_flight(run)
-    values = planned.saved()
+    states, values = states_bytes(planned), planned.saved()
+    if not values:
+        return layers, states
+    flight = min(run.pipeline, run.microbatches) if least else in_flight(run)
     memory = states + flight * sum(each.size for each in values)
     if run.is_automodel and memory > ROOM * speed.memory:
         # PyTorch's checkpoint: a layer keeps its input.
@@ -316,14 +366,16 @@ def slowest_stage(planned: Planned, layers: LayerTimes) -> LayerTimes:
     return max(layer.times(places), last, key=lambda numbers: numbers.seconds)
 
 
-def idle_seconds(run: DecoderRun, stage: LayerTimes) -> float:
+def idle_seconds(run: DecoderRun, stage: LayerTimes, least: bool = False) -> float:
     """Return how long a stage waits for others in its schedule: 1F1B, interleaved if virtual."""
     if run.pipeline == 1:
         return 0.0
+    piece = stage.times(1 / run.virtual_stages)
+    if least:
+        return (run.pipeline - 1) * piece.seconds
     # The wait is that of the first microbatches and the last; those between add none.
     few = min(run.microbatches, 4 * run.pipeline)
     order = Order("1f1b", run.pipeline, few, rounds=run.virtual_stages)
-    piece = stage.times(1 / run.virtual_stages)
     times = Times(piece.forward, piece.backward, 0.0)
     return order.timed(times).end - few * run.virtual_stages * times.whole
 
@@ -392,13 +444,16 @@ def in_flight(run: DecoderRun) -> float:
     return max(order.schedule.kept) / rounds if run.pipeline > 1 else 1.0
 
 
-def _held(plan: Plan, prefix: str, times: float) -> Iterator[Held]:
-    """Yield a device's shares of trained weights with this prefix; without it, of no layer."""
-    trained = {output.input for output in plan.captured.outputs if output.kind == "gradient"}
+def _first_layer(plan: Plan) -> Counter[str]:
+    """Count the first layer's operations, by their names."""
+    nodes = [node for node in plan.program_graph.nodes if node.op == "call_function"]
+    return Counter(str(node.target) for node in nodes if module_path(node).startswith("layers.0."))
+
+
+def trained(plan: Plan, prefix: str) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """Yield name, numbers and axes of trained weights with this prefix; without it, of no layer."""
+    changed = {output.input for output in plan.captured.outputs if output.kind == "gradient"}
     for i, (held, spec) in enumerate(zip(plan.captured.inputs, plan.in_specs)):
-        if i not in trained or not held.name.startswith(prefix or ("words", "norm", "head")):
-            continue
-        used = {axis for axes in spec.dims for axis in axes or ()}
-        replicated = tuple(name for name in plan.mesh.names if name not in used)
-        share = plan.mesh.count(tuple(used))
-        yield Held(replicated, times * math.prod(held.shape) / share)
+        if i in changed and held.name.startswith(prefix or ("words", "norm", "head")):
+            used = {axis for axes in spec.dims for axis in axes or ()}
+            yield held.name, math.prod(held.shape), tuple(used)
