@@ -20,7 +20,7 @@ from .decoder import RANK, Decoder, Layout
 from .runs import DecoderRun, misfit
 
 
-# Two axes each: those along which devices have equal experts, and other ones.
+# If parts of the experts divide a part of a dimension, it has a second axis for them.
 CONTEXT, MODEL = ("context", "context_owner"), ("model", "model_owner")
 
 
@@ -61,12 +61,12 @@ class Axes(Layout):
             "shard": shards // both,
             "owner": owners // both,
             "expert": both,
-            "context": run.context // context,
-            "context_owner": context,
-            "model": run.tensor // model,
-            "model_owner": model,
+            **_split("context", run.context, context),
+            **_split("model", run.tensor, model),
         }
-        own = ("owner", "expert", "context_owner", "model_owner") if experts > 1 else ()
+        own = () if experts == 1 else ("owner", "expert")
+        own += CONTEXT[-1:] if "context_owner" in sizes else CONTEXT[:1] * (context > 1)
+        own += MODEL[-1:] if "model_owner" in sizes else MODEL[:1] * (model > 1)
         sharded = ("shard", "expert", *(CONTEXT if wide else ())) if fsdp > 1 else ()
         return cls(
             {name: size for name, size in sizes.items() if size > 1} or {"data": 1},
@@ -130,6 +130,13 @@ class RunDecoder(Decoder):
         super().__init__(chosen, kinds, axes, RANK if run.has_adapters else 0)
         self.run, self.layout = run, axes
         self.register_buffer("angles", torch.empty(run.sequence, chosen.turned // 2))
+
+
+def _split(name: str, size: int, owned: int) -> dict[str, int]:
+    """Return a dimension's axes; parts of the experts divide `owned` of it."""
+    if owned in (1, size):
+        return {name: size}
+    return {name: size // owned, f"{name}_owner": owned}
 
 
 def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:
