@@ -255,27 +255,26 @@ class KernelTimes:
         A tile's result costs as much time as DEPTH bytes of its operands' rows.
         """
         peak = self.kernels.peak(self.hardware, itemsize)
-        result, parts = self.result(node)
-        numbers = math.prod(result)
-        depth = count / (2 * numbers) * itemsize  # bytes of a row
-        return self.hardware.deep * peak / ((1 + DEPTH / depth) * self.waves(numbers / parts))
+        depth = count / (2 * self.results(node)[0]) * itemsize  # bytes of a row
+        return self.hardware.deep * peak / ((1 + DEPTH / depth) * self.waves(node))
 
-    def result(self, node: fx.Node) -> tuple[tuple[int, ...], int]:
-        """Return the shape of a product's result, and in how many parts a ring computes it."""
+    def results(self, node: fx.Node) -> tuple[int, int]:
+        """Return how many numbers a product computes, and in how many parts: those of a ring."""
         if not isinstance(node.target, FusedKind):
-            return tuple(node.meta["shape"]), 1
+            return math.prod(node.meta["shape"]), 1
         parts = self.mesh.count(node.meta["step"].axes)
         if "shape" in node.meta:  # each device has one part of the sum over all
-            return (parts, *node.meta["shape"]), parts
-        return tuple(next(iter(node.users)).meta["shape"]), parts
+            return parts * math.prod(node.meta["shape"]), parts
+        return math.prod(next(iter(node.users)).meta["shape"]), parts
 
-    def waves(self, numbers: float) -> float:
+    def waves(self, node: fx.Node) -> float:
         """Return how much longer a product takes as its last wave of tiles is not full.
 
         Source: NVIDIA's Matrix Multiplication Background User's Guide.
         """
+        numbers, parts = self.results(node)
         units = self.hardware.units
-        tiles = math.ceil(numbers / TILE)
+        tiles = math.ceil(numbers / parts / TILE)
         return math.ceil(tiles / units) * units / tiles if tiles > units > 0 else 1.0
 
     @cached_property
