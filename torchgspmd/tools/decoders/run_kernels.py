@@ -130,7 +130,7 @@ def groups_of(node: fx.Node) -> int:
 
 
 def between_products(graph: fx.Graph) -> set[str]:
-    """Return what a forward computes from a layer's first grouped product to its last."""
+    """Return a forward's operations from a layer's first grouped product to its last."""
     forward = [x for x in graph.nodes if x.op == "call_function" and not x.meta.get("backward")]
     ends: dict[str, list[int]] = {}
     for i, node in enumerate(forward):
