@@ -250,7 +250,7 @@ def print_rows(path: str, only: int | None, seconds: float) -> None:
             f"| {spent:.0f} |",
             flush=True,
         )
-        lost += [row.name] * (ratio > 1 or bool(fits))
+        lost += [row.name] * (ratio > SLACK or bool(fits))
     raise SystemExit(f"faster by hand: {', '.join(lost)}" if lost else 0)
 
 

@@ -25,19 +25,18 @@ def run_on(model: str, gpus: int, hardware: str = "b200", **sizes: Any) -> Decod
     return DecoderRun(model, hardware, gpus, given.pop("precision", "FP8"), **given)
 
 
-@pytest.mark.parametrize("model", ["llama38b", "qwen330ba3b", "gptoss20b", "deepseekv3"])
-@pytest.mark.parametrize("adapters", [False, True], ids=["all", "adapters"])
+@pytest.mark.parametrize(
+    ("model", "adapters"),
+    [("llama38b", False), ("llama38b", True), ("qwen330ba3b", False), ("deepseekv3", False)],
+)
 def test_no_step_is_below_its_bound(model: str, adapters: bool) -> None:
     """Random layouts of random machines."""
-    chosen = config(model)
-    if adapters and (chosen.experts or chosen.latent):
-        pytest.skip("the measured runs with adapters are of dense models")
     draw = random.Random(f"{model} {adapters}")
     hardware = draw.choice(["h100", "b200", "gb300"])
     precision = draw.choice(["BF16", "FP8", "MXFP8"])
     run = run_on(model, 16, hardware, precision=precision, has_adapters=adapters)
     reference = Reference(run)
-    for each in draw.sample([*candidates(run)], 3):
+    for each in draw.sample([*candidates(run)], 2):
         least = composed(Bound(reference, each), least=True)
         planned = Planned(each)
         assert least.seconds <= composed(planned, least=True).seconds, each.layout
@@ -46,7 +45,7 @@ def test_no_step_is_below_its_bound(model: str, adapters: bool) -> None:
 
 
 def test_a_search_without_end_finds_the_best() -> None:
-    run = run_on("llama38b", 2, "h100", global_batch=4)
+    run = run_on("llama38b", 2, "h100", global_batch=2)
     every = [step(each) for each in candidates(run)]
     fitting = [found.seconds for found in every if found.memory <= run.hardware.memory]
     search = RunSearch(run, run.hardware.memory, float("inf"))

@@ -39,7 +39,7 @@ Sums = tuple[float, float, bool, bool]  # depth and size of operands, grows with
 
 
 @dataclass
-class Work:
+class LayerWork:
     """Some layers' work for one row on one device: in the forward, then in the backward.
 
     products: operations, by their sums. attention, traffic: seconds, which grow with the rows;
@@ -55,9 +55,9 @@ class Work:
     host: list[float] = field(default_factory=lambda: [0.0, 0.0])
     grouped: list[float] = field(default_factory=lambda: [0.0, 0.0])
 
-    def without(self, other: Work) -> Work:
+    def without(self, other: LayerWork) -> LayerWork:
         """Return this work without that of other layers."""
-        found = Work()
+        found = LayerWork()
         for way in range(2):
             found.products[way].update(self.products[way])
             found.products[way].subtract(other.products[way])
@@ -89,8 +89,8 @@ class Reference(Planned):
                     )
                     self.numbers_of[kind if prefix else "", is_expert] += number
 
-    def work(self, kinds: Sequence[str]) -> Work:
-        plan, found = self.plans[tuple(kinds)], Work()
+    def work(self, kinds: Sequence[str]) -> LayerWork:
+        plan, found = self.plans[tuple(kinds)], LayerWork()
         times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
         self.choices[tuple(kinds)] = [
             KeptValue(size, self.least_seconds(node, times, kinds), module_path(node))
@@ -111,7 +111,7 @@ class Reference(Planned):
             return 0.0
         return max(times(node) - times.kernels.gap, 0.0)
 
-    def add(self, work: Work, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> None:
+    def add(self, work: LayerWork, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> None:
         """Add a node's work; outside of layers and inside of experts that of products alone."""
         way, path = int(bool(node.meta.get("backward"))), module_path(node)
         count = 0 if is_transparent(node) else flops(node, times.mesh)
@@ -194,7 +194,7 @@ class Bound(Planned):
             for kinds, values in known.items()
         }
 
-    def times(self, work: Work) -> LayerTimes:
+    def times(self, work: LayerWork) -> LayerTimes:
         run = self.run
         share = run.micro_batch / (run.tensor * run.context)
         # A ring of causal attention may compute no masked pair; a kernel computes whole tiles.

@@ -19,7 +19,6 @@ from .config import Config
 from .decoder import RANK, Decoder, Layout
 from .runs import DecoderRun, misfit
 
-
 # If parts of the experts divide a part of a dimension, it has a second axis for them.
 CONTEXT, MODEL = ("context", "context_owner"), ("model", "model_owner")
 

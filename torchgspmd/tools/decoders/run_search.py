@@ -33,7 +33,9 @@ def candidates(run: DecoderRun) -> Iterator[DecoderRun]:
     c = run.config
     heads = c.key_heads if c.latent is None else c.heads
     for tensor in powers(min(MOST["tensor"], heads, run.gpus)):
-        for context in powers(min(MOST["context"], run.gpus // tensor)):
+        # A ring of attention beside an exchange of experts takes minutes to plan.
+        longest = 1 if c.experts else MOST["context"]
+        for context in powers(min(longest, run.gpus // tensor)):
             inner = tensor * context
             if run.gpus % inner or run.sequence % inner:
                 continue
@@ -84,6 +86,11 @@ def handicap(run: DecoderRun) -> float:
     return 1 + 0.03 * math.log2(run.tensor * run.context) + 0.02 * (run.fsdp > 1)
 
 
+def pieces(run: DecoderRun) -> int:
+    """Return the pieces of its rings: a plan takes about as many times as long."""
+    return run.tensor * run.context
+
+
 def planned_alike(run: DecoderRun) -> tuple[object, ...]:
     """Return the sizes that a plan of one stage depends on."""
     # Sums over replicas come once a step, unless weights are sharded or few are trained.
@@ -110,7 +117,7 @@ class RunSearch:
     planned: int = 0
     skipped: float = math.inf
     seconds: float = math.inf  # of the best that fits
-    longest: float = 0.0  # CPU seconds of a plan and its candidates
+    pace: float = 0.0  # CPU seconds of a plan without rings, at most
 
     def run_until_end(self) -> None:
         """Try candidates until none can be better, or time ends."""
@@ -122,10 +129,11 @@ class RunSearch:
             if least.memory <= self.limit:
                 self.open.append((least.seconds, each))
         self.open.sort(key=lambda pair: pair[0] * handicap(pair[1]))
-        while self.open and not self.is_over(self.longest):
-            begin = time.process_time()
-            self.branch(self.open[0][1])
-            self.longest = max(self.longest, time.process_time() - begin)
+        while self.open and not self.is_over(self.pace * pieces(self.open[0][1])):
+            begin, next_ = time.process_time(), self.open[0][1]
+            self.branch(next_)
+            spent = time.process_time() - begin
+            self.pace = max(self.pace, spent / pieces(next_))
             self.open = [pair for pair in self.open if pair[0] < self.worth]
         if not self.tried and small:  # nothing fits
             self.branch(min(small, key=lambda pair: pair[0])[1])

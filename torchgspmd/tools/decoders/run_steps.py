@@ -44,8 +44,8 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 class LayerTimes:
     """Some layers' seconds of the device and of the host, and bytes for the backward.
 
-    experts, host_experts: the forward's share from the first grouped product to the last. sent: bytes
-    that the device sends. products: the model's operations, a device's share.
+    experts, host_experts: the forward's share from the first grouped product to the last. sent:
+    bytes that the device sends. products: the model's operations, a device's share.
     """
 
     forward: float = 0.0
