@@ -67,7 +67,9 @@ class Row:
     @property
     def run(self) -> DecoderRun:
         """Return the layout and the recipe."""
-        shared = {each.name: getattr(self, each.name, None) for each in fields(DecoderRun)}
+        shared: dict[str, Any] = {
+            each.name: getattr(self, each.name, None) for each in fields(DecoderRun)
+        }
         source = self.source.lower()
         shared |= {"has_adapters": "lora" in source, "is_automodel": "automodel" in source}
         return DecoderRun(**shared)
