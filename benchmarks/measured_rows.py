@@ -7,6 +7,7 @@ torchgspmd/tools/decoders/models.
 from __future__ import annotations
 
 import csv
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
@@ -14,7 +15,10 @@ from typing import Any
 
 from torchgspmd.tools.decoders.runs import DecoderRun
 
+# Megatron-Bridge's names for FP8 by its scales: of a tensor, late ones, of a channel, of a block.
+SCALES = {"FP8CS": "FP8", "FP8DS": "FP8", "FP8SC": "FP8", "FP8MX": "MXFP8", "FP4": "NVFP4"}
 TEXTS = ("source", "model", "system", "precision")
+SIZES = ("micro_batch", "fsdp", "tensor", "pipeline", "context", "virtual_stages", "expert")
 
 
 class BadRow(ValueError):
@@ -24,7 +28,8 @@ class BadRow(ValueError):
 @dataclass(frozen=True)
 class Row:
     """A measured run. sequence: tokens. fsdp: devices that weights are sharded over, 0 for data
-    parallelism with a distributed optimizer. virtual_stages: stages of a device.
+    parallelism with a distributed optimizer. virtual_stages: stages of a device. An empty size is
+    1, an empty fsdp 0. Without tokens a second a run was not measured.
     """
 
     source: str
@@ -41,14 +46,19 @@ class Row:
     context: int
     virtual_stages: int
     expert: int
-    tokens_per_second_per_gpu: float
+    tokens_per_second_per_gpu: float = 0.0
     model_tflops_per_gpu: float = 0.0
 
     @property
     def seconds(self) -> float:
-        """Return the seconds of a step."""
-        tokens = self.global_batch * self.sequence / self.gpus
-        return tokens / self.tokens_per_second_per_gpu
+        """Return the seconds of a step; 0 if it was not measured."""
+        speed = self.tokens_per_second_per_gpu
+        return self.tokens / speed if speed else 0.0
+
+    @property
+    def tokens(self) -> float:
+        """Return a GPU's share of a step's tokens."""
+        return self.global_batch * self.sequence / self.gpus
 
     @property
     def name(self) -> str:
@@ -57,7 +67,9 @@ class Row:
     @property
     def run(self) -> DecoderRun:
         """Return the layout and the recipe."""
-        shared = {each.name: getattr(self, each.name, None) for each in fields(DecoderRun)}
+        shared: dict[str, Any] = {
+            each.name: getattr(self, each.name, None) for each in fields(DecoderRun)
+        }
         source = self.source.lower()
         shared |= {"has_adapters": "lora" in source, "is_automodel": "automodel" in source}
         return DecoderRun(**shared)
@@ -85,22 +97,29 @@ def _row(where: str, values: dict[str, Any]) -> Row:
         raise BadRow(f"{where}: {error}") from None
 
 
+def _precision(text: str) -> str:
+    plain = re.sub("[^A-Z0-9]", "", text.upper())
+    return SCALES.get(plain, plain)
+
+
 def _fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for each in fields(Row):
         text = (values.get(each.name) or "").strip()
         if each.name in TEXTS:
             if not text:
                 raise BadRow(f"{each.name} is empty")
-            yield each.name, text.upper() if each.name == "precision" else text
-            continue
-        if not text and each.default is not MISSING:
+            yield each.name, _precision(text) if each.name == "precision" else text
             continue
         kind, least = (float, 0) if each.type == "float" else (int, 0 if each.name == "fsdp" else 1)
+        if not text and (each.default is not MISSING or each.name in SIZES):
+            yield each.name, each.default if each.default is not MISSING else least
+            continue
         try:
             number = kind(text)
         except ValueError:
             number = -1
-        if not number >= least or (kind is float and each.default is MISSING and not number):
+        is_speed = each.name == "tokens_per_second_per_gpu"
+        if not number >= least or (is_speed and not number):
             what = "a whole number" if kind is int else "a positive number"
             raise BadRow(f"{each.name} is '{text}'; write {what}{f' from {least}' * (kind is int)}")
         yield each.name, number

@@ -1,12 +1,18 @@
 """Proposals of `suggest` for published models, beside their published layouts, by one estimate.
 
     python benchmarks/suggest_published.py [--seconds 60] [NAME ...]
+    python benchmarks/suggest_published.py --rows FILE.csv [--only N] [--seconds 120]
 
 Prints a row for each model: mesh, layers that are computed twice, estimated step and memory of
 both, the ratio of the steps, and the bound that no layout can be below. A published layout is
 planned with its marks, and as many layers computed twice as its run had. The proposal starts from
 no mark, and may use as much memory. Ends with an error if a published layout is faster. Nothing
 runs but the planner.
+
+--rows: the runs of a table, as in published_runs.py. Prints a row for each: the published layout
+and its estimated step, the proposed one for the same model, machine, batch, precision and recipe,
+the ratio of the steps, how much longer than the best one in the search's space the proposed one is
+at most, plans of candidates, and CPU seconds. --only: that row alone, from 1.
 
 Sources: those of published_runs.py and published_models.py; for 70B and 405B tables 4 and 5 of
 torchtitan's benchmarks, in bfloat16 here; Llama Team, arXiv 2407.21783, table 4 (405B on 4,096);
@@ -17,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,10 +34,13 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
+from torchgspmd.tools.decoders import NamedDecoder
+from torchgspmd.tools.decoders.run_steps import step
 from torchgspmd.tools.suggest import Proposal
 from torchgspmd.tools.suggest.layers import Layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from measured_rows import read_rows
 from published_models import MODELS, Model
 from published_runs import (
     A100,
@@ -206,12 +216,54 @@ def main(names: Sequence[str], seconds: float) -> None:
     raise SystemExit(f"faster by hand: {', '.join(lost)}" if lost else 0)
 
 
+def print_rows(path: str, only: int | None, seconds: float) -> None:
+    print("| run | published | step, s | proposed | step, s | ratio | within | plans | CPU s |")
+    print("|---|---|--:|---|--:|--:|--:|--:|--:|")
+    lost, rows = [], read_rows(path)
+    for number, row in enumerate(rows, 1):
+        if only not in (None, number):
+            continue
+        run = row.run
+        published = step(run)
+        begin = time.process_time()
+        with torch.device("meta"):
+            recipe = {"adapters": run.has_adapters, "automodel": run.is_automodel}
+            model = NamedDecoder(row.model, row.gpus, row.sequence, **recipe)
+            tokens = torch.empty(row.global_batch, row.sequence, dtype=torch.long)
+        best = gspmd.suggest(
+            model,
+            (tokens, tokens),
+            devices=row.gpus,
+            hardware=row.run.hardware,
+            seconds=seconds,
+            precision=row.precision.lower(),
+        )[0]
+        spent, ratio = time.process_time() - begin, best.seconds / published.seconds
+        mesh = ",".join(f"{axis}={size}" for axis, size in best.mesh.axes)
+        rounds = f" x {best.repeats}" if best.repeats > 1 else ""
+        count = best.savings.microbatches
+        fits = "" if best.memory <= best.limit else " TOO MUCH"
+        print(
+            f"| {number}. {row.name} | {run.layout} | {published.seconds:.2f} "
+            f"| {mesh}{rounds}; {count} microbatches{fits} | {best.seconds:.2f} | {ratio:.3f} "
+            f"| {best.gap:.1%} | {best.counts['plans']} of {best.counts['candidates']} "
+            f"| {spent:.0f} |",
+            flush=True,
+        )
+        lost += [row.name] * (ratio > SLACK or bool(fits))
+    raise SystemExit(f"faster by hand: {', '.join(lost)}" if lost else 0)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME")
     parser.add_argument("--seconds", type=float, default=60, help="of a search")
+    parser.add_argument("--rows", metavar="FILE.csv", help="a table of runs")
+    parser.add_argument("--only", type=int, metavar="N", help="the row with this number, from 1")
     warnings.simplefilter("ignore")
     arguments = parser.parse_args()
+    if arguments.rows:
+        print_rows(arguments.rows, arguments.only, arguments.seconds)
     main(arguments.names, arguments.seconds)

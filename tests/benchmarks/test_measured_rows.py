@@ -8,9 +8,11 @@ import pytest
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 from measured_rows import BadRow, Row, read_rows  # noqa: E402
+from published_runs import print_rows  # noqa: E402
 
 from torchgspmd import ShardingError  # noqa: E402
 from torchgspmd.tools.decoders.config import config  # noqa: E402
+from torchgspmd.tools.decoders.run_layouts import Axes  # noqa: E402
 from torchgspmd.tools.decoders.run_steps import step  # noqa: E402
 
 HEADER = (
@@ -77,8 +79,47 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 def test_experts_that_no_axis_has_are_named() -> None:
     row = Row("x", "Qwen3 30B A3B", "H100", 8, "BF16", 24, 1, 256, 0, 2, 1, 1, 1, 3, 1.0)
-    with pytest.raises(ShardingError, match="3 parts of the experts over 4 replicas of 2 devices"):
+    with pytest.raises(
+        ShardingError, match="3 parts of the experts and 1 of the weights over 4 replicas of 2"
+    ):
         step(row.run)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "context", "experts"),
+    [(0, 4, 1, 2), (2, 2, 2, 2), (4, 1, 1, 8), (8, 1, 2, 8), (1, 2, 1, 4), (2, 2, 2, 1)],
+)
+def test_experts_and_weights_are_sharded_along_parts_of_axes(
+    fsdp: int, tensor: int, context: int, experts: int
+) -> None:
+    row = Row(
+        "x", "qwen330ba3b", "H100", 8, "BF16", 8, 1, 512, fsdp, tensor, 1, context, 1, experts, 1
+    )
+    chosen = config(row.model)
+    axes = Axes.of(row.run, chosen)
+    assert axes.mesh.size == 8
+    assert axes.count(axes.owners) == (experts if experts > 1 else 1)
+    assert axes.count(axes.shard) == max(fsdp, 1)
+    if fsdp in (0, 8):
+        assert step(row.run).seconds > 0
+
+
+def test_an_empty_size_is_one_and_scales_name_a_format(tmp_path: Path) -> None:
+    (row,) = table(tmp_path, HEADER, "NeMo,Llama3 8B,H100,8,fp8_mx,16,,512,,,,,,,1000")
+    sizes = row.micro_batch, row.fsdp, row.tensor, row.pipeline, row.context, row.expert
+    assert (row.precision, sizes) == ("MXFP8", (1, 0, 1, 1, 1, 1))
+
+
+def test_a_row_without_a_measurement_is_estimated_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table(tmp_path, HEADER, GOOD, GOOD.removesuffix("1000"))
+    print_rows(str(tmp_path / "rows.csv"))
+    first, second, said = capsys.readouterr().out.splitlines()[2:]
+    assert said.startswith("1 rows: median error ")
+    (_, *cells), (_, *others) = (line.split("|") for line in (first, second))
+    assert cells[3] == others[3]  # the estimated seconds
+    assert (cells[2], others[2]) == (" 1.02 ", "  ")
 
 
 @pytest.mark.parametrize("model", ["llama38b", "qwen330ba3b", "gptoss20b", "deepseekv3", "kimik2"])

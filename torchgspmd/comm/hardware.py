@@ -73,6 +73,7 @@ class Hardware:
             it runs as other matmuls do.
         exponentials: Per second; attention needs one for each pair of tokens.
         units: Processors that share a product's tiles; 0 if it has no tiles.
+        deep: Share of `flops` that a framework's products reach, if their sums are deep.
 
     Example:
         >>> Hardware.of("h100").memory
@@ -95,6 +96,7 @@ class Hardware:
     host_bandwidth: float = 25 * GB  # PCIe of the fourth generation, 16 lanes
     exponentials: float = math.inf
     units: int = 0
+    deep: float = 0.725  # DeepGEMM's README, FP8 on an H800
 
     @property
     def peak(self) -> float:
@@ -276,6 +278,10 @@ class Hardware:
 # By compute capability: multiprocessors x 16 a clock (CUDA programming guide, table of arithmetic
 # instructions; twice as many on 10.3, NVIDIA's data sheet) x the boost clock.
 _EXP = {9: 132 * 16 * 1.755e9, 10: 148 * 16 * 1.85e9}
+# TransformerEngine's docs, examples/gemm_profiling: a layer's products in bfloat16 and FP8 take
+# 19.9 ms on a B300; 0.725 would give 19.3. Its data sheet's float32 rate is that of 148 units, too.
+_SM100 = {"exponentials": _EXP[10], "units": 148, "deep": 0.70}
+_SM103 = {**_SM100, "exponentials": 2 * _EXP[10]}
 _SXM = "NVIDIA's data sheets of the SXM module and of the DGX host"
 _NVL72 = "NVIDIA's data sheet of the {} NVL72, without sparsity; quoted from memory"
 _OF_B300 = _NVL72.replace("{} NVL72", "DGX B300")
@@ -292,6 +298,7 @@ def _gpu(
     units: int = 0,
     joined: int = 8,
     source: str = _SXM,
+    deep: float = 0.725,
 ) -> Hardware:
     """Return a GPU.
 
@@ -307,6 +314,7 @@ def _gpu(
         host_bandwidth=host,
         exponentials=exponentials,
         units=units,
+        deep=deep,
         source=f"{source.format(name.upper())}; latencies are ours",
     )
 
@@ -356,10 +364,10 @@ PRESETS = {
         _gpu("a100", {2: 312, 4: 19.5, 8: 19.5}, (2039, 80), (300, 25, 25)),
         _gpu("h100", _HOPPER, (3350, 80), (450, 50, 50), _EXP[9], 132),
         _gpu("h200", _HOPPER, (4800, 141), (450, 50, 50), _EXP[9], 132),
-        _gpu("b200", _B200, (7700, 180), (900, 50, 50), _EXP[10], 148),
-        _gpu("gb200", _GB200, (8000, 186), (900, 50, 225), _EXP[10], 148, joined=72, source=_NVL72),
-        _gpu("b300", _B300, (8000, 270), (900, 100, 100), 2 * _EXP[10], source=_OF_B300),
-        _gpu("gb300", _GB300, (8000, 279), (900, 100, 225), 2 * _EXP[10], joined=72, source=_NVL72),
+        _gpu("b200", _B200, (7700, 180), (900, 50, 50), **_SM100),
+        _gpu("gb200", _GB200, (8000, 186), (900, 50, 225), joined=72, source=_NVL72, **_SM100),
+        _gpu("b300", _B300, (8000, 270), (900, 100, 100), source=_OF_B300, **_SM103),
+        _gpu("gb300", _GB300, (8000, 279), (900, 100, 225), joined=72, source=_NVL72, **_SM103),
         _gpu("mi300x", {2: 1307, 4: 163, 8: 163}, (5300, 192), (448, 50, 50), source=_AMD),
         _gpu("mi355x", _MI355X, (8000, 288), (538, 50, 50), source=_AMD),
         replace(_tpu("tpu_v3", 61.5e12, (450, 16), 82), source=_JOUPPI),

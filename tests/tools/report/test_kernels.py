@@ -1,19 +1,15 @@
 """Estimates with a framework's kernels: what is fused, quantized, sent once, and kept."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from torchgspmd import Hardware, Mesh, Plan, annotate, plan
+from torchgspmd.fx_passes.schedule.arithmetic import flops
+from torchgspmd.tools.decoders.run_kernels import Routed, RunKernels
 from torchgspmd.tools.report.estimate import COMMUNICATION, COMPUTE, estimate
-from torchgspmd.tools.report.kernels import Kernels
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-from row_kernels import Routed, RowKernels  # noqa: E402
+from torchgspmd.tools.report.kernels import Kernels, KernelTimes
 
 H100 = Hardware.of("h100")
 
@@ -54,6 +50,42 @@ def test_narrow_products_are_faster_and_wide_modules_are_not(trained: Plan) -> N
     assert busy(trained, Kernels("fp8", wide=("*",))) == wide
 
 
+class Projections(nn.Module):
+    """A layer's four products, at the sizes of TransformerEngine's examples/gemm_profiling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = ((4096, 12288), (4096, 4096), (4096, 16384), (16384, 4096))
+        self.parts = nn.ModuleList(nn.Linear(*size, bias=False) for size in sizes)
+
+    def forward(self, *inputs: Tensor) -> list[Tensor]:
+        return [part(x) for part, x in zip(self.parts, inputs)]
+
+
+@pytest.fixture(scope="module")
+def projections() -> Plan:
+    with torch.device("meta"):
+        model = Projections()
+        inputs = [torch.empty(15872, k, requires_grad=True) for k in (4096, 4096, 4096, 16384)]
+    inputs = [x.bfloat16() for x in inputs]
+    return plan(model.bfloat16(), *inputs, mesh=Mesh(data=1), grad=True)
+
+
+@pytest.mark.parametrize(
+    ("products", "milliseconds"),
+    [("bf16", 13.102), ("fp8", 6.812), ("mxfp8", 7.161), ("nvfp4", 3.764)],
+)
+def test_products_take_as_long_as_transformer_engine_measured(
+    projections: Plan, products: str, milliseconds: float
+) -> None:
+    """Forward and backward on a B300, without quantization; a format may be off by 5 %."""
+    kernels, graph = Kernels(products, gap=0.0), projections.program_graph
+    times = KernelTimes(graph, projections.mesh, Hardware.of("b300"), kernels)
+    times.quantized.update(graph.nodes)
+    found = sum(times(node) for node in graph.nodes if flops(node, projections.mesh))
+    assert found * 1e3 == pytest.approx(milliseconds, rel=0.05)
+
+
 def test_a_module_is_fused(trained: Plan) -> None:
     assert busy(trained, Kernels()) < busy(trained, Kernels(is_fused=False))
 
@@ -72,7 +104,7 @@ def test_only_returned_sums_come_later(trained: Plan) -> None:
 def test_quantized_operands_are_kept_in_their_format(trained: Plan) -> None:
     def kept(products: str) -> float:
         graph, mesh = trained.program_graph, trained.mesh
-        return sum(RowKernels(graph, mesh, H100, Kernels(products)).saved().values())
+        return sum(RunKernels(graph, mesh, H100, Kernels(products)).saved().values())
 
     assert kept("nvfp4") < kept("fp8") < kept("bf16")
 

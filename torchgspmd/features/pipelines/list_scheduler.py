@@ -87,12 +87,19 @@ def list_schedule(
 def _shortest(
     places: StagePlacement, microbatches: int, kinds: str, memory: int | None, times: Times
 ) -> Schedule:
-    # With one stage a device, one rule is best for all sizes; with rounds no rule is.
-    rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
-    tables = [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
-    schedules = [timed(table, times) for table in tables]
+    schedules = [timed(table, times) for table in _tables(places, microbatches, kinds, memory)]
     # Among equal ends: less idle time, then less memory.
     return min(schedules, key=lambda schedule: (schedule.end, schedule.bubble, max(schedule.kept)))
+
+
+@lru_cache(maxsize=256)
+def _tables(
+    places: StagePlacement, microbatches: int, kinds: str, memory: int | None
+) -> list[list[list[Piece]]]:
+    """Return each rule's order of pieces: that of pieces that take equally long."""
+    # With one stage a device, one rule is best for all sizes; with rounds no rule is.
+    rules = _RULES[1:] if places.rounds > 1 else _RULES[:1]
+    return [_Order(places, microbatches, kinds, memory, rule).run() for rule in rules]
 
 
 def forward_schedule(places: StagePlacement, microbatches: int, times: Times) -> Schedule:

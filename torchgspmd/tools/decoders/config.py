@@ -61,6 +61,11 @@ class Config:
     graphs: tuple[str, ...] = ("*first", "*second", "*attention*", "*feed*")
     aliases: tuple[str, ...] = ()
 
+    @property
+    def turned(self) -> int:
+        """Return the channels of a head that carry positions."""
+        return self.latent.places if self.latent else self.head
+
     def kinds(self) -> dict[str, int]:
         """Return the kinds of layers, with their counts, those of predictions included."""
         kind = "experts" if self.experts else "dense"

@@ -18,6 +18,8 @@ from ...errors import ShardingError
 from ...model_api import moe
 from .config import Config, Latent, config
 
+RANK = 16  # of adapters
+
 
 class Layout:
     """Marks of a decoder's values; these are none. devices: how many share the experts."""
@@ -232,6 +234,9 @@ class Decoder(nn.Module):
 class NamedDecoder(Decoder):
     """A published decoder. name: of models/. devices: that share the experts. sequence: tokens.
 
+    adapters: it trains adapters of low rank (LoRA) alone. automodel: estimates take the recipe of
+    NeMo Automodel in place of Megatron's.
+
     Example:
         >>> with torch.device("meta"):
         ...     model = NamedDecoder("llama3-8b", devices=8, sequence=4096)
@@ -239,7 +244,14 @@ class NamedDecoder(Decoder):
         8030261248
     """
 
-    def __init__(self, name: str, devices: int, sequence: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        devices: int,
+        sequence: int,
+        adapters: bool = False,
+        automodel: bool = False,
+    ) -> None:
         chosen = config(name)
         if chosen.window and sequence > 2 * chosen.window and sequence % (2 * chosen.window):
             raise ShardingError.here(
@@ -247,7 +259,7 @@ class NamedDecoder(Decoder):
                 fix=f"take a multiple of {2 * chosen.window}",
             )
         kinds = [kind for kind, count in chosen.kinds().items() for _ in range(count)]
-        super().__init__(chosen, kinds, Layout(devices))
+        super().__init__(chosen, kinds, Layout(devices), RANK if adapters else 0)
         self.name, self.devices, self.sequence = name, devices, sequence
-        head = chosen.latent.places if chosen.latent else chosen.head
-        self.register_buffer("angles", torch.empty(sequence, head // 2))
+        self.adapters, self.automodel = adapters, automodel
+        self.register_buffer("angles", torch.empty(sequence, chosen.turned // 2))

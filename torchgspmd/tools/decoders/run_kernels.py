@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,9 +11,16 @@ from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
+from ...fx_passes.digest import module_path
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import bytes_of
-from ..report.kernels import KernelTimes, attends, base_of, is_transparent
+from ..report.kernels import Kernels, KernelTimes, attends, base_of, is_transparent
+from .runs import DecoderRun
+
+# GPT-OSS in Megatron: experts.py (_apply_bias) adds the second product's bias expert by expert, in
+# float32: b p, t + b p, cat, and a cast, with six kernels behind them. rope_utils.py has no fused
+# kernel for positions that YaRN scales. Bytes of a number, forward and backward; kernels.
+BIAS, BIAS_KERNELS, ROTARY = (28, 40), (3, 6), (24, 24)
 
 
 @dataclass(frozen=True)
@@ -119,3 +127,26 @@ def groups_of(node: fx.Node) -> int:
     shapes = [node, *node.all_input_nodes]
     sizes = [math.prod(x.meta["shape"][:-2]) for x in shapes if len(x.meta.get("shape", ())) > 2]
     return max(sizes, default=1)
+
+
+def between_products(graph: fx.Graph) -> set[str]:
+    """Return a forward's operations from a layer's first grouped product to its last."""
+    forward = [x for x in graph.nodes if x.op == "call_function" and not x.meta.get("backward")]
+    ends: dict[str, list[int]] = {}
+    for i, node in enumerate(forward):
+        if groups_of(node) > 1:
+            ends.setdefault(module_path(node), []).append(i)
+    return {x.name for found in ends.values() for x in forward[found[0] : found[-1] + 1]}
+
+
+def unfused(run: DecoderRun, hardware: Hardware, kernels: Kernels, host: float) -> Iterator[float]:
+    """Yield LayerTimes of what Megatron does not fuse in a layer whose experts have biases."""
+    c = run.config
+    if not c.biases or run.is_automodel:
+        return
+    tokens = run.micro_batch * run.sequence / run.context / run.tensor
+    rows, turned = tokens * c.chosen * c.width, tokens * (c.heads + c.key_heads) * c.head
+    bandwidth, local = kernels.memory * hardware.memory_bandwidth, c.experts / run.expert
+    yield from ((rows * b + turned * r) / bandwidth for b, r in zip(BIAS, ROTARY))
+    yield from (host * count * local for count in BIAS_KERNELS)
+    yield from (rows * BIAS[0] / bandwidth, host * BIAS_KERNELS[0] * local)

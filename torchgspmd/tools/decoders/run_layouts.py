@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ...layout.annotate import annotate
 from ...layout.mark import mark_sharding
 from ...layout.mesh import Mesh
 from .config import Config
-from .decoder import Decoder, Layout
+from .decoder import RANK, Decoder, Layout
 from .runs import DecoderRun, misfit
 
-RANK = 16  # of adapters
+# If parts of the experts divide a part of a dimension, it has a second axis for them.
+CONTEXT, MODEL = ("context", "context_owner"), ("model", "model_owner")
 
 
 @dataclass(frozen=True)
@@ -37,48 +39,56 @@ class Axes(Layout):
 
     @classmethod
     def of(cls, run: DecoderRun, config: Config) -> Axes:
-        """Return a run's axes. Neighbours are along tensor, context, expert, data, then stages."""
-        inner = run.tensor * run.context
+        """Return a run's axes. Neighbours are along tensor, context, expert, data, then stages.
+
+        Parts of the experts are neighbours; FSDP shards over replicas, then over context.
+        """
         experts, fsdp = run.expert if config.experts else 1, max(run.fsdp, 1)
-        if experts > 1 and (experts % inner or run.replicas % (experts // inner)):
+        model = math.gcd(run.tensor, experts)
+        context = math.gcd(run.context, experts // model)
+        owners = experts // (model * context)
+        wide = fsdp > 1 and bool(run.replicas % fsdp)
+        shards = fsdp // run.context if wide else fsdp
+        both = math.gcd(shards, owners)
+        if run.replicas % (shards // both * owners):
             raise misfit(
-                f"{experts} parts of the experts over {run.replicas} replicas of {inner} devices: "
-                "a mesh has no such axis"
+                f"{experts} parts of the experts and {fsdp} of the weights over {run.replicas} "
+                f"replicas of {run.tensor * run.context} devices: a mesh has no such axes"
             )
-        expert = max(experts // inner, 1)
-        if fsdp > 1 and fsdp % expert:
-            raise misfit(
-                f"fsdp {fsdp} of weights beside {expert} parts of the experts: neither is a "
-                "multiple of the other, so a mesh has no such axes"
-            )
-        shard = max(fsdp // expert, 1)
         sizes = {
-            "data": run.replicas // (shard * expert),
-            "shard": shard,
-            "expert": expert,
-            "context": run.context,
-            "model": run.tensor,
+            "data": run.replicas // (shards // both * owners),
+            "shard": shards // both,
+            "owner": owners // both,
+            "expert": both,
+            **_split("context", run.context, context),
+            **_split("model", run.tensor, model),
         }
-        owners = ("expert", "context", "model") if experts > 1 else ()
-        is_sharded = fsdp > 1
+        own = () if experts == 1 else ("owner", "expert")
+        own += CONTEXT[-1:] if "context_owner" in sizes else CONTEXT[:1] * (context > 1)
+        own += MODEL[-1:] if "model_owner" in sizes else MODEL[:1] * (model > 1)
+        sharded = ("shard", "expert", *(CONTEXT if wide else ())) if fsdp > 1 else ()
         return cls(
             {name: size for name, size in sizes.items() if size > 1} or {"data": 1},
-            ("data", "shard", "expert"),
-            ("shard", "expert") if is_sharded else (),
-            owners,
-            ("shard",) if is_sharded and experts > 1 else ("shard", "expert") * is_sharded,
+            ("data", "shard", "owner", "expert"),
+            sharded,
+            own,
+            tuple(x for x in sharded if x not in own),
         )
 
     @property
     def mesh(self) -> Mesh:
         return Mesh(**self.sizes)
 
+    def staged(self, stages: int) -> Axes:
+        """Return the axes of all stages."""
+        return replace(self, sizes={"stage": stages, **self.sizes}) if stages > 1 else self
+
     def count(self, axes: Sequence[str]) -> int:
         return math.prod(self.sizes.get(name, 1) for name in axes)
 
     def cut(self, experts: int) -> tuple[int, int]:
         shards = self.count(self.owners)
-        return self.count(self.batch) * self.count(("context", "model")) // shards, shards
+        return self.mesh.size // shards, shards
 
     def dim(self, *axes: str) -> str:
         """Return a dimension's entry in a spec."""
@@ -86,17 +96,46 @@ class Axes(Layout):
 
     @property
     def tokens(self) -> str:
-        return f"{self.dim(*self.batch)} {self.dim('context')}"
+        return f"{self.dim(*self.batch)} {self.dim(*CONTEXT)}"
 
     def between(self, x: Tensor) -> Tensor:
-        spec = f"{self.dim(*self.batch)} {self.dim('context', 'model')} _"
+        spec = f"{self.dim(*self.batch)} {self.dim(*CONTEXT, *MODEL)} _"
         return mark_sharding(x, self.mesh, spec)
 
     def along_model(self, x: Tensor, dim: int, sequence: int) -> Tensor:
         dims = ["_"] * x.dim()
-        dims[0], dims[sequence] = self.dim(*self.batch), self.dim("context")
-        dims[dim] = self.dim("model")
+        dims[0], dims[sequence] = self.dim(*self.batch), self.dim(*CONTEXT)
+        dims[dim] = self.dim(*MODEL)
         return mark_sharding(x, self.mesh, " ".join(dims))
+
+
+class RunDecoder(Decoder):
+    """A published decoder whose values have a run's marks, on a mesh with its stages.
+
+    Example:
+        >>> from torchgspmd.tools.decoders.runs import DecoderRun
+        >>> sizes = {"tensor": 2, "pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
+        >>> sizes |= {"global_batch": 8, "micro_batch": 1, "sequence": 4096, "fsdp": 0}
+        >>> with torch.device("meta"):
+        ...     model = RunDecoder(DecoderRun("llama3-8b", "h100", 8, "BF16", **sizes))
+        >>> model.layout.sizes
+        {'data': 4, 'model': 2}
+    """
+
+    def __init__(self, run: DecoderRun) -> None:
+        chosen = run.config
+        kinds = [kind for kind, count in chosen.kinds().items() for _ in range(count)]
+        axes = Axes.of(run, chosen).staged(run.pipeline)
+        super().__init__(chosen, kinds, axes, RANK if run.has_adapters else 0)
+        self.run, self.layout = run, axes
+        self.register_buffer("angles", torch.empty(run.sequence, chosen.turned // 2))
+
+
+def _split(name: str, size: int, owned: int) -> dict[str, int]:
+    """Return a dimension's axes; parts of the experts divide `owned` of it."""
+    if owned in (1, size):
+        return {name: size}
+    return {name: size // owned, f"{name}_owner": owned}
 
 
 def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:
@@ -107,7 +146,7 @@ def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) ->
 
 def marks(axes: Axes, config: Config, kinds: Sequence[str]) -> dict[str, str]:
     """Return the layout of the weights."""
-    shard, model = axes.dim(*axes.shard), axes.dim("model")
+    shard, model = axes.dim(*axes.shard), axes.dim(*MODEL)
     found = {"words": f"{model} {shard}", "head.weight": f"{shard} {model}"}
     layer = "layers.*."
     if config.latent is None:

@@ -7,10 +7,12 @@ of the pipeline's schedule; gradients and weights are exchanged once a step.
 
 from __future__ import annotations
 
+import copy
 import math
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatch
 
 import torch
@@ -24,7 +26,7 @@ from ...fx_passes.digest import module_path
 from ...layout.mesh import Mesh
 from ..report.estimate import COMMUNICATION, estimate
 from ..report.kernels import Kernels
-from .run_kernels import Routed, RunKernels, groups_of
+from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
 from .run_layouts import Axes, marked
 from .runs import DecoderRun
 
@@ -40,13 +42,21 @@ ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Some layers' seconds of the device and of the host, and bytes for the backward."""
+    """Some layers' seconds of the device and of the host, and bytes for the backward.
+
+    experts, host_experts: the forward's share from the first grouped product to the last. sent:
+    bytes that the device sends. products: the model's operations, a device's share.
+    """
 
     forward: float = 0.0
     backward: float = 0.0
     host_forward: float = 0.0
     host_backward: float = 0.0
+    experts: float = 0.0
+    host_experts: float = 0.0
     saved: float = 0.0
+    sent: float = 0.0
+    products: float = 0.0
 
     def __add__(self, other: LayerTimes) -> LayerTimes:
         return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
@@ -56,17 +66,22 @@ class LayerTimes:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return self.forward, self.backward, self.host_forward, self.host_backward, self.saved
+        return astuple(self)
 
     @property
     def seconds(self) -> float:
         return self.forward + self.backward
 
     def launched(self) -> LayerTimes:
-        """Return them where the host is no faster than it is."""
+        """Return them where the host is no faster than it is.
+
+        The host reads how many rows each expert has before it starts their products: it cannot
+        start them beside what comes before (Megatron's experts.py, tokens_per_expert.tolist()).
+        """
+        rest = max(self.forward - self.experts, self.host_forward - self.host_experts)
         return replace(
             self,
-            forward=max(self.forward, self.host_forward),
+            forward=rest + max(self.experts, self.host_experts),
             backward=max(self.backward, self.host_backward),
         )
 
@@ -95,16 +110,40 @@ class Planned:
             WIDE,
             # The sums of sharded weights' gradients would not fit whole.
             accumulates=run.fsdp <= 1 and not run.has_adapters,
+            # Automodel's recipes of adapters compile sharded models alone, and force transformers'
+            # modules on one device (examples/llm_benchmark, force_hf and enable_compile).
+            is_fused=not run.has_adapters or run.tensor > 1,
             rings=run.precision != "NVFP4",
             routed=self.routed(),
         )
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.choices: dict[tuple[str, ...], list[KeptValue]] = {}
+        self.known: dict[tuple[str, ...], LayerTimes] = {}
         kinds = list(self.config.kinds())
         first = kinds[0]
         one = self.numbers([first])
-        self.layers = {kind: self.numbers([first, kind]) + one.times(-1) for kind in kinds}
-        self.ends = one + self.layers[first].times(-1)
+        plain = {kind: self.layer([first], kind) for kind in kinds}
+        more = LayerTimes(*unfused(run, self.hardware, self.kernels, HOST))
+        self.layers = {kind: found + more for kind, found in plain.items()}
+        self.ends = one + plain[first].times(-1)
+
+    def layer(self, before: Sequence[str], kind: str) -> LayerTimes:
+        """Return the times of one layer more behind others.
+
+        A single layer may be planned in another way than with a second one. Their difference is no
+        layer then: the one with a third one is.
+        """
+        more = self.numbers([*before, kind])
+        alike = [_first_layer(self.plans[tuple(kinds)]) for kinds in (before, (*before, kind))]
+        if alike[0] != alike[1] and len(before) == 1:
+            return self.numbers([*before, kind, kind]) + more.times(-1)
+        return more + self.numbers(before).times(-1)
+
+    def on(self, run: DecoderRun) -> Planned:
+        """Return these plans for a run with other stages and microbatches, planned alike."""
+        found = copy.copy(self)
+        found.run, found.axes = run, Axes.of(run, self.config)
+        return found
 
     def routed(self) -> Routed | None:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
@@ -117,11 +156,10 @@ class Planned:
         """Plan a microbatch on the devices of a stage."""
         run, axes = self.run, self.axes
         batch = run.micro_batch * run.replicas
-        head = self.config.latent.places if self.config.latent else self.config.head
         with torch.device("meta"):
             model = marked(run, self.config, kinds, axes)
             tokens = torch.empty(batch, run.sequence, dtype=torch.long)
-            angles = torch.empty(run.sequence, head // 2)
+            angles = torch.empty(run.sequence, self.config.turned // 2)
         return plan_of(
             model,
             tokens,
@@ -145,7 +183,9 @@ class Planned:
             plan = self.plans[next(iter(kinds)), kind]
             for prefix, times in (("layers.1.", count / stages), ("", ends)):
                 if prefix or kind == next(iter(kinds)):
-                    yield from _held(plan, prefix, times)
+                    for _, number, used in trained(plan, prefix):
+                        others = tuple(name for name in self.axes.sizes if name not in used)
+                        yield Held(others, times * number / self.axes.count(used))
 
     def frozen(self) -> float:
         """Return the bytes of weights that are not trained; with adapters, all but these."""
@@ -157,26 +197,38 @@ class Planned:
         return total / (self.run.tensor * self.run.pipeline * max(self.run.fsdp, 1))
 
     def numbers(self, kinds: Sequence[str]) -> LayerTimes:
+        """Return the times of a program with these layers."""
+        if tuple(kinds) not in self.known:
+            self.known[tuple(kinds)] = self._numbers(kinds)
+        return self.known[tuple(kinds)]
+
+    def _numbers(self, kinds: Sequence[str]) -> LayerTimes:
         plan = self.plans[tuple(kinds)] = self.plan(kinds)
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
         times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
-        sums = [0.0] * 4
+        sums, between = [0.0] * 6, between_products(plan.program_graph)
         for event in found.events:
             if event.stream != COMMUNICATION:
                 sums[event.backward] += event.seconds
+                sums[4] += event.seconds * (event.name in between)
         for node in plan.program_graph.nodes:
             if node.op == "call_function" and not self.is_graphed(node):
-                sums[2 + bool(node.meta.get("backward"))] += HOST * times.launches(node)
+                host = HOST * times.launches(node)
+                sums[2 + bool(node.meta.get("backward"))] += host
+                sums[5] += host * (node.name in between)
         self.choices[tuple(kinds)] = [
             KeptValue(size, times(node), module_path(node)) for node, size in times.saved().items()
         ]
         saved = sum(each.size for each in self.choices[tuple(kinds)])
-        return LayerTimes(sums[0], sums[1], sums[2], sums[3], saved)
+        sent, products = sum(event.sent for event in found.events), found.model_flops
+        return LayerTimes(*sums, saved=saved, sent=sent, products=products / plan.mesh.size)
 
     def is_graphed(self, node: fx.Node) -> bool:
-        """Return whether a CUDA graph starts an operation, on Blackwell alone."""
+        """Return whether a CUDA graph starts an operation, on Blackwell alone; a TPU runs one."""
+        if self.hardware.name.startswith("tpu"):
+            return True
         if not self.hardware.name.endswith(GRAPHED) or groups_of(node) > 1:
             return False
         return any(fnmatch(module_path(node), glob) for glob in self.config.graphs)
@@ -208,12 +260,16 @@ class Held:
 
 @dataclass(frozen=True)
 class RunStep:
-    """An estimated step. parts: its seconds by cause."""
+    """An estimated step. parts: its seconds by cause. sent: bytes by a device. products: operations
+    of the model in a device's share.
+    """
 
     seconds: float
     memory: float
     planning: float
     parts: Mapping[str, float]
+    sent: float = 0.0
+    products: float = 0.0
 
 
 def step(run: DecoderRun) -> RunStep:
@@ -227,33 +283,47 @@ def step(run: DecoderRun) -> RunStep:
     return replace(found, planning=time.process_time() - begin)
 
 
-def composed(planned: Planned) -> RunStep:
-    """Return the step of planned layers in their stages."""
+def composed(planned: Planned, least: bool = False) -> RunStep:
+    """Return the step of planned layers in their stages.
+
+    least: a lower bound for it, without a schedule. Stages wait only for the first microbatch's
+    forward and the last one's backward. They keep as many microbatches as there are stages.
+    """
     run, layers = planned.run, LayerTimes()
     for kind, count in planned.config.kinds().items():
         layers += planned.layers[kind].times(count)
-    layers, memory = within_memory(planned, layers)
+    layers, memory = within_memory(planned, layers, least)
     slowest = slowest_stage(planned, layers)
     exchange, update = once(planned, slowest)
     parts = {
         "microbatches": run.microbatches * slowest.seconds,
         "messages": message_seconds(planned),
-        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline)),
+        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline), least),
         "exchange": exchange,
         "update": update,
     }
-    return RunStep(sum(parts.values()), memory, 0.0, parts)
+    one = (layers + planned.ends).times(run.microbatches / run.pipeline)
+    # Gradients are reduced, and new weights gathered.
+    once_sent = sum(
+        held.count * (GRADIENT + WEIGHT) * (1 - 1 / planned.axes.count(held.axes))
+        for held in planned.held()
+    )
+    return RunStep(sum(parts.values()), memory, 0.0, parts, one.sent + once_sent, one.products)
 
 
-def within_memory(planned: Planned, layers: LayerTimes) -> tuple[LayerTimes, float]:
+def within_memory(
+    planned: Planned, layers: LayerTimes, least: bool = False
+) -> tuple[LayerTimes, float]:
     """Return the layers, with what does not fit computed again or moved to the host, and bytes.
 
     The values that cost least for their bytes go first. What is moved travels beside the forward,
     and comes back beside the backward.
     """
     run, speed = planned.run, planned.hardware
-    states, flight = states_bytes(planned), in_flight(run)
-    values = planned.saved()
+    states, values = states_bytes(planned), planned.saved()
+    if not values:
+        return layers, states
+    flight = min(run.pipeline, run.microbatches) if least else in_flight(run)
     memory = states + flight * sum(each.size for each in values)
     if run.is_automodel and memory > ROOM * speed.memory:
         # PyTorch's checkpoint: a layer keeps its input.
@@ -296,14 +366,16 @@ def slowest_stage(planned: Planned, layers: LayerTimes) -> LayerTimes:
     return max(layer.times(places), last, key=lambda numbers: numbers.seconds)
 
 
-def idle_seconds(run: DecoderRun, stage: LayerTimes) -> float:
+def idle_seconds(run: DecoderRun, stage: LayerTimes, least: bool = False) -> float:
     """Return how long a stage waits for others in its schedule: 1F1B, interleaved if virtual."""
     if run.pipeline == 1:
         return 0.0
+    piece = stage.times(1 / run.virtual_stages)
+    if least:
+        return (run.pipeline - 1) * piece.seconds
     # The wait is that of the first microbatches and the last; those between add none.
     few = min(run.microbatches, 4 * run.pipeline)
     order = Order("1f1b", run.pipeline, few, rounds=run.virtual_stages)
-    piece = stage.times(1 / run.virtual_stages)
     times = Times(piece.forward, piece.backward, 0.0)
     return order.timed(times).end - few * run.virtual_stages * times.whole
 
@@ -372,13 +444,16 @@ def in_flight(run: DecoderRun) -> float:
     return max(order.schedule.kept) / rounds if run.pipeline > 1 else 1.0
 
 
-def _held(plan: Plan, prefix: str, times: float) -> Iterator[Held]:
-    """Yield a device's shares of trained weights with this prefix; without it, of no layer."""
-    trained = {output.input for output in plan.captured.outputs if output.kind == "gradient"}
+def _first_layer(plan: Plan) -> Counter[str]:
+    """Count the first layer's operations, by their names."""
+    nodes = [node for node in plan.program_graph.nodes if node.op == "call_function"]
+    return Counter(str(node.target) for node in nodes if module_path(node).startswith("layers.0."))
+
+
+def trained(plan: Plan, prefix: str) -> Iterator[tuple[str, int, tuple[str, ...]]]:
+    """Yield name, numbers and axes of trained weights with this prefix; without it, of no layer."""
+    changed = {output.input for output in plan.captured.outputs if output.kind == "gradient"}
     for i, (held, spec) in enumerate(zip(plan.captured.inputs, plan.in_specs)):
-        if i not in trained or not held.name.startswith(prefix or ("words", "norm", "head")):
-            continue
-        used = {axis for axes in spec.dims for axis in axes or ()}
-        replicated = tuple(name for name in plan.mesh.names if name not in used)
-        share = plan.mesh.count(tuple(used))
-        yield Held(replicated, times * math.prod(held.shape) / share)
+        if i in changed and held.name.startswith(prefix or ("words", "norm", "head")):
+            used = {axis for axes in spec.dims for axis in axes or ()}
+            yield held.name, math.prod(held.shape), tuple(used)

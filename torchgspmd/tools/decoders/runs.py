@@ -78,7 +78,7 @@ class DecoderRun:
 
     @property
     def microbatches(self) -> int:
-        return self.global_batch // (self.micro_batch * self.replicas)
+        return self.global_batch // max(self.micro_batch * self.replicas, 1)
 
     def check(self) -> None:
         """Raise ShardingError if its numbers do not fit each other."""
@@ -100,7 +100,10 @@ class DecoderRun:
             )
         if self.precision not in PRECISIONS:
             raise misfit(f"precision is '{self.precision}'; there are {', '.join(PRECISIONS)}")
-        if self.fsdp > 1 and self.replicas % self.fsdp:
+        # Weights are sharded over replicas, or over these and parts of the sequence.
+        shards = self.fsdp // self.context if self.fsdp % self.context == 0 else 0
+        fits = (n > 0 and self.replicas % n == 0 for n in (self.fsdp, shards))
+        if self.fsdp > 1 and not any(fits):
             raise misfit(f"fsdp {self.fsdp} does not divide {self.replicas} replicas")
 
 

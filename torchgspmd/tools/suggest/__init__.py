@@ -18,8 +18,10 @@ from ...compiler.option_docs import documented
 from ...compiler.options import Options
 from ...errors import ShardingError
 from ...fx_passes.units import parse_size
+from ..decoders import NamedDecoder
 from ..report.kernels import RECIPES, Kernels
 from . import candidates
+from .decoder_runs import propose, run_of
 from .judge import Judge
 from .proposal import Proposal as Proposal
 from .search import Search
@@ -61,11 +63,13 @@ def suggest(
         devices: How many.
         hardware: A preset, or a Hardware.
         memory: Bytes on a device that may be used, such as "80GB"; by default all it has.
-        seconds: Time for the search; it returns the best by then.
+        seconds: CPU time for the search; it returns the best by then.
         kwargs: A call's keyword arguments.
         precision: "bf16", "fp8", "mxfp8" or "nvfp4": the times are those of a framework's fused
             kernels with products in this format, which the script itself does not use. By default
-            each operation of PyTorch is a kernel.
+            each operation of PyTorch is a kernel. With it, a published decoder by its name
+            (`NamedDecoder`) is searched over all degrees of parallelism: data, tensor, context,
+            experts, FSDP, stages, virtual stages and microbatches.
         {options}
 
     Returns:
@@ -83,7 +87,7 @@ def suggest(
         mesh = gspmd.Mesh(data=2, model=1)
         model = gspmd.parallelize(model, mesh, in_specs=("data _",), out_specs="same")
     """
-    begin = time.monotonic()
+    begin = time.process_time()
     chosen = Options.read("suggest", options)
     args = tuple(args) if isinstance(args, (tuple, list)) else (args,)
     builder = None
@@ -104,8 +108,12 @@ def suggest(
 
     def line() -> str:
         done = search.progress() if search else "the model is captured"
-        return f"torchgspmd: suggest: {time.monotonic() - begin:.0f} s, {done}"
+        return f"torchgspmd: suggest: {time.process_time() - begin:.0f} s, {done}"
 
+    if kernels and isinstance(model, NamedDecoder):
+        run = run_of(model, args, devices, replace(speed, memory=limit), kernels)
+        if found := propose(run, end, chosen.precision()):
+            return found
     with told_again_and_again(line):
         judge = Judge(model, args, kwargs or {}, speed, chosen, kernels)
         search = Search(judge, limit, deadline, recheck, end)

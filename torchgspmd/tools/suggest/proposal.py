@@ -224,7 +224,7 @@ class Proposal:
         layers: (planned, in the model), if the numbers are extrapolated from fewer layers.
         savings: The ways to save memory: weights that are gathered again for the backward, layers
             that it computes again, microbatches.
-        precision: Options for parallelize that suggest was given.
+        dtype_options: Options for parallelize that suggest was given: param_dtype, reduce_dtype.
         recomputed: Code for these layers, such as model.layers[:8]; none if empty.
         staged: Path of the layers that are in stages, along the mesh's axis `stage`.
         largest_batch: Batch rows that fit, if it was searched.
@@ -236,6 +236,10 @@ class Proposal:
         keeps_results: Whether results stay as they are computed: the model returns more than its
             loss, and gathering that is not in the numbers.
         source: Code that makes the model and a batch, for `script`.
+        repeats: Stages of a device.
+        shards_updates: Whether parameters and states are stored in parts along `data`.
+        least: Seconds that no layout in the search's space is below; `bound` if it is not known.
+        reason: What limits the step, in words.
         counts: Work in the whole search: plans judged, and the sums of their counts.
 
     Example:
@@ -257,7 +261,7 @@ class Proposal:
     bound: float
     layers: tuple[int, int] | None = None
     savings: Savings = Savings()
-    precision: Mapping[str, torch.dtype] = field(default_factory=dict)
+    dtype_options: Mapping[str, torch.dtype] = field(default_factory=dict)
     recomputed: str = ""
     staged: str = ""
     largest_batch: int | None = None
@@ -266,8 +270,17 @@ class Proposal:
     dtype: torch.dtype = torch.float32
     kernels: Kernels | None = None
     keeps_results: bool = False
+    repeats: int = 1
+    shards_updates: bool = False
+    least: float = 0.0
+    reason: str = ""
     source: ScriptSource | None = field(default=None, compare=False, repr=False)
     counts: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def gap(self) -> float:
+        """Return by how much the step is longer than the best layout's, as a share, at most."""
+        return self.seconds / max(self.least, self.bound) - 1
 
     @property
     def code(self) -> str:
@@ -299,20 +312,23 @@ class Proposal:
 
     def _in_stages(self) -> str:
         again = ", recompute=True" * bool(self.savings.recomputed)
+        repeats = f", repeats={self.repeats}" if self.repeats > 1 else ""
         return (
             f'model = gspmd.pipeline_model(model, "{self.staged}", mesh, '
-            f'microbatches={self.savings.microbatches}, schedule="1f1b"{again})\n'
+            f'microbatches={self.savings.microbatches}, schedule="1f1b"{repeats}{again})\n'
         )
 
     def _options(self) -> Iterator[tuple[str, str]]:
         """Yield parallelize's options that are not the default, as code."""
         if self.keeps_results:
             yield "out_specs", '"same"'
+        if self.shards_updates:
+            yield "shard_updates", '"data"'
         if self.savings.regather != "auto":
             yield "advanced", f'{{"regather": "{self.savings.regather}"}}'
         if self.savings.microbatches > self.savings.calls and not self.staged:
             yield "microbatches", str(self.savings.microbatches)
-        for name, dtype in self.precision.items():
+        for name, dtype in self.dtype_options.items():
             yield name, str(dtype)
 
     def __str__(self) -> str:
@@ -331,7 +347,9 @@ class Proposal:
             f"{kind} of {self.hardware.name}: step {time_text(self.seconds)}, MFU {self.mfu:.1%}, "
             f"memory {memory}, {size_text(self.sent_bytes)} sent by a device, "
             f"{self.seconds / self.bound:.2f} of the bound{planned}{largest}{least}\n"
-            f"{self._terms()}\n{self.code if self.source is None else self.script}"
+            f"{self._terms()}\n"
+            + (f"{self.reason}\n" if self.reason else "")
+            + (self.code if self.source is None else self.script)
         )
 
     def _terms(self) -> str:
@@ -339,10 +357,12 @@ class Proposal:
         recipe, products = self.kernels and self.kernels.recipe, dtype_name(self.dtype)
         rate = self.hardware.rate(recipe.itemsize if recipe else self.dtype.itemsize)
         products = f"{self.kernels.products} by fused kernels" if self.kernels else products
-        sums = self.precision.get("reduce_dtype")
+        sums = self.dtype_options.get("reduce_dtype")
         reduced = f", gradients summed in {dtype_name(sums)}" if sums else ""
         return (
             f"bound {time_text(self.bound)}: the products of a step alone, in "
             f"{products} at {self.hardware.efficiency:.0%} of {rate / 1e12:.4g} "
-            f"TFLOP/s, divided evenly over {self.mesh.size} devices{reduced}"
+            f"TFLOP/s, divided evenly over {self.mesh.size} devices{reduced}\n"
+            f"within {max(self.gap, 0.0):.1%} of the best layout in its space: none is below "
+            f"{time_text(max(self.least, self.bound))}"
         )

@@ -74,9 +74,9 @@ class Search:
             self.tight.clear()
             self.unhelpful.clear()
             for key in keys:
-                if not self.tried or time.monotonic() < self.recheck:
+                if not self.tried or time.process_time() < self.recheck:
                     self.tried[key] = self._plan(*key)
-        self.deadline = (time.monotonic() + self.end) / 2
+        self.deadline = (time.process_time() + self.end) / 2
         self._put_into_stages(self._best_keys()[:STAGED])
         self.deadline = self.end
         self._refine()
@@ -178,7 +178,7 @@ class Search:
 
     def is_over(self) -> bool:
         """Return whether there is no time left, and something to return."""
-        return bool(self.tried) and time.monotonic() > self.deadline
+        return bool(self.tried) and time.process_time() > self.deadline
 
     def _best_start(self, mesh: Mesh, starts: Sequence[Marks]) -> Marks:
         """Return the best start, with or without ZeRO."""
@@ -352,7 +352,7 @@ class Search:
             kernels=judge.kernels,
             layers=None if is_staged or not judge.layers.alike else (judge.first + 1, total),
             savings=savings,
-            precision=judge.options.precision(),
+            dtype_options=judge.options.precision(),
             recomputed=judge.recomputable.code(savings.recomputed) if is_listed else "",
             staged=judge.stages.path if is_staged else "",
             limit=self.limit,

@@ -1,0 +1,121 @@
+"""Layouts of published decoders: no estimate is below its bound, the search finds the best."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import torchgspmd as gspmd
+from torchgspmd.tools.command_line import run as run_command
+from torchgspmd.tools.decoders import DecoderRun, RunDecoder, runs
+from torchgspmd.tools.decoders.config import config
+from torchgspmd.tools.decoders.run_bounds import Bound, Reference
+from torchgspmd.tools.decoders.run_layouts import Axes
+from torchgspmd.tools.decoders.run_search import MIN_GAIN, RunSearch, candidates, planned_alike
+from torchgspmd.tools.decoders.run_steps import Planned, composed, step
+from torchgspmd.tools.suggest import decoder_runs
+
+ONE = {"fsdp": 0, "tensor": 1, "pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
+
+
+def run_on(model: str, gpus: int, hardware: str = "b200", **sizes: Any) -> DecoderRun:
+    given = {"global_batch": 2 * gpus, "micro_batch": 1, "sequence": 1024, **ONE, **sizes}
+    return DecoderRun(model, hardware, gpus, given.pop("precision", "FP8"), **given)
+
+
+@pytest.mark.parametrize(
+    ("model", "adapters"),
+    [("llama38b", False), ("llama38b", True), ("qwen330ba3b", False), ("deepseekv3", False)],
+)
+def test_no_step_is_below_its_bound(model: str, adapters: bool) -> None:
+    """Random layouts of random machines."""
+    draw = random.Random(f"{model} {adapters}")
+    hardware = draw.choice(["h100", "b200", "gb300"])
+    precision = draw.choice(["BF16", "FP8", "MXFP8"])
+    run = run_on(model, 16, hardware, precision=precision, has_adapters=adapters)
+    reference = Reference(run)
+    for each in draw.sample([*candidates(run)], 2):
+        least = composed(Bound(reference, each), least=True)
+        planned = Planned(each)
+        assert least.seconds <= composed(planned, least=True).seconds, each.layout
+        assert composed(planned, least=True).seconds <= composed(planned).seconds * (1 + 1e-9)
+        assert least.memory <= composed(planned).memory
+
+
+def test_a_search_without_end_finds_the_best() -> None:
+    run = run_on("llama38b", 2, "h100", global_batch=2)
+    every = [step(each) for each in candidates(run)]
+    fitting = [found.seconds for found in every if found.memory <= run.hardware.memory]
+    search = RunSearch(run, run.hardware.memory, float("inf"))
+    search.run_until_end()
+    assert search.bound <= min(fitting) <= search.seconds <= min(fitting) * (1 + 2 * MIN_GAIN)
+    assert search.planned < len({planned_alike(each) for each in candidates(run)})
+    assert search.best(1)[0][1].seconds == search.seconds
+
+
+def test_time_ends_a_search_and_its_bound_says_so() -> None:
+    run = run_on("llama38b", 8, "h100", global_batch=64)
+    search = RunSearch(run, run.hardware.memory, 0.0)
+    search.run_until_end()
+    assert search.planned == 1 and search.open
+    assert search.bound == min([search.worth, *(least for least, _ in search.open)])
+
+
+def test_candidates_are_runs() -> None:
+    """Each has all devices and the whole batch; published layouts are among them."""
+    run = run_on("llama370b", 64, "gb300", global_batch=256, sequence=8192)
+    found = [*candidates(run)]
+    assert len({*found}) == len(found)
+    for each in found:
+        each.check()
+        assert each.replicas * each.microbatches * each.micro_batch == 256
+        assert each.gpus == each.replicas * each.tensor * each.pipeline * each.context
+        Axes.of(each, each.config)
+    assert replace(run, pipeline=4, virtual_stages=5) in found
+    assert replace(run, fsdp=64, micro_batch=2) in found
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stages": {"model": "llama38b", "pipeline": 2, "tensor": 2, "virtual_stages": 2},
+    "fsdp": {"model": "llama38b", "fsdp": 4, "context": 2},
+    "experts": {"model": "qwen330ba3b", "expert": 4},
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_code_of_a_proposal_is_planned(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few layers: the mesh, the marks of weights and values, stages and microbatches."""
+    given = LAYOUTS[name]
+    small = replace(config(given["model"]), layers=4, words=1024)
+    monkeypatch.setattr(runs, "config", lambda _: small)
+    run = run_on(**{"gpus": 8, "global_batch": 32, "sequence": 256, **given})
+    run.check()
+    search = RunSearch(run, run.hardware.memory, 0.0)
+    found = decoder_runs._proposal(run, composed(Planned(run)), search, {}, {})
+    assert "Why: " in str(found) and "RunDecoder(DecoderRun(" in found.script
+    compile(found.script, "train.py", "exec")
+    options: dict[str, Any] = {}
+
+    def keep(model: object, mesh: object, **given: Any) -> object:
+        options.update(given, mesh=mesh)
+        return model
+
+    with torch.device("meta"):
+        names: dict[str, Any] = {"gspmd": gspmd, "model": RunDecoder(run), "keep": keep}
+        tokens = torch.empty(run.global_batch, run.sequence, dtype=torch.long)
+        exec(found.code.replace("gspmd.parallelize(", "keep("), names)
+    options.pop("shard_updates", None)  # of parallelize alone
+    plan = gspmd.plan(names["model"], tokens, tokens, grad=True, **options)
+    assert plan.mesh == found.mesh
+    assert {kind.kind for kind in plan.collectives}
+
+
+def test_the_command_says_why_and_how_far(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "suggest --model llama3-8b --devices 2 --batch 2 --sequence 256 --seconds 1"
+    assert run_command([*line.split(), "--precision", "mxfp8", "--hardware", "b200"]) == 0
+    text = capsys.readouterr().out
+    for part in ("in mxfp8 by fused kernels at", "of the best layout in its space", "Why: "):
+        assert part in text
+    assert "model = RunDecoder(DecoderRun(model='llama3-8b', system='b200', gpus=2" in text

@@ -1,0 +1,231 @@
+"""Lower bounds for the estimated steps of runs, from a plan of their model for one device.
+
+A device has at least its even share of the products, at the rate of the deepest sums that it may
+have. It has its share of attention, and of the memory traffic of each layer outside of its experts.
+It starts no fewer kernels than one device does, but for groups of experts. Exchanges inside of a
+layer are taken to cost nothing, and so are values that are computed again beside rings of products.
+Stages, schedule, gradients and the optimizer are composed as they are in an estimate, which grows
+with each of its layers' times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from ...comm.collective import start, wait
+from ...fx_passes.digest import module_path
+from ...fx_passes.schedule.arithmetic import flops
+from ..report.kernels import (
+    DEPTH,
+    RECIPES,
+    ROWS,
+    attends,
+    base_of,
+    is_transparent,
+    least_bytes,
+)
+from .run_kernels import RunKernels, groups_of
+from .run_layouts import MODEL, Axes
+from .run_steps import HOST, Held, KeptValue, LayerTimes, Planned, trained
+from .runs import DecoderRun
+
+FEW = 256  # numbers of a token at most in values that may not grow with the tokens, such as angles
+Sums = tuple[float, float, bool, bool]  # depth and size of operands, grows with tokens, is grouped
+
+
+@dataclass
+class LayerWork:
+    """Some layers' work for one row on one device: in the forward, then in the backward.
+
+    products: operations, by their sums. attention, traffic: seconds, which grow with the rows;
+    starts: those of kernels; host: those of its launches; grouped: of them for groups of experts.
+    """
+
+    products: tuple[Counter[Sums], Counter[Sums]] = field(
+        default_factory=lambda: (Counter(), Counter())
+    )
+    attention: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    traffic: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    starts: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    host: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    grouped: list[float] = field(default_factory=lambda: [0.0, 0.0])
+
+    def without(self, other: LayerWork) -> LayerWork:
+        """Return this work without that of other layers."""
+        found = LayerWork()
+        for way in range(2):
+            found.products[way].update(self.products[way])
+            found.products[way].subtract(other.products[way])
+            for name in ("attention", "traffic", "starts", "host", "grouped"):
+                mine, theirs = getattr(self, name)[way], getattr(other, name)[way]
+                getattr(found, name)[way] = mine - theirs
+        return found
+
+
+class Reference(Planned):
+    """The plans of a model's layers for one row on one device, and their work."""
+
+    def __init__(self, run: DecoderRun) -> None:
+        alone = {"gpus": 1, "global_batch": 1, "micro_batch": 1, "fsdp": 0, "tensor": 1}
+        alone |= {"pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
+        super().__init__(replace(run, **alone))
+        kinds = list(self.config.kinds())
+        first = kinds[0]
+        one = self.work([first])
+        self.kinds = {kind: self.work([first, kind]).without(one) for kind in kinds}
+        self.rest = one.without(self.kinds[first])
+        # Trained numbers: of the experts or not, in a layer of each kind and in none.
+        self.numbers_of: dict[tuple[str, bool], int] = Counter()
+        for kind in kinds:
+            for prefix in ("layers.1.", "") if kind == first else ("layers.1.",):
+                for name, number, _ in trained(self.plans[first, kind], prefix):
+                    is_expert = "experts" in kind and name.split(".")[-1].startswith(
+                        ("wide", "narrow")
+                    )
+                    self.numbers_of[kind if prefix else "", is_expert] += number
+
+    def work(self, kinds: Sequence[str]) -> LayerWork:
+        plan, found = self.plans[tuple(kinds)], LayerWork()
+        times = RunKernels(plan.program_graph, plan.mesh, self.hardware, self.kernels)
+        self.choices[tuple(kinds)] = [
+            KeptValue(size, self.least_seconds(node, times, kinds), module_path(node))
+            for node, size in times.saved().items()
+            if self.grown(node)
+        ]
+        times.quantized.clear()
+        for node in plan.program_graph.nodes:
+            if node.op == "call_function" and node.target not in (start, wait):
+                self.add(found, node, times, kinds)
+        return found
+
+    def least_seconds(self, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> float:
+        """Return the seconds to compute a value again, without its start and its last wave."""
+        if flops(node, times.mesh) and not is_transparent(node) and not attends(node):
+            return times(node) / times.waves(node) - times.kernels.gap
+        if is_routed(node, kinds):
+            return 0.0
+        return max(times(node) - times.kernels.gap, 0.0)
+
+    def add(self, work: LayerWork, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> None:
+        """Add a node's work; outside of layers and inside of experts that of products alone."""
+        way, path = int(bool(node.meta.get("backward"))), module_path(node)
+        count = 0 if is_transparent(node) else flops(node, times.mesh)
+        is_inside, is_expert = path.startswith("layers."), is_routed(node, kinds)
+        launches = times.launches(node)
+        if launches and not self.is_graphed(node):
+            groups = groups_of(node) if count else 1
+            if groups > 1:
+                work.grouped[way] += HOST * launches
+            elif not is_expert:
+                work.host[way] += HOST * launches
+        if count and attends(node):
+            work.attention[way] += times.attention_seconds(node, count)
+            work.starts[way] += times.kernels.gap
+        elif count:
+            self.add_product(work.products[way], node, times, count)
+            work.starts[way] += times.kernels.gap
+        elif launches and is_inside and not is_expert:
+            work.starts[way] += times.kernels.gap
+            work.traffic[way] += self.traffic(times.regions.get(node, [node]), times)
+        if count and not attends(node) and is_inside and not is_expert:
+            recipe = times.kernels.recipe
+            if recipe.passes and not times.kernels.is_wide(node):
+                for x in node.all_input_nodes:
+                    if base_of(x).op != "placeholder" and base_of(x) not in times.quantized:
+                        times.quantized.add(base_of(x))
+                        moved = recipe.passes * self.grown(x) / 2
+                        work.traffic[way] += moved / times.bandwidth
+
+    def add_product(
+        self, sums: Counter[Sums], node: fx.Node, times: RunKernels, count: int
+    ) -> None:
+        recipe = RECIPES["bf16"] if times.kernels.is_wide(node) else times.kernels.recipe
+        size = recipe.itemsize
+        depth = count / max(math.prod(node.meta["shape"]), 1) / 2 * size
+        sums[depth, size, node in times.returned, groups_of(node) > 1] += count
+
+    def traffic(self, region: Sequence[fx.Node], times: RunKernels) -> float:
+        """Return the seconds of what a kernel reads and writes that grows with the tokens."""
+        inside = set(region)
+        read: dict[fx.Node, int] = {}
+        for node in region:
+            for x in node.all_input_nodes:
+                if base_of(x) not in inside:
+                    read[base_of(x)] = max(read.get(base_of(x), 0), self.grown(x))
+        written = sum(self.grown(node) for node in region if not times.stays(node, inside))
+        return (sum(read.values()) + written) / times.bandwidth
+
+    def grown(self, node: fx.Node) -> int:
+        """Return a value's bytes if it grows with the tokens for sure, else 0."""
+        shape = node.meta.get("shape")
+        if shape is None or math.prod(shape) < FEW * self.run.sequence:
+            return 0
+        return least_bytes(node)
+
+
+def is_routed(node: fx.Node, kinds: Sequence[str]) -> bool:
+    """Return whether an operation is one of a layer's experts: these differ with their devices."""
+    parts = module_path(node).split(".")
+    if parts[0] != "layers" or len(parts) < 3:
+        return False
+    return parts[2] == "feed" and "experts" in kinds[int(parts[1])]
+
+
+class Bound(Planned):
+    """A lower bound for a run's plans, in their place: `composed(Bound(...), least=True)`."""
+
+    def __init__(self, reference: Reference, run: DecoderRun) -> None:
+        self.reference, self.run = reference, run
+        self.config, self.hardware = run.config, run.hardware
+        self.axes, self.kernels = Axes.of(run, run.config), reference.kernels
+        self.layers = {kind: self.times(work) for kind, work in reference.kinds.items()}
+        self.ends = self.times(reference.rest)
+        share = run.micro_batch / run.context
+        # With products in rings other values are kept: a bound has none then.
+        known = {} if run.tensor > 1 else reference.choices
+        self.choices = dict.fromkeys(reference.choices, [])
+        self.choices |= {
+            kinds: [replace(x, size=x.size * share, seconds=x.seconds * share) for x in values]
+            for kinds, values in known.items()
+        }
+
+    def times(self, work: LayerWork) -> LayerTimes:
+        run = self.run
+        share = run.micro_batch / (run.tensor * run.context)
+        # A ring of causal attention may compute no masked pair; a kernel computes whole tiles.
+        attention = share / (1 + ROWS / run.sequence if run.context > 1 else 1)
+        seconds = [
+            work.starts[way]
+            + share * work.traffic[way]
+            + attention * work.attention[way]
+            + sum(share * n / self.rate(*sums) for sums, n in work.products[way].items())
+            for way in range(2)
+        ]
+        host = [work.host[way] + work.grouped[way] / max(run.expert, 1) for way in range(2)]
+        return LayerTimes(*seconds, *host)
+
+    def rate(self, depth: float, size: float, grows: bool, is_grouped: bool) -> float:
+        """Return the operations per second of products that no layout is above."""
+        run, speed = self.run, self.hardware
+        if grows:
+            depth *= run.micro_batch * (max(run.expert, 1) if is_grouped else 1)
+        return speed.deep * self.kernels.peak(speed, size) / (1 + DEPTH / depth)
+
+    def held(self) -> Iterator[Held]:
+        stages, axes = self.run.pipeline, self.axes
+        counts = self.config.kinds()
+        for is_expert in (False, True):
+            used = (*axes.owners, *axes.expert_shard) if is_expert else (*MODEL, *axes.shard)
+            total = sum(
+                number * (counts[kind] / stages if kind else 1.0 if stages == 1 else 0.5)
+                for (kind, expert), number in self.reference.numbers_of.items()
+                if expert == is_expert
+            )
+            if total:
+                others = tuple(name for name in axes.sizes if name not in used)
+                yield Held(others, total / axes.count(used))
