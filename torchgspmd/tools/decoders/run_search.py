@@ -20,6 +20,8 @@ from .run_steps import Planned, RunStep, composed
 from .runs import DecoderRun
 
 MOST = {"tensor": 8, "context": 8, "pipeline": 64, "rounds": 16, "rows": 8, "expert": 256}
+MOST_PIECES = 2048  # stages x all virtual stages: a longer schedule takes many seconds
+MOST_COMPOSED = 6  # candidates of a plan whose schedules are computed
 MIN_GAIN = 0.002  # of a step: a candidate whose bound promises less is not tried
 
 
@@ -61,6 +63,8 @@ def _rounds(run: DecoderRun, stages: int, microbatches: int) -> Iterator[int]:
         return
     for rounds in range(2, min(MOST["rounds"], layers // stages) + 1):
         chunks = stages * rounds
+        if stages * chunks > MOST_PIECES:
+            return
         if not layers % chunks or not (layers + 2) % chunks or rounds in (4, 8):
             yield rounds
 
@@ -84,6 +88,11 @@ def _divisors(number: int, most: int) -> Iterator[int]:
 def handicap(run: DecoderRun) -> float:
     """Return how much later a candidate is tried for the exchanges that no bound has."""
     return 1 + 0.03 * math.log2(run.tensor * run.context) + 0.02 * (run.fsdp > 1)
+
+
+def tedium(run: DecoderRun) -> float:
+    """Return how much later a candidate is composed for the pieces of its schedule."""
+    return 1 + 1e-5 * run.pipeline**2 * run.virtual_stages
 
 
 def pieces(run: DecoderRun) -> int:
@@ -173,12 +182,14 @@ class RunSearch:
         except ShardingError:  # no layout of ours
             return
         bounds = [(composed(plans.on(each), least=True).seconds, each) for each in alike]
-        for least, each in sorted(bounds, key=lambda pair: pair[0]):
+        composed_now = 0
+        for least, each in sorted(bounds, key=lambda pair: pair[0] * tedium(pair[1])):
             if least >= self.worth:
-                break
-            if self.is_over():
+                continue
+            if composed_now == MOST_COMPOSED or self.is_over():
                 self.skipped = min(self.skipped, least)
-                break
+                continue
+            composed_now += 1
             found = composed(plans.on(each))
             self.tried.append((each, found))
             if found.memory <= self.limit:

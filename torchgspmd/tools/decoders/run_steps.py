@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
 import torch
@@ -66,7 +66,8 @@ class LayerTimes:
 
     @property
     def values(self) -> tuple[float, ...]:
-        return astuple(self)
+        # Not astuple, which copies deeply: a search adds many.
+        return tuple(vars(self).values())
 
     @property
     def seconds(self) -> float:
