@@ -4,7 +4,9 @@
 
 h[t] = a[t] h[t-1] + b[t] with a state of [2, 16, 16], as associative_scan, as scan, and as a Python
 loop over parts of 64 tokens (gated linear attention). A device needs scale and shift of each other
-device: 2 (n - 1) states, once in the forward and once in the backward.
+device: 2 (n - 1) states, once in the forward and once in the backward. In a gated delta net a[t] is
+a matrix, of the state's size here. The loop over its parts writes into a tensor. RWKV-7 and Mamba-2
+are written token by token, and the moving average's state is [2, 16].
 """
 
 from __future__ import annotations
@@ -33,6 +35,53 @@ def by_parts(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return torch.cat(results, 1)
 
 
+def delta_net(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """A gated delta net by parts, as transformers' Qwen3-Next has it."""
+    q, k, v, g = (x.unflatten(1, (-1, PART)) for x in (q, k, v, g.mean(-1)))
+    decay, beta = g.cumsum(2), torch.sigmoid(v.mean(-1, keepdim=True))
+    above = torch.ones(PART, PART, dtype=torch.bool).triu(1)
+    pairs = (decay.unsqueeze(3) - decay.unsqueeze(2)).masked_fill(above, -torch.inf).exp()
+    system, attention = (beta * k) @ k.mT * pairs, q @ k.mT * pairs
+    values, reads = (
+        torch.linalg.solve_triangular(system, beta * x, upper=False, unitriangular=True)
+        for x in (v, k * decay.exp().unsqueeze(3))
+    )
+    q, k = q * decay.exp().unsqueeze(3), k * (decay[..., -1:] - decay).exp().unsqueeze(3)
+    state, y = torch.zeros(2, WIDTH, WIDTH), torch.zeros_like(v)
+    for i in range(v.shape[1]):
+        new = values[:, i] - reads[:, i] @ state
+        y[:, i] = q[:, i] @ state + attention[:, i] @ new
+        state = state * decay[:, i, -1].exp()[:, None, None] + k[:, i].mT @ new
+    return y.flatten(1, 2)
+
+
+def rwkv7(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    state, results = torch.zeros(2, WIDTH, WIDTH), []
+    rows = [x.unbind(1) for x in (q, k, v, g)]
+    for q, k, v, g in zip(*rows):
+        read = (state * k[:, :, None]).sum(1)
+        state = state * g.exp()[:, :, None] + k[:, :, None] * (v - read)[:, None]
+        results.append((q[:, :, None] * state).sum(1))
+    return torch.stack(results, 1)
+
+
+def mamba2(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    state, results = torch.zeros(2, WIDTH, WIDTH), []
+    rows = [x.unbind(1) for x in (q, k, v, g)]
+    for q, k, v, g in zip(*rows):
+        state = state * g.mean(1).exp()[:, None, None] + k[:, :, None] * v[:, None]
+        results.append((q[:, :, None] * state).sum(1))
+    return torch.stack(results, 1)
+
+
+def moving_average(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    state, y = torch.zeros(2, WIDTH), torch.zeros_like(v)
+    for i in range(v.shape[1]):
+        state = state + (v[:, i] - state) * g[:, i].exp()
+        y[:, i] = state
+    return y * q * k
+
+
 def by_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     def step(state: Tensor, row: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         q, k, v, g = row
@@ -49,6 +98,9 @@ def by_associative_scan(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
     return (q[..., None] * states).sum(2)
 
 
+RUNS = by_associative_scan, by_scan, by_parts, delta_net, rwkv7, mamba2, moving_average
+
+
 class Layer(nn.Module):
     def __init__(self, run: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -61,8 +113,9 @@ class Layer(nn.Module):
 def main() -> None:
     needed = 2 * 2 * (SHARDS - 1) * STATE / 2**10
     print(f"seq={SHARDS}: KiB in forward and backward; devices need {needed:.0f}")
-    for run in (by_associative_scan, by_scan, by_parts):
-        for length in (512, 1024):
+    for run in RUNS:
+        # Token by token, the program has operations for each.
+        for length in (512, 1024) if run in RUNS[:4] else (32, 64):
             args = [torch.rand(2, length, WIDTH) / 8 for _ in range(4)]
             plan = gspmd.plan(
                 Layer(run),

@@ -718,7 +718,10 @@ sample(ours.ring_rows.default, real(6, 5), 0, 4, 6)
 for _scan in ("cumsum", "cumprod", "logcumsumexp"):
     sample(torch.ops.torchgspmd.suffix_scan.default, real(4, 5, 7), 1, _scan)
 for _reverse in (False, True):
-    sample(ours.affine_states.default, real(7, 4, 5), real(7, 4, 5), real(4, 5), _reverse)
+    _states = real(7, 4, 5, 3), real(4, 5, 3), _reverse
+    for _algebra in ("elements", "maxima"):
+        sample(ours.affine_states.default, real(7, 4, 5, 3), *_states, _algebra)
+    sample(ours.affine_states.default, real(7, 4, 5, 5), *_states, "matrices")
 sample(named("cumsum cumprod logcumsumexp cummax cummin"), real(4, 5, 7), 1)
 sample(ours.carried_gradient.default, real(4, 5, 7), bools(4, 5, 7), 1)
 for _size in (5, 12):

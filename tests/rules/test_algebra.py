@@ -283,3 +283,44 @@ def test_a_result_is_no_argument():
     plan = gspmd.plan(copies, x, mesh=gspmd.Mesh(m=3), in_specs="m _")
     assert {value.op for value in plan.sharded.output_node().args[0]} == {"call_function"}
     assert_same(plan.simulate(x), copies(x))
+
+
+WRITES = {
+    "rows": [(1, i, i + 1) for i in range(6)],
+    "backwards": [(1, i, i + 2) for i in (4, 2, 0)],
+    "hidden": [(1, i, i + 1) for i in (0, 1, 2, 2, 3, 4, 5)],
+    "one is missing": [(1, i, i + 1) for i in (1, 2, 3, 4, 5)],
+    "two are missing": [(1, i, i + 1) for i in (2, 3, 4, 5)],
+    "overlapping": [(1, i, i + 2) for i in range(5)],
+    "unequal": [(1, 0, 1), (1, 1, 3), (1, 3, 4), (1, 4, 6)],
+    "two dimensions": [(0, 0, 1), (1, 0, 2), (1, 2, 4), (0, 3, 4), (1, 4, 6)],
+}
+
+
+@pytest.mark.parametrize("reads", (False, True))
+@pytest.mark.parametrize("name", WRITES)
+def test_parts_that_are_written_into_a_tensor(name: str, reads: bool):
+    def run(x, y):
+        out, before = y * 1, y.sum(0).sum()
+        for i, (d, start, end) in enumerate(WRITES[name]):
+            part = x.narrow(d, start, end - start) * (i + 1)
+            if reads:  # rows from before, between and behind the writes
+                before = out.narrow(d, max(start - 1, 0), 1).select(d, 0).clone().sin().sum()
+                part = part + before + out[:, 5].sum()
+            out[(slice(None),) * d + (slice(start, end) if end - start > 1 else start,)] = (
+                part if end - start > 1 else part.select(d, 0)
+            )
+        return (out * y).sum() + before
+
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64).requires_grad_()
+    plan = gspmd.plan(
+        lambda x, y: torch.autograd.grad(run(x, y), (x, y)),
+        x,
+        y,
+        mesh=MESH,
+        in_specs=("_ data", "_ data"),
+    )
+    for one, other in zip(
+        plan.simulate(x, y, _poison=True), torch.autograd.grad(run(x, y), (x, y))
+    ):
+        torch.testing.assert_close(one, other)

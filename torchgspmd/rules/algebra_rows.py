@@ -15,8 +15,9 @@ from itertools import accumulate, pairwise
 from torch import fx
 
 from ..compat.operators import aten
-from .algebra import constant_of, replacement_call
+from .algebra import constant_of, inserted_call, replacement_call
 from .notation import Ints
+from .ops.concat_slice import FEWEST_PARTS
 from .ops.pointwise import named
 from .rewrites import DECLINED, Declined, rewrite
 
@@ -105,15 +106,9 @@ def _read_or_select(node: fx.Node, x: fx.Node, dim: int, index: int) -> fx.Node:
 @rewrite("simplify", aten.slice.Tensor)
 def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     """Concatenate only the operands that the slice covers, if all users of x take slices."""
-    # Another reader needs all rows, so the concatenation would stay.
     x, concat = node.args[0], concat_of(node.args[0])
     cut = pads_of(node)
-    if (
-        concat is None
-        or cut is None
-        or not all(user.target in SLICES for user in x.users)
-        or concat[0] not in cut[1]
-    ):
+    if concat is None or cut is None or concat[0] not in cut[1]:
         return DECLINED
     dim, operands, borders = concat
     before, behind = cut[1][dim]
@@ -122,11 +117,11 @@ def _slice_of_concat(node: fx.Node) -> fx.Node | Declined:
     if first not in borders or end not in borders or first >= end:
         return DECLINED
     covered = list(operands[borders.index(first) : borders.index(end)])
-    return (
-        covered[0]
-        if len(covered) == 1 and x.target is aten.cat.default
-        else replacement_call(node, x.target, (covered, dim))
-    )
+    if len(covered) == 1 and x.target is aten.cat.default:
+        return covered[0]
+    # Another reader needs all rows, so the concatenation would stay.
+    sliced = all(user.target in SLICES for user in x.users)
+    return replacement_call(node, x.target, (covered, dim)) if sliced else DECLINED
 
 
 def concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
@@ -142,6 +137,97 @@ def concat_of(x: fx.Node) -> tuple[int, Sequence[fx.Node], list[int]] | None:
         return None  # cat also takes empty tensors of one dimension
     sizes = [1 if x.target is aten.stack.default else v.shape[dim] for v in vals]
     return (dim, operands, list(accumulate(sizes, initial=0))) if all(sizes) else None
+
+
+# ------------------------------------------------------------------- rows that are written in turn
+
+
+@rewrite("simplify", aten.slice_scatter.default)
+def _written_rows(node: fx.Node) -> fx.Node | Declined:
+    """Concatenate parts that a loop writes into a tensor one by one: `out[:, i] = y`."""
+    write = _write_of(node)
+    if write is None or any(_write_of(u) and u.args[0] is node for u in node.users):
+        return DECLINED
+    d, start, end = write
+    x, size, width = node, node.meta["val"].shape[d], end - start
+    if size % width or size // width < FEWEST_PARTS:
+        return DECLINED
+    parts: dict[int, fx.Node] = {}
+    while (write := _write_of(x)) is not None:
+        if write[0] != d or write[2] - write[1] != width or write[1] % width:
+            return DECLINED
+        parts.setdefault(write[1], x.args[1])  # a later one hides those before
+        x = x.args[0]
+    missing = [*{*range(0, size, width)} - parts.keys()]
+    if len(missing) > 1:
+        return DECLINED
+    for start in missing:
+        shape = [*node.meta["val"].shape]
+        shape[d] = width
+        parts[start] = inserted_call(node, aten.slice.Tensor, (x, d, start, start + width), shape)
+    numbers = {constant_of(part) for part in parts.values()}
+    if len(numbers) == 1 and None not in numbers:
+        return _full(node, *numbers)
+    rows = [_row_of(parts[i], d) for i in sorted(parts)]
+    if None not in rows:
+        return replacement_call(node, aten.stack.default, (rows, d))
+    return replacement_call(node, aten.cat.default, ([parts[i] for i in sorted(parts)], d))
+
+
+def _row_of(part: fx.Node, d: int) -> fx.Node | None:
+    """Return the row that a part of one row is made of, without its dimension d."""
+    while part.target is aten.clone.default:
+        part = part.args[0]
+    if part.target is not aten.unsqueeze.default or part.args[1] % part.meta["val"].dim() != d:
+        return None
+    return part.args[0]
+
+
+@rewrite("simplify", aten.slice.Tensor, aten.select.int)
+def _read_written_rows(node: fx.Node) -> fx.Node | Declined:
+    """Read rows from the tensor before a write to other rows, or what was written."""
+    x, rest = node.args[0], node.args[1:]
+    if node.kwargs or node.meta.get("dynamic") or _write_of(x) is None:
+        return DECLINED
+    shape = x.meta["val"].shape
+    if node.target is aten.slice.Tensor:
+        dim, *cut = _cut(shape, *rest)
+        if not cut:
+            return DECLINED
+        first, last = -cut[0], shape[dim] + cut[1]
+    else:
+        dim, first = rest[0] % len(shape), rest[1] % shape[rest[0]]
+        last = first + 1
+    while (write := _write_of(x)) is not None and write[0] == dim:
+        _, start, end = write
+        if start <= first and last <= end:
+            source, first, last = x.args[1], first - start, last - start
+            if last - first == end - start and node.target is aten.slice.Tensor:
+                return source
+            return replacement_call(node, node.target, _places(node, source, dim, first, last))
+        if start < last and first < end:
+            break
+        x = x.args[0]
+    if x is node.args[0]:
+        return DECLINED
+    return replacement_call(node, node.target, _places(node, x, dim, first, last))
+
+
+def _places(node: fx.Node, x: fx.Node, dim: int, first: int, last: int) -> tuple:
+    return (x, dim, first, last) if node.target is aten.slice.Tensor else (x, dim, first)
+
+
+def _write_of(node: fx.Node) -> tuple[int, int, int] | None:
+    """Return (dimension, start, end) for a call that writes rows into a tensor, else None."""
+    if node.target is not aten.slice_scatter.default or node.kwargs or node.meta.get("dynamic"):
+        return None
+    x, rows = (n.meta["val"] for n in node.args[:2])
+    d, *cut = _cut(x.shape, *node.args[2:])
+    if not cut or rows.dtype != x.dtype:
+        return None
+    start, end = -cut[0], x.shape[d] + cut[1]
+    sizes = [*x.shape[:d], end - start, *x.shape[d + 1 :]]
+    return (d, start, end) if end > start and [*rows.shape] == sizes else None
 
 
 # ---------------------------------------------------------------------------- slices and pads

@@ -167,6 +167,41 @@ class Tokens(nn.Module):
         return torch.stack(states, 1).square().mean()
 
 
+class Stabilized(nn.Module):
+    """RWKV-4's attention and xLSTM's memory: exponentials beside a running maximum that decays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = nn.Parameter(torch.rand(KEYS).double())
+        self.w = nn.Parameter(torch.eye(KEYS, dtype=DOUBLE))
+
+    def forward(self, k: Tensor, v: Tensor) -> Tensor:
+        k, v = k @ self.w, v @ self.w
+        y, above = torch.zeros_like(v), torch.zeros_like(v[:, 0])
+        below, most = above, above - 1e38
+        for i in range(v.shape[1]):
+            largest = torch.maximum(most - self.rate, k[:, i])
+            old, new = (most - self.rate - largest).exp(), (k[:, i] - largest).exp()
+            above, below, most = old * above + new * v[:, i], old * below + new, largest
+            y[:, i] = above / below
+        return y.square().mean()
+
+
+def test_a_running_maximum_that_decays():
+    torch.manual_seed(0)
+    k, v = torch.rand(2, BATCH, 48, KEYS).double() * 5
+    model = Stabilized()
+    plan = gspmd.plan(model, k, v, mesh=Mesh(seq=4), in_specs=("_ seq _",) * 2, grad=True)
+    loss, gradients = plan.simulate(k, v)
+    expected = model(k, v)
+    expected.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-13)
+    # Three states and seven gradients, each with a scale and a shift; rows would be 6,912 bytes.
+    assert plan.sent_bytes <= 10 * 2 * 3 * BATCH * KEYS * 8
+
+
 class ScannedTokens(Tokens):
     """The same by `scan`."""
 

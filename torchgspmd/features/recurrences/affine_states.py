@@ -1,12 +1,18 @@
 """The operator of an affine recurrence: the state before each step.
 
     state[0] = first;  state[i + 1] = scale[i] * state[i] + shift[i]      or from behind
+    state[0] = first;  state[i + 1] = scale[i] @ state[i] + shift[i]      scale[i]: matrices
+    state[0] = first;  state[i + 1] = max(scale[i] + state[i], shift[i])  running maxima that decay
 
 Along sharded steps each device begins with zeros, and multiplies its scales. These two of each
 device are gathered, and give the state before its steps: two states a device, whatever the length.
 """
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,22 +24,48 @@ from ...rules.registry import rule_for
 from ...rules.rewrites import DECLINED, Declined, rewrite
 
 
+class Algebra(NamedTuple):
+    """What multiplies a state, and what adds to it, with their neutral elements."""
+
+    times: Callable[[Tensor, Tensor], Tensor]
+    plus: Callable[[Tensor, Tensor], Tensor]
+    one: float
+    zero: float
+
+
+ALGEBRAS = {
+    "elements": Algebra(torch.mul, torch.add, 1.0, 0.0),
+    "matrices": Algebra(torch.matmul, torch.add, 1.0, 0.0),
+    "maxima": Algebra(torch.add, torch.maximum, 0.0, -math.inf),
+}
+
+
 @custom_op("affine_states")
-def affine_states(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool) -> Tensor:
+def affine_states(
+    scale: Tensor, shift: Tensor, first: Tensor, reverse: bool, algebra: str
+) -> Tensor:
     """Return the states before all steps, [steps, ...].
 
     scale, shift: [steps, ...]. first: the state before the first step, or the last one if
-    `reverse`, [...].
+    `reverse`, [...]. algebra: one of ALGEBRAS. Of matrices, scale is [steps, ..., k, k], and states
+    are [..., k, columns].
     """
     result, state = torch.empty_like(shift, memory_format=torch.contiguous_format), first
     for i in reversed(range(len(shift))) if reverse else range(len(shift)):
         result[i] = state
-        state = torch.addcmul(shift[i], scale[i], state)
+        state = _next(scale[i], shift[i], state, algebra)
     return result
 
 
+def _next(scale: Tensor, shift: Tensor, state: Tensor, algebra: str) -> Tensor:
+    if algebra == "elements":
+        return torch.addcmul(shift, scale, state)
+    times, plus, *_ = ALGEBRAS[algebra]
+    return plus(shift, times(scale, state))
+
+
 @affine_states.register_fake
-def _(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool) -> Tensor:
+def _(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool, algebra: str) -> Tensor:
     return torch.empty_like(shift, memory_format=torch.contiguous_format)
 
 
@@ -43,38 +75,53 @@ AFFINE_STATES = affine_states._opoverload
 @rule_for(AFFINE_STATES)
 def _rule(call: Call) -> FactorRule:
     names = factors("d", call.tensors[2].dim())
-    rows = ["n", *names]
-    return call.rule([rows, rows, names], [rows], replicated="n", split=Split(), linear=[[1, 2]])
+    rows, matrix, fixed = ["n", *names], [*names], ["n"]
+    if call.args[4] == "matrices":
+        matrix, fixed = [*names[:-1], "j"], ["n", *names[-2:-1], "j"]
+    linear = [] if call.args[4] == "maxima" else [[1, 2]]
+    return call.rule(
+        [["n", *matrix], rows, names], [rows], replicated=fixed, split=Split(), linear=linear
+    )
 
 
 @rewrite("xla", AFFINE_STATES)
-def _unrolled(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    states = {}
+def _unrolled(scale: Tensor, shift: Tensor, first: Tensor, reverse: bool, algebra: str) -> Tensor:
+    states, (times, plus, *_) = {}, ALGEBRAS[algebra]
     for i in reversed(range(len(shift))) if reverse else range(len(shift)):
-        states[i], first = first, shift[i] + scale[i] * first
+        states[i], first = first, plus(shift[i], times(scale[i], first))
     return torch.stack([states[i] for i in range(len(shift))])
 
 
 @rewrite("split", AFFINE_STATES)
 def _by_blocks(
-    scale: Tensor, shift: Tensor, first: Tensor, reverse: bool, *, shards: int = 1
+    scale: Tensor, shift: Tensor, first: Tensor, reverse: bool, algebra: str, *, shards: int = 1
 ) -> Tensor | Declined:
     """Compute a block for each shard, and the states before the blocks from their results."""
     steps = len(shift)
     if not 1 < shards < steps:
         return DECLINED
+    times, plus, one, zero = ALGEBRAS[algebra]
     size = -(-steps // shards)
-    pads = [0, 0] * first.dim() + [0, size * shards - steps]
-    # Steps that are added change no state.
-    scale, shift = (
-        F.pad(x, pads, value=fill).unflatten(0, (shards, size)).movedim(1, 0)
-        for x, fill in ((scale, 1.0), (shift, 0.0))
-    )  # [size, shards, ...]
     like = first.expand(shards, *first.shape)
-    states = affine_states(scale, shift, torch.zeros_like(like), reverse)
-    scales = affine_states(scale, torch.zeros_like(shift), torch.ones_like(like), reverse)
+    same = torch.full_like(like, one)
+    # Steps that are added change no state.
+    pads = [0, 0] * first.dim() + [0, size * shards - steps]
+    shift, padded = F.pad(shift, pads, value=zero), F.pad(scale, pads, value=one)
+    if algebra == "matrices":
+        same = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+        same = same.expand(shards, *scale.shape[1:])
+        place = torch.arange(size * shards, device=scale.device)
+        padded = torch.where(place.reshape(-1, *[1] * first.dim()) < steps, padded, same[0])
+    scale, shift = (
+        x.unflatten(0, (shards, size)).movedim(1, 0) for x in (padded, shift)
+    )  # [size, shards, ...]
+    states = affine_states(scale, shift, torch.full_like(like, zero), reverse, algebra)
+    scales = affine_states(scale, torch.full_like(scale, zero), same, reverse, algebra)
     last = 0 if reverse else size - 1
-    of_blocks = scale[last] * scales[last], scale[last] * states[last] + shift[last]
-    before = affine_states(*of_blocks, first, reverse)  # [shards, ...]
-    result = states + scales * before
+    of_blocks = (
+        times(scale[last], scales[last]),
+        plus(times(scale[last], states[last]), shift[last]),
+    )
+    before = affine_states(*of_blocks, first, reverse, algebra)  # [shards, ...]
+    result = plus(states, times(scales, before))
     return result.movedim(0, 1).flatten(0, 1).narrow(0, 0, steps)

@@ -5,26 +5,27 @@ becomes  %A = mul(ones, %as);  %B = %xs                           h becomes A h 
          %hs = affine_states(%A, %B, %h0, False)                  the states before all iterations
          %ys = mul(%hs, %as)                                      all else at once
 
-needs    an affine recurrence: operations between a carry and the next one are linear in it, and
-         compute each element from the carry's element at the same place
+needs    an affine recurrence: operations between a carry and the next one are linear in it. If they
+         mix elements of the carry, A is a matrix for each step (linear_map.py)
 source   ours; affine maps are composed as in Blelloch, Prefix sums and their applications, 1990
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from torch import fx
+from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, inline, origin_of
 from ...compat.operators import aten
-from ...fx_passes.expand.batched_op import Traced, add_batched, with_dim
+from ...fx_passes.expand.batched_op import Traced, add_batched
 from ...fx_passes.ir import Op
-from ...rules import trace
-from .affine_states import AFFINE_STATES
+from ...rules import DECLINED, trace
+from .affine_states import AFFINE_STATES, ALGEBRAS
+from .carry_dims import Groups, carry_dims, linear_group, maxima, sums
+from .linear_map import MOST_ROWS, LinearMap
 from .recurrence import Recurrence
 
-Tags = tuple[int | None, ...]  # for each dimension the carry's that it goes along with
 Value = tuple[fx.Node, bool]  # a new value, and whether it has the iterations' dimension
 
 
@@ -121,45 +122,104 @@ class _Batcher:
         if after.shape != val.shape or after.dtype != val.dtype or not val.dtype.is_floating_point:
             return False
         path = self._path(carry, again)
-        ones = self._full(val, 1)
-        scales: dict[fx.Node, Value | None] = {carry: (ones, False)}
-        shifts: dict[fx.Node, Value | None] = {carry: None}
-        tags: dict[fx.Node, Tags] = {carry: tuple(range(val.dim()))}
-        for op in path:
-            places = [i for i, v in enumerate(op.operands) if v in tags]
-            group = next((g for g in op.rule.linear if g.issuperset(places)), None)
-            of_result = _tags_behind(op, places, tags)
-            if group is None or of_result is None:
-                return False
-            for table, with_others in ((scales, False), (shifts, True)):
-                terms = [
-                    table[v]
-                    if i in places
-                    else self.operand(v)
-                    if with_others or i not in group
-                    else None
-                    for i, v in enumerate(op.operands)
-                ]
-                if (result := self._sum(op, group, terms)) is _FAILED:
-                    return False
-                table[op.node] = result
-            tags[op.node] = of_result
-        if again in tags:
-            sizes = val.shape
-            if any(tag != d for d, tag in enumerate(tags[again]) if sizes[d] > 1):
-                return False
-            scale, shift = scales[again], shifts[again]
-        else:
-            scale, shift = None, self.operand(again)
         first = self._full(val, 0) if first is None else first
-        scale, shift = (
-            self.widened(each or (self._full(val, 0), False)) for each in (scale, shift)
-        )
-        args = (scale, shift, first, self.found.reverse)
-        states = add_node(self.graph, "call_function", AFFINE_STATES, args, {})
-        states.meta = {**self.origin, "val": with_dim(val, self.found.count, 0)}
+        dims = carry_dims(path, carry, again, sums)
+        if dims is not None and dims.mixed:
+            shift = self._shift(path, carry, again, sums, 0.0)
+            map_ = LinearMap(path, carry, again, dims, val)
+            states = shift and self._add_mixed(map_, shift, first)
+        elif dims is not None:
+            states = self._add_elements(path, carry, first, sums, "elements")
+        else:
+            dims = carry_dims(path, carry, again, maxima)
+            if dims is None or dims.mixed or not dims.depends:
+                return False
+            states = self._add_elements(path, carry, first, maxima, "maxima")
+        if states is None:
+            return False
         self.new[carry] = states, True
         return True
+
+    def _shift(
+        self, path: Sequence[Op], carry: fx.Node, again: fx.Node, groups: Groups, zero: float
+    ) -> fx.Node | None:
+        """Add what a map makes of zeros; None if an operation cannot be batched."""
+        shift = self._along(path, {carry: None}, groups, zero, True).get(again, self.operand(again))
+        if shift is _FAILED:
+            return None
+        return self.widened(shift or (self._full(again.meta["val"], zero), False))
+
+    def _add_elements(
+        self, path: Sequence[Op], carry: fx.Node, first: fx.Node, groups: Groups, algebra: str
+    ) -> fx.Node | None:
+        """Add the states of a carry whose elements each have a map of their own."""
+        again, (*_, one, zero) = self.found.carries[carry].again, ALGEBRAS[algebra]
+        val = again.meta["val"]
+        start = {carry: (self._full(val, one), False)}
+        scale = self._along(path, start, groups, zero, False).get(again)
+        shift = self._shift(path, carry, again, groups, zero)
+        if scale is _FAILED or shift is None:
+            return None
+        scale = self.widened(scale or (self._full(val, zero), False))
+        return self._states(scale, shift, first, algebra)
+
+    def _states(self, scale: fx.Node, shift: fx.Node, first: fx.Node, algebra: str) -> fx.Node:
+        args = (scale, shift, first, self.found.reverse, algebra)
+        states = add_node(self.graph, "call_function", AFFINE_STATES, args, {})
+        states.meta = {**self.origin, "val": shift.meta["val"]}
+        return states
+
+    def _add_mixed(self, map_: LinearMap, shift: fx.Node, first: fx.Node) -> fx.Node | None:
+        """Add the states of a carry whose dimensions are mixed; None if torch.vmap has no rule."""
+        if map_.rows > MOST_ROWS:
+            return None
+        others = [self.operand(v) for v in map_.others]
+        nodes = [node for node, _ in others]
+        batched = [each for _, each in others]
+        scale = self._traced(lambda *xs: map_.matrices(batched, *xs), *nodes)
+        if scale is None:
+            return None
+        scale = self.widened((scale, any(batched)))
+        shift, first = (self._traced(map_.as_columns, x) for x in (shift, first))
+        return self._traced(map_.as_carry, self._states(scale, shift, first, "matrices"))
+
+    def _traced(self, function: Callable[..., Tensor], *values: fx.Node) -> fx.Node | None:
+        """Add what a function computes; None if it cannot be traced."""
+        try:
+            inner = trace(function, tuple(v.meta["val"] for v in values), {})
+        except (NotImplementedError, RuntimeError, TypeError, ValueError):
+            return None
+        return None if inner is DECLINED else inline(self.graph, inner, values, self.origin)
+
+    def _along(
+        self,
+        path: Sequence[Op],
+        start: Mapping[fx.Node, Value | None],
+        groups: Groups,
+        zero: float,
+        with_others: bool,
+    ) -> dict[fx.Node, Value | None]:
+        """Add a path's operations from a carry's value on. None stands for zeros.
+
+        with_others: whether terms that do not depend on the carry count; they are zeros otherwise.
+        """
+        known = dict(start)
+        for op in path:
+            places = [i for i, v in enumerate(op.operands) if v in known]
+            group = linear_group(groups(op), places)
+            assert group is not None, "carry_dims has checked it"
+            terms = [
+                known[v]
+                if i in places
+                else self.operand(v)
+                if with_others or i not in group
+                else None
+                for i, v in enumerate(op.operands)
+            ]
+            known[op.node] = result = self._sum(op, group, terms, zero)
+            if result is _FAILED:
+                return dict.fromkeys(known, _FAILED)
+        return known
 
     def _path(self, carry: fx.Node, again: fx.Node) -> list[Op]:
         """Return the operations that lead from a carry to the next one, in order."""
@@ -170,14 +230,14 @@ class _Batcher:
                 needed |= {*op.operands}
         return path[::-1]
 
-    def _sum(self, op: Op, group: frozenset[int], terms: Sequence[Value | None]) -> Value | None:
+    def _sum(
+        self, op: Op, group: frozenset[int], terms: Sequence[Value | None], zero: float
+    ) -> Value | None:
         """Add an operation, linear in a group of operands. None stands for zeros."""
-        if op.results != (op.node,):
-            return _FAILED
         if all(terms[i] is None for i in group):
             return None
         operands = [
-            (self._full(v.meta["val"], 0), False) if term is None else term
+            (self._full(v.meta["val"], zero), False) if term is None else term
             for term, v in zip(terms, op.operands)
         ]
         results = self._apply(op, operands)
@@ -202,28 +262,3 @@ class _Batcher:
 
 
 _FAILED: Value = (fx.Graph().placeholder("failed"), False)
-
-
-def _tags_behind(op: Op, places: Sequence[int], tags: Mapping[fx.Node, Tags]) -> Tags | None:
-    """Return the tags of an operation's result; None if it mixes elements of the carry.
-
-    places: the operands with tags.
-    """
-    rule, of_factor = op.rule, dict[str, int]()
-    for i in places:
-        for names, tag in zip(rule.operands[i], tags[op.operands[i]]):
-            if tag is None:
-                continue
-            if len(names) > 1 or any(of_factor.setdefault(f, tag) != tag for f in names):
-                return None
-    moved = {f for i, d in rule.row_access for f in rule.operands[i][d]}
-    fixed = rule.replicated.union(rule.reduce, rule.special, moved)
-    if fixed & of_factor.keys() or len({*of_factor.values()}) < len(of_factor):
-        return None
-    result, (dims, *others) = [], rule.results
-    for names in dims:
-        if len(names) > 1 and of_factor.keys() & {*names}:
-            return None
-        result.append(next(map(of_factor.get, names), None))
-    kept = [tag for tag in result if tag is not None]
-    return tuple(result) if len(kept) == len(of_factor) and not others else None

@@ -14,7 +14,7 @@ another way: there is no carry, or it is a constant zero. Then the recurrence ha
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -24,6 +24,7 @@ from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
 from ...rules.algebra import constant_of
 from ...rules.ops.concat_slice import (
+    COPIES,
     FEWEST_PARTS,
     Pieces,
     is_plain_sum,
@@ -108,13 +109,32 @@ def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
 class End(NamedTuple):
     """Where a loop's results are put side by side: a concatenation, or a sum of rows among zeros.
 
-    columns: the summands, by iteration. pieces: where they lie. others: further summands.
+    columns: the summands, by iteration. pieces: where they lie. others: further summands. total:
+    summands of a plain sum, such as a weight's gradient, in place of columns and pieces.
     """
 
     node: fx.Node
-    pieces: Pieces
+    pieces: Pieces | None
     columns: tuple[Column, ...]
     others: tuple[fx.Node, ...] = ()
+    total: tuple[fx.Node, ...] = ()
+    depth: int = 1  # of a plain sum: terms in an iteration
+
+    @property
+    def count(self) -> int:
+        return self.pieces.count if self.pieces else len(self.total) // self.depth
+
+    def columns_by(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> tuple[Column, ...]:
+        """Return the columns. spans: see Parts. edge: of the span, that says the iteration."""
+        if self.pieces:
+            return self.columns
+        rows: dict[int, list[fx.Node]] = {}
+        for value in self.total:
+            rows.setdefault(spans.get(value, (-1, -1))[edge], []).append(value)
+        numbers = range(self.count)
+        if rows.keys() != {*numbers} or any(len(row) != self.depth for row in rows.values()):
+            return ()
+        return tuple(zip(*(rows[i] for i in numbers)))
 
 
 def ends_of(work: Work) -> Iterator[End]:
@@ -162,6 +182,8 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
             continue
         rows = placed.setdefault(pieces._replace(indices=()), {})
         rows.setdefault(pieces.indices[0], []).append(made.operands[0])
+    if not placed:
+        yield from _totals(op.node, others, ops)
     for pieces, rows in placed.items():
         depth = len(next(iter(rows.values())))
         if pieces.count < FEWEST_PARTS or not {*range(1, pieces.count - 1)} <= rows.keys():
@@ -172,6 +194,19 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
             yield End(op.node, pieces, tuple(columns), tuple(others))
 
 
+def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:
+    """Yield the end of a sum that has a term of each iteration."""
+    alike: dict[int | None, list[fx.Node]] = {}
+    for term in terms:
+        if term in ops:
+            alike.setdefault(ops[term].key, []).append(term)
+    for found in alike.values():
+        others = tuple(term for term in terms if term not in found)
+        for depth in (1, 2):
+            if len(found) >= FEWEST_PARTS * depth and len(found) % depth == 0:
+                yield End(node, None, (), others, tuple(found), depth)
+
+
 class Finder:
     """Aligns the iterations of a loop. reverse: whether it begins with the last part.
 
@@ -179,8 +214,14 @@ class Finder:
     """
 
     def __init__(
-        self, parts: Parts, spans: dict[fx.Node, tuple[int, int]], reverse: bool, end: fx.Node
+        self,
+        parts: Parts,
+        spans: dict[fx.Node, tuple[int, int]],
+        reverse: bool,
+        end: fx.Node,
+        guess: bool = True,
     ) -> None:
+        self.guess, self.guessed = guess, False  # the last iteration's next carries
         self.parts, self.spans, self.reverse, self.count = parts, spans, reverse, parts.count
         # The second iteration: it has a carry, and a next one.
         self.at = self.count - 2 if reverse else 1
@@ -223,11 +264,20 @@ class Finder:
         """Return the columns that a column is computed from; None if it is none."""
         for family, i in self.parts.families.get(value, {}).items():
             numbers = [v is None or self.parts.families.get(v, {}).get(family) for v in column]
-            if i == self.at and all(n is True or n == j for j, n in enumerate(numbers)):
+            if i == self.at and all(
+                n is True or n == j or (family.value, j) in self.parts.zeros and self._is_zero(v)
+                for j, (n, v) in enumerate(zip(numbers, column))
+            ):
                 self.rows[value] = family
                 return []
         if all(v is None or v is value for v in column):
             return []
+        sources = tuple(self._source(v) for v in column)
+        if sources != column:  # A copy at an end may have been simplified.
+            if sources[self.at] is not value:
+                op, _ = self.parts.makers[value]
+                self.columns[value], self.ops[op.node] = column, op
+            return [sources]
         if self._is_carry(value, column) and not self._follows(
             column[self.at + self.step] or value
         ):
@@ -273,6 +323,11 @@ class Finder:
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
 
+    def _source(self, value: fx.Node | None) -> fx.Node | None:
+        """Return what a copy copies, or the value itself."""
+        op, _ = self.parts.makers.get(value, (None, 0)) if value else (None, 0)
+        return op.operands[0] if op is not None and op.node.target in COPIES else value
+
     def _summands(self, value: fx.Node, column: Column, op: Op) -> list[Column] | None:
         """Return the columns of the summands; None if iterations have others.
 
@@ -285,13 +340,20 @@ class Finder:
             own = [] if v is None else [x for x in self._terms(v) if not self._is_zero(x)]
             if v is None:
                 continue
-            signs = [self._signature(x, i, 3) for x in own]
-            for place, term in enumerate(terms):
-                sign = self._signature(term, self.at, 3)
-                j = next((j for j, other in enumerate(signs) if other == sign), None)
-                if j is not None:
-                    above[place][i] = own.pop(j)
-                    signs.pop(j)
+            # An end that lacks a summand further up looks like the others from close by.
+            for depth in (3, 2, 1, 0):
+                signs = [self._signature(x, i, depth) for x in own]
+                wanted = {
+                    place: self._signature(term, self.at, depth)
+                    for place, term in enumerate(terms)
+                    if above[place][i] is None
+                }
+                for place, sign in wanted.items():
+                    alone = signs.count(sign) == [*wanted.values()].count(sign) == 1
+                    if sign in signs and (alone or depth == 3):
+                        j = signs.index(sign)
+                        above[place][i] = own.pop(j)
+                        signs.pop(j)
             missing = [place for place in range(len(terms)) if above[place][i] is None]
             if len(missing) == len(own):
                 for place, x in zip(missing, own):
@@ -318,8 +380,10 @@ class Finder:
 
     def _signature(self, value: fx.Node, i: int, depth: int) -> Hashable:
         """Return a number for what a value is in iteration i, to tell summands apart."""
+        value = self._source(value) or value
         families = self.parts.families.get(value, {})
-        if own := frozenset(family for family, n in families.items() if n == i):
+        # Other loops have computed some iterations of a value, where an end was not asked for.
+        if own := frozenset(family for family, n in families.items() if n == i and family.pieces):
             return own
         span, made = self.spans.get(value), self.parts.makers.get(value)
         # The first iteration reads a constant in place of a carry.
@@ -329,6 +393,9 @@ class Finder:
             return made[0].key, _is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
         return made[0].key, made[1], *above
+
+    def _signatures(self, value: fx.Node, i: int) -> frozenset[Hashable]:
+        return frozenset(self._signature(term, i, 3) for term in self._terms(value))
 
     def _is_zero(self, value: fx.Node) -> bool:
         """Return whether a value is a constant zero, or computed from such ones alone."""
@@ -354,17 +421,18 @@ class Finder:
     def _end(self, again: fx.Node | None, i: int) -> fx.Node | None:
         """Return an iteration's next carry, if the program has one that looks like it."""
         made = self.parts.makers.get(again) if again is not None else None
-        if again is None or made is None:
+        if again is None or made is None or not self.guess:
             return None
-        sign = self._signature(again, self.at, 3)
-        edge = 0 if self.reverse else 1
+        sign, edge = self._signatures(again, self.at), 0 if self.reverse else 1
         found = [
             value
             for value in self.parts.values_of.get(made[0].key, ())
-            if self.parts.order[value] < self.before
-            and self.spans.get(value, (-1, -1))[edge] == i
-            and self._signature(value, i, 3) == sign
+            if self.spans.get(value, (-1, -1))[edge] == i and self._signatures(value, i) == sign
         ]
+        # A loop that writes into a tensor ends with a write, and may compute the state behind it.
+        before = [value for value in found if self.parts.order[value] < self.before]
+        found = before or found
+        self.guessed |= len(found) == 1
         return found[0] if len(found) == 1 else None
 
     def _follows(self, value: fx.Node) -> bool:

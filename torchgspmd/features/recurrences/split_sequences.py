@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import drop_unused, inline, origin_of
+from ...compat.operators import aten
 from ...fx_passes.expand.undivided import Work
 from ...rules import trace
 from ...rules.custom_ops.loops import mark_of
@@ -40,6 +41,8 @@ def split_sequences(work: Work) -> bool:
     for end in splitter.exits:
         work.graph.erase_node(end)
     drop_unused(work.graph)
+    splitter.take_ends()
+    drop_unused(work.graph)
     return bool(splitter.results)
 
 
@@ -55,13 +58,20 @@ class _Splitter:
 
     def split(self, end: End) -> None:
         """Compute the parts that are put together at once, if they are a recurrence."""
-        count = end.pieces.count
+        if end.node in self.results:  # taken in another way
+            return
+        count = end.count
         parts = self.parts.get(count) or Parts(self.work, count)
         self.parts[count] = parts
         spans = parts.spans(self.graph, self.ends)
         for reverse in (False, True):
             finder = Finder(parts, spans, reverse, end.node)
-            if not finder.find(end.columns) or not self._is_sharded(finder):
+            columns = end.columns_by(spans, 0 if reverse else 1)
+            found = bool(columns) and finder.find(columns)
+            if not found and finder.guessed:
+                finder = Finder(parts, spans, reverse, end.node, guess=False)
+                found = finder.find(columns)
+            if not found or not self._is_sharded(finder):
                 continue
             with self.graph.inserting_before(end.node):
                 rows = {value: self._rows(family) for value, family in finder.rows.items()}
@@ -71,7 +81,7 @@ class _Splitter:
                     continue
                 results = [
                     _added(self.graph, lambda x: _joined(x, end.pieces), new[value])
-                    for column in end.columns
+                    for column in columns
                     if (value := column[finder.at]) is not None
                 ]
                 first, *others = *results, *end.others
@@ -98,6 +108,23 @@ class _Splitter:
                 self.results[value] = _added(
                     self.graph, lambda x, i=finder.last: x.select(0, i), new[again]
                 )
+
+    def take_ends(self) -> None:
+        """Take what is still read of a first or last iteration from the values of all."""
+        order = {node: i for i, node in enumerate(self.graph.nodes)}
+        for count, parts in self.parts.items():
+            for value, families in parts.families.items():
+                batched = [(f.value, i) for f, i in families.items() if f.pieces is None]
+                for rows, i in batched:
+                    if value not in order or rows not in order or i not in (0, count - 1):
+                        continue
+                    readers = [u for u in value.users if order.get(u, 0) > order[rows]]
+                    if readers:
+                        with self.graph.inserting_after(rows):
+                            place = self.graph.call_function(aten.select.int, (rows, 0, i))
+                        place.meta = {**origin_of(rows), "val": value.meta["val"]}
+                        for reader in readers:
+                            reader.replace_input_with(value, place)
 
     def split_loops(self) -> None:
         """Compute the iterations of loops at once, if the rows of one of them are sharded."""
@@ -136,9 +163,7 @@ class _Splitter:
         """Return whether parts lie on several devices, and iterations depend on earlier ones."""
         specs = self.work.layouts.spec
         return any(
-            bool(specs[value].dims[pieces.dim]) and bool(finder.carries)
-            if pieces
-            else bool(finder.ops)
+            pieces is None or bool(specs[value].dims[pieces.dim]) and bool(finder.carries)
             for value, pieces in finder.rows.values()
         )
 
@@ -157,7 +182,9 @@ def _parted(x: Tensor, pieces: Pieces) -> Tensor:
     return (x.unflatten(d, (pieces.count, pieces.width)) if pieces.width else x).movedim(d, 0)
 
 
-def _joined(x: Tensor, pieces: Pieces) -> Tensor:
+def _joined(x: Tensor, pieces: Pieces | None) -> Tensor:
+    if pieces is None:
+        return x.sum(0)
     d = pieces.dim
     x = x.movedim(0, d)
     return x.flatten(d, d + 1) if pieces.width else x

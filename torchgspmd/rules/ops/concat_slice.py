@@ -25,6 +25,7 @@ PART_OPS = {
     aten.select.int,
     aten.slice.Tensor,
 }
+COPIES = {aten.clone.default}
 FEWEST_PARTS = 4  # of a sequence: fewer are queries beside keys
 MOST = 4  # the most slices along one dimension: q, k, v, and one more
 

@@ -23,7 +23,7 @@ from ...layout.halo_window import Reach
 from ..local_builder import LocalBuilder
 from ..notation import Call, FactorRule, LocalForm, factors
 from ..registry import rule_for, shape_argument
-from ..rewrites import DECLINED, Declined
+from ..rewrites import DECLINED, Declined, rewrite
 from .view import keep_rule
 
 
@@ -106,6 +106,14 @@ def _slice_scatter(call: Call) -> FactorRule:
 
     reaches = [{dim: Reach(0, 0)}, {dim: Reach(-start, -start)}]
     return movement_rule(call, reaches, emit, linear=linear)
+
+
+@rewrite("decompose", aten.select_scatter.default)
+def _select_scatter(x: Tensor, row: Tensor, dim: int, index: int) -> Tensor | Declined:
+    if not isinstance(index, int):
+        return DECLINED
+    dim, index = dim % x.dim(), index % x.shape[dim]
+    return aten.slice_scatter(x, row.unsqueeze(dim).to(x.dtype), dim, index, index + 1)
 
 
 @rule_for(aten.flip.default)
