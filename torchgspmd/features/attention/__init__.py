@@ -19,6 +19,7 @@ from . import capture, rule, varlen, written  # noqa: F401 (rows of RULES and RE
 from .balance_attention import balance
 from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, options_with_returns
+from .mask_shares import share_masks
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring import ring_attention, ring_attention_backward
 from .ring_keys import RINGS, mark_rings, replace_by_rings
@@ -65,8 +66,10 @@ _IN_BLOCKS = {
 
 
 def _balance_attention(program: Program) -> fx.Graph | None:
-    """Reorder tokens so that all devices have the same work under a causal mask."""
+    """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
     request = program.request
+    if _lends(request):
+        share_masks(program.graph, program.layouts, program.rules, request.captured.constants)
     changed = balance(
         program.graph, program.layouts, program.rules, request.constants, _lends(request)
     )

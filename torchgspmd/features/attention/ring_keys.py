@@ -18,6 +18,7 @@ table RINGS names the operations that a ring computes, and how.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -37,6 +38,7 @@ from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
 from .lending import LSE_ITEMSIZE, sent_bytes
+from .mask_shares import FLEX
 from .ring import ring_attention, ring_attention_backward
 from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, RingOptions, sent_with_rows
 
@@ -79,7 +81,7 @@ def _flex(at: int) -> Arguments:
 
     def arguments(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
         buffers, *texts, scale = args[at : at + 5]
-        place = tuple(args[at + 5][4:] if len(args) > at + 5 else ())
+        place = tuple(args[at + 6][4:] if len(args) > at + 6 else ())
         return False, scale, RingOptions(place=place, functions=(tuple(buffers), *texts))
 
     return arguments
@@ -119,7 +121,7 @@ def mark_rings(
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
-            and (memory or _is_hidden(node, ring, mesh, flops_per_byte))
+            and (memory or _share(node) < 1 or _is_hidden(node, ring, mesh, flops_per_byte))
         ):
             for stack in stacks:
                 # Stack key shards in a loop, and gather them where its backward takes a row.
@@ -138,10 +140,25 @@ def mark_rings(
                     own.args = (row, *gather.args[1:])
                     own.meta = {**gather.meta, "backward": row.meta["backward"]}
             _mark(graph, users, gathers)
-            for user in users if lends else ():
-                _lend(user, RINGS[user.target], mesh, flops_per_byte)
+            for user in users:
+                _send_shares(user, RINGS[user.target])
+                if lends:
+                    _lend(user, RINGS[user.target], mesh, flops_per_byte)
             changed = True
     return changed
+
+
+def _share(node: fx.Node) -> float:
+    """Return the part of other devices' keys that a mask leaves to send."""
+    at = 3 + 3 * FLEX[node.target] + 5 if node.target in FLEX else math.inf
+    return node.args[int(at)] if len(node.args) > at else 1.0
+
+
+def _send_shares(node: fx.Node, ring: Ring) -> None:
+    """Count the bytes that a mask leaves to send."""
+    for move in (*_gathers(node, ring), *_scattered(node, ring)):
+        if move is not None and (share := _share(node)) < 1:
+            move.meta["step"] = replace(move.meta["step"], sent=share * move.meta["step"].sent)
 
 
 def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:

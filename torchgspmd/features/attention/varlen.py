@@ -55,13 +55,27 @@ def _varlen_attn(
     if query.dim() != 3 or query.shape[1] % key.shape[1] or query.shape[-1] != key.shape[-1]:
         return DECLINED  # a mistake that PyTorch will explain
     left, right = (-1, -1) if window_size is None else window_size
-    first, last = _ranges(
-        query.shape[0], cu_seq_q, cu_seq_k, left, 0 if is_causal else right, seqused_k
-    )
+    right = 0 if is_causal else right
+    first, last = _ranges(query.shape[0], cu_seq_q, cu_seq_k, left, right, seqused_k)
+    mask = SEEN
+    if cu_seq_q is cu_seq_k and seqused_k is None and type(max_q) is type(max_k) is int:
+        longest = max(max_q, max_k)
+        mask = _within(_within(mask, "q, k", left, longest), "k, q", right, longest)
     scale = 1 / math.sqrt(query.shape[-1] or 1) if scale is None else scale
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    out, lse = flex_attention(q, k, v, [first, last], SEEN, "", "", scale)
+    out, lse = flex_attention(q, k, v, [first, last], mask, "", "", scale)
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0), torch.zeros(2, dtype=torch.uint64)
+
+
+def _within(mask: str, places: str, limit: int, longest: int) -> str:
+    """Add to a mask how far a query looks to one side, at most.
+
+    The ranges say it, too. But planning knows the length of the longest document, and seldom the
+    ranges, so it knows which devices need nothing from each other.
+    """
+    limit = longest - 1 if limit < 0 else min(limit, longest - 1)
+    near = f"aten.le.Scalar(aten.sub.Tensor({places}), {limit})"
+    return f"aten.bitwise_and.Tensor({mask}, {near})"
 
 
 def _ranges(
