@@ -69,10 +69,12 @@ def blocks_seen(
         "k": Interval(places[1][:, 0], places[1][:, 1] - 1),
     }
     names |= {f"u{i}": Interval(x, x) for i, x in enumerate(buffers) if x is not None}
-    found = _Evaluation(names).of(ast.parse(text, mode="eval").body)
-    if found is None or not _is_truth(found):
-        found = Interval(False, True)
-    some, whole = (torch.as_tensor(x, device=device).expand(shape) for x in (found.high, found.low))
+    # Numbers become tensors on this device, whichever default the caller has set.
+    with torch.device(device):
+        found = _Evaluation(names).of(ast.parse(text, mode="eval").body)
+        if found is None or not _is_truth(found):
+            found = Interval(False, True)
+        some, whole = (torch.as_tensor(x).expand(shape) for x in (found.high, found.low))
     return Visible(some.flatten(0, 1).any(0).tolist(), whole.flatten(0, 1).all(0).tolist())
 
 

@@ -66,9 +66,7 @@ def _share(q: Tensor, k: Tensor, change: Flex, n: int) -> float:
     lead, groups = k.shape[:-2], q.shape[-3] // k.shape[-3]
     place = Place((0,) * 5, (*lead, groups, q.shape[-2], k.shape[-2]))
     local = [-(-x.shape[-2] // n) for x in (q, k)]
-    devices = [x.device for x in change.buffers if isinstance(x, Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
-    seen = rows_seen(change, place, (*lead, groups, *local), n, device)
+    seen = rows_seen(change, place, (*lead, groups, *local), n, torch.device("cpu"))
     counts = [
         [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
         for i, blocks in enumerate(seen)
@@ -78,23 +76,25 @@ def _share(q: Tensor, k: Tensor, change: Flex, n: int) -> float:
 
 
 def _value(node: fx.Node, constants: nn.Module, known: dict[fx.Node, Any]) -> Any:
-    """Return a node's value if it follows from constants alone, else None."""
+    """Return a node's value on the CPU if it follows from constants alone, else None."""
     if node not in known:
         known[node] = None
         if node.op == "get_attr":
             value = getattr(constants, str(node.target), None)
-            known[node] = value if isinstance(value, Tensor) and not value.is_meta else None
-        elif isinstance(node.target, OpOverload) or node.target is operator.getitem:
+            is_real = isinstance(value, Tensor) and not value.is_meta
+            known[node] = value.cpu() if is_real else None
+        elif node.op == "call_function" and _is_pure(node.target):
             operands = {x: _value(x, constants, known) for x in node.all_input_nodes}
-            if not any(x is None for x in operands.values()) and _is_pure(node.target):
+            if not any(x is None for x in operands.values()):
                 args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), operands.__getitem__)
-                known[node] = node.target(*args, **kwargs)
+                here = {"device": torch.device("cpu")} if "device" in kwargs else {}
+                known[node] = node.target(*args, **kwargs | here)
     return known[node]
 
 
 def _is_pure(target: Any) -> bool:
     """Return whether an operation follows from its arguments, and changes none."""
-    if target is operator.getitem:
-        return True
+    if target is operator.getitem or not isinstance(target, OpOverload):
+        return target is operator.getitem
     draws = torch.Tag.nondeterministic_seeded in target.tags
     return target.namespace in ("aten", "prims") and not draws and not target._schema.is_mutable
