@@ -19,7 +19,7 @@ from . import capture, rule, varlen, written  # noqa: F401 (rows of RULES and RE
 from .balance_attention import balance
 from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, options_with_returns
-from .mask_shares import share_masks
+from .mask_shares import Masks, price_masks
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring import ring_attention, ring_attention_backward
 from .ring_keys import RINGS, mark_rings, replace_by_rings
@@ -69,7 +69,9 @@ def _balance_attention(program: Program) -> fx.Graph | None:
     """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
     request = program.request
     if _lends(request):
-        share_masks(program.graph, program.layouts, program.rules, request.captured.constants)
+        masks = Masks(request.captured.constants)
+        flops_per_byte = request.constants.link_flops_per_byte
+        price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
     changed = balance(
         program.graph, program.layouts, program.rules, request.constants, _lends(request)
     )
@@ -84,6 +86,7 @@ def _ring_keys(program: Program) -> fx.Graph | None:
         program.graph,
         program.mesh,
         request.constants.link_flops_per_byte,
+        Masks(request.captured.constants),
         memory=request.regather == "all",
         lends=_lends(request),
     )

@@ -37,10 +37,10 @@ class Interval(NamedTuple):
 
 
 class Visible(NamedTuple):
-    """Which blocks [blocks of q][blocks of k] may have a pair that is seen, and have only such."""
+    """Which blocks [blocks of q, blocks of k] may have a pair that is seen, and have only such."""
 
-    some: list[list[bool]]
-    whole: list[list[bool]]
+    some: Tensor
+    whole: Tensor
 
 
 # A value of which nothing is known.
@@ -75,7 +75,7 @@ def blocks_seen(
         if found is None or not _is_truth(found):
             found = Interval(False, True)
         some, whole = (torch.as_tensor(x).expand(shape) for x in (found.high, found.low))
-    return Visible(some.flatten(0, 1).any(0).tolist(), whole.flatten(0, 1).all(0).tolist())
+    return Visible(some.flatten(0, 1).any(0), whole.flatten(0, 1).all(0))
 
 
 def _is_truth(*values: Known) -> bool:

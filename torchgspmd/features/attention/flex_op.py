@@ -187,7 +187,7 @@ def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
 
 
 _REST = (
-    "Tensor[] buffers, str mask, str score, str gradient, float scale, float share=1.0, "
+    "Tensor[] buffers, str mask, str score, str gradient, float scale, float price=1.0, "
     "SymInt[]? region=None"
 )
 
@@ -202,7 +202,7 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
 def flex_attention(*args: Any) -> Results:
     """Return softmax(changed scores) v, and the logsumexp of these scores.
 
-    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. share: see mask_shares.py. region: as
+    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. price: see mask_shares.py. region: as
     `attention` has it with dropout.
     """
     out, lse = _tiles(*args).forward()

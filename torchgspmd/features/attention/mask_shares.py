@@ -1,19 +1,20 @@
-"""State how many keys a mask leaves to send, where planning knows it.
+"""Price the keys that a mask leaves to send, where planning knows it.
 
 before   %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ...)    queries: seq
-after    %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ..., 0.25)
+after    %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ..., 0.3)
 needs    a propagated graph, rules
 ensures  `ring_keys` sends rows round a ring; the partition keeps the queries' axis if that is least
 
 Known are positions, and buffers that are constants or computed from constants. Which rows travel is
-decided when the program runs, by ring_rows.py: buffers may have other values then. The share
-decides between layouts, and counts in the plan's bytes.
+decided when the program runs, by ring_rows.py: buffers may have other values then. The price is
+relative to a gather. It counts the rows, and the time in which devices wait for the one that
+computes most, as bytes that are sent meanwhile.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
@@ -23,9 +24,10 @@ from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Rules
 from ...fx_passes.propagate.layouts import Layouts
 from .flex_op import Flex
-from .ring_rows import rows_seen
+from .ring_rows import pieces_of, rows_seen
 from .tiles import Place
 
+_CPU = torch.device("cpu")
 # The operators, and the index of their queries. Buffers, expressions and the scale follow values.
 FLEX = {
     torch.ops.torchgspmd.flex_attention.default: 0,
@@ -33,46 +35,94 @@ FLEX = {
 }
 
 
-def share_masks(graph: fx.Graph, layouts: Layouts, rules: Rules, constants: nn.Module) -> None:
-    """Add shares to the calls in a graph, in place. constants: has the graph's constants."""
-    known: dict[fx.Node, Any] = {}
+class Masks:
+    """The masks of a graph, as far as planning knows them. constants: has the graph's constants."""
+
+    def __init__(self, constants: nn.Module) -> None:
+        self.constants = constants
+        self.known: dict[fx.Node, Any] = {}
+
+    def share(self, node: fx.Node, n: int) -> float:
+        """Return the part of other devices' keys that n devices send each other, at most."""
+        ring = self.ring(node, n)
+        return 1.0 if ring is None else ring.share()
+
+    def ring(self, node: fx.Node, n: int) -> _Ring | None:
+        """Return a call under a mask along n devices, or None."""
+        if node.target not in FLEX or n == 1 or node.meta.get("dynamic"):
+            return None
+        q, k, v = (node.args[FLEX[node.target] + i].meta["val"] for i in range(3))
+        at = 3 + 3 * FLEX[node.target]
+        buffers, mask, score, gradient = node.args[at : at + 4]
+        values = [_value(x, self.constants, self.known) for x in buffers]
+        return _Ring(q, k, v, Flex(values, mask, score, gradient), n) if mask else None
+
+
+def price_masks(
+    graph: fx.Graph, layouts: Layouts, rules: Rules, masks: Masks, flops_per_byte: float
+) -> None:
+    """Add prices to the calls in a graph, in place.
+
+    flops_per_byte: FLOPs of a device while it sends a byte.
+    """
     for op in [op for op in rules.ops(graph) if op.node.target in FLEX]:
         node, cuts = op.node, {*axes_along(op, "s", layouts)}
-        functions = _functions_of(node)
-        if len(cuts) != 1 or not functions[1] or op.node.meta.get("dynamic"):
-            continue
-        buffers = [_value(x, constants, known) for x in functions[0]]
-        axes = cuts.pop()
-        q, k = (node.args[FLEX[node.target] + i].meta["val"] for i in range(2))
-        share = _share(q, k, Flex(buffers, *functions[1:]), layouts.mesh.count(axes))
-        if share >= 1:
-            continue
-        node.args = (*node.args, share)
-        instead = rules.op(node).rule.instead
+        axes = cuts.pop() if len(cuts) == 1 else ()
         count = layouts.mesh.count(axes)
+        ring = masks.ring(node, count)
+        if ring is None or (share := ring.share()) >= 1:
+            continue
+        node.args = (*node.args, share + ring.waiting() / flops_per_byte)
+        instead = rules.op(node).rule.instead
         if instead is not None and instead.sent(count, count) >= instead.sent(count, 1):
             others = (pin for pin in node.meta.get("pinned", ()) if pin[0] not in axes)
             node.meta["pinned"] = (*others, *((axis, (instead.factor,)) for axis in axes))
 
 
-def _functions_of(node: fx.Node) -> tuple[Any, ...]:
-    """Return a call's buffers and expressions."""
-    at = 3 + 3 * FLEX[node.target]
-    return node.args[at : at + 4]
+class _Ring(NamedTuple):
+    """Queries, keys and values over all devices, a mask, and the number of devices."""
 
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    change: Flex
+    n: int
 
-def _share(q: Tensor, k: Tensor, change: Flex, n: int) -> float:
-    """Return the part of other devices' keys that a device sends, or receives, at most."""
-    lead, groups = k.shape[:-2], q.shape[-3] // k.shape[-3]
-    place = Place((0,) * 5, (*lead, groups, q.shape[-2], k.shape[-2]))
-    local = [-(-x.shape[-2] // n) for x in (q, k)]
-    seen = rows_seen(change, place, (*lead, groups, *local), n, torch.device("cpu"))
-    counts = [
-        [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
-        for i, blocks in enumerate(seen)
-    ]
-    most = max(map(sum, (*counts, *zip(*counts))))
-    return most / ((n - 1) * local[1])
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """A device's sizes [b, heads of keys, groups, queries, keys]."""
+        q, k = self.q, self.k
+        local = (-(-x.shape[-2] // self.n) for x in (q, k))
+        return (*k.shape[:-2], q.shape[-3] // k.shape[-3], *local)
+
+    @property
+    def place(self) -> Place:
+        whole = (*self.shape[:3], self.q.shape[-2], self.k.shape[-2])
+        return Place((0,) * 5, whole)
+
+    def share(self) -> float:
+        """Return the part of other devices' keys that a device sends, or receives, at most."""
+        seen = rows_seen(self.change, self.place, self.shape, self.n, _CPU)
+        counts = [
+            [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
+            for i, blocks in enumerate(seen)
+        ]
+        most = max(map(sum, (*counts, *zip(*counts))))
+        return most / ((self.n - 1) * self.shape[-1])
+
+    def waiting(self) -> float:
+        """Return the FLOPs for which a device waits for the busiest, per byte of others' keys."""
+        queries, keys = pieces_of(self.place, self.shape, self.n)
+        flat = [[piece for pieces in each for piece in pieces] for each in (queries, keys)]
+        seen = self.change.blocks(self.shape, self.place, flat[0], flat[1], _CPU)
+        assert seen is not None  # there is a mask
+        sizes = [torch.tensor(each, device=_CPU).diff()[:, 0] for each in flat]
+        # Of a block that is seen in part, half the pairs.
+        pairs = (seen.some.double() + seen.whole) / 2 * sizes[0].view(-1, 1) * sizes[1]
+        work = [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
+        flops = 2 * self.q[..., 0, 0].numel() * (self.q.shape[-1] + self.v.shape[-1])
+        others = (self.k.nbytes + self.v.nbytes) * (self.n - 1) / self.n
+        return (max(work) - sum(work) / self.n) * flops / others
 
 
 def _value(node: fx.Node, constants: nn.Module, known: dict[fx.Node, Any]) -> Any:
@@ -81,8 +131,8 @@ def _value(node: fx.Node, constants: nn.Module, known: dict[fx.Node, Any]) -> An
         known[node] = None
         if node.op == "get_attr":
             value = getattr(constants, str(node.target), None)
-            is_real = isinstance(value, Tensor) and not value.is_meta
-            known[node] = value.cpu() if is_real else None
+            if isinstance(value, Tensor) and not value.is_meta:
+                known[node] = value.cpu()
         elif node.op == "call_function" and _is_pure(node.target):
             operands = {x: _value(x, constants, known) for x in node.all_input_nodes}
             if not any(x is None for x in operands.values()):

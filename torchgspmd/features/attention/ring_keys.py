@@ -18,7 +18,6 @@ table RINGS names the operations that a ring computes, and how.
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -38,7 +37,7 @@ from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
 from .lending import LSE_ITEMSIZE, sent_bytes
-from .mask_shares import FLEX
+from .mask_shares import Masks
 from .ring import ring_attention, ring_attention_backward
 from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, RingOptions, sent_with_rows
 
@@ -101,12 +100,18 @@ RINGS: dict[Any, Ring] = {
 
 
 def mark_rings(
-    graph: fx.Graph, mesh: Mesh, flops_per_byte: float, *, memory: bool = False, lends: bool = True
+    graph: fx.Graph,
+    mesh: Mesh,
+    flops_per_byte: float,
+    masks: Masks,
+    *,
+    memory: bool = False,
+    lends: bool = True,
 ) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: FLOPs of a device while it sends a byte. memory: it counts, not time. lends:
-    late devices may lend queries to early ones.
+    flops_per_byte: FLOPs of a device while it sends a byte. masks: what planning knows of them.
+    memory: it counts, not time. lends: late devices may lend queries to early ones.
     """
     changed = False
     for node in list(graph.nodes):
@@ -118,10 +123,11 @@ def mark_rings(
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
         stacks = [user for user in users if user.target is STACK]
         users = [user for user in users if user.target is not STACK]
+        share = masks.share(node, mesh.count(_axes(node, ring)))
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
-            and (memory or _share(node) < 1 or _is_hidden(node, ring, mesh, flops_per_byte))
+            and (memory or share < 1 or _is_hidden(node, ring, mesh, flops_per_byte))
         ):
             for stack in stacks:
                 # Stack key shards in a loop, and gather them where its backward takes a row.
@@ -141,23 +147,18 @@ def mark_rings(
                     own.meta = {**gather.meta, "backward": row.meta["backward"]}
             _mark(graph, users, gathers)
             for user in users:
-                _send_shares(user, RINGS[user.target])
+                ours = masks.share(user, mesh.count(_axes(user, RINGS[user.target])))
+                _send_shares(user, RINGS[user.target], ours)
                 if lends:
                     _lend(user, RINGS[user.target], mesh, flops_per_byte)
             changed = True
     return changed
 
 
-def _share(node: fx.Node) -> float:
-    """Return the part of other devices' keys that a mask leaves to send."""
-    at = 3 + 3 * FLEX[node.target] + 5 if node.target in FLEX else math.inf
-    return node.args[int(at)] if len(node.args) > at else 1.0
-
-
-def _send_shares(node: fx.Node, ring: Ring) -> None:
+def _send_shares(node: fx.Node, ring: Ring, share: float) -> None:
     """Count the bytes that a mask leaves to send."""
     for move in (*_gathers(node, ring), *_scattered(node, ring)):
-        if move is not None and (share := _share(node)) < 1:
+        if move is not None:
             move.meta["step"] = replace(move.meta["step"], sent=share * move.meta["step"].sent)
 
 

@@ -35,31 +35,32 @@ def rows_seen(
     place: the whole sizes, and where dimensions before the queries begin. shape: a device's sizes,
     [b, heads of keys, groups, queries, keys].
     """
-    queries, keys = (
+    queries, keys = pieces_of(place, shape, n)
+    flat = [[piece for pieces in each for piece in pieces] for each in (queries, keys)]
+    seen = change.blocks(shape, place, flat[0], flat[1], device) if all(flat) else None
+    by_device = torch.ones(n, len(flat[1]), dtype=torch.bool, device=device)
+    if seen is not None:
+        parts = seen.some.split([len(pieces) for pieces in queries])
+        by_device = torch.stack([part.any(0) for part in parts])
+    found: list[list[slice]] = []
+    for mine, row in zip(queries, by_device.tolist(), strict=True):
+        found.append([])
+        for block, theirs in enumerate(keys):
+            here = [x for x, is_seen in zip(theirs, row) if is_seen and mine]
+            row, first = row[len(theirs) :], block * shape[-1]
+            ends = (here[0][0] - first, here[-1][1] - first) if here else (0, 0)
+            found[-1].append(slice(*ends))
+    return found
+
+
+def pieces_of(place: Place, shape: Sequence[int], n: int) -> list[list[list[tuple[int, int]]]]:
+    """Return each device's pieces [start, stop) of queries, and of keys."""
+    return [
         [_pieces(i * size, min((i + 1) * size, end), count) for i in range(n)]
         for size, end, count in zip(
             shape[-2:], place.whole[-2:], (QUERY_PIECES, KEY_PIECES), strict=True
         )
-    )
-    flat = [[piece for pieces in each for piece in pieces] for each in (queries, keys)]
-    seen = change.blocks(shape, place, flat[0], flat[1], device) if all(flat) else None
-    found: list[list[slice]] = []
-    row = 0
-    for pieces in queries:
-        some = [True] * len(flat[1])
-        if seen is not None:
-            mine = seen.some[row : row + len(pieces)]
-            some = [any(column) for column in zip(*mine)] or [False] * len(flat[1])
-        row += len(pieces)
-        found.append([])
-        column = 0
-        for block, theirs in enumerate(keys):
-            here = [x for x, s in zip(theirs, some[column:]) if s and pieces]
-            column += len(theirs)
-            first = block * shape[-1]
-            ends = (here[0][0] - first, here[-1][1] - first) if here else (0, 0)
-            found[-1].append(slice(*ends))
-    return found
+    ]
 
 
 def _pieces(start: int, stop: int, count: int) -> list[tuple[int, int]]:

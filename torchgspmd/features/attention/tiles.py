@@ -151,15 +151,16 @@ class Tiles:
         shape, seen = self._grouped(self.call.q).shape[:-1], None
         if rows and columns:
             seen = self.change.blocks(shape, self.place, queries, keys, self.call.q.device)
+        some, every = ([], []) if seen is None else (x.tolist() for x in seen)
         for i, row in enumerate(rows):
             # A causal mask skips the tiles right of the diagonal.
             visible = query + row.stop - key if self.call.causal else t
             for j, column in enumerate(columns):
-                if column.start >= visible or seen is not None and not seen.some[i][j]:
+                if column.start >= visible or some and not some[i][j]:
                     continue
                 column = slice(column.start, min(column.stop, visible))
                 first = (*before, query + row.start, key + column.start)
-                whole = seen is not None and seen.whole[i][j]
+                whole = bool(every) and every[i][j]
                 yield _Tile(row, column, Place(first, sizes), whole)
 
     def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
