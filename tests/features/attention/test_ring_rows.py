@@ -116,9 +116,9 @@ def messages(result: Any, inputs: list[Tensor], monkeypatch: pytest.MonkeyPatch)
     """Return the bytes of each message that devices send."""
     sent = []
 
-    def packed(tensors: list[Tensor]) -> Tensor:
+    def packed(tensors: list[Tensor], *dtype: torch.dtype) -> Tensor:
         sent.append(sum(x.nbytes for x in tensors))
-        return original(tensors)
+        return original(tensors, *dtype)
 
     original = ring_rows.packed
     monkeypatch.setattr(ring_rows, "packed", packed)
@@ -197,3 +197,53 @@ def test_a_mask_that_hides_everything_is_not_sent() -> None:
     result = planned(MASKS["none"], 4, tensors(4, 1))
     assert result.sent_bytes == 0
     assert result.verify()
+
+
+def packed_rows(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, positions: Tensor) -> tuple:
+    """Attend as models in transformers do: a document begins where positions restart."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    ids = (positions == 0).cumsum(-1)
+    seen = ids.unsqueeze(2) == ids.unsqueeze(1)
+    seen = seen & (AT.view(-1, 1) >= AT)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        *leaves, seen.unsqueeze(1), enable_gqa=True
+    )
+    return out, *torch.autograd.grad(out, leaves, grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("n", [4, 5])
+def test_boolean_masks_send_what_is_seen(
+    n: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [[9, 20, 1, 18], [3, 3, 42]]
+    positions = torch.stack([torch.cat([*map(torch.arange, each)]) for each in lengths])
+    inputs = [*(x.to(dtype) for x in tensors(4, 1)), positions]
+    result = plan(
+        packed_rows,
+        *inputs,
+        mesh=Mesh(seq=n),
+        in_specs=(SPEC,) * 4 + ("_ seq",),
+        out_specs=(SPEC,) * 4,
+        advanced={"regather": "all"},
+    )
+    assert "ring_attention" in str([node.target for node in result.program.graph.nodes])
+    got, want = result.simulate(*inputs, _poison=True), packed_rows(*inputs)
+    tolerance = 1e-10 if dtype == torch.float64 else 5e-2
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    ids = (positions == 0).cumsum(-1)
+    mask = (ids.unsqueeze(2) == ids.unsqueeze(1)) & (AT.view(-1, 1) >= AT)
+    seen = mask.any(0)
+    width = -(-LENGTH // n)
+    ends = [(i, min(i + width, LENGTH)) for i in range(0, LENGTH, width)]
+    rows = 0
+    for device, (a, b) in enumerate(ends):
+        for block, (c, d) in enumerate(ends):
+            at = seen[a:b, c:d].any(0).nonzero()
+            if device != block and at.numel():
+                rows += int(at.max() - at.min()) + 1
+    # Forward, again in the backward, and gradients. Twice a device tells which rows it sees.
+    told = 2 * n * n * 16
+    expected = 3 * rows * 2 * 2 * WIDTH * inputs[0].element_size() + told
+    assert sum(messages(result, inputs, monkeypatch)) == expected

@@ -9,7 +9,7 @@
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
 only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
 in zigzag order (op.py), or if late devices lend queries to early ones (lending.py). Under
-flex_attention's masks only the rows that are seen travel (ring_rows.py). Source: Ring Attention,
+masks of truth values only the rows that are seen travel (ring_rows.py). Source: Ring Attention,
 arXiv 2310.01889.
 """
 
@@ -54,7 +54,7 @@ from .ring_blocks import (
     packed,
     unpacked,
 )
-from .ring_rows import backward_by_rows, forward_by_rows
+from .ring_rows import backward_by_rows, forward_by_rows, sends_rows
 from .tiles import lse_dtype
 
 
@@ -183,7 +183,7 @@ def _sent(
 def _forward_steps(n: int, me: int, *args: Any) -> Steps:
     ring, (q, k, v) = RingCall.of(args), args[:3]
     call = AttentionCall(q, k, v, ring.causal, ring.scale)
-    if RingOptions(*ring.options).functions:
+    if sends_rows(ring):
         return (yield from forward_by_rows(n, me, ring, call))
     blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
     if ring.loans == LOANS_OF_ROWS:
@@ -206,7 +206,7 @@ def _forward_steps(n: int, me: int, *args: Any) -> Steps:
 def _backward_steps(n: int, me: int, *args: object) -> Steps:
     ring = RingCall.of(args)
     call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
-    if RingOptions(*ring.options).functions:
+    if sends_rows(ring):
         return (yield from backward_by_rows(n, me, ring, call, upstream))
     blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
     if ring.loans == LOANS_OF_ROWS:

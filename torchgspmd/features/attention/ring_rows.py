@@ -4,9 +4,10 @@
                owner sends the next rows.
     backward   Rows travel again. The gradients of step t's rows go home while step t + 1 computes.
 
-Every device has the mask's expression and all its buffers. So all bound it alike (bounds.py), and
-know which rows each one sends; a step in which nobody needs anything is left out. Rows between the
-first and the last one that a device needs are sent, in pieces of a block.
+Every device has the expression of flex_attention's mask and all its buffers. So all bound it alike
+(bounds.py), and know which rows each one sends. Of a boolean mask a device has its own queries'
+rows, so devices first tell each other which keys they see. A step in which nobody needs anything is
+left out. Rows between the first and the last one that a device needs are sent.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .call import AttentionCall, Gradients, Upstream
+from .call import AttentionCall, Gradients, Results, Upstream
 from .flex_op import Flex, flex_tiles
-from .op import Merged
+from .op import Merged, computed, gradients
 from .ring_blocks import Joint, Message, RingCall, RingOptions, Steps, packed, unpacked
 from .tiles import Place, lse_dtype
 
@@ -119,35 +120,79 @@ class _Rows(NamedTuple):
         """Return keys and values of the shapes that so many rows of any block have."""
         return [x[..., rows, :] for x in (self.call.k, self.call.v)]
 
-    def part(self, step: int, keys: Sequence[Tensor]) -> AttentionCall:
+    def _part(self, step: int, keys: Sequence[Tensor]) -> AttentionCall:
         """Return the call between the own queries and a step's rows."""
-        block, ring = (self.me - step) % self.n, self.ring
+        block, ring, options = (self.me - step) % self.n, self.ring, RingOptions(*self.ring.options)
         first = block * self.call.k.shape[-2] + self.step(self.me, step).start
         query = self.me * self.call.q.shape[-2]
-        region = [query, first, ring.queries, ring.keys, *RingOptions(*ring.options).place]
-        return self.call._replace(causal=False, k=keys[0], v=keys[1], region=region)
+        region = [query, first, ring.queries, ring.keys, *options.place]
+        mask = options.mask
+        if mask is not None and mask.shape[-1] > 1:
+            mask = mask[..., first : first + keys[0].shape[-2]]
+        call = self.call._replace(causal=False, k=keys[0], v=keys[1], mask=mask, region=region)
+        return call._replace(**dict(zip(("seed", "dropout"), options.dropout)))
+
+    def forward(self, step: int, keys: Sequence[Tensor]) -> Results:
+        call, functions = self._part(step, keys), RingOptions(*self.ring.options).functions
+        return flex_tiles(call, functions).forward() if functions else computed(call)
+
+    def backward(self, step: int, keys: Sequence[Tensor], upstream: Upstream) -> Gradients:
+        call, functions = self._part(step, keys), RingOptions(*self.ring.options).functions
+        if functions:
+            return flex_tiles(call, functions).backward(upstream)
+        return gradients(call, upstream)
 
 
-def _rows_of(n: int, me: int, ring: RingCall, call: AttentionCall) -> _Rows:
+def sends_rows(ring: RingCall) -> bool:
+    """Return whether a mask may leave keys that a device does not need."""
+    options = RingOptions(*ring.options)
+    mask = options.mask
+    return bool(options.functions) or (
+        mask is not None and mask.dtype == torch.bool and mask.shape[-1] > 1
+    )
+
+
+def _rows_of(n: int, me: int, ring: RingCall, call: AttentionCall) -> Steps:
     options = RingOptions(*ring.options)
     region = [0, 0, ring.queries, ring.keys, *options.place]
     place = Place.of(call._replace(region=region))
     q, k = call.q, call.k
     shape = (*k.shape[:-2], q.shape[-3] // k.shape[-3], q.shape[-2], k.shape[-2])
-    seen = rows_seen(Flex(*options.functions), place, shape, n, q.device)
+    if options.functions:
+        seen = rows_seen(Flex(*options.functions), place, shape, n, q.device)
+        return _Rows(seen, me, ring, call)
+    ends = _ends_seen(cast(Tensor, options.mask), n, k.shape[-2]).to(q.device)
+    others = [i for i in range(n) if i != me]
+    bits = packed([ends], k.dtype)
+    arrival = yield dict.fromkeys(others, bits), dict.fromkeys(others, bits.numel())
+    came = arrival() if others else {}
+    tables = [unpacked(came[i], [ends])[0] if i in came else ends for i in range(n)]
+    seen = [[slice(*pair) for pair in table] for table in torch.stack(tables).tolist()]
     return _Rows(seen, me, ring, call)
+
+
+def _ends_seen(mask: Tensor, n: int, width: int) -> Tensor:
+    """Return the first row of each block that any query sees, and the one behind the last [n, 2].
+
+    mask: of the own queries, and all keys.
+    """
+    columns = mask.flatten(0, -2).any(0)
+    blocks = torch.nn.functional.pad(columns, (0, n * width - columns.numel())).view(n, width)
+    at = torch.arange(width, device=mask.device)
+    first = torch.where(blocks, at, width).amin(1)
+    stop = torch.where(blocks, at + 1, 0).amax(1)
+    return torch.stack([first.minimum(stop), stop], 1)
 
 
 def forward_by_rows(n: int, me: int, ring: RingCall, call: AttentionCall) -> Steps:
     """Run one device's steps; return the result and the logsumexp."""
-    rows, functions = _rows_of(n, me, ring, call), RingOptions(*ring.options).functions
+    rows = yield from _rows_of(n, me, ring, call)
     merged, keys = Merged(call.q, call.v), rows.like(rows.step(me, 0))
     for step in range(n):
         # The next rows travel while these are computed.
         arrival = (yield rows.keys(step + 1)) if rows.travels(step + 1) else None
         if keys[0].shape[-2]:
-            part = flex_tiles(rows.part(step, keys), functions)
-            merged.add(slice(None), part.forward())
+            merged.add(slice(None), rows.forward(step, keys))
         keys = _arrived(rows, step + 1, arrival() if arrival else {})
     return merged.result()
 
@@ -156,7 +201,7 @@ def backward_by_rows(
     n: int, me: int, ring: RingCall, call: AttentionCall, upstream: Upstream
 ) -> Steps:
     """Run one device's steps; return the gradients of its queries, keys and values."""
-    rows, functions = _rows_of(n, me, ring, call), RingOptions(*ring.options).functions
+    rows = yield from _rows_of(n, me, ring, call)
     totals = [
         torch.zeros_like(x, dtype=lse_dtype(x), memory_format=torch.contiguous_format)
         for x in call[:3]
@@ -168,7 +213,7 @@ def backward_by_rows(
         arrival = (yield joint.message) if travels else None
         grads = None
         if step < n and keys[0].shape[-2]:
-            q_grad, *grads = flex_tiles(rows.part(step, keys), functions).backward(upstream)
+            q_grad, *grads = rows.backward(step, keys, upstream)
             totals[0] += q_grad
             if step == 0:
                 _add(totals[1:], rows.step(me, 0), grads)
