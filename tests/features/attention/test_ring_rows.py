@@ -193,6 +193,34 @@ def test_the_mask_decides_between_keys_and_heads(width: int, kind: str) -> None:
     assert {c.kind for c in result.collectives if c.sent_bytes} >= {kind}
 
 
+def test_each_layer_of_a_model_has_its_own_way() -> None:
+    """Four key heads on eight devices: a causal layer splits the axis, and a window keeps it."""
+    length = 256
+
+    def attend(x: Tensor, weights: Tensor) -> Tensor:  # [s, m], [qkv, m, n, d]
+        blocks = create_block_mask(window, None, None, length, length, device=x.device)
+        for layer in range(2):
+            q, k, v = torch.einsum("sm,cmnd->cnsd", x, weights).unsqueeze(1).unbind(0)
+            if layer:
+                y = torch.nn.functional.scaled_dot_product_attention(
+                    q, k[:, :4], v[:, :4], is_causal=True, enable_gqa=True
+                )
+            else:
+                y = flex_attention(q, k[:, :4], v[:, :4], block_mask=blocks, enable_gqa=True)
+            x = x + y[0].transpose(0, 1).flatten(1)
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    inputs = torch.randn(length, 64), torch.randn(3, 64, 8, 8) / 8
+    result = plan(attend, *inputs, mesh=Mesh(seq=8), in_specs=("seq _", None))
+    alone = plan(attend, *inputs, mesh=Mesh(seq=1))
+    torch.testing.assert_close(result.simulate(*inputs), alone.simulate(*inputs))
+    sent = {c.kind: c.sent_bytes for c in result.collectives}
+    rows = 2 * 4 * 6 * 8 * 4  # keys and values, heads, rows, width, bytes
+    assert sent["all_gather"] == pytest.approx(rows / 2)
+    assert "all_to_all" in sent
+
+
 def test_a_mask_that_hides_everything_is_not_sent() -> None:
     result = planned(MASKS["none"], 4, tensors(4, 1))
     assert result.sent_bytes == 0

@@ -68,14 +68,15 @@ _IN_BLOCKS = {
 def _balance_attention(program: Program) -> fx.Graph | None:
     """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
     request = program.request
+    priced = False
     if _lends(request):
         masks = Masks(request.captured.constants)
         flops_per_byte = request.constants.link_flops_per_byte
-        price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
+        priced = price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
     changed = balance(
         program.graph, program.layouts, program.rules, request.constants, _lends(request)
     )
-    return program.graph if changed else None
+    return program.graph if changed or priced else None
 
 
 def _ring_keys(program: Program) -> fx.Graph | None:

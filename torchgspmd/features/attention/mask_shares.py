@@ -60,11 +60,12 @@ class Masks:
 
 def price_masks(
     graph: fx.Graph, layouts: Layouts, rules: Rules, masks: Masks, flops_per_byte: float
-) -> None:
-    """Add prices to the calls in a graph, in place.
+) -> bool:
+    """Add prices to the calls in a graph, in place; return whether there are any.
 
     flops_per_byte: FLOPs of a device while it sends a byte.
     """
+    priced = False
     for op in [op for op in rules.ops(graph) if op.node.target in FLEX]:
         node, cuts = op.node, {*axes_along(op, "s", layouts)}
         axes = cuts.pop() if len(cuts) == 1 else ()
@@ -73,10 +74,8 @@ def price_masks(
         if ring is None or (share := ring.share()) >= 1:
             continue
         node.args = (*node.args, share + ring.waiting() / flops_per_byte)
-        instead = rules.op(node).rule.instead
-        if instead is not None and instead.sent(count, count) >= instead.sent(count, 1):
-            others = (pin for pin in node.meta.get("pinned", ()) if pin[0] not in axes)
-            node.meta["pinned"] = (*others, *((axis, (instead.factor,)) for axis in axes))
+        priced = True
+    return priced
 
 
 class _Ring(NamedTuple):

@@ -150,7 +150,7 @@ def instead(q: Tensor, k: Tensor, price: float = 1.0) -> Instead:
     price: of keys under a mask, relative to a gather.
     """
     moved = 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel()
-    return Instead("s", "h", moved / max(price, 1e-6))
+    return Instead("s", "h", moved / max(price, 1e-6), stays=price < 1)
 
 
 @rule_for(ours.attention_backward.default)
