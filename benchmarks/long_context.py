@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -37,7 +38,10 @@ from torchgspmd.features.attention.op import runs_of_rows
 
 @dataclass(frozen=True)
 class Shape:
-    """One row. window: tokens that a query sees; 0: all before it. causal: else all, both ways."""
+    """One row. window: tokens that a query sees; 0: all before it. causal: else all, both ways.
+
+    documents: the mean length of packed documents; 0: one document.
+    """
 
     name: str
     heads: int
@@ -48,6 +52,25 @@ class Shape:
     devices: int
     causal: bool = True
     window: int = 0
+    documents: int = 0
+
+    @property
+    def positions(self) -> Tensor:
+        """Return each token's position in its document [s]; the lengths are drawn."""
+        draw, lengths = random.Random(0), [self.tokens]
+        while self.documents and lengths[-1] > 1:
+            length = min(max(1, round(draw.expovariate(1 / self.documents))), lengths[-1])
+            lengths[-1:] = length, lengths[-1] - length
+        places = [torch.arange(length, device="cpu") for length in lengths]
+        return torch.cat(places)
+
+    @property
+    def seen(self) -> Tensor:
+        """Return how many keys each query sees [s]."""
+        if not self.causal:
+            return torch.full((self.tokens,), self.tokens)
+        seen = self.positions + 1
+        return seen.clamp_max(self.window) if self.window else seen
 
     @property
     def least(self) -> float:
@@ -72,6 +95,10 @@ SHAPES = (
     Shape(*LLAMA70, M, 64),
     Shape("Mistral 7B", 32, 8, 128, 4096, 32 * K, 8, window=4 * K),
     Shape("Mistral 7B", 32, 8, 128, 4096, 64 * K, 16, window=4 * K),
+    Shape(*LLAMA8, 32 * K, 8, documents=2 * K),
+    Shape(*LLAMA8, 128 * K, 16, documents=8 * K),
+    Shape(*LLAMA70, 128 * K, 16, documents=8 * K),
+    Shape("Mistral 7B", 32, 8, 128, 4096, 64 * K, 16, window=4 * K, documents=8 * K),
     Shape(*GEMMA, 128 * K, 8),
     Shape(*GEMMA, 32 * K, 8, window=K),
     Shape("Gemma 2B", 8, 1, 256, 2048, 128 * K, 8),
@@ -98,11 +125,16 @@ def layers_of(shape: Shape, mesh: gspmd.Mesh, dense: bool = False) -> Any:
     dense: a window is a mask of all queries and keys; else it is flex_attention's.
     """
 
+    document = (shape.positions == 0).cumsum(0)
+
     def window(b: Any, h: Any, query: Any, key: Any) -> Any:
-        return (query >= key) & (query - key < shape.window)
+        seen = query >= key
+        if shape.documents:
+            seen = seen & (document[query] == document[key])
+        return seen & (query - key < shape.window) if shape.window else seen
 
     def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
-        if not shape.window:
+        if not shape.window and not shape.documents:
             grouped = shape.heads > shape.kv_heads
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=shape.causal, enable_gqa=grouped
@@ -150,11 +182,10 @@ def inputs_of(shape: Shape, layers: int) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------- what is counted
 
 
-def pairs(node: Any, mesh: gspmd.Mesh, window: int) -> Iterator[float]:
+def pairs(node: Any, mesh: gspmd.Mesh, shape: Shape) -> Iterator[float]:
     """Yield the scores that devices compute for one head, one number for each shard of queries."""
-    q, k = (x.meta["val"] for x in node.args[:2])
-    tokens, n = q.shape[-2], mesh.count(node.meta["assignment"].get("s", ()))
-    rows = math.ceil(tokens / n)
+    tokens, n = shape.tokens, mesh.count(node.meta["assignment"].get("s", ()))
+    rows, seen = math.ceil(tokens / n), shape.seen
     for i in range(n):
         first, count = i * rows, min(rows, tokens - i * rows)
         if "zigzag" in str(node.target):
@@ -162,12 +193,8 @@ def pairs(node: Any, mesh: gspmd.Mesh, window: int) -> Iterator[float]:
                 (r.stop - r.start, at) for r, at in runs_of_rows(first, rows, node.args[4], tokens)
             ]
             yield sum(count * (at + (count + 1) / 2) for count, at in runs)
-        elif window:
-            yield sum(min(window, at + 1) for at in range(first, first + count))
-        elif node.args[3]:
-            yield count * (first + (count + 1) / 2)
         else:
-            yield count * k.shape[-2]
+            yield float(seen[first : first + count].sum())
 
 
 def work(plan: gspmd.Plan, shape: Shape) -> float:
@@ -177,7 +204,7 @@ def work(plan: gspmd.Plan, shape: Shape) -> float:
         if "attention.default" not in str(node.target):
             continue
         q = node.args[0].meta["val"]
-        each, heads = [*pairs(node, mesh, shape.window)], q.shape[:-2].numel()
+        each, heads = [*pairs(node, mesh, shape)], q.shape[:-2].numel()
         factors = [f for f in node.meta["assignment"] if f != "s"]
         share = math.prod(
             math.ceil(node.meta["rule"].sizes[f] / mesh.count(node.meta["assignment"][f]))
@@ -199,6 +226,14 @@ def planned(shape: Shape, layers: int) -> gspmd.Plan:
         return gspmd.plan(layers_of(shape, mesh), *inputs_of(shape, layers), mesh=mesh)
 
 
+def mask_of(shape: Shape) -> str:
+    if not shape.causal:
+        return "all"
+    words = [f"window {shape.window}"] * bool(shape.window)
+    words += [f"documents of {shape.documents // K}k"] * bool(shape.documents)
+    return ", ".join(words) or "causal"
+
+
 def row(shape: Shape, layers: int, show: bool) -> list[str]:
     begin = time.process_time()
     plan = planned(shape, layers)
@@ -210,7 +245,7 @@ def row(shape: Shape, layers: int, show: bool) -> list[str]:
     return [
         shape.name,
         f"{shape.heads}/{shape.kv_heads} x {shape.head}",
-        "all" if not shape.causal else f"window {shape.window}" if shape.window else "causal",
+        mask_of(shape),
         tokens,
         str(shape.devices),
         f"{plan.sent_bytes / (1 << 20):,.1f} MiB",

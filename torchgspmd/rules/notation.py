@@ -78,11 +78,13 @@ class Instead:
     """A factor whose rows some operands need whole can leave its axes to another factor.
 
     moved: the bytes that are exchanged then, relative to the operands that are gathered otherwise.
+    stays: the factor keeps its axes unless the other sends less, though a gather would send more.
     """
 
     factor: str
     other: str
     moved: float
+    stays: bool = False
 
     def sent(self, count: int, part: int) -> float:
         """Return the bytes sent, as in `moved`, if `part` of `count` shards are the other's."""

@@ -30,7 +30,7 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 from ..compat.operators import AbsentOperator
-from ..compat.private_apis import OpOverload
+from ..compat.private_apis import OpOverload, OpOverloadPacket
 from ..errors import ShardingError
 
 LEVELS = (
@@ -147,6 +147,8 @@ def rewrite_of(level: str, target: object) -> Callable | None:
 def rewrites_of(level: str, target: object) -> list[Callable]:
     """Return a level's functions, in the order in which they are asked."""
     check_ended()
+    if isinstance(target, OpOverloadPacket):
+        target = str(target).replace(".", "::")  # its library may be loaded later
     return [entry.apply for entry in REWRITES.get((level, target), ())]
 
 

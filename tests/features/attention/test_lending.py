@@ -140,7 +140,9 @@ def step(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
     return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
-def planned(heads: tuple[int, int], mesh: Mesh, spec: str) -> tuple[Any, list[str], float]:
+def planned(
+    heads: tuple[int, int], mesh: Mesh, spec: str, **advanced: Any
+) -> tuple[Any, list[str], float]:
     """Return a plan for 256k tokens, its rings' loans, and the MiB that forward sends."""
     with torch.device("meta"):
         q, k, v, grad = (
@@ -148,7 +150,8 @@ def planned(heads: tuple[int, int], mesh: Mesh, spec: str) -> tuple[Any, list[st
             for h in (heads[0], heads[1], heads[1], heads[0])
         )
     specs = (spec,) * 4
-    result = plan(step, q, k, v, grad, mesh=mesh, in_specs=specs, out_specs=specs)
+    options: Any = {"in_specs": specs, "out_specs": specs, "advanced": advanced}
+    result = plan(step, q, k, v, grad, mesh=mesh, **options)
     rings = [n for n in result.program.graph.nodes if "ring_attention" in str(n.target)]
     forward = sum(c.sent_bytes for c in result.collectives[:2]) / 2**20
     return result, [n.args[-1] for n in rings], forward
@@ -167,3 +170,11 @@ def test_a_plan_lends_rows_where_heads_share_keys() -> None:
     assert 339 < forward < 342 and loans == [LOANS_OF_ROWS] * 2
     # All of zigzag order with its backward are 1,216.
     assert result.sent_bytes < 1140 * 2**20
+
+
+@pytest.mark.parametrize("flops_per_byte, sent", [(1e5, 339), (1e6, 224)])
+def test_a_slow_link_sends_keys_alone(flops_per_byte: float, sent: int) -> None:
+    """The last device has 6e13 operations more than the mean, for which 115 MiB may be sent."""
+    costs = {"link_flops_per_byte": flops_per_byte}
+    _, _, forward = planned((32, 2), Mesh(seq=8), "_ _ seq _", costs=costs)
+    assert int(forward) == sent

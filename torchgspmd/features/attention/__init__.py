@@ -15,10 +15,11 @@ from ...compat.patches import Patch
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program, Request
 from ...rules.rewrites import rewrite
-from . import capture, rule, written  # noqa: F401 (rows of RULES and REWRITES)
+from . import capture, rule, varlen, written  # noqa: F401 (rows of RULES and REWRITES)
 from .balance_attention import balance
 from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, options_with_returns
+from .mask_shares import Masks, price_masks
 from .op import attention, attention_backward, attention_backward_in_blocks, attention_in_blocks
 from .ring import ring_attention, ring_attention_backward
 from .ring_keys import RINGS, mark_rings, replace_by_rings
@@ -65,12 +66,17 @@ _IN_BLOCKS = {
 
 
 def _balance_attention(program: Program) -> fx.Graph | None:
-    """Reorder tokens so that all devices have the same work under a causal mask."""
+    """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
     request = program.request
+    priced = False
+    if _lends(request):
+        masks = Masks(request.captured.constants)
+        flops_per_byte = request.constants.link_flops_per_byte
+        priced = price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
     changed = balance(
         program.graph, program.layouts, program.rules, request.constants, _lends(request)
     )
-    return program.graph if changed else None
+    return program.graph if changed or priced else None
 
 
 def _ring_keys(program: Program) -> fx.Graph | None:
@@ -81,6 +87,7 @@ def _ring_keys(program: Program) -> fx.Graph | None:
         program.graph,
         program.mesh,
         request.constants.link_flops_per_byte,
+        Masks(request.captured.constants),
         memory=request.regather == "all",
         lends=_lends(request),
     )

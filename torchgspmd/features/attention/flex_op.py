@@ -29,6 +29,7 @@ from ...compat.operators import aten, custom_op, find
 from ...compat.private_apis import OpOverload
 from ...errors import ShardingError
 from ...rules.ops.pointwise import named
+from .bounds import Visible, blocks_seen
 from .call import AttentionCall, Gradients, Results, Upstream, backward_schema, forward_schema
 from .tiles import Place, ScoreChange, Tiles, empty_gradients, empty_results
 
@@ -39,6 +40,7 @@ _NAMES = {"aten": aten, "torch": torch, "inf": math.inf, "nan": math.nan}
 OF_NO_DIMENSION = {
     *named("scalar_tensor full new_ones new_zeros new_full ones zeros ones_like zeros_like"),
     *named("full_like detach alias clone _to_copy lift_fresh_copy"),
+    *named("floor_divide"),  # elementwise, though torch does not tag it so
 }
 READS_MASKS = (torch.Tag.cudagraph_unsafe,)  # The host asks whether a tile has scores to compute.
 _VARIABLE = re.compile(r"b|h|q|k|score|grad|inf|nan|[ut]\d+")
@@ -101,9 +103,12 @@ def is_elementwise(op: object) -> bool:
 
 @dataclass(frozen=True)
 class Flex(ScoreChange):
-    """A change by expressions. buffers: the tensors that they read, not sharded."""
+    """A change by expressions. buffers: the tensors that they read, not sharded.
 
-    buffers: Sequence[Tensor]
+    For `blocks` some may be None: not known.
+    """
+
+    buffers: Sequence[Any]
     mask: str
     score: str
     gradient: str
@@ -112,24 +117,48 @@ class Flex(ScoreChange):
         self, text: str, place: Place, shape: Sequence[int], device: torch.device, **values: Tensor
     ) -> Tensor:
         """Evaluate an expression at a tile's positions."""
-        of = [
+        queries, keys = (
             torch.arange(first, first + size, device=device)
-            for first, size in zip(place.first, shape)
-        ]
-        batch, heads, groups, queries, keys = of
-        # Tiles have heads as [heads of keys, groups]; a user's h counts the heads of queries.
-        heads = heads.view(-1, 1) * place.whole[2] + groups
-        last = place.whole[0] - 1, place.whole[1] * place.whole[2] - 1
+            for first, size in zip(place.first[3:], shape[3:])
+        )
+        batch, heads = self._lead(place, shape, device)
         names = {f"u{i}": x if x.dim() else x.view(1) for i, x in enumerate(self.buffers)}
         names |= {
-            "b": batch.clamp_max(last[0]).view(-1, 1, 1, 1, 1),  # Behind the last is padding.
-            "h": heads.clamp_max(last[1]).view(*heads.shape, 1, 1),
+            "b": batch.view(-1, 1, 1, 1, 1),
+            "h": heads.view(*heads.shape, 1, 1),
             "q": queries.view(-1, 1),
             "k": keys,
             **values,
         }
         # eval is safe here: _compiled accepts elementwise operators and variables alone.
         return eval(_compiled(text), {**_NAMES, **names})
+
+    def _lead(
+        self, place: Place, shape: Sequence[int], device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Return the positions [b] and [heads of keys, groups] of a shard."""
+        batch, heads, groups = (
+            torch.arange(first, first + size, device=device)
+            for first, size in zip(place.first, shape[:3])
+        )
+        # Tiles have heads as [heads of keys, groups]; a user's h counts the heads of queries.
+        heads = heads.view(-1, 1) * place.whole[2] + groups
+        last = place.whole[0] - 1, place.whole[1] * place.whole[2] - 1
+        return batch.clamp_max(last[0]), heads.clamp_max(last[1])  # Behind the last is padding.
+
+    def blocks(
+        self,
+        shape: Sequence[int],
+        place: Place,
+        queries: Sequence[tuple[int, int]],
+        keys: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> Visible | None:
+        if not self.mask:
+            return None
+        _compiled(self.mask)  # which checks it
+        batch, heads = self._lead(place, shape, device)
+        return blocks_seen(self.mask, self.buffers, (batch, heads.flatten()), queries, keys)
 
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
         if not self.mask:
@@ -157,12 +186,15 @@ def flex_tiles(call: AttentionCall, functions: Sequence[Any]) -> Tiles:
     return Tiles(call, Flex(*functions))
 
 
-_REST = "Tensor[] buffers, str mask, str score, str gradient, float scale, SymInt[]? region=None"
+_REST = (
+    "Tensor[] buffers, str mask, str score, str gradient, float scale, float price=1.0, "
+    "SymInt[]? region=None"
+)
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
     *functions, scale = rest[:5]
-    call = AttentionCall(q, k, v, False, scale, region=rest[5] if len(rest) > 5 else None)
+    call = AttentionCall(q, k, v, False, scale, region=rest[6] if len(rest) > 6 else None)
     return flex_tiles(call, functions)
 
 
@@ -170,7 +202,8 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tiles:
 def flex_attention(*args: Any) -> Results:
     """Return softmax(changed scores) v, and the logsumexp of these scores.
 
-    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. region: as `attention` has it with dropout.
+    q [b, h g, s, d]   k [b, h, t, d]   v [b, h, t, e]. price: see mask_shares.py. region: as
+    `attention` has it with dropout.
     """
     out, lse = _tiles(*args).forward()
     return out.contiguous(), lse

@@ -8,8 +8,9 @@
 
 The ring sends as many bytes as gathers and reduce_scatters, and no device has all keys. Blocks that
 only later queries see are not sent to earlier ones. A causal mask leaves all devices the same work
-in zigzag order (op.py), or if late devices lend queries to early ones (lending.py). Source: Ring
-Attention, arXiv 2310.01889.
+in zigzag order (op.py), or if late devices lend queries to early ones (lending.py). Under
+masks of truth values only the rows that are seen travel (ring_rows.py). Source: Ring Attention,
+arXiv 2310.01889.
 """
 
 from __future__ import annotations
@@ -36,7 +37,6 @@ from .call import (
     flops,
     of_backward,
 )
-from .flex_op import flex_tiles
 from .lending import Backward, Forward, Lending, borrow, give_back, lend
 from .op import Merged, computed, gradients
 from .ring_blocks import (
@@ -54,6 +54,7 @@ from .ring_blocks import (
     packed,
     unpacked,
 )
+from .ring_rows import backward_by_rows, forward_by_rows, sends_rows
 from .tiles import lse_dtype
 
 
@@ -61,18 +62,12 @@ class _Part(NamedTuple):
     rows: slice
     columns: slice
     call: AttentionCall
-    functions: tuple[Any, ...]
 
     def forward(self) -> Results:
-        if self.functions:
-            return flex_tiles(self.call, self.functions).forward()
         return computed(self.call)
 
     def backward(self, upstream: Upstream) -> Gradients:
-        upstream = upstream.in_rows(self.rows)
-        if self.functions:
-            return flex_tiles(self.call, self.functions).backward(upstream)
-        return gradients(self.call, upstream)
+        return gradients(self.call, upstream.in_rows(self.rows))
 
 
 def _parts(blocks: Blocks, block: int, call: AttentionCall) -> Iterator[_Part]:
@@ -83,7 +78,7 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall) -> Iterator[_Part]:
         for rows, columns, region in blocks.visible(block):
             some = call.in_block(rows, columns)
             some = some._replace(causal=region is not None, region=region)
-            yield _Part(rows, columns, some, ())
+            yield _Part(rows, columns, some)
         return
     first = block * blocks.width
     # The mask does not travel: each device has the columns for all keys.
@@ -96,7 +91,7 @@ def _parts(blocks: Blocks, block: int, call: AttentionCall) -> Iterator[_Part]:
     region = [blocks.me * blocks.rows, first, ring.queries, ring.keys, *options.place]
     changes = dict(zip(("seed", "dropout"), options.dropout))
     some = call._replace(causal=ring.causal, mask=mask, region=region, **changes)
-    yield _Part(rows, slice(None), some.in_block(rows, slice(None)), options.functions)
+    yield _Part(rows, slice(None), some.in_block(rows, slice(None)))
 
 
 def _forward(blocks: Blocks, call: AttentionCall) -> Steps:
@@ -188,6 +183,8 @@ def _sent(
 def _forward_steps(n: int, me: int, *args: Any) -> Steps:
     ring, (q, k, v) = RingCall.of(args), args[:3]
     call = AttentionCall(q, k, v, ring.causal, ring.scale)
+    if sends_rows(ring):
+        return (yield from forward_by_rows(n, me, ring, call))
     blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
     if ring.loans == LOANS_OF_ROWS:
         lent = LentRows(n, me, blocks.rows)
@@ -209,6 +206,8 @@ def _forward_steps(n: int, me: int, *args: Any) -> Steps:
 def _backward_steps(n: int, me: int, *args: object) -> Steps:
     ring = RingCall.of(args)
     call, upstream = of_backward(*args[:6], ring.causal, ring.scale)
+    if sends_rows(ring):
+        return (yield from backward_by_rows(n, me, ring, call, upstream))
     blocks = Blocks(n, me, call.q.shape[-2], call.k.shape[-2], ring)
     if ring.loans == LOANS_OF_ROWS:
         lent, (grad, out, lse) = LentRows(n, me, blocks.rows), upstream

@@ -37,6 +37,7 @@ from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
 from .call import AttentionCall, of_backward
 from .lending import LSE_ITEMSIZE, sent_bytes
+from .mask_shares import Masks
 from .ring import ring_attention, ring_attention_backward
 from .ring_blocks import LOANS_OF_ROWS, LOANS_OF_STEPS, NO_LOANS, RingOptions, sent_with_rows
 
@@ -79,7 +80,7 @@ def _flex(at: int) -> Arguments:
 
     def arguments(args: tuple[Any, ...]) -> tuple[bool, float, RingOptions]:
         buffers, *texts, scale = args[at : at + 5]
-        place = tuple(args[at + 5][4:] if len(args) > at + 5 else ())
+        place = tuple(args[at + 6][4:] if len(args) > at + 6 else ())
         return False, scale, RingOptions(place=place, functions=(tuple(buffers), *texts))
 
     return arguments
@@ -99,12 +100,18 @@ RINGS: dict[Any, Ring] = {
 
 
 def mark_rings(
-    graph: fx.Graph, mesh: Mesh, flops_per_byte: float, *, memory: bool = False, lends: bool = True
+    graph: fx.Graph,
+    mesh: Mesh,
+    flops_per_byte: float,
+    masks: Masks,
+    *,
+    memory: bool = False,
+    lends: bool = True,
 ) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: FLOPs of a device while it sends a byte. memory: it counts, not time. lends:
-    late devices may lend queries to early ones.
+    flops_per_byte: FLOPs of a device while it sends a byte. masks: what planning knows of them.
+    memory: it counts, not time. lends: late devices may lend queries to early ones.
     """
     changed = False
     for node in list(graph.nodes):
@@ -116,10 +123,11 @@ def mark_rings(
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
         stacks = [user for user in users if user.target is STACK]
         users = [user for user in users if user.target is not STACK]
+        share = masks.share(node, mesh.count(_axes(node, ring)))
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
-            and (memory or _is_hidden(node, ring, mesh, flops_per_byte))
+            and (memory or share < 1 or _is_hidden(node, ring, mesh, flops_per_byte))
         ):
             for stack in stacks:
                 # Stack key shards in a loop, and gather them where its backward takes a row.
@@ -138,10 +146,20 @@ def mark_rings(
                     own.args = (row, *gather.args[1:])
                     own.meta = {**gather.meta, "backward": row.meta["backward"]}
             _mark(graph, users, gathers)
-            for user in users if lends else ():
-                _lend(user, RINGS[user.target], mesh, flops_per_byte)
+            for user in users:
+                ours = masks.share(user, mesh.count(_axes(user, RINGS[user.target])))
+                _send_shares(user, RINGS[user.target], ours)
+                if lends:
+                    _lend(user, RINGS[user.target], mesh, flops_per_byte)
             changed = True
     return changed
+
+
+def _send_shares(node: fx.Node, ring: Ring, share: float) -> None:
+    """Count the bytes that a mask leaves to send."""
+    for move in (*_gathers(node, ring), *_scattered(node, ring)):
+        if move is not None:
+            move.meta["step"] = replace(move.meta["step"], sent=share * move.meta["step"].sent)
 
 
 def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:

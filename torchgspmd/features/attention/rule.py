@@ -83,6 +83,7 @@ def _rule(
     others: Sequence[DimNames] = (),
     whole: Sequence[str] = (),
     is_gradient: bool = False,
+    price: float = 1.0,
     **keywords: Any,
 ) -> FactorRule:
     """Return the rule for (q, k, v, *others), or (gradient, q, k, v, result, logsumexp, *others).
@@ -91,7 +92,7 @@ def _rule(
     """
     q, k, _ = call.tensors[is_gradient : 3 + is_gradient]
     inputs, rows = [names.q, names.k, names.v], [names.out, names.rows]
-    keywords |= {"contraction": True, "instead": instead(q, k)}
+    keywords |= {"contraction": True, "instead": instead(q, k, price)}
     if is_gradient:
         operands, replicated = [names.out, *inputs, *rows, *others], ["d", "e", *whole]
         return call.rule(
@@ -143,9 +144,13 @@ def _balance(call: Call, operands: int) -> Balance | None:
     return Balance(("s", "t"), products * widths / 2, zigzag)
 
 
-def instead(q: Tensor, k: Tensor) -> Instead:
-    """Allow sharding heads in place of queries, though queries and results move, too."""
-    return Instead("s", "h", 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel())
+def instead(q: Tensor, k: Tensor, price: float = 1.0) -> Instead:
+    """Allow sharding heads in place of queries, though queries and results move, too.
+
+    price: of keys under a mask, relative to a gather.
+    """
+    moved = 1 + q[..., 0, 0].numel() * q.shape[-2] / k[..., 0].numel()
+    return Instead("s", "h", moved / max(price, 1e-6), stays=price < 1)
 
 
 @rule_for(ours.attention_backward.default)
@@ -264,13 +269,19 @@ def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
-    return _rule(call, names, dims, whole, local=_flex_form(names, 0))
+    price = _price(call.args, 0)
+    return _rule(call, names, dims, whole, price=price, local=_flex_form(names, 0))
 
 
 @rule_for(ours.flex_attention_backward.default)
 def _flex_attention_backward(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 1), _buffers(call.tensors[6:])
-    return _rule(call, names, dims, whole, is_gradient=True, local=_flex_form(names, 1))
+    options = {
+        "is_gradient": True,
+        "price": _price(call.args, 1),
+        "local": _flex_form(names, 1),
+    }
+    return _rule(call, names, dims, whole, **options)
 
 
 def _flex_form(names: Names, q: int) -> LocalForm:
@@ -278,9 +289,16 @@ def _flex_form(names: Names, q: int) -> LocalForm:
 
     def emit(local: LocalBuilder, args: tuple, kwargs: dict) -> list[fx.Node]:
         # The region is the last argument, which a program before it is sharded lacks.
-        return results_of(local, local.target, *args[: 8 + 3 * q], _region(local, q))
+        options = _price(args, q), _region(local, q)
+        return results_of(local, local.target, *args[: 8 + 3 * q], *options)
 
     return LocalForm(emit, when=["s", "t", *names.before], positional="s t")
+
+
+def _price(args: tuple, q: int) -> float:
+    """Return the price of keys under a mask (mask_shares.py). q: the index of the queries."""
+    at = 8 + 3 * q
+    return args[at] if len(args) > at else 1.0
 
 
 def _region(

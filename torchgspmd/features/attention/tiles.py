@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...rules.custom_ops.nd import einsum
 from ...rules.custom_ops.random import Shard, dropout_mask
+from .bounds import Visible
 from .call import AttentionCall, Gradients, Results, Upstream
 
 # Score elements that are computed at a time.
@@ -35,6 +36,20 @@ class ScoreChange:
     def seen(self, shape: Sequence[int], place: Place, device: torch.device) -> Tensor | bool:
         """Return the mask for a tile; True if all scores are seen, False if none are."""
         return True
+
+    def blocks(
+        self,
+        shape: Sequence[int],
+        place: Place,
+        queries: Sequence[tuple[int, int]],
+        keys: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> Visible | None:
+        """Return which blocks are seen, in part or whole; None: any may be.
+
+        queries, keys: the positions [start, stop) of each block.
+        """
+        return None
 
     def scores(self, scores: Tensor, place: Place) -> Tensor:
         """Return the changed scores."""
@@ -86,11 +101,12 @@ class Place(NamedTuple):
 
 
 class _Tile(NamedTuple):
-    """Some of a shard's queries and keys, and where their scores begin."""
+    """Some of a shard's queries and keys, and where their scores begin. whole: all are seen."""
 
     rows: slice
     columns: slice
     place: Place
+    whole: bool
 
 
 class _Scores(NamedTuple):
@@ -116,22 +132,36 @@ class Tiles:
 
     def _tiles(self) -> Iterator[_Tile]:
         """Yield the tiles that have scores, one query range after the other."""
-        (*before, query, key), whole = self.place
+        (*before, query, key), sizes = self.place
         s, t = (
             min(x.shape[-2], size - first)
-            for x, first, size in zip(self.call[:2], (query, key), whole[-2:])
+            for x, first, size in zip(self.call[:2], (query, key), sizes[-2:])
         )
         wide = max(1, min(t, TILE_KEYS))
         # As many rows as keep a tile within TILE scores, over all its heads.
         tall = max(1, TILE // max(1, self.call.q[..., 0, 0].numel() * wide))
-        for row in range(0, max(s, 0), tall):
-            rows = slice(row, min(row + tall, s))
+        rows, columns = (
+            [slice(i, min(i + size, end)) for i in range(0, end, size)]
+            for end, size in ((s, tall), (t, wide))
+        )
+        queries, keys = (
+            [(part.start + first, part.stop + first) for part in parts]
+            for parts, first in ((rows, query), (columns, key))
+        )
+        shape, seen = self._grouped(self.call.q).shape[:-1], None
+        if rows and columns:
+            seen = self.change.blocks(shape, self.place, queries, keys, self.call.q.device)
+        some, every = ([], []) if seen is None else (x.tolist() for x in seen)
+        for i, row in enumerate(rows):
             # A causal mask skips the tiles right of the diagonal.
-            visible = min(t, query + rows.stop - key) if self.call.causal else t
-            for column in range(0, max(visible, 0), wide):
-                columns = slice(column, min(column + wide, visible))
-                first = (*before, query + row, key + column)
-                yield _Tile(rows, columns, Place(first, whole))
+            visible = query + row.stop - key if self.call.causal else t
+            for j, column in enumerate(columns):
+                if column.start >= visible or some and not some[i][j]:
+                    continue
+                column = slice(column.start, min(column.stop, visible))
+                first = (*before, query + row.start, key + column.start)
+                whole = bool(every) and every[i][j]
+                yield _Tile(row, column, Place(first, sizes), whole)
 
     def _grouped(self, x: Tensor, dims: int = 3) -> Tensor:
         """Split query heads into key heads and groups. dims: the dimensions from the heads on."""
@@ -140,7 +170,8 @@ class Tiles:
     def _scores(self, tile: _Tile) -> _Scores | None:
         """Return a tile's scores; None if no query sees a key."""
         q, k = self._grouped(self.call.q[..., tile.rows, :]), self.call.k[..., tile.columns, :]
-        seen = self.change.seen((*q.shape[:-1], k.shape[-2]), tile.place, q.device)
+        shape = (*q.shape[:-1], k.shape[-2])
+        seen = True if tile.whole else self.change.seen(shape, tile.place, q.device)
         if seen is False or isinstance(seen, Tensor) and not seen.any():
             return None
         raw = einsum(f"{self.lead}sd,{self.heads}td->{self.lead}st", q, k).to(self.dtype)

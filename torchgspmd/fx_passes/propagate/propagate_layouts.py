@@ -26,6 +26,7 @@ from ...compat.fx_nodes import calls_any
 from ...layout.mesh import Mesh
 from ...rules import FactorRule, factors, make_rule
 from ...rules.custom_ops.loops import ENTRIES, axes_apart, delivered_alike, nests
+from ...rules.notation import Instead
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
@@ -82,6 +83,8 @@ def propagate_layouts(
         loops = nest.get(op.node, ())
         axes = {apart[loops[:n]] for n in range(1, len(loops) + 1) if loops[:n] in apart}
         pinned = (*rounds.pinned(op, mesh), *(rounds.staying(op, mesh, axes) if axes else ()))
+        if op.rule.instead is not None and op.rule.instead.stays:
+            pinned = pinned or _staying(op, op.rule.instead, layouts)
         if op.node in held:
             pinned = rounds.as_laid_out(op, mesh, held[op.node])
         if pinned:
@@ -91,6 +94,20 @@ def propagate_layouts(
     if counts is not None:  # A pass that changes the program has it run again.
         counts |= propagation.counts
     return layouts
+
+
+def _staying(op: Op, instead: Instead, layouts: Layouts) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return (axis, factor) for a factor that keeps its axes unless another one sends less."""
+    tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
+    along = [
+        project(dims, layouts.spec[value], op.rule.sizes, layouts.mesh).get(instead.factor, ())
+        for value, dims in tensors
+        if value is not None
+    ]
+    axes = next(filter(None, along), ())
+    count = layouts.mesh.count(axes)
+    stays = instead.sent(count, count) >= instead.sent(count, 1)
+    return tuple((axis, (instead.factor,)) for axis in axes) if stays else ()
 
 
 def _tie(a: fx.Node, b: fx.Node, why: str) -> Op:
