@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ OF_A_HEAD = (
     r"(head|key|value|rope|nope).*_dim$|^d_kv$|^dim_head$|_section$|^rotary_dim$|d_head$"
     r"|_head_size$"
 )
+INDICES = r"(indices|indexes|layer_ids?|(feature|proj)_layers?)$"  # of layers
 WIDTH = (
     r"(size|dims?|width|channels?|embd|embed|model|rank|d_ff|n_inner|features|filters|scalar|scale"
     r"|hidden_sizes|in_features)$"
@@ -47,7 +49,7 @@ NO_WIDTH = (
     r"|(in|num|input|mask_input)_channels|codebook_size|state_size|grid|pool|anchor|tile|spatial"
 )
 SAME = [  # sizes that are small whatever the widths are
-    (r"vocab_size$", VOCABULARY),
+    (r"vocab_size", VOCABULARY),
     (r"max.*(position|length|len)|n_positions|^n_ctx$|seq_len", 128),
     (r"shared_layers$", 0),
     (LAYERS, 2),
@@ -66,6 +68,7 @@ NUMBERS = [  # the first that matches a name of a configuration
     (r"^(d_model|n_embd|embed_dim|dim|hidden_size|d_embed)$", 32),
     (r"^(image_size|img_size|input_size|crop_size)$", IMAGE),
     (r"^patch_size$|patch_stride$", 8),
+    (r"(base|initial)_channels?$|filters$", 32),
 ]
 SEVERAL: list[tuple[str, Callable[[int], int]]] = [
     (r"depth|layers|blocks", lambda i: 1),
@@ -75,16 +78,17 @@ SEVERAL: list[tuple[str, Callable[[int], int]]] = [
 
 
 def kept_layers(values: dict[str, Any]) -> tuple[int, list[int]]:
-    """How many layers a configuration has, and those to keep: the first of each kind, two at
-    least."""
+    """How many layers a configuration has, and those to keep: the first of each kind, two at least,
+    and one for each layer that is named as an output."""
     counts = [v for n, v in values.items() if type(v) is int and re.search(LAYERS, n)]
     kinds = values.get("layer_types") or values.get("layers_block_type") or []
-    if isinstance(kinds, list | tuple) and kinds:
-        first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
-        more = (i for i in range(len(kinds)) if i not in first.values())
-        kept = sorted(first.values())
-        return len(kinds), sorted(kept if len(kept) > 1 else [*kept, *[*more][:1]])
-    return max(counts, default=0), [0, 1]
+    count = len(kinds) or max(counts, default=0)
+    first = {kind: i for i, kind in reversed(list(enumerate(kinds)))}
+    named = [len(v) for n, v in values.items() if re.search(INDICES, n) and isinstance(v, list)]
+    wanted = max(2, len(first), *(n for n in named if n < 6), 0)
+    others = (i for i in range(count) if i not in first.values())
+    kept = sorted([*first.values(), *itertools.islice(others, wanted - len(first))])
+    return count, kept or list(range(wanted))
 
 
 def width(name: str, value: int, by: Widths) -> int:
@@ -122,9 +126,23 @@ def several(name: str, values: list[int], by: Widths) -> list[int]:
     return [min(v, make(i)) for i, v in enumerate(values)]
 
 
+def items(name: str, values: list, count: int, kept: list[int], by: Widths) -> list:
+    """A list of a configuration: one item for each layer, indices of layers, or sizes."""
+    if len(values) == count > len(kept) and not name.startswith("stage"):
+        values = [values[i] for i in kept]
+    if not all(type(v) is int for v in values):
+        return values
+    if not re.search(INDICES, name):
+        return several(name, values, by)
+    last = len(kept) - (name != "_out_indices")  # whose index 0 is the stem
+    return values if max(values) <= last else list(range(last + 1))[-len(values) :]
+
+
 def shrink(config, by: Widths) -> None:
     """Make a configuration of transformers, and those within it, small."""
-    values = {n: v for n, v in vars(config).items() if not n.startswith("_")}
+    if getattr(config, "is_heterogeneous", False):
+        config.per_layer_config = None
+    values = {n: v for n, v in vars(config).items() if n[:1] != "_" or n == "_out_indices"}
     count, kept = kept_layers(values)
     for name, value in values.items():
         if hasattr(value, "to_diff_dict"):
@@ -132,16 +150,12 @@ def shrink(config, by: Widths) -> None:
         elif isinstance(value, dict) and name.startswith("rope"):
             setattr(config, name, sections(value, by))
         elif isinstance(value, list | tuple) and value:
-            if len(value) == count and count > 2:  # one for each layer
-                value = type(value)(value[i] for i in kept)
-            if all(type(v) is int for v in value):
-                if re.search(r"(indices|indexes|_layers?|layer_ids?)$", name):
-                    value = type(value)(sorted({min(v, len(kept) - 1) for v in value}))
-                else:
-                    value = type(value)(several(name, list(value), by))
-            setattr(config, name, value)
+            # A checkpoint's configuration has lists: JSON knows no tuples.
+            setattr(config, name, items(name, list(value), count, kept, by))
         elif type(value) is int:
             setattr(config, name, number(name, value, len(kept), by))
+    if values.get("_out_indices") != vars(config).get("_out_indices"):
+        config._out_features = [f"stage{i}" if i else "stem" for i in config._out_indices]
     if values.get("num_key_value_heads") == values.get("num_attention_heads", ()):
         config.num_key_value_heads = config.num_attention_heads
     for name in ("use_cache", "scale_embedding"):
@@ -152,22 +166,29 @@ def shrink(config, by: Widths) -> None:
 
 def complete(config) -> None:
     """Set what a configuration leaves to its checkpoints, where a default of None does not run."""
-    heads = getattr(config, "num_attention_heads", None)
-    if getattr(config, "head_dim", 0) is None and isinstance(heads, int):
-        config.head_dim = config.hidden_size // heads
-    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        if not getattr(config, "sliding_window", None):
-            config.sliding_window = LENGTH // 2
-    if getattr(config, "mlp_layer_types", 0) is None:
-        config.mlp_layer_types = ["dense", "sparse", *["sparse"] * 6][: config.num_hidden_layers]
-    if getattr(config, "num_experts_per_tok", 0) is None:
-        config.num_experts_per_tok = 2
-    rope = getattr(config, "rope_parameters", None)
-    ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
-    if isinstance(rope, dict) and "mrope_section" in ignored and isinstance(heads, int):
-        half = (getattr(config, "head_dim", None) or config.hidden_size // heads) // 2
-        if sum(rope.get("mrope_section", [0])) != half:
-            rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    values = vars(config)
+    heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers") or 2
+    head = values.get("head_dim") or (
+        values.get("hidden_size", 0) // heads if type(heads) is int else 0
+    )
+    missing = {
+        "head_dim": head,
+        "mlp_layer_types": ["dense", *["sparse"] * layers][:layers],
+        "num_experts_per_tok": 2,
+    }
+    for name, value in missing.items():
+        if values.get(name, 0) is None:
+            setattr(config, name, value)
+    if "sliding_attention" in (values.get("layer_types") or ()) and not values.get(
+        "sliding_window"
+    ):
+        config.sliding_window = LENGTH // 2
+    rope, ignored = values.get("rope_parameters"), ()
+    if isinstance(rope, dict) and head:
+        ignored = getattr(config, "ignore_keys_at_rope_validation", None) or ()
+    if "mrope_section" in ignored and sum(rope.get("mrope_section", [0])) != head // 2:
+        third = head // 6
+        rope["mrope_section"] = [head // 2 - 2 * third, third, third]
 
 
 def sections(value: Any, by: Widths):
@@ -273,7 +294,8 @@ class Arguments:
             yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
             books = setting(self.config, "num_codebooks", "num_quantizers", default=0)
             if books:
-                yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH, books))
+                for count in (books, books + 1):
+                    yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH, count))
                 yield torch.randint(3, max(vocabulary, 5), (BATCH * books, LENGTH))
 
     def side(self) -> tuple[int, int]:
@@ -282,14 +304,15 @@ class Arguments:
             size = 64
         return (size, size) if isinstance(size, int) else tuple(size)[-2:]
 
-    def patches(self) -> tuple[Tensor, Tensor]:
+    def patches(self, times: int = 0) -> tuple[Tensor, Tensor]:
         """Flattened patches of BATCH pictures, and how many each has: time, height, width."""
         patch = setting(self.config, "patch_size", default=8, first=SEES)
         patch = math.prod(patch) if isinstance(patch, tuple | list) else patch**2
-        times = setting(self.config, "temporal_patch_size", default=1, first=SEES)
+        times = times or setting(self.config, "temporal_patch_size", default=1, first=SEES)
         channels = setting(self.config, "in_channels", "num_channels", default=3, first=SEES)
         merge = setting(self.config, "spatial_merge_size", default=2, first=SEES)
         merge = merge[0] if isinstance(merge, tuple | list) else merge
+        self.merge = torch.full((BATCH,), merge)
         grid = torch.tensor([[1, 2 * merge, 2 * merge]] * BATCH)
         return torch.randn(int(grid.prod(1).sum()), channels * times * patch), grid
 
@@ -308,6 +331,7 @@ class Arguments:
         yield torch.randn(BATCH, 3, 224, 224)
         yield torch.randn(BATCH, 3, 48, 320)
         yield self.patches()[0]
+        yield self.patches(2)[0]
 
     def videos(self) -> Iterator[Tensor]:
         pictures = [p for p in self.pictures() if p.dim() == 5]
@@ -374,6 +398,7 @@ class Arguments:
                 torch.rand(BATCH, LENGTH, 4).cumsum(-1) / 4,
             ],
             r"(image_)?grid_thw": lambda: [self.patches()[1]],
+            r"merge_sizes": lambda: [self.patches() and self.merge],
             r"state": lambda: [
                 torch.randn(BATCH, setting(self.config, "max_state_dim", default=32))
             ],
@@ -417,7 +442,8 @@ def transformers_inputs(model: nn.Module, config) -> Iterator[dict[str, Any]]:
     series = {n for n in made if n.startswith(("past_", "future_"))} - {"past_key_values"}
     tried: list[set[str]] = []
     for wanted in (
-        {main}, {main} | decoder, {"input_ids"}, {main, "bbox"}, {main, "input_ids"} | decoder,
+        {main}, {main} | decoder, {"input_ids"}, {main, "bbox"},
+        {main, "bbox"} | decoder, {main, "input_ids"} | decoder,
         {"input_ids", "pixel_values"}, {"hidden_states", "grid_thw"}, {main, "grid_thw"}, pictures,
         series, {"pixel_values"}, {"input_features"}, {"input_values"},
         {"flattened_patches"} | decoder,
