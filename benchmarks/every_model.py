@@ -50,6 +50,8 @@ from small_models import (
     torchvision_model,
     torchvision_names,
     without_cuda_ops,
+    x_transformers_model,
+    x_transformers_names,
 )
 from small_transformers import LARGEST, transformers_model, transformers_names
 from torch import Tensor, nn
@@ -67,6 +69,7 @@ LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {
     "timm": (timm_names, timm_model),
     "torchvision": (torchvision_names, torchvision_model),
     "diffusers": (diffusers_names, diffusers_model),
+    "x_transformers": (x_transformers_names, x_transformers_model),
 }
 
 # ------------------------------------------------------------------------------------- comparisons
