@@ -72,6 +72,7 @@ NUMBERS = [  # the first that matches a name of a configuration
 ]
 SEVERAL: list[tuple[str, Callable[[int], int]]] = [
     (r"depth|layers|blocks", lambda i: 1),
+    (r"attention_window", lambda i: 8),
     (r"head", lambda i: 2),
     (r"hidden|embed|dim|width|channels", lambda i: 16 << min(i, 3)),
 ]
@@ -248,7 +249,7 @@ def transformers_model(name: str) -> Built:
             continue
         for kwargs in transformers_inputs(model, model.config):
             try:
-                model(**copy.deepcopy(kwargs))
+                copy.deepcopy(model)(**copy.deepcopy(kwargs))  # a call may leave states behind
                 return model, kwargs
             except Exception as failed:  # noqa: BLE001 (the next arguments may do)
                 first = first or failed
@@ -392,6 +393,8 @@ class Arguments:
             "past_observed_mask": lambda: [torch.ones(BATCH, length + lags)],
             "future_values": lambda: [torch.randn(BATCH, ahead)],
             "future_time_features": lambda: [torch.randn(BATCH, ahead, features)],
+            "past_values_padding": lambda: [torch.zeros(BATCH, length + lags)],
+            "freq": lambda: [torch.zeros(BATCH, 1).long()],
             "flattened_patches": lambda: [torch.rand(BATCH, LENGTH, 2 + patch)],
             r"bbox": lambda: [
                 torch.randint(0, 8, (BATCH, LENGTH, 4)).cumsum(-1),
