@@ -4,6 +4,10 @@ device.
     python benchmarks/every_model.py --library transformers --part 0/10 --json rows.json
         every tenth model class of transformers; rows that rows.json has already are not run again
     python benchmarks/every_model.py --library timm --only resnet18
+    python benchmarks/every_model.py --layout suggest --processes --only LlamaModel
+        the first proposal for 8 devices; three AdamW steps on as many processes
+    python benchmarks/every_model.py --beside    bytes of a data and a tensor layout as well
+    python benchmarks/every_model.py --build-only    what one device can run, quickly
     python benchmarks/every_model.py --table rows.json
         the counts of a file, and each class that is not right
 
@@ -21,6 +25,7 @@ import copy
 import importlib
 import json
 import os
+import statistics
 import time
 import warnings
 from collections import Counter
@@ -219,11 +224,37 @@ def table(rows: list[dict]) -> Iterator[str]:
             built = len(own) - counts["not built"]
             others = (f", {n} {what}" for what, n in sorted(counts.items()) if what != "right")
             yield f"{library}: {counts['right']} of {built} right{''.join(others)}"
+    yield from distributions(rows)
     order = ["wrong", "error", "refused", "not built", "built"]
     for row in sorted(rows, key=lambda r: (order + ["right"]).index(r.get("what", "error"))):
         if row.get("what") not in ("right", "built"):
             why = row.get("why") or str(row.get("failures", ""))
             yield f"{row.get('what', 'error'):10s}{row['op']}: {why.splitlines()[0] if why else ''}"
+
+
+def distributions(rows: list[dict]) -> Iterator[str]:
+    """Yield how planning's CPU seconds and bytes are distributed over the models that ran."""
+    ratios = {
+        "CPU of a plan over its capture": [
+            r["planning"] / r["capture"] for r in rows if r.get("capture")
+        ],
+        "bytes over the best of a data and a tensor layout": [
+            r["sent"] / min(plain)
+            for r in rows
+            if "sent" in r and (plain := [r[k] for k in ("data", "tensor") if r.get(k)])
+        ],
+    }
+    for name, values in ratios.items():
+        if len(values) > 1:
+            cuts = statistics.quantiles(values, n=20, method="inclusive")
+            few = sum(v <= 3 for v in values) / len(values)
+            yield (
+                f"{name}: median {cuts[9]:.1f}, 95 % at most {cuts[18]:.1f}, {few:.0%} at most 3, "
+                f"of {len(values)}"
+            )
+    kinds = Counter(op for r in rows for op in r.get("replicated", ()))
+    if kinds:
+        yield f"replicated for want of a rule: {', '.join(f'{k} ({n})' for k, n in kinds.items())}"
 
 
 def main() -> None:
@@ -242,10 +273,13 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=120, help="limit for a class")
     parser.add_argument("--json", type=Path, help="file of rows, which is continued")
-    parser.add_argument("--table", type=Path, help="print a file of rows, and run nothing")
+    parser.add_argument(
+        "--table", type=Path, nargs="+", help="print files of rows, and run nothing"
+    )
     given = parser.parse_args()
     if given.table:
-        print(*table(json.loads(given.table.read_text())), sep="\n")
+        read = (json.loads(path.read_text()) for path in given.table if path.exists())
+        print(*table([row for rows in read for row in rows]), sep="\n")
         return
     warnings.simplefilter("ignore")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

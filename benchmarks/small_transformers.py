@@ -293,6 +293,7 @@ class Arguments:
         vocabulary = setting(self.config, "vocab_size", default=VOCABULARY, first="text|decoder")
         if isinstance(vocabulary, int):
             yield torch.randint(3, max(vocabulary, 5), (BATCH, LENGTH))
+            yield torch.randint(3, max(vocabulary, 5), (BATCH, 2, LENGTH))  # multiple choice
             books = setting(self.config, "num_codebooks", "num_quantizers", default=0)
             if books:
                 for count in (books, books + 1):
@@ -328,6 +329,7 @@ class Arguments:
             yield torch.randn(BATCH, colors, *self.side())
             yield torch.randn(BATCH, frames, colors, *self.side())
             yield torch.randn(BATCH, 1, colors, *self.side())
+            yield torch.randn(BATCH, 2, colors, *self.side())  # pairs
         yield torch.randn(BATCH, 3, 64, 64)
         yield torch.randn(BATCH, 3, 224, 224)
         yield torch.randn(BATCH, 3, 48, 320)
@@ -383,7 +385,7 @@ class Arguments:
         features = setting(self.config, "num_time_features", default=1)
         patch = setting(self.config, "patch_embed_hidden_size", default=768)
         table: dict[str, Callable[[], Any]] = {
-            "(decoder_|text_|prompt_|semantic_)?input_ids|task_inputs|text_inputs": self.tokens,
+            "(decoder_|text_|prompt_|semantic_|qformer_)?input_ids|task_inputs|text_inputs": self.tokens,
             "pixel_values|images|pixel_values_images|flattened_pixel_values": self.pictures,
             "pixel_values_videos|video": self.videos,
             "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
