@@ -385,7 +385,7 @@ class Arguments:
         features = setting(self.config, "num_time_features", default=1)
         patch = setting(self.config, "patch_embed_hidden_size", default=768)
         table: dict[str, Callable[[], Any]] = {
-            "(decoder_|text_|prompt_|semantic_|qformer_)?input_ids|task_inputs|text_inputs": self.tokens,
+            r"(decoder_|text_|semantic_|qformer_)?input_ids|task_inputs|text_inputs": self.tokens,
             "pixel_values|images|pixel_values_images|flattened_pixel_values": self.pictures,
             "pixel_values_videos|video": self.videos,
             "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
