@@ -569,3 +569,45 @@ def test_a_mesh_in_a_closure_is_the_same_after_it_was_used():
     plan = gspmd.plan(f, x, mesh=gspmd.Mesh(a=2, m=2))
     mesh.count(("a", "m")), mesh.names
     assert plan.simulate(x).equal(x * 2)
+
+
+# ------------------------------------------------------------------------- caches by tensors' class
+
+
+class Backend:
+    """What einops looks up by a tensor's class."""
+
+
+CACHE: dict[type, Backend] = {}
+READS = {
+    "get": lambda kind: CACHE.get(kind),
+    "in": lambda kind: CACHE[kind] if kind in CACHE else None,
+    "items": lambda kind: next((v for k, v in CACHE.items() if k is kind), None),
+    "copy": lambda kind: dict(CACHE).get(kind),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_cache_by_class_has_no_entry_of_a_trace(read, grad):
+    """A trace's tensors have classes of their own, which no run looks up."""
+
+    class Cached(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            for each in (x, self.weight):
+                if READS[read](type(each)) is None:
+                    CACHE[type(each)] = next(iter(CACHE.values()), None) or Backend()
+            return x @ self.weight
+
+    CACHE.clear()
+    model, x = Cached(), torch.ones(8, 4)
+    want = model(x)  # fills the cache
+    for _ in range(2):
+        plan = gspmd.plan(model, x, mesh=gspmd.Mesh(data=2), in_specs="data _", grad=grad)
+        for _ in range(2):
+            got = plan.simulate(x)
+            assert torch.equal(got[0] if grad else got, want)

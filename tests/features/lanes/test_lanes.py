@@ -224,9 +224,22 @@ def numbers(ws, x):
     return total + x.sum() * 0
 
 
+def strided(ws, x):
+    """Indices of elements, which expansion computes behind the products: alike in all lanes."""
+    total = x.new_zeros(())
+    for w in ws:
+        n = len(w)
+        y = w @ w.T
+        z = (y @ y).as_strided((n // 2, n), (n + 1, 1))
+        total = total + (z @ y).square().sum()
+    return total + x.sum()
+
+
 # Small matrices are worth an exchange.
 FAST_LINKS = {"costs": {"link_flops_per_byte": 1.0}}
-FUNCTIONS = (*(regularizer, ensemble, dependent, model_between, statistics, mixed, numbers),)
+FUNCTIONS = (
+    *(regularizer, ensemble, dependent, model_between, statistics, mixed, numbers, strided),
+)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...compat.private_apis import FakeTensor, FunctionalTensor
 from ...compat.private_apis import _pytree as pytree
 from .source import ABSENT, DEEP, LISTS, LONG, Marker, Source, attributes, attributes_of, is_table
 from .state_inputs import COUNTED, Conditions
@@ -38,6 +39,7 @@ _PLAIN = (
     torch.device,
     torch.memory_format,
 )
+_TRACERS = (FakeTensor, FunctionalTensor)
 _SEQUENCES = (tuple, *LISTS)
 _CONTAINERS = (dict, *_SEQUENCES)
 _VERY_LONG = 100 * LONG  # most plain values that are compared in one list
@@ -260,8 +262,16 @@ def _keys_and_items(value: object) -> tuple[tuple, Collection[object]]:
     """Return a table's or an object's keys and items; a list or tuple has no keys."""
     if isinstance(value, _SEQUENCES):
         return (), value
-    table = value if isinstance(value, dict) else attributes(value)
+    table = _eager_entries(value) if isinstance(value, dict) else attributes(value)
     return tuple(table), table.values()
+
+
+def _eager_entries(table: Mapping) -> Mapping:
+    """Return a table without entries for tracers' classes, which only a trace writes or reads."""
+    if any(isinstance(key, type) and issubclass(key, _TRACERS) for key in table):
+        keys = (k for k in table if not (isinstance(k, type) and issubclass(k, _TRACERS)))
+        return {key: table[key] for key in keys}
+    return table
 
 
 def leaves_of(snapshot: object) -> Iterator[object]:
@@ -329,6 +339,7 @@ def matches(now: object, value: object) -> bool:
         if isinstance(now, _SEQUENCES):
             return len(now) == len(value.items) and all(map(matches, now, value.items))
         table = now if isinstance(now, dict) else attributes(now)
+        table = table if tuple(table) == value.keys else _eager_entries(table)
         return tuple(table) == value.keys and all(map(matches, table.values(), value.items))
     return (
         type(now) is type(value)

@@ -242,7 +242,7 @@ class _Rewriter:
             for v in op.operands
             if (maker := self.at.makers.get(v)) is None or maker.node not in self.inside
         ]
-        anchor = max(inputs, key=self.order.__getitem__)
+        anchor = max((*inputs, *self._unbatched()), key=self.order.__getitem__)
         # Placeholders stay together at the beginning.
         while anchor.next.op == "placeholder":
             anchor = anchor.next
@@ -255,6 +255,14 @@ class _Rewriter:
             results = [new for row in self.rows for new in self._deliver(row)]
         self._move_users(results, anchor, behind)
         return True
+
+    def _unbatched(self) -> set[fx.Node]:
+        """Return the values that the region reads where they are, computed from shared ones."""
+        found: set[fx.Node] = set()
+        for op, *_ in self.rows:
+            if all(v in self.lanes.shared or v in found for v in op.operands):
+                found.update(v for v in op.results if v is not None)
+        return found
 
     def _likes(self, value: fx.Node) -> tuple[fx.Node, ...]:
         """Return the values in all lanes that are like one of the first lane."""

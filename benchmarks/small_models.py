@@ -1,0 +1,225 @@
+"""Models of timm, torchvision and diffusers, made small by one function for each library."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
+BATCH, LARGEST = 4, 30_000_000  # rows, and parameters
+
+
+def without_cuda_ops() -> None:
+    """Define the operations without which torchvision cannot be imported on a host without CUDA."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+    without_cuda_ops.library = library
+
+
+def timm_names() -> list[str]:
+    """One model of each of timm's modules: its first."""
+    timm = importlib.import_module("timm")
+    return [f"{m}" for m in timm.list_modules() if timm.list_models(module=m)]
+
+
+SMALLEST = ("atto", "femto", "pico", "nano", "tiny", "xxs", "xs", "small", "_s", "mini", "lite")
+
+
+def timm_model(module: str) -> Built:
+    """A module's model with a small name, and fewer layers where the constructor takes some."""
+    timm = importlib.import_module("timm")
+    names = timm.list_models(module=module)
+    name = next((n for small in SMALLEST for n in names if small in n), names[0])
+    model, fewer = None, {"num_classes": 10, "embed_dim": 32, "num_heads": 2, "depth": 2}
+    while model is None:
+        try:
+            model = timm.create_model(name, **fewer)
+        except Exception:  # noqa: BLE001 (it has no such argument, or wants a list)
+            if not fewer:
+                raise
+            fewer.popitem()
+            fewer.pop("num_heads", None)
+    size = model.default_cfg.get("input_size", (3, 224, 224))
+    if not model.default_cfg.get("fixed_input_size") and size[-1] > 64:
+        size = (3, 64, 64)
+    return model, {"x": torch.randn(BATCH, *size)}
+
+
+def torchvision_names() -> list[str]:
+    """The smallest model of each family, of the models whose argument is a batch."""
+    models = importlib.import_module("torchvision").models
+    families: dict[str, dict[str, int]] = {}
+    for module in (models, models.segmentation, models.video):
+        for name in models.list_models(module=module):
+            weights = next(iter(models.get_model_weights(name)), None)
+            size = weights.meta["num_params"] if weights else 10**9
+            families.setdefault(re.split(r"[\d_]", name)[0], {})[name] = size
+    return sorted(min(sizes, key=sizes.__getitem__) for sizes in families.values())
+
+
+def torchvision_model(name: str) -> Built:
+    torchvision = importlib.import_module("torchvision")
+    builder = inspect.signature(torchvision.models.get_model_builder(name))
+    given = {"weights_backbone": None} if "weights_backbone" in builder.parameters else {}
+    model = torchvision.models.get_model(name, num_classes=10, **given)
+    side = 299 if "inception" in name else 224 if re.match("vit|maxvit|mvit", name) else 64
+    module = type(model).__module__
+    frames = (16,) if ".video." in module else ()
+    return model, {"x": torch.randn(BATCH // 2 if frames else BATCH, 3, *frames, side, side)}
+
+
+DIFFUSERS = r"(Transformer\w*Model|UNet\w*Model|Autoencoder\w+|VQModel|ControlNetModel|\w+DModel)$"
+
+
+def diffusers_names() -> list[str]:
+    diffusers = importlib.import_module("diffusers")
+    return sorted(n for n in dir(diffusers) if re.match(r"\w*?" + DIFFUSERS, n))
+
+
+FEWER = [  # names of a constructor's arguments, and their largest value
+    (r"num_(single_|double_|refiner_|joint_)?layers|layers_per_block|^depth$|num_blocks$", 1),
+    (r"num_(attention_|key_value_)?heads|^n_heads", 2),
+    (r"cross_attention_dim|joint_attention_dim|caption|text_.*dim|pooled", 32),
+]
+NARROWER = [  # these do not fit each other in each model
+    (r"^(base_|decoder_base_|inner_|hidden_|ffn_)?(dim|size)$|^(d_model|embed_dim|width)$", 32),
+    (r"(intermediate|mlp|ffn?|ff_inner).*(size|dim|width)$", 64),
+    (r"^(base|model|encoder|decoder)_channels$|channels_base$", 32),
+]
+PART = 4  # of a head's width, and of the parts of it that rotate
+
+
+def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
+    """A constructor's defaults, made small."""
+    given: dict[str, Any] = {}
+    for key, parameter in inspect.signature(cls.__init__).parameters.items():
+        value = parameter.default
+        if type(value) is int and value > 0:
+            table = [*FEWER, *(NARROWER if narrow else [])]
+            most = next((most for pattern, most in table if re.search(pattern, key)), value)
+            given[key] = min(value, most)
+            if divide and re.search(r"head_dim$", key) and value % PART == 0:
+                given[key] = value // PART
+        elif isinstance(value, tuple | list) and value and all(type(v) is int for v in value):
+            if "channels" in key:
+                given[key] = type(value)(min(v, 32) for v in value)
+            elif divide and re.search(r"axes_dims?|rope_dim", key):
+                given[key] = type(value)(v // PART for v in value)
+            elif re.search(r"num_layers|depths$", key):
+                given[key] = type(value)(1 for _ in value)
+    return given
+
+
+def diffusers_model(name: str) -> Built:
+    """The narrowest that runs of a constructor's defaults made small."""
+    diffusers = importlib.import_module("diffusers")
+    cls, first = getattr(diffusers, name), None
+    for narrow, divide in ((True, True), (False, True), (True, False), (False, False)):
+        try:
+            given = diffusers_arguments(cls, narrow, divide)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in cls(**given).parameters())
+            if size > LARGEST:
+                raise MemoryError(f"{size:,} parameters: not small")
+            model = cls(**given).eval()
+            for kwargs in diffusers_inputs(model):
+                try:
+                    model(**kwargs)
+                    return model, kwargs
+                except Exception as failed:  # noqa: BLE001 (other arguments may fit)
+                    first = first or failed
+        except Exception as failed:  # noqa: BLE001 (other sizes may fit)
+            first = first or failed
+    raise first or TypeError("no arguments")
+
+
+TEXT = (
+    "joint_attention_dim", "cross_attention_dim", "caption_channels", "text_dim", "text_embed_dim",
+    "caption_projection_dim", "encoder_hid_dim", "encoder_hidden_states_dim", "cap_feat_dim",
+)  # fmt: skip
+
+
+def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
+    """Yield arguments by their names: pictures, videos, sequences; needed ones, then all known."""
+    names, config = inspect.signature(model.forward).parameters, model.config
+    needed = {n for n, p in names.items() if p.default is inspect.Parameter.empty}
+    side = getattr(config, "sample_size", None)
+    side = side if isinstance(side, int) and side <= 64 else 16
+    channels = getattr(config, "in_channels", 4) or 4
+    widths = (getattr(config, n, None) for n in TEXT)
+    text = next((w for w in widths if isinstance(w, int)), 32)
+    pooled = getattr(config, "pooled_projection_dim", None) or 32
+    two = torch.full((BATCH, 2), float(side))
+    for shape in ((channels, side, side), (channels, 5, side, side), (16, channels)):
+        torch.manual_seed(0)
+        picture, times = torch.randn(BATCH, *shape), torch.randint(1, 1000, (BATCH,))
+        words = torch.randn(BATCH, 7, text)
+        rows = torch.arange(16)[:, None] * torch.tensor([0, 1, 1])
+        made = {
+            r"sample|hidden_states|x|latent_model_input": picture,
+            r"timesteps?|r_timestep|timestep_r|t": times,
+            r"encoder_hidden_states": words,
+            r"class_labels": torch.randint(0, 4, (BATCH,)),
+            r"pooled_projections|encoder_pooled_projections": torch.randn(BATCH, pooled),
+            r"img_ids": rows.float(),
+            r"txt_ids": torch.zeros(7, 3),
+            r"guidance": torch.full((BATCH,), 3.5),
+            r"controlnet_cond": torch.randn(BATCH, 3, 8 * side, 8 * side),
+            r"original_size|target_size|crop_coords": two,
+            r"(encoder_attention_|encoder_hidden_states_|text_)?mask": torch.ones(BATCH, 7),
+            r"added_cond_kwargs": {"resolution": two, "aspect_ratio": two[:, :1]},
+        }
+        known = {n: v for n in names for pattern, v in made.items() if re.fullmatch(pattern, n)}
+        once = {n: v for n, v in known.items() if n in needed}
+        yield once
+        for more in ("timestep", "class_labels", "added_cond_kwargs"):
+            once |= {n: v for n, v in known.items() if n == more}
+            yield dict(once)
+        yield known
+
+
+# ---------------------------------------------------------------------------------- x-transformers
+
+
+def x_transformers_names() -> list[str]:
+    """Each switch that its decoder has: prefix_switch."""
+    package = importlib.import_module("x_transformers.x_transformers")
+    parts = {
+        "layers": package.AttentionLayers,
+        "attn": package.Attention,
+        "ff": package.FeedForward,
+        "model": package.TransformerWrapper,
+    }
+    return sorted(
+        f"{part}_{name}"
+        for part, cls in parts.items()
+        for name, p in inspect.signature(cls.__init__).parameters.items()
+        if p.default is False
+    )
+
+
+def x_transformers_model(name: str) -> Built:
+    """A decoder of two layers with one switch on."""
+    package = importlib.import_module("x_transformers.x_transformers")
+    part, switch = name.split("_", 1)
+    layers = {switch: True} if part == "layers" else {name: True} if part != "model" else {}
+    if layers.pop("causal", False) or layers.get("cross_attend") or layers.get("only_cross"):
+        layers |= {"cross_attend": True}
+    decoder = package.Decoder(dim=32, depth=2, heads=4, attn_dim_head=8, **layers)
+    options = {switch: True} if part == "model" else {}
+    model = package.TransformerWrapper(
+        num_tokens=96, max_seq_len=32, attn_layers=decoder, **options
+    )
+    kwargs: dict[str, Any] = {"x": torch.randint(0, 96, (BATCH, 16))}
+    if layers.get("cross_attend"):
+        kwargs["context"] = torch.randn(BATCH, 8, 32)
+    if switch.startswith("use_adaptive"):
+        kwargs["condition"] = torch.randn(BATCH, 32)
+    return model, kwargs
