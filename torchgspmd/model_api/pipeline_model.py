@@ -93,7 +93,7 @@ def pipeline_model(
                 f"the model has no list of layers '{path}'", fix=did_you_mean(path, lists)
             )
     if any(isinstance(module, Pipeline) for module in modules.values()):
-        raise _other_pipeline()
+        raise _two_pipelines()
     taken = {path: _arguments([*modules[path].children()]) for path in paths}
     for path in paths:
         is_last = path == paths[-1]
@@ -166,7 +166,7 @@ class _Step:
             if pipe is self.pipe:
                 raise _Entered(x, arguments)
             if pipe in self.before:
-                raise _other_pipeline()
+                raise _two_pipelines()
             self.before[pipe] = pipe.outputs_of(x, arguments)
             return self.before[pipe]
 
@@ -186,7 +186,7 @@ class _Step:
             if pipe is self.pipe:
                 return y
             if pipe not in self.before:
-                raise _other_pipeline()
+                raise _two_pipelines()
             return rows[f"{_BEFORE}{[*self.before].index(pipe)}"]
 
         leaves = [rows.get(str(i), leaf) for i, leaf in enumerate(self.leaves)]
@@ -214,10 +214,10 @@ class _Step:
 _LOSS, _BEFORE = object(), "before"
 
 
-def _other_pipeline() -> ShardingError:
+def _two_pipelines() -> ShardingError:
     return ShardingError.here(
-        "a model of pipeline_model has another pipeline",
-        why="its forward calls its lists of layers once each, the last of them last",
+        "a model of pipeline_model has two pipelines",
+        why="a microbatch passes each list of layers once",
         fix="name all lists in one call of pipeline_model, in the order of their calls",
     )
 

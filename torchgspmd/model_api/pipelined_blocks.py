@@ -28,7 +28,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
-from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
+from ..capture.rewrites.loop_trace import (
+    is_unrolling,
+    note_results,
+    of_loops_around,
+    run_loop,
+    use_in_bodies_around,
+)
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
@@ -417,7 +423,10 @@ class Pipeline(StackedBlocks):
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
 
         def step(place: Place, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
-            return _of_all_stages(partial(layer, place), *row, mine, *leaves)
+            use_in_bodies_around([*mine.values()])
+            # torch.vmap takes a loop's outside values as they are: no mode replaces them.
+            rows = dict(zip(mine, of_loops_around([*mine.values()])))
+            return _of_all_stages(partial(layer, place), *row, rows, *leaves)
 
         def all_stages(stacked: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
             weights, own = pytree.tree_map(lambda w: w.transpose(0, 1), stacked)

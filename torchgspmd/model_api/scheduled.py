@@ -43,8 +43,8 @@ class ScheduledStages:
     """Traces a pipeline with its loss.
 
     stages: from a round's arguments and the targets' rows, the results [devices, rows, ...].
-    losses: from the last results and the targets of each device, [devices]. along: marks the layouts. names: outside values, as
-    stages and losses name them.
+    losses: from the last results and the targets of each device, [devices]. along: marks the
+    layouts. names: outside values, as stages and losses name them.
     """
 
     stages: Stages
@@ -116,7 +116,7 @@ class _Trace:
         # Losses call view(-1) on what they take.
         self.targets = [loop_row(x, self.text).contiguous() for x in targets]
         self.last = self.places.device(self.places.stages - 1)
-        self.trained, self.of_targets = trained, list[Tensor]()
+        self.trained, self.of_targets = trained, list[Tensor | None]()
 
     def carry(self, x: Tensor) -> Tensor:
         """Return a neighboring stage's message, for microbatches x."""
@@ -159,7 +159,7 @@ class _Trace:
                     arrived = [only(self.last, *pair) for pair in zip(seeds, arrived)]
                     arrived = [*map(self.pipeline.along, arrived)]
                 inner = [each.taken[i] for i in self.with_gradient]
-                of_taken = self.gradients(outputs, inner, leaves, arrived, totals)
+                of_taken = _filled(self.gradients(outputs, inner, leaves, arrived, totals), inner)
                 self.send_back(rounds, each, [*map(self.pipeline.along, of_taken)])
             for each in rounds:
                 self.send_on(rounds, each)
@@ -167,8 +167,9 @@ class _Trace:
         for i, g in zip(self.with_gradient, of_taken):
             gradients[i] = loop_stack(only(0, g, g.new_zeros([])).sum(0), self.text)
         for i, g in zip(self.trained, self.of_targets):
-            alone = only(self.last, g, g.new_zeros([])).sum(0)
-            gradients[len(self.rows) + i] = loop_stack(alone, self.text)
+            if g is not None:
+                alone = only(self.last, g, g.new_zeros([])).sum(0)
+                gradients[len(self.rows) + i] = loop_stack(alone, self.text)
         gradients += [reduce(torch.add, terms) if terms else None for terms in totals]
         return loop_total(loss.detach(), self.text), gradients
 
@@ -187,7 +188,7 @@ class _Trace:
         inner = [*ends, *(targets[i] for i in self.trained)]
         found = self.gradients([loss], inner, leaves, None, totals)
         self.of_targets = found[len(ends) :]
-        return loss, found[: len(ends)]
+        return loss, _filled(found, ends)
 
     def gradients(
         self,
@@ -196,13 +197,12 @@ class _Trace:
         leaves: Sequence[Tensor],
         seeds: Sequence[Tensor] | None,
         totals: list[list[Tensor]],
-    ) -> list[Tensor]:
-        """Return the gradients for values in the body; add up those for outside values."""
+    ) -> list[Tensor | None]:
+        """Return the gradients for values in the body, None for zero; add up the outside ones'."""
         found = torch.autograd.grad(outputs, [*inner, *leaves], seeds, allow_unused=True)
         for terms, g in zip(totals, found[len(inner) :]):
             terms += [] if g is None else [loop_total(g, self.text)]
-        pairs = zip(inner, found[: len(inner)])
-        return [torch.zeros_like(x) if g is None else g for x, g in pairs]
+        return [*found[: len(inner)]]
 
     def send_on(self, rounds: Sequence[_Round], each: _Round) -> None:
         """Send on a round's results: those from the last stage go to the next round."""
@@ -220,6 +220,10 @@ class _Trace:
     def _send(self, x: Tensor, shift: int, place: list[int], carry: Tensor) -> None:
         sent = stage_send(x, shift, place, self.pipeline.axis, str(self.pipeline.order))
         loop_next(sent, sent, carry, self.text)
+
+
+def _filled(gradients: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(values, gradients)]
 
 
 class _Run(torch.autograd.Function):
