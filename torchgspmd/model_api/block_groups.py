@@ -76,6 +76,8 @@ def rows_of_places(
 def rows_by_place(places: Sequence[Place], repeats: Repeats, w: Tensor) -> list[Tensor]:
     """Return the rows of a tensor that has one for each slot of these places."""
     in_groups = [len(place.slots) > 1 for place in places]
+    if len(places) == 1:
+        return [w if in_groups[0] else w[0]]  # the gradient of unbind is a copy
     if not any(in_groups):
         return [*w.unbind(0)]
     before = in_groups.index(True)
