@@ -65,11 +65,22 @@ class _Between(Tensor):
         raise misused(f"{func} reads a value between two blocks")
 
 
+class SharedArguments(NamedTuple):
+    """Arguments of a block, besides the previous block's result."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+class EachArguments(tuple[SharedArguments, ...]):
+    """The arguments of each block, as a loop over the blocks has passed them."""
+
+
 class BlockCalls:
     """The calls of one loop over blocks.
 
-    count: the blocks. run_all: runs all blocks, on a value and each block's arguments. run_one:
-    runs the block with a number.
+    count: the blocks. run_all: runs all blocks, on a value and EachArguments. run_one: runs the
+    block with a number.
     """
 
     def __init__(
@@ -90,7 +101,7 @@ class BlockCalls:
             raise misused(f"block {number} does not get the result of block {number - 1}")
         self.arguments[number:] = [SharedArguments(args, kwargs)]
         if number == self.count - 1:
-            return self.run_all(self.first, self.arguments)
+            return self.run_all(self.first, EachArguments(self.arguments))
         leaves = [_Between.like(x) if isinstance(x, Tensor) else x for x in taken[0]]
         # A recomputed call has its value already.
         self.between[number:] = [(leaves, taken[1])]
@@ -221,10 +232,3 @@ class _Differing:
         del rest[self.key], vars(module)[_VALUES][self.key]
         _watch(module, watching.__bases__[0], rest)
         vars(module)[self.key] = value
-
-
-class SharedArguments(NamedTuple):
-    """Arguments of a block, besides the previous block's result."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = {}

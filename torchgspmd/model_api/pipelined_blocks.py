@@ -215,8 +215,8 @@ class Pipeline(StackedBlocks):
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch; its loss, if there is one."""
         if self.loss is None or self.loss is in_model or at_blocks.get() is not None:
-            return self.run_all(x, [SharedArguments(args, kwargs)] * self.count)
-        arguments = [SharedArguments(args)] * self.count
+            return self.run_all(x, self._each(args, kwargs))
+        arguments = self._each(args, {})
         if not self.runs_by_schedule():
             return self._loss_of(self.loss, self.outputs_of(x, arguments), kwargs)
         return self.scheduled(self.loss, x, arguments, kwargs)
@@ -317,7 +317,7 @@ class Pipeline(StackedBlocks):
 
     def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch, without the loss."""
-        return self.outputs_of(x, [SharedArguments(args, kwargs)] * self.count)
+        return self.outputs_of(x, self._each(args, kwargs))
 
     def outputs_of(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
         """Return the last block's result for the batch. arguments: by block."""

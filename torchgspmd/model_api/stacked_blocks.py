@@ -28,7 +28,14 @@ from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
 from .block_arguments import BlockArguments
-from .block_calls import BlockCalls, BlockPlace, SharedArguments, of_blocks, separate
+from .block_calls import (
+    BlockCalls,
+    BlockPlace,
+    EachArguments,
+    SharedArguments,
+    of_blocks,
+    separate,
+)
 from .block_groups import Place, groups_of, places_of, rows_of_places, run_places
 from .layer_kinds import find_repeats, kinds_of, raise_unlike, stacks_of
 
@@ -113,7 +120,7 @@ class StackedBlocks(nn.Module):
         return self.count
 
     def __iter__(self) -> Iterator[nn.Module]:
-        calls = BlockCalls(self.count, self.run_all, self.run_one)
+        calls = BlockCalls(self.count, self, self.run_one)
         return iter([BlockPlace(self.block_of(i), calls, i) for i in range(self.count)])
 
     def __getitem__(self, index: int | slice) -> Any:
@@ -146,7 +153,13 @@ class StackedBlocks(nn.Module):
         ]
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        return self.run_all(x, [SharedArguments(args, kwargs)] * self.count)
+        return self.run_all(x, self._each(args, kwargs))
+
+    def _each(self, args: tuple[object, ...], kwargs: dict[str, object]) -> EachArguments:
+        """Return each block's arguments, of a call or of a loop over the blocks."""
+        if args and isinstance(args[0], EachArguments):
+            return args[0]
+        return EachArguments([SharedArguments(args, kwargs)] * self.count)
 
     def run_all(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
         """Run all blocks. arguments: each block's, besides the previous block's result."""
