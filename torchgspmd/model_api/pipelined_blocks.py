@@ -74,8 +74,9 @@ def pipeline(
     On one device it is that loop. Its state_dict has the names that nn.ModuleList(blocks) has.
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
-            tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
+        blocks: Modules with the same parameters and code, or of several kinds in an order that
+            gives all stages one program. Each takes the previous one's result: a tensor, or tuples,
+            lists and dicts of tensors, with the batch in dimension 0.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
         microbatches: Number of parts into which the batch is divided.
@@ -101,7 +102,7 @@ def pipeline(
         (masks, rotary tables). With a loss these are positional.
 
     Raises:
-        ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
+        ShardingError: Stages would differ, the mesh lacks the axis, or the batch is not divided by
             the microbatches.
 
     Example:
