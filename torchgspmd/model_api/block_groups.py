@@ -20,7 +20,7 @@ from .block_arguments import BlockArguments, PlaceArguments
 from .layer_kinds import Repeats, find_repeats
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """A part of the program that stands for blocks.
 
     numbers: theirs. slots: those with these blocks, by group. stack: of their weights.
@@ -46,9 +46,9 @@ def places_of(
     slots: Sequence[Sequence[int]],
     stacks: Sequence[int],
     arguments: BlockArguments,
-) -> list[Place]:
+) -> list[GroupPlace]:
     """Return the program's places. slots: each one's block numbers. stacks: by block."""
-    found: list[Place] = []
+    found: list[GroupPlace] = []
     groups = [
         tuple(repeats.before + place + repeats.period * i for i in range(repeats.count))
         for place in range(repeats.period)
@@ -56,12 +56,12 @@ def places_of(
     before, after = range(repeats.before), range(repeats.end, len(slots))
     for own in (*((slot,) for slot in before), *groups, *((slot,) for slot in after)):
         numbers = tuple(number for slot in own for number in slots[slot])
-        found.append(Place(numbers, own, stacks[numbers[0]], arguments.of(numbers)))
+        found.append(GroupPlace(numbers, own, stacks[numbers[0]], arguments.of(numbers)))
     return found
 
 
 def rows_of_places(
-    places: Sequence[Place], repeats: Repeats, weights: Sequence[dict[str, Tensor]]
+    places: Sequence[GroupPlace], repeats: Repeats, weights: Sequence[dict[str, Tensor]]
 ) -> list[dict[str, Tensor]]:
     """Return each place's rows of weights, which are [slots of the stack, ...], by stack."""
     found: list[dict[str, Tensor]] = [{} for _ in places]
@@ -73,7 +73,7 @@ def rows_of_places(
     return found
 
 
-def rows_by_place(places: Sequence[Place], repeats: Repeats, w: Tensor) -> list[Tensor]:
+def rows_by_place(places: Sequence[GroupPlace], repeats: Repeats, w: Tensor) -> list[Tensor]:
     """Return the rows of a tensor that has one for each slot of these places."""
     in_groups = [len(place.slots) > 1 for place in places]
     if len(places) == 1:
@@ -91,12 +91,12 @@ def rows_by_place(places: Sequence[Place], repeats: Repeats, w: Tensor) -> list[
     return [*first.unbind(0), *inside, *last.unbind(0)]
 
 
-Step = Callable[[Place, Any, Sequence[Tensor]], Sequence[Tensor]]
+Step = Callable[[GroupPlace, Any, Sequence[Tensor]], Sequence[Tensor]]
 
 
 def run_places(
     repeats: Repeats,
-    places: Sequence[Place],
+    places: Sequence[GroupPlace],
     rows: Sequence[Any],
     leaves: Sequence[Tensor],
     step: Step,

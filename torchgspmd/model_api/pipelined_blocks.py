@@ -46,7 +46,14 @@ from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .block_arguments import BlockArguments
 from .block_calls import SharedArguments
-from .block_groups import Place, groups_of, places_of, rows_by_place, rows_of_places, run_places
+from .block_groups import (
+    GroupPlace,
+    groups_of,
+    places_of,
+    rows_by_place,
+    rows_of_places,
+    run_places,
+)
 from .layer_kinds import Repeats, find_slots, kinds_of, raise_unlike, stacks_of
 from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, Weights, check_blocks
@@ -154,7 +161,7 @@ class _StageProgram(NamedTuple):
 
     tree: Any
     repeats: Repeats
-    places: list[Place]
+    places: list[GroupPlace]
     rows: dict[int, Tensor]
 
 
@@ -193,7 +200,7 @@ class Pipeline(StackedBlocks):
             (device * repeats + round_) * of_slots.count(stack) + of_slots[:slot].count(stack)
             for stack, (device, round_, slot) in zip(stacks, self.at)
         ]
-        super().__init__(blocks, "pipeline", stacks, places, rows, mesh, axis)
+        super().__init__(blocks, "pipeline", stacks, places, rows, mesh=mesh, axis=axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
         self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
         self.order, self.loss, self.row_arguments = order, loss, row_arguments
@@ -305,7 +312,7 @@ class Pipeline(StackedBlocks):
             for place in program.places
         ]
 
-    def _own_rows(self, place: Place, values: Sequence[Tensor]) -> Tensor:
+    def _own_rows(self, place: GroupPlace, values: Sequence[Tensor]) -> Tensor:
         """Stack the tensors that a place's blocks have for themselves."""
         of_blocks = {self.at[number]: x for number, x in zip(place.numbers, values)}
         rows = [
@@ -415,7 +422,7 @@ class Pipeline(StackedBlocks):
         repeats, places = program.repeats, program.places
 
         def layer(
-            place: Place, weights: Any, own: Any, real: Any, mine: Any, *leaves: Tensor
+            place: GroupPlace, weights: Any, own: Any, real: Any, mine: Any, *leaves: Tensor
         ) -> tuple[Tensor, ...]:
             arguments = place.arguments.filled(own, mine)
             computed = self.run_flat(program.tree, place.numbers, arguments, weights, *leaves)
@@ -423,7 +430,7 @@ class Pipeline(StackedBlocks):
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
 
-        def step(place: Place, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        def step(place: GroupPlace, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
             use_in_bodies_around([*mine.values()])
             # torch.vmap takes a loop's outside values as they are: no mode replaces them.
             rows = dict(zip(mine, of_loops_around([*mine.values()])))

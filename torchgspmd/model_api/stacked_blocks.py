@@ -36,7 +36,7 @@ from .block_calls import (
     of_blocks,
     separate,
 )
-from .block_groups import Place, groups_of, places_of, rows_of_places, run_places
+from .block_groups import GroupPlace, groups_of, places_of, rows_of_places, run_places
 from .layer_kinds import find_repeats, kinds_of, raise_unlike, stacks_of
 
 Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
@@ -352,7 +352,7 @@ class Stack(StackedBlocks):
             for p, row in zip(places, rows)
         ]
 
-        def step(place: Place, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+        def step(place: GroupPlace, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
             weights, mine = row
             block = partial(self.run_flat, tree, place.numbers, place.arguments.filled(mine, {}))
             if self.recompute:
