@@ -119,3 +119,50 @@ def test_a_model_as_it_is(mesh):
     torch.testing.assert_close(dict(state), dict(expected))
     with torch.no_grad():
         torch.testing.assert_close(model(x, labels), alone(x, labels))
+
+
+class Reader(Block):
+    """A layer that reads another list's result."""
+
+    def forward(self, x, memory):
+        return super().forward(F.scaled_dot_product_attention(x, memory, memory))
+
+
+class TwoLists(Model):
+    """Layers of two kinds, and a second list that reads their result, as does the loss."""
+
+    def __init__(self):
+        super().__init__(nn.ModuleList(Block() for _ in range(4)))
+        for number, block in enumerate(self.blocks):
+            block.norm.eps = (1e-5, 0.1)[number % 2]
+        self.readers = nn.ModuleList(Reader() for _ in range(3))
+
+    def forward(self, tokens):
+        x = self.embed[tokens]
+        for block in self.blocks:
+            x = block(x)
+        y = self.embed[tokens.flip(1)]
+        for layer in self.readers:
+            y = layer(y, x)
+        return self.loss(x + y, tokens)
+
+
+@distributed("stage=2")
+def test_two_lists_of_layers(mesh):
+    torch.manual_seed(0)
+    alone = TwoLists().double()
+    tokens = torch.randint(5, (8, 3))
+    alone(tokens).backward()
+    expected = {name: x.grad for name, x in alone.named_parameters()}
+    model, lists = copy.deepcopy(alone), ("blocks", "readers")
+    gspmd.pipeline_model(model, lists, mesh, microbatches=4, schedule="1f1b", rows=("memory",))
+    wrapped = gspmd.parallelize(model, mesh)
+    loss = wrapped(tokens)
+    close(loss, alone(tokens))
+    loss.backward()
+    found = {name: x.grad.full_tensor() for name, x in wrapped.named_parameters()}
+    close(found["embed"], expected["embed"])
+    for path in lists:
+        for number in range(len(getattr(alone, path))):
+            row = found[f"{path}.block.up.weight"][getattr(model, path).place(number)]
+            close(row, expected[f"{path}.{number}.up.weight"])

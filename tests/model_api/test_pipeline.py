@@ -161,7 +161,6 @@ LOOPS = {  # what one may do in a loop over blocks, beside x = block(x)
     "skipped": lambda x, i, block: x if i == 1 else block(x),
     "called twice": lambda x, i, block: (block(x), block(x))[0],
     "read": lambda x, i, block: block(x) if i == 0 or x.sum() < 1e9 else x,
-    "other argument": lambda x, i, block: block(x, torch.full((), float(i + 1))),
     "other number": lambda x, i, block: block(x, float(i + 1)),
 }
 

@@ -66,6 +66,13 @@ TABLES = {
     "embedding": lambda m, x: F.embedding(x.argmax(-1), m.table),
     "embedding, padding": lambda m, x: F.embedding(x.argmax(-1), m.table, padding_idx=-1),
     "histc": lambda m, x: x * torch.histc(x.detach(), bins=4, min=-1, max=1)[0],
+    "scatter_": lambda m, x: x * torch.zeros_like(x).scatter_(-1, x.topk(2)[1], 1),
+    "scatter_, source": lambda m, x: (
+        torch.zeros_like(x).scatter_(dim=1, index=x.argsort(1), src=x.detach()) + x
+    ),
+    "scatter_, product": lambda m, x: (
+        x * torch.full_like(x, 2).scatter_(-1, x.topk(2)[1], 3.0, reduce="multiply")
+    ),
     "experts": experts,
     "LSTM": lambda m, x: m.lstm(x)[0],
     "GRU": lambda m, x: m.gru(x)[0],

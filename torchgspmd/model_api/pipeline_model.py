@@ -8,8 +8,10 @@ behind them. The first run ends where the layers are called: it has the first st
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from functools import wraps
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import torch
@@ -28,7 +30,7 @@ M = TypeVar("M", bound=nn.Module)
 
 def pipeline_model(
     model: M,
-    layers: str,
+    layers: str | Sequence[str],
     mesh: Mesh | DeviceMesh,
     axis: str = "stage",
     *,
@@ -48,7 +50,9 @@ def pipeline_model(
 
     Args:
         model: The model, which is changed.
-        layers: The path of its ModuleList or Sequential, such as "model.layers".
+        layers: The path of its ModuleList or Sequential, such as "model.layers". Or several, in the
+            order in which forward calls them ("encoder.layers", "decoder.layers"): the last one's
+            backwards run between its forwards, the others' after all of their forwards.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
         microbatches: Number of parts into which the batch is divided.
@@ -62,8 +66,8 @@ def pipeline_model(
         The model.
 
     Raises:
-        ShardingError: There are no such layers, they differ, a part of the model is a pipeline
-            already, or `pipeline` refuses an argument.
+        ShardingError: There are no such layers, no group of them repeats, a part of the model is a
+            pipeline already, or `pipeline` refuses an argument.
 
     Example:
         >>> from torchgspmd import Mesh, plan
@@ -80,32 +84,40 @@ def pipeline_model(
         >>> plan(model, torch.ones(16, 8), mesh=mesh, grad=True).summary().splitlines()[-2]
         'pipeline over stage: 1f1b 4x8, 27% of the time idle, activations of 4 x 64 B'
     """
-    blocks = dict(model.named_modules()).get(layers) if layers else None
-    if not isinstance(blocks, (nn.ModuleList, nn.Sequential)):
-        lists = [n for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList)]
-        raise ShardingError.here(
-            f"the model has no list of layers '{layers}'", fix=did_you_mean(layers, lists)
-        )
-    if any(isinstance(module, Pipeline) for module in model.modules()):
+    paths = (layers,) if isinstance(layers, str) else tuple(layers)
+    modules = dict(model.named_modules())
+    for path in paths or ("",):
+        if not path or not isinstance(modules.get(path), (nn.ModuleList, nn.Sequential)):
+            lists = [n for n, m in modules.items() if n and isinstance(m, nn.ModuleList)]
+            raise ShardingError.here(
+                f"the model has no list of layers '{path}'", fix=did_you_mean(path, lists)
+            )
+    if any(isinstance(module, Pipeline) for module in modules.values()):
         raise _two_pipelines()
-    pipe = pipeline(
-        blocks.children(),
-        mesh,
-        axis,
-        microbatches=microbatches,
-        schedule=schedule,
-        repeats=repeats,
-        recompute=recompute,
-        loss=in_model,
-        memory=memory,
-        rows=rows,
-    )
-    model.set_submodule(layers, pipe)
+    taken = {path: _arguments([*modules[path].children()]) for path in paths}
+    for path in paths:
+        is_last = path == paths[-1]
+        # An argument of other layers alone is none of these.
+        others = {*chain(*taken.values())} - {*taken[path]}
+        own = None if rows is None else [name for name in rows if name not in others]
+        pipe = pipeline(
+            modules[path].children(),
+            mesh,
+            axis,
+            microbatches=microbatches,
+            schedule=schedule if is_last else "auto",
+            repeats=repeats,
+            recompute=recompute,
+            loss=in_model if is_last else None,
+            memory=memory if is_last else None,
+            rows=own,
+        )
+        model.set_submodule(path, pipe)
     kind = type(model)
 
     @wraps(kind.forward)
     def forward(self: nn.Module, *args: object, **kwargs: object) -> Any:
-        pipe = self.get_submodule(layers)
+        pipe = self.get_submodule(paths[-1])
         assert isinstance(pipe, Pipeline)
         is_trained = self.training and torch.is_grad_enabled() and pipe.runs_by_schedule()
         if not is_trained or at_blocks.get() is not None:
@@ -118,50 +130,64 @@ def pipeline_model(
     return model
 
 
+def _arguments(layers: Sequence[nn.Module]) -> list[str]:
+    """Return the names of the arguments that layers take."""
+    return [*inspect.signature(layers[0].forward).parameters] if layers else []
+
+
 class _Step:
     """A training step's forward. arguments: the call's, positional and by keyword."""
 
     def __init__(self, forward: Callable[..., Any], pipe: Pipeline, arguments: object) -> None:
         self.forward, self.pipe = forward, pipe
         self.leaves, self.tree = pytree.tree_flatten(arguments)
+        self.before: dict[Pipeline, object] = {}  # results of the lists that forward calls before
         self.results: list[Any] = []
         self.tree_of_results: Any = None
 
     def run(self) -> Any:
         """Return the forward's results: the loss, and None in place of other tensors."""
-        x, shared = self._entered()
+        x, arguments = self._entered()
         batch = pytree.tree_leaves(x)[0].shape[0]
         rows: dict[str, object] = {
             str(i): leaf
             for i, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch
         }
-        loss = self.pipe.scheduled(self._behind, x, shared, rows)
+        rows |= {f"{_BEFORE}{i}": value for i, value in enumerate(self.before.values())}
+        loss = self.pipe.scheduled(self._behind, x, arguments, rows)
         results = [loss if value is _LOSS else value for value in self.results]
         return pytree.tree_unflatten(results, self.tree_of_results)
 
-    def _entered(self) -> tuple[object, SharedArguments]:
+    def _entered(self) -> tuple[object, Sequence[SharedArguments]]:
         """Run forward up to its layers; return what these are called with."""
 
-        def enter(pipe: Pipeline, x: object, shared: SharedArguments) -> None:
-            raise _Entered(x, shared) if pipe is self.pipe else _two_pipelines()
+        def enter(pipe: Pipeline, x: object, arguments: Sequence[SharedArguments]) -> object:
+            if pipe is self.pipe:
+                raise _Entered(x, arguments)
+            if pipe in self.before:
+                raise _two_pipelines()
+            self.before[pipe] = pipe.outputs_of(x, arguments)
+            return self.before[pipe]
 
         try:
             self._call(self.leaves, enter)
         except _Entered as entered:
-            return entered.x, entered.shared
+            return entered.x, entered.arguments
         raise ShardingError.here(
             "forward does not call the layers that pipeline_model has put into stages",
             fix="name the layers that it calls, or call pipeline in forward",
         )
 
-    def _behind(self, y: object, **rows: Tensor) -> Tensor:
+    def _behind(self, y: object, **rows: Any) -> Tensor:
         """Return a microbatch's loss for the last stage's result."""
 
         def leave(pipe: Pipeline, *_: object) -> object:
-            if pipe is not self.pipe:
+            if pipe is self.pipe:
+                return y
+            if pipe not in self.before:
                 raise _two_pipelines()
-            return y
+            return rows[f"{_BEFORE}{[*self.before].index(pipe)}"]
 
         leaves = [rows.get(str(i), leaf) for i, leaf in enumerate(self.leaves)]
         results, self.tree_of_results = pytree.tree_flatten(self._call(leaves, leave))
@@ -185,20 +211,20 @@ class _Step:
             return self.forward(*args, **kwargs)
 
 
-_LOSS = object()
+_LOSS, _BEFORE = object(), "before"
 
 
 def _two_pipelines() -> ShardingError:
     return ShardingError.here(
         "a model of pipeline_model has two pipelines",
-        why="a microbatch passes the stages of one list of layers",
-        fix="call pipeline_model once, for the longest list, and leave the others as they are",
+        why="a microbatch passes each list of layers once",
+        fix="name all lists in one call of pipeline_model, in the order of their calls",
     )
 
 
 class _Entered(BaseException):
     """Ends a forward where it calls its layers. No `except Exception` of a model sees it."""
 
-    def __init__(self, x: object, shared: SharedArguments) -> None:
+    def __init__(self, x: object, arguments: Sequence[SharedArguments]) -> None:
         super().__init__()
-        self.x, self.shared = x, shared
+        self.x, self.arguments = x, arguments

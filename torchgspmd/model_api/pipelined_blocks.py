@@ -19,7 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,19 +28,35 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
-from ..capture.rewrites.loop_trace import is_unrolling, note_results, run_loop
+from ..capture.rewrites.loop_trace import (
+    is_unrolling,
+    note_results,
+    of_loops_around,
+    run_loop,
+    use_in_bodies_around,
+)
 from ..capture.rewrites.microbatches import divided, joined
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
-from ..features.pipelines.list_scheduler import Order, StagePlacement, order_within
+from ..features.pipelines.list_scheduler import Order, order_within
 from ..features.pipelines.schedule import Schedule, Times, check_schedule, in_ticks
 from ..layout.layout_rules import mesh_of
 from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
-from .block_calls import RowArguments, SharedArguments
+from .block_arguments import BlockArguments
+from .block_calls import SharedArguments
+from .block_groups import (
+    GroupPlace,
+    groups_of,
+    places_of,
+    rows_by_place,
+    rows_of_places,
+    run_places,
+)
+from .layer_kinds import Repeats, find_slots, kinds_of, raise_unlike, stacks_of
 from .scheduled import ScheduledStages, only
-from .stacked_blocks import StackedBlocks
+from .stacked_blocks import StackedBlocks, Weights, check_blocks
 
 Loss = Callable[..., Tensor]
 # What a call of the blocks does while pipeline_model runs the model around them.
@@ -64,8 +81,9 @@ def pipeline(
     On one device it is that loop. Its state_dict has the names that nn.ModuleList(blocks) has.
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
-            tensor, or tuples, lists and dicts of tensors, with the batch in dimension 0.
+        blocks: Modules with the same parameters and code, or of several kinds in an order that
+            gives all stages one program. Each takes the previous one's result: a tensor, or tuples,
+            lists and dicts of tensors, with the batch in dimension 0.
         mesh: The devices, also as torch's DeviceMesh.
         axis: The axis whose devices are the stages.
         microbatches: Number of parts into which the batch is divided.
@@ -91,7 +109,7 @@ def pipeline(
         (masks, rotary tables). With a loss these are positional.
 
     Raises:
-        ShardingError: The blocks differ, the mesh lacks the axis, or the batch is not divided by
+        ShardingError: Stages would differ, the mesh lacks the axis, or the batch is not divided by
             the microbatches.
 
     Example:
@@ -134,6 +152,19 @@ def in_model(*_: object) -> Tensor:
     raise NotImplementedError
 
 
+class _StageProgram(NamedTuple):
+    """A stage's program for a call: places for its slots, in groups that repeat.
+
+    tree: of the value that passes from block to block. rows: arguments with a row for each batch
+    row, by id.
+    """
+
+    tree: Any
+    repeats: Repeats
+    places: list[GroupPlace]
+    rows: dict[int, Tensor]
+
+
 class Pipeline(StackedBlocks):
     """Module from pipeline(). A parameter of its `block` is [stages x repeats x layers, ...]."""
 
@@ -144,16 +175,35 @@ class Pipeline(StackedBlocks):
         axis: str,
         order: Order,
         loss: Loss | None = None,
-        rows: Sequence[str] | None = None,
+        row_arguments: Sequence[str] | None = None,
     ) -> None:
         stages, repeats = order.devices, order.rounds
-        # Rounded up: rows without a block pass their input on (`is_full`).
-        layers = -(-len(blocks) // (stages * repeats))  # in one stage and round
-        places = [_place(layer, layers, order.places) for layer in range(len(blocks))]
-        super().__init__(blocks, "pipeline", places, stages * repeats * layers, mesh, axis)
+        check_blocks(blocks, "pipeline")
+        stacks = stacks_of(blocks)
+        # A stage with twice its share of slots would leave half of them out.
+        share = -(-len(blocks) // (stages * repeats))
+        slots = find_slots(stacks, stages * repeats, 2 * share - 1)
+        if slots is None:
+            raise_unlike(blocks, "pipeline")
+        # Kinds that do not fit are left to the program: it may read none of their values.
+        limit = 2 * len(slots.kinds) - 1
+        slots = find_slots(kinds_of(blocks, stacks), stages * repeats, limit) or slots
+        self.slots, self.kinds = slots.blocks(), slots.kinds
+        of_slots = [stacks[numbers[0]] for numbers in self.slots]
+        self.at = [
+            (order.places.device(stage), order.places.round(stage), slot)
+            for stage, slot in slots.places
+        ]
+        rows = [stages * repeats * of_slots.count(stack) for stack in dict.fromkeys(stacks)]
+        # A device's rows are together, round by round; rows without a block pass their input on.
+        places = [
+            (device * repeats + round_) * of_slots.count(stack) + of_slots[:slot].count(stack)
+            for stack, (device, round_, slot) in zip(stacks, self.at)
+        ]
+        super().__init__(blocks, "pipeline", stacks, places, rows, mesh=mesh, axis=axis)
         self.mesh, self.axis, self.microbatches = mesh, axis, order.microbatches
-        self.repeats, self.stages, self.layers = repeats, stages, layers
-        self.order, self.loss, self.row_arguments = order, loss, rows
+        self.repeats, self.stages, self.layers = repeats, stages, len(self.slots)
+        self.order, self.loss, self.row_arguments = order, loss, row_arguments
 
     def schedule(self, times: Times | None = None) -> Schedule:
         """Return the schedule for all devices. times: how long a stage's pieces take.
@@ -172,13 +222,17 @@ class Pipeline(StackedBlocks):
 
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch; its loss, if there is one."""
-        if (stand_in := at_blocks.get()) is not None:
-            return stand_in(self, x, SharedArguments(args, kwargs))
-        if self.loss is None or self.loss is in_model:
-            return self.outputs(x, *args, **kwargs)
+        if self.loss is None or self.loss is in_model or at_blocks.get() is not None:
+            return self.run_all(x, self._each(args, kwargs))
+        arguments = self._each(args, {})
         if not self.runs_by_schedule():
-            return self._loss_of(self.loss, self.outputs(x, *args), kwargs)
-        return self.scheduled(self.loss, x, SharedArguments(args), kwargs)
+            return self._loss_of(self.loss, self.outputs_of(x, arguments), kwargs)
+        return self.scheduled(self.loss, x, arguments, kwargs)
+
+    def run_all(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
+        if (stand_in := at_blocks.get()) is not None:
+            return stand_in(self, x, arguments)
+        return self.outputs_of(x, arguments)
 
     def runs_by_schedule(self) -> bool:
         """Return whether backwards run between forwards, now that a call is traced."""
@@ -196,27 +250,36 @@ class Pipeline(StackedBlocks):
         return torch.stack(losses).mean()
 
     def scheduled(
-        self, loss: Loss, x: object, shared: SharedArguments, targets: dict[str, object]
+        self,
+        loss: Loss,
+        x: object,
+        arguments: Sequence[SharedArguments],
+        targets: dict[str, object],
     ) -> Tensor:
         """Return the loss from a pipeline that computes forward and backward in turn."""
         leaves, tree = pytree.tree_flatten(x)
         others, of_targets = pytree.tree_flatten(targets)
         tensors = [t for t in others if isinstance(t, Tensor)]
-        own = self._row_arguments(shared, leaves)
-        shape = self.stages, self.repeats, self.layers
+        program = self._program(arguments, leaves, tree)
+        # All stages add to the gradient of such an argument, so it passes from stage to stage.
+        passing = {i: t for i, t in program.rows.items() if t.requires_grad}
+        still = {i: t for i, t in program.rows.items() if i not in passing}
+        count, shape = len(leaves), (self.stages, self.repeats, -1)
+        stacked, of_stacked = pytree.tree_flatten(self._stacked_rows(program))
+        of_rounds = [
+            [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)] for w in stacked
+        ]
         is_block = self._is_block(leaves[0].device).unbind(1)
-        weights = {
-            name: [each.flatten(0, 1) for each in w.unflatten(0, shape).unbind(1)]
-            for name, w in self.weights().items()
-        }
 
         def stages(
             round_: int, state: Sequence[Tensor], rows: Sequence[Tensor]
         ) -> Sequence[Tensor]:
-            shape, real = (self.stages, self.layers), is_block[round_]
-            present = {name: w[round_].unflatten(0, shape) for name, w in weights.items()}
+            present = [each[round_].unflatten(0, (self.stages, -1)) for each in of_rounds]
+            present = pytree.tree_unflatten(present, of_stacked)
             mine = [x.expand(self.stages, *x.shape) for x in rows[len(tensors) :]]
-            return self._stage_of_all(present, real, state, tree, own, mine)
+            by_id = dict(zip((*still, *passing), (*mine, *state[count:])))
+            results = self._stage_of_all(program, present, is_block[round_], state[:count], by_id)
+            return [*results, *state[count:]]
 
         def losses(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
             def one(state: Sequence[Tensor], rows: Sequence[Tensor]) -> Tensor:
@@ -226,62 +289,88 @@ class Pipeline(StackedBlocks):
                 )
                 return loss(pytree.tree_unflatten([*state], tree), **kwargs)
 
-            # Each stage has rows of its own, so no gradient is a sum over stages in between.
-            mine = [x.expand(self.stages, *x.shape) for x in rows[: len(tensors)]]
-            return _of_all_stages(one, [*state], mine)
+            return _of_all_stages(one, [*state[:count]], [*rows[: len(tensors)]])
 
         run = ScheduledStages(stages, losses, self._along, self.axis, self.order)
-        parts = [divided(each, self.microbatches) for each in leaves]
-        return run(
-            parts, [divided(t, self.microbatches) for t in (*tensors, *own.without_gradient())]
-        )
+        parts = [divided(each, self.microbatches) for each in (*leaves, *passing.values())]
+        return run(parts, [divided(t, self.microbatches) for t in (*tensors, *still.values())])
 
-    def _row_arguments(self, shared: SharedArguments, leaves: Sequence[Tensor]) -> RowArguments:
-        """Return the arguments that all blocks get. leaves: the first block's arguments."""
-        return RowArguments(shared, self.block, self.row_arguments, leaves[0].shape[0])
+    def _program(
+        self, arguments: Sequence[SharedArguments], leaves: Sequence[Tensor], tree: object
+    ) -> _StageProgram:
+        """Return a stage's program for a call. leaves: the first block's arguments."""
+        own = BlockArguments(arguments)
+        own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
+        repeats = groups_of(self.kinds, self.slots, own)
+        places = places_of(repeats, self.slots, self.stacks, own)
+        return _StageProgram(tree, repeats, places, own.row_tensors)
+
+    def _stacked_rows(self, program: _StageProgram) -> tuple[Weights, list[list[Tensor]]]:
+        """Return the weights, and the places' own arguments: [stages x repeats x slots, ...]."""
+        return self.weights(), [
+            [self._own_rows(place, values) for values in place.arguments.own.values()]
+            for place in program.places
+        ]
+
+    def _own_rows(self, place: GroupPlace, values: Sequence[Tensor]) -> Tensor:
+        """Stack the tensors that a place's blocks have for themselves."""
+        of_blocks = {self.at[number]: x for number, x in zip(place.numbers, values)}
+        rows = [
+            of_blocks.get((device, round_, slot), values[0])
+            for device in range(self.stages)
+            for round_ in range(self.repeats)
+            for slot in place.slots
+        ]
+        return self._along(torch.stack(rows))
 
     def outputs(self, x: object, *args: object, **kwargs: object) -> Any:
         """Return the last block's result for the batch, without the loss."""
-        shared = SharedArguments(args, kwargs)
+        return self.outputs_of(x, self._each(args, kwargs))
+
+    def outputs_of(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
+        """Return the last block's result for the batch. arguments: by block."""
         if self.stages == 1 or not is_capturing():
-            return self.one_by_one(x, shared)
-        rows = self.stages, self.repeats, self.layers
-        weights = {name: w.unflatten(0, rows) for name, w in self.weights().items()}
+            return self.one_by_one(x, arguments)
         leaves, tree = pytree.tree_flatten(x)
+        program = self._program(arguments, leaves, tree)
+        weights = pytree.tree_map(
+            lambda w: w.unflatten(0, (self.stages, self.repeats, -1)), self._stacked_rows(program)
+        )
         parts = [divided(leaf, self.microbatches) for leaf in leaves]  # [microbatches, rows, ...]
-        is_block, own = self._is_block(leaves[0].device), self._row_arguments(shared, leaves)
+        is_block = self._is_block(leaves[0].device)
         if self.order.vee:  # the second round begins where the first one ends
             for r, shift in enumerate((1, -1)):
-                present = {name: w[:, r : r + 1] for name, w in weights.items()}
-                parts = self._ticks(present, is_block[:, r : r + 1], parts, tree, own, shift)
+                present = pytree.tree_map(lambda w, r=r: w[:, r : r + 1], weights)
+                parts = self._ticks(program, present, is_block[:, r : r + 1], parts, shift)
         else:
-            parts = self._ticks(weights, is_block, parts, tree, own)
+            parts = self._ticks(program, weights, is_block, parts)
         return pytree.tree_unflatten([joined(each) for each in parts], tree)
 
     def _is_block(self, device: torch.device) -> Tensor:
-        """Return a mask, [stages, repeats, layers]: True for a row that a block has."""
-        rows = torch.tensor([row in self.places for row in range(self.rows)], device=device)
-        return rows.view(self.stages, self.repeats, self.layers)
+        """Return a mask, [stages, repeats, slots]: True for a slot that a block has."""
+        shape, taken = (self.stages, self.repeats, self.layers), {*self.at}
+        rows = [place in taken for place in product(*map(range, shape))]
+        return torch.tensor(rows, device=device).view(shape)
 
     def _ticks(
         self,
-        weights: dict[str, Tensor],
+        program: _StageProgram,
+        weights: Any,
         is_block: Tensor,
         parts: list[Tensor],
-        tree: object,
-        shared: RowArguments,
         shift: int = 1,
     ) -> list[Tensor]:
         """Return the last block's results, as leaves [microbatches, rows, ...].
 
-        weights, is_block: [stages, rounds, layers, ...]. shift: from a stage to the next one.
+        weights, is_block: [stages, rounds, slots, ...]. shift: from a stage to the next one.
         """
         m, p, rounds = self.microbatches, self.stages, is_block.shape[1]
         first, last = (0, p - 1)[::shift]
         # A result waits m - p ticks for its next round: stage 0 is busy with the others until then.
         ticks, waiting = m * rounds + p - 1, max(m - p, 0) if rounds > 1 else 0
         count_up = partial(torch.arange, device=parts[0].device)
-        stage, own = count_up(p), [divided(x, self.microbatches) for x in shared.tensors]
+        stage = count_up(p)
+        own = {i: divided(x, self.microbatches) for i, x in program.rows.items()}
         position = stage if shift > 0 else stage.flip(0)
         # Stages without work compute on the first microbatch: values as real ones, and no gradient.
         entering = [x.index_select(0, count_up(ticks).clamp(max=m) % m) for x in parts]
@@ -304,10 +393,10 @@ class Pipeline(StackedBlocks):
             moved = [self._along(only(first, x, old)) for x, old in zip(new, passed)]
             begun = (number - position).clamp(min=0)
             round_of = (begun // m).clamp(max=rounds - 1)
-            mine = [self._along(x.index_select(0, begun % m)) for x in own]
-            present = {name: _rows(w, round_of) for name, w in weights.items()}
+            mine = {i: self._along(x.index_select(0, begun % m)) for i, x in own.items()}
+            present = pytree.tree_map(lambda w: _rows(w, round_of), weights)
             real = _rows(is_block, round_of)
-            args = present, real, moved, tree, shared, mine, self.order.recompute
+            args = program, present, real, moved, mine, self.order.recompute
             results = self._stage_of_all(*args)
             results = [*map(self._along, results)]
             return [*results, *queue], results
@@ -318,41 +407,48 @@ class Pipeline(StackedBlocks):
 
     def _stage_of_all(
         self,
-        weights: dict[str, Tensor],
+        program: _StageProgram,
+        stacked: tuple[Weights, list[list[Tensor]]],
         real: Tensor,
         state: Sequence[Tensor],
-        tree: Any,
-        shared: RowArguments,
-        mine: Sequence[Tensor],
+        mine: dict[int, Tensor],
         recompute: bool = False,
     ) -> list[Tensor]:
-        """Run every stage's blocks on its values, in a loop.
+        """Run every stage's blocks on its values, those of a group in a loop.
 
-        weights: [stages, layers, ...]. mine: row arguments, [stages, ...].
+        stacked: weights and own arguments, [stages, slots, ...]. real: [stages, slots], whether a
+        slot has a block. mine: row arguments, [stages, ...], by the id of the batch's.
         """
-        is_full = self.count == self.stages * self.repeats * self.layers
+        repeats, places = program.repeats, program.places
 
         def layer(
-            weights: dict[str, Tensor], real: Tensor, mine: Sequence[Tensor], *leaves: Tensor
+            place: GroupPlace, weights: Any, own: Any, real: Any, mine: Any, *leaves: Tensor
         ) -> tuple[Tensor, ...]:
-            computed = self.run_flat(tree, shared.with_rows(mine), weights, *leaves)
-            if is_full:
+            arguments = place.arguments.filled(own, mine)
+            computed = self.run_flat(program.tree, place.numbers, arguments, weights, *leaves)
+            if len(place.numbers) == self.stages * self.repeats * len(place.slots):
                 return tuple(computed)
             return tuple(torch.where(real, new, old) for new, old in zip(computed, leaves))
 
-        def all_stages(weights: dict[str, Tensor], *leaves: Tensor) -> tuple[Tensor, ...]:
-            def body(*inputs: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-                row = dict(zip(weights, inputs[len(leaves) :]))
-                return _of_all_stages(layer, row, inputs[-1], mine, *inputs[: len(leaves)]), ()
+        def step(place: GroupPlace, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            use_in_bodies_around([*mine.values()])
+            # torch.vmap takes a loop's outside values as they are: no mode replaces them.
+            rows = dict(zip(mine, of_loops_around([*mine.values()])))
+            return _of_all_stages(partial(layer, place), *row, rows, *leaves)
 
-            rows = [*(w.transpose(0, 1) for w in weights.values()), real.T]
-            if self.layers > 1:
-                return tuple(run_loop(body, leaves, rows, self.layers)[0])
-            return tuple(body(*leaves, *(x[0] for x in rows))[0])
+        def all_stages(stacked: Any, *leaves: Tensor) -> tuple[Tensor, ...]:
+            weights, own = pytree.tree_map(lambda w: w.transpose(0, 1), stacked)
+            of_blocks = rows_by_place(places, repeats, real.T)
+            own = [
+                [x if len(place.slots) > 1 else x[0] for x in of_place]
+                for place, of_place in zip(places, own)
+            ]
+            rows = [*zip(rows_of_places(places, repeats, weights), own, of_blocks)]
+            return tuple(run_places(repeats, places, rows, leaves, step))
 
         if recompute:
-            return [*checkpoint(all_stages, weights, *state, use_reentrant=False)]
-        return [*all_stages(weights, *state)]
+            return [*checkpoint(all_stages, stacked, *state, use_reentrant=False)]
+        return [*all_stages(stacked, *state)]
 
     def _along(self, leaf: Tensor) -> Tensor:
         return mark_sharding(leaf, self.mesh, (self.axis, *[UNCONSTRAINED] * (leaf.dim() - 1)))
@@ -370,9 +466,3 @@ def _rows(weight: Tensor, round_of: Tensor) -> Tensor:
     if weight.shape[1] == 1:
         return weight[:, 0]
     return weight[torch.arange(len(round_of), device=round_of.device), round_of]
-
-
-def _place(layer: int, layers: int, places: StagePlacement) -> int:
-    """Return the row for a block's weights: a device's rows are together, round by round."""
-    stage, position = divmod(layer, layers)
-    return (places.device(stage) * places.rounds + places.round(stage)) * layers + position

@@ -43,8 +43,8 @@ class ScheduledStages:
     """Traces a pipeline with its loss.
 
     stages: from a round's arguments and the targets' rows, the results [devices, rows, ...].
-    losses: from the last results, [devices]. along: marks the layouts. names: outside values, as
-    stages and losses name them.
+    losses: from the last results and the targets of each device, [devices]. along: marks the
+    layouts. names: outside values, as stages and losses name them.
     """
 
     stages: Stages
@@ -63,7 +63,7 @@ class ScheduledStages:
             results: Sequence[Tensor] = [x.expand(p, *x.shape) for x in rows[:count]]
             for round_ in range(self.order.rounds):
                 results = self.stages(round_, results, rows[count:])
-            return (), [self.losses(results, rows[count:])]
+            return (), [self.losses(results, [x.expand(p, *x.shape) for x in rows[count:]])]
 
         use_in_bodies_around([*xs, *targets])
         outer = [*outer_tensors(body, (), [*xs, *targets]).outer.values()]
@@ -72,11 +72,18 @@ class ScheduledStages:
         return _Run.apply(self, len(xs), len(targets), *operands)  # pyright: ignore
 
     def trace(
-        self, xs: Sequence[Tensor], targets: Sequence[Tensor], outer: Sequence[Tensor]
+        self,
+        xs: Sequence[Tensor],
+        targets: Sequence[Tensor],
+        outer: Sequence[Tensor],
+        trained: Sequence[int] = (),
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Return the loss, and its gradients for the microbatches and for outside values."""
+        """Return the loss, and its gradients for microbatches, targets and outside values.
+
+        trained: the numbers of the targets that need a gradient.
+        """
         with open_loop(len(xs[0])) as traced:
-            return _Trace(self, traced, xs, targets, outer).run()
+            return _Trace(self, traced, xs, targets, outer, trained).run()
 
 
 @dataclass
@@ -98,6 +105,7 @@ class _Trace:
         xs: Sequence[Tensor],
         targets: Sequence[Tensor],
         outer: Sequence[Tensor],
+        trained: Sequence[int],
     ) -> None:
         self.pipeline, self.places = pipeline, pipeline.order.places
         self.text = traced.text(traced.loop)
@@ -108,6 +116,7 @@ class _Trace:
         # Losses call view(-1) on what they take.
         self.targets = [loop_row(x, self.text).contiguous() for x in targets]
         self.last = self.places.device(self.places.stages - 1)
+        self.trained, self.of_targets = trained, list[Tensor | None]()
 
     def carry(self, x: Tensor) -> Tensor:
         """Return a neighboring stage's message, for microbatches x."""
@@ -150,13 +159,17 @@ class _Trace:
                     arrived = [only(self.last, *pair) for pair in zip(seeds, arrived)]
                     arrived = [*map(self.pipeline.along, arrived)]
                 inner = [each.taken[i] for i in self.with_gradient]
-                of_taken = self.gradients(outputs, inner, leaves, arrived, totals)
+                of_taken = _filled(self.gradients(outputs, inner, leaves, arrived, totals), inner)
                 self.send_back(rounds, each, [*map(self.pipeline.along, of_taken)])
             for each in rounds:
                 self.send_on(rounds, each)
         gradients: list[Tensor | None] = [None] * (len(self.rows) + len(self.targets))
         for i, g in zip(self.with_gradient, of_taken):
             gradients[i] = loop_stack(only(0, g, g.new_zeros([])).sum(0), self.text)
+        for i, g in zip(self.trained, self.of_targets):
+            if g is not None:
+                alone = only(self.last, g, g.new_zeros([])).sum(0)
+                gradients[len(self.rows) + i] = loop_stack(alone, self.text)
         gradients += [reduce(torch.add, terms) if terms else None for terms in totals]
         return loop_total(loss.detach(), self.text), gradients
 
@@ -166,9 +179,16 @@ class _Trace:
         """Trace the loss for the last stage's result; return it, and its gradients."""
         heads = [self.pipeline.along(stage_head(y.detach())) for y in results]
         ends = [heads[i].requires_grad_() for i in self.with_gradient]
-        losses = self.pipeline.losses(heads, self.targets)
+        # Each stage has targets of its own, so no gradient is a sum over stages in between.
+        targets = [x.expand(self.places.devices, *x.shape) for x in self.targets]
+        for i in self.trained:
+            targets[i] = self.pipeline.along(targets[i]).detach().requires_grad_()
+        losses = self.pipeline.losses(heads, targets)
         loss = only(self.last, losses, losses.new_zeros([])).sum() / self.microbatches
-        return loss, self.gradients([loss], ends, leaves, None, totals)
+        inner = [*ends, *(targets[i] for i in self.trained)]
+        found = self.gradients([loss], inner, leaves, None, totals)
+        self.of_targets = found[len(ends) :]
+        return loss, _filled(found, ends)
 
     def gradients(
         self,
@@ -177,13 +197,12 @@ class _Trace:
         leaves: Sequence[Tensor],
         seeds: Sequence[Tensor] | None,
         totals: list[list[Tensor]],
-    ) -> list[Tensor]:
-        """Return the gradients for values in the body; add up those for outside values."""
+    ) -> list[Tensor | None]:
+        """Return the gradients for values in the body, None for zero; add up the outside ones'."""
         found = torch.autograd.grad(outputs, [*inner, *leaves], seeds, allow_unused=True)
         for terms, g in zip(totals, found[len(inner) :]):
             terms += [] if g is None else [loop_total(g, self.text)]
-        pairs = zip(inner, found[: len(inner)])
-        return [torch.zeros_like(x) if g is None else g for x, g in pairs]
+        return [*found[: len(inner)]]
 
     def send_on(self, rounds: Sequence[_Round], each: _Round) -> None:
         """Send on a round's results: those from the last stage go to the next round."""
@@ -203,6 +222,10 @@ class _Trace:
         loop_next(sent, sent, carry, self.text)
 
 
+def _filled(gradients: Sequence[Tensor | None], values: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(values, gradients)]
+
+
 class _Run(torch.autograd.Function):
     """(microbatches, targets, outside values) -> the loss, whose gradients are known then."""
 
@@ -211,8 +234,9 @@ class _Run(torch.autograd.Function):
         ctx: Any, pipeline: ScheduledStages, xs: int, targets: int, *tensors: Tensor
     ) -> Tensor:
         values = tensors[:xs], tensors[xs : xs + targets], tensors[xs + targets :]
-        loss, gradients = pipeline.trace(*values)
         needed = ctx.needs_input_grad[3:]
+        trained = [i for i, need in enumerate(needed[xs : xs + targets]) if need]
+        loss, gradients = pipeline.trace(*values, trained)
         saved = [g if need else None for g, need in zip(gradients, needed)]
         ctx.save_for_backward(*saved)
         return loss

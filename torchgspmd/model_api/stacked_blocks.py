@@ -3,6 +3,8 @@
 ModuleList(blocks)      0.up.weight [h, m], 1.up.weight [h, m], ...
 StackedBlocks           block.up.weight [rows, h, m]; `places` has the row of each block
 its state_dict          0.up.weight [h, m], 1.up.weight [h, m], ...
+
+Blocks with other modules or shapes than block 0 have a stack of their own: block1, block2, ...
 """
 
 from __future__ import annotations
@@ -20,13 +22,24 @@ from torch.utils.checkpoint import checkpoint
 
 from ..capture import is_capturing
 from ..capture.draws import in_block
-from ..capture.rewrites.loop_trace import run_loop
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
-from .block_calls import BlockCalls, BlockPlace, SharedArguments, of_block, separate
+from .block_arguments import BlockArguments
+from .block_calls import (
+    BlockCalls,
+    BlockPlace,
+    EachArguments,
+    SharedArguments,
+    of_blocks,
+    separate,
+)
+from .block_groups import GroupPlace, groups_of, places_of, rows_of_places, run_places
+from .layer_kinds import find_repeats, kinds_of, raise_unlike, stacks_of
+
+Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
 
 
 class StackedBlocks(nn.Module):
@@ -40,8 +53,9 @@ class StackedBlocks(nn.Module):
         self,
         blocks: Sequence[nn.Module],
         what: str,
+        stacks: Sequence[int],
         places: Sequence[int],
-        rows: int,
+        rows: Sequence[int],
         mesh: Mesh | None = None,
         axis: str = "_",
     ) -> None:
@@ -50,35 +64,56 @@ class StackedBlocks(nn.Module):
         Args:
             blocks: The blocks.
             what: The new module's name, for messages.
-            places: The row for each block's weights. The first block stands in other rows.
-            rows: How many there are.
+            stacks: The stack of each block's weights.
+            places: The row of each block's weights. A stack's first block stands in other rows.
+            rows: How many each stack has.
             mesh: The devices, for weights without a mark.
             axis: The axis that shards the rows.
         """
         super().__init__()
-        self.places, self.rows, self.count = tuple(places), rows, len(blocks)
-        self.row_axis, self.what = axis, what
-        self.names = _common_names(blocks, what)
-        stacked = {
-            name: self._stacked([b.get_parameter(name) for b in blocks]) for name in self.names
-        }
-        # A copy, since the first block keeps its own weights.
-        self.block = copy.deepcopy(blocks[0])
-        separate(self.block, blocks, what)
-        for name, tensor in stacked.items():
-            first = blocks[0].get_parameter(name)
-            parameter = nn.Parameter(tensor, first.requires_grad)
-            _mark(parameter, first, mesh, axis)
-            owner, _, last = name.rpartition(".")
-            self.block.get_submodule(owner)._parameters[last] = parameter
+        self.places, self.rows, self.count = tuple(places), tuple(rows), len(blocks)
+        self.stacks, self.row_axis, self.what = tuple(stacks), axis, what
+        for stack, name in enumerate(self.stack_names):
+            own = {i: each for i, each in enumerate(blocks) if stacks[i] == stack}
+            setattr(self, name, self._stand_in(stack, own, mesh))
         self.register_state_dict_post_hook(_to_names_of_blocks)
         self.register_load_state_dict_pre_hook(_from_names_of_blocks)
+
+    def _stand_in(self, stack: int, blocks: dict[int, nn.Module], mesh: Mesh | None) -> nn.Module:
+        """Return a block that has a stack's weights and stands for its blocks, by number."""
+        first, *_ = blocks.values()
+        stacked = {
+            name: self._stacked(stack, [b.get_parameter(name) for b in blocks.values()])
+            for name, _ in first.named_parameters()
+        }
+        # A copy, since the first block keeps its own weights.
+        block = copy.deepcopy(first)
+        separate(block, blocks, self.what)
+        for name, tensor in stacked.items():
+            of_first = first.get_parameter(name)
+            parameter = nn.Parameter(tensor, of_first.requires_grad)
+            _mark(parameter, of_first, mesh, self.row_axis)
+            owner, _, last = name.rpartition(".")
+            block.get_submodule(owner)._parameters[last] = parameter
+        return block
+
+    @property
+    def stack_names(self) -> list[str]:
+        return ["block", *(f"block{stack}" for stack in range(1, len(self.rows)))]
+
+    def block_of(self, number: int) -> nn.Module:
+        """Return the module that stands for a block."""
+        return getattr(self, self.stack_names[self.stacks[number]])
+
+    def of_stack(self, stack: int) -> list[int]:
+        """Return the numbers of a stack's blocks."""
+        return [number for number, each in enumerate(self.stacks) if each == stack]
 
     def __getattr__(self, name: str) -> Any:
         """Return the module that stands for the block with this number, as state_dict names it."""
         # get_submodule("blocks.3.up") looks numbers up as attributes.
         if name.isdigit() and int(name) < self.count:
-            return self.block
+            return self.block_of(int(name))
         return super().__getattr__(name)
 
     def __len__(self) -> int:
@@ -86,12 +121,12 @@ class StackedBlocks(nn.Module):
 
     def __iter__(self) -> Iterator[nn.Module]:
         calls = BlockCalls(self.count, self, self.run_one)
-        return iter([BlockPlace(self.block, calls, number) for number in range(self.count)])
+        return iter([BlockPlace(self.block_of(i), calls, i) for i in range(self.count)])
 
     def __getitem__(self, index: int | slice) -> Any:
         """Return the module that stands for a block; for the slice of all, a list for a loop."""
         if isinstance(index, int):
-            return self.block
+            return self.block_of(range(self.count)[index])
         if [*range(self.count)[index]] != [*range(self.count)]:
             raise ShardingError.here(
                 f"a part of {self.count} stacked blocks is taken: {index}",
@@ -105,29 +140,58 @@ class StackedBlocks(nn.Module):
 
     def named_rows(self) -> Iterator[tuple[str, Row]]:
         """Yield each block's weights, by their names."""
-        for name, tensor in self.weights().items():
-            for layer in range(self.count):
-                yield f"{layer}.{name}", Row(tensor, self.row_axis)
+        for stack, weights in enumerate(self.weights()):
+            for name, tensor in weights.items():
+                for layer in self.of_stack(stack):
+                    yield f"{layer}.{name}", Row(tensor, self.row_axis)
 
-    def weights(self) -> dict[str, Tensor]:
-        return {name: attrgetter(name)(self.block) for name in self.names}
+    def weights(self) -> Weights:
+        # Read by name: a trace puts other tensors in their place.
+        return [
+            {name: attrgetter(name)(block) for name, _ in block.named_parameters()}
+            for block in (getattr(self, name) for name in self.stack_names)
+        ]
 
-    def one_by_one(self, x: object, shared: SharedArguments) -> object:
+    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
+        return self.run_all(x, self._each(args, kwargs))
+
+    def _each(self, args: tuple[object, ...], kwargs: dict[str, object]) -> EachArguments:
+        """Return each block's arguments, of a call or of a loop over the blocks."""
+        if args and isinstance(args[0], EachArguments):
+            return args[0]
+        return EachArguments([SharedArguments(args, kwargs)] * self.count)
+
+    def run_all(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
+        """Run all blocks. arguments: each block's, besides the previous block's result."""
+        raise NotImplementedError
+
+    def one_by_one(self, x: object, arguments: Sequence[SharedArguments]) -> object:
         """Call one block after the other; return the last one's result."""
-        for number in range(self.count):
-            x = self.run_one(number, x, *shared.args, **shared.kwargs)
+        for number, own in enumerate(arguments):
+            x = self.run_one(number, x, *own.args, **own.kwargs)
         return x
 
     def run_one(self, number: int, x: object, *args: object, **kwargs: object) -> Any:
-        weights = {name: w[self.places[number]] for name, w in self.weights().items()}
-        with of_block(number):
-            return self.run(self.block, weights, x, SharedArguments(args, kwargs))
+        rows = self.weights()[self.stacks[number]]
+        weights = {name: w[self.places[number]] for name, w in rows.items()}
+        with of_blocks(number):
+            return self.run(self.block_of(number), weights, x, SharedArguments(args, kwargs))
 
     def run_flat(
-        self, tree: Any, shared: SharedArguments, weights: dict[str, Tensor], *leaves: Tensor
+        self,
+        tree: Any,
+        numbers: Sequence[int],
+        shared: SharedArguments,
+        weights: dict[str, Tensor],
+        *leaves: Tensor,
     ) -> list[Tensor]:
-        """Run a block on leaves; return those of its result, which the next block can take."""
-        y = self.run(self.block, weights, pytree.tree_unflatten([*leaves], tree), shared)
+        """Run a block on leaves; return those of its result, which the next block can take.
+
+        numbers: those of the blocks that this run stands for.
+        """
+        with of_blocks(*numbers):
+            x = pytree.tree_unflatten([*leaves], tree)
+            y = self.run(self.block_of(numbers[0]), weights, x, shared)
         results, other = pytree.tree_flatten(y)
         # Checked in the trace, since a loop's carry has one shape in all iterations.
         check_alike(self.what, leaves, tree, results, other)
@@ -141,12 +205,12 @@ class StackedBlocks(nn.Module):
         with in_block():
             return torch.func.functional_call(block, weights, args, {**shared.kwargs})
 
-    def _stacked(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Stack the blocks' tensors; the first stands for blocks that are missing."""
+    def _stacked(self, stack: int, tensors: Sequence[Tensor]) -> Tensor:
+        """Stack a stack's tensors; the first stands for blocks that are missing."""
         # A missing row gets real weights: it computes as well, and its result is dropped.
-        rows = [tensors[0].detach()] * self.rows
-        for place, tensor in zip(self.places, tensors):
-            rows[place] = tensor.detach()
+        rows = [tensors[0].detach()] * self.rows[stack]
+        for number, tensor in zip(self.of_stack(stack), tensors):
+            rows[self.places[number]] = tensor.detach()
         return torch.stack(rows)
 
 
@@ -159,37 +223,14 @@ def _mark(parameter: Tensor, first: Tensor, mesh: Mesh | None, axis: str) -> Non
     mark_sharding(parameter, mesh, stacked) if mesh else mark_sharding(parameter, stacked)
 
 
-def _common_names(blocks: Sequence[nn.Module], what: str) -> list[str]:
-    """Return the parameters' names. Raise unless the blocks differ in values alone."""
+def check_blocks(blocks: Sequence[nn.Module], what: str) -> None:
+    """Raise ShardingError unless these are blocks that may be stacked."""
     if not blocks:
         raise ShardingError.here(f"a {what} has no blocks")
     if any(isinstance(module, StackedBlocks) for block in blocks for module in block.modules()):
         raise ShardingError.here(
             f"a {what} is made of stacked blocks", fix=f"give the blocks themselves to {what}"
         )
-    first, *others = map(_description, blocks)
-    for i, other in enumerate(others, 1):
-        differ = [name for name in {**first, **other} if first.get(name) != other.get(name)]
-        if differ:
-            raise ShardingError.here(
-                f"blocks 0 and {i} of a {what} differ: {differ}",
-                why="all blocks run one program, on weights that are stacked",
-                fix=f"leave out of the {what} what is before and after the like blocks",
-            )
-        buffers = zip(blocks[0].buffers(), blocks[i].buffers())
-        if not all(torch.equal(a, b) for a, b in buffers if not a.is_meta):
-            raise ShardingError.here(
-                f"blocks 0 and {i} of a {what} have buffers that differ",
-                fix="pass what differs as arguments, or make it a parameter",
-            )
-    return [name for name, _ in blocks[0].named_parameters()]
-
-
-def _description(block: nn.Module) -> dict[str, object]:
-    """Return the types of a block's modules, and shapes of its tensors, by their names."""
-    tensors = (*block.named_parameters(), *block.named_buffers())
-    types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
-    return {**types, **{name: (tuple(t.shape), t.dtype) for name, t in tensors}}
 
 
 def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
@@ -212,15 +253,16 @@ def _text(values: list[tuple[tuple[int, ...], Any]]) -> str:
 def _to_names_of_blocks(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Put each block's weights into a state_dict, under its own names."""
     blocks = cast(StackedBlocks, module)
-    stacked = {name: state.pop(f"{prefix}block.{name}", None) for name in blocks.names}
-    shared = f"{prefix}block."
-    buffers = {key: state.pop(key) for key in [k for k in state if k.startswith(shared)]}
-    for layer in range(blocks.count):
-        for name, weight in stacked.items():
-            if weight is not None:
-                state[f"{prefix}{layer}.{name}"] = weight[blocks.place(layer)]
-        for key, value in buffers.items():
-            state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
+    for stack, (name_of_stack, weights) in enumerate(zip(blocks.stack_names, blocks.weights())):
+        shared = f"{prefix}{name_of_stack}."
+        stacked = {name: state.pop(f"{shared}{name}", None) for name in weights}
+        buffers = {key: state.pop(key) for key in [k for k in state if k.startswith(shared)]}
+        for layer in blocks.of_stack(stack):
+            for name, weight in stacked.items():
+                if weight is not None:
+                    state[f"{prefix}{layer}.{name}"] = weight[blocks.place(layer)]
+            for key, value in buffers.items():
+                state[f"{prefix}{layer}.{key.removeprefix(shared)}"] = value
 
 
 def _from_names_of_blocks(
@@ -228,17 +270,19 @@ def _from_names_of_blocks(
 ) -> None:
     """Stack all blocks' weights in a state_dict that is loaded."""
     blocks = cast(StackedBlocks, module)
-    for name in blocks.names:
-        keys = [f"{prefix}{layer}.{name}" for layer in range(blocks.count)]
-        if all(key in state for key in keys):
-            tensors = [state.pop(key) for key in keys]
-            whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
-            state[f"{prefix}block.{name}"] = blocks._stacked(whole)
-    for name in dict(blocks.block.named_buffers()):
-        # Buffers are equal in all blocks (_common_names), so the first one's are enough.
-        values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in range(blocks.count)]
-        if values[0] is not None:
-            state[f"{prefix}block.{name}"] = values[0]
+    for stack, (name_of_stack, weights) in enumerate(zip(blocks.stack_names, blocks.weights())):
+        layers, shared = blocks.of_stack(stack), f"{prefix}{name_of_stack}."
+        for name in weights:
+            keys = [f"{prefix}{layer}.{name}" for layer in layers]
+            if all(key in state for key in keys):
+                tensors = [state.pop(key) for key in keys]
+                whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
+                state[f"{shared}{name}"] = blocks._stacked(stack, whole)
+        for name, _ in getattr(blocks, name_of_stack).named_buffers():
+            # Buffers are equal in all blocks of a stack, so the first one's are enough.
+            values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in layers]
+            if values[0] is not None:
+                state[f"{shared}{name}"] = values[0]
 
 
 def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
@@ -248,9 +292,10 @@ def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
     loop. Its state_dict has the names that nn.ModuleList(blocks) has.
 
     Args:
-        blocks: Modules with the same parameters and code. Each takes the previous one's result: a
+        blocks: Modules with the same parameters and code, or groups of such modules that repeat:
+            the loop has one iteration for each group then. Each takes the previous one's result: a
             tensor, or tuples, lists and dicts of tensors. Marks on the first one's weights hold for
-            all.
+            all that are like it.
         recompute: Whether the backward computes each block again, so that only values between
             blocks are kept.
 
@@ -259,7 +304,7 @@ def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
         (a mask, rotary tables).
 
     Raises:
-        ShardingError: The blocks differ, or a block returns another shape than it takes.
+        ShardingError: No group of blocks repeats, or a block returns another shape than it takes.
 
     Example:
         >>> import torch
@@ -276,28 +321,42 @@ class Stack(StackedBlocks):
     """Module from stack(). A parameter of its `block` is [blocks, ...]."""
 
     def __init__(self, blocks: list[nn.Module], recompute: bool) -> None:
-        super().__init__(blocks, "stack", range(len(blocks)), len(blocks))
-        self.recompute = recompute
+        check_blocks(blocks, "stack")
+        stacks = stacks_of(blocks)
+        if len(blocks) > 1 and not find_repeats(stacks).saved:
+            raise_unlike(blocks, "stack")
+        rows = [stacks.count(stack) for stack in dict.fromkeys(stacks)]
+        places = [stacks[:layer].count(stack) for layer, stack in enumerate(stacks)]
+        kinds = kinds_of(blocks, stacks)
+        # Kinds that repeat in no group are left to the program: it may read none of their values.
+        kinds = kinds if find_repeats(kinds).saved else stacks
+        super().__init__(blocks, "stack", stacks, places, rows)
+        self.recompute, self.kinds = recompute, tuple(kinds)
 
     def extra_repr(self) -> str:
         return f"{self.count} blocks"
 
-    def forward(self, x: object, *args: object, **kwargs: object) -> Any:
-        shared = SharedArguments(args, kwargs)
+    def run_all(self, x: object, arguments: Sequence[SharedArguments]) -> Any:
         if not is_capturing():
-            return self.one_by_one(x, shared)
+            return self.one_by_one(x, arguments)
         leaves, tree = pytree.tree_flatten(x)
-        weights = self.weights()
+        own = BlockArguments(arguments)
+        slots = [[number] for number in range(self.count)]
+        repeats = groups_of(self.kinds, slots, own)
+        if self.count > 1 and not repeats.saved:
+            own.of(range(self.count))  # raises, since their arguments alone can differ so
+        places = places_of(repeats, slots, self.stacks, own)
+        rows = rows_of_places(places, repeats, self.weights())
+        inputs = [
+            (row, [torch.stack(x) for x in p.arguments.own.values()])
+            for p, row in zip(places, rows)
+        ]
 
-        block = partial(self.run_flat, tree, shared)
-
-        def body(*inputs: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-            # run_loop passes the carry first, then this iteration's row of each weight.
-            row = dict(zip(weights, inputs[len(leaves) :]))
-            carry = inputs[: len(leaves)]
+        def step(place: GroupPlace, row: Any, leaves: Sequence[Tensor]) -> Sequence[Tensor]:
+            weights, mine = row
+            block = partial(self.run_flat, tree, place.numbers, place.arguments.filled(mine, {}))
             if self.recompute:
-                return [*checkpoint(block, row, *carry, use_reentrant=False)], []
-            return block(row, *carry), []
+                return checkpoint(block, weights, *leaves, use_reentrant=False)
+            return block(weights, *leaves)
 
-        last, _ = run_loop(body, leaves, [*weights.values()], self.count)
-        return pytree.tree_unflatten(last, tree)
+        return pytree.tree_unflatten([*run_places(repeats, places, inputs, leaves, step)], tree)

@@ -48,6 +48,18 @@ def _index_add_in_place(
     return total if total is DECLINED else input.copy_(total)
 
 
+@rewrite("vmap", Tensor.scatter_)
+@rewrite("value", Tensor.scatter_)
+def _scatter_in_place(
+    input: Tensor, dim: int, index: Tensor, *src: Any, reduce: str | None = None, **named: Any
+) -> Any:
+    """Scatter out of place: PyTorch's vmap has a loop over positions for the change in place."""
+    if not _is_mapped(input, index, *src, *named.values()):
+        return DECLINED
+    options = named if reduce is None else {**named, "reduce": reduce}
+    return input.copy_(input.scatter(dim, index, *src, **options))
+
+
 @rewrite("vmap", F.embedding)
 @rewrite("value", F.embedding)
 def _embedding(

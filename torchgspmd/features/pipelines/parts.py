@@ -286,6 +286,11 @@ class StageRun:
             del own[name]
 
     def results(self) -> list[Tensor]:
-        stacked = [self.stacked[name] for name in self.call.stacks]
+        stacked = [
+            self.stacked[name]
+            if name in self.stacked
+            else (blank := self._blank(name)).expand(self.call.loop.length, *blank.shape)
+            for name in self.call.stacks
+        ]
         added = {name: stack_rows(x) for name, x in self.added.items()}
         return [*stacked, *(added[n] if n in added else self._blank(n) for n in self.call.totals)]

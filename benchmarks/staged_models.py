@@ -1,0 +1,199 @@
+"""transformers' models in stages by `pipeline_model`: which give one device's numbers.
+
+    python benchmarks/staged_models.py                  the table of docs/pipelines.md
+    python benchmarks/staged_models.py --only gemma2    one model, with its error
+    python benchmarks/staged_models.py --schedule zero_bubble
+
+Each model is small, in float64, with the layers of every kind that its configuration has. One
+training step (loss and the gradients of all parameters) on Mesh(data=2, stage=2) is simulated and
+compared with eager PyTorch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import torchgspmd as gspmd
+
+WORDS, WIDTH, BATCH, LENGTH = 48, 16, 8, 12
+SMALL = {
+    "vocab_size": WORDS, "hidden_size": WIDTH, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "pad_token_id": 0,
+    "max_position_embeddings": 32, "use_cache": False, "attention_dropout": 0.0,
+}  # fmt: skip
+MIXTURE = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "output_router_logits": False}
+BOTH = {
+    "vocab_size": WORDS, "d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24, "dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0,
+    "use_cache": False, "pad_token_id": 0, "decoder_start_token_id": 1,
+}  # fmt: skip
+CROSS = "attention_mask", "encoder_hidden_states", "encoder_attention_mask"
+LISTS = ("model.encoder.layers", "model.decoder.layers")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A class, its configuration, and its lists of layers."""
+
+    kind: str
+    config: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    layers: tuple[str, ...] = ("model.layers",)
+    inputs: str = "tokens"
+    rows: tuple[str, ...] = ("attention_mask",)
+
+    def make(self) -> nn.Module:
+        options = dict(self.options)
+        small = options.pop("instead", SMALL)
+        config = getattr(transformers, self.config)(**{**small, **options})
+        config._attn_implementation = options.get("attn", "sdpa")
+        # grouped_mm computes in no float64
+        config._experts_implementation = "batched_mm"
+        torch.manual_seed(0)
+        return getattr(transformers, self.kind)(config).double().train()
+
+    def batch(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        tokens = torch.randint(1, WORDS, (BATCH, LENGTH), generator=generator)
+        labels = torch.randint(1, WORDS, (BATCH, LENGTH), generator=generator)
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.int64)
+        mask[1, -3:] = mask[6, -1:] = 0
+        if self.inputs == "pixels":
+            pixels = torch.randn(BATCH, 3, 16, 16, generator=generator).double()
+            return {"pixel_values": pixels, "labels": labels[:, 0] % 2}
+        if self.inputs == "sound":
+            sound = torch.randn(BATCH, 8, 24, generator=generator).double()
+            return {"input_features": sound, "labels": labels}
+        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+GEMMA = {
+    "attn": "eager",
+    "sliding_window": 4,
+    "query_pre_attn_scalar": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+MODELS = {
+    "llama": Model("LlamaForCausalLM", "LlamaConfig"),
+    "mistral": Model("MistralForCausalLM", "MistralConfig", {"sliding_window": 4}),
+    "qwen2": Model("Qwen2ForCausalLM", "Qwen2Config",
+        {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}),
+    "qwen3": Model("Qwen3ForCausalLM", "Qwen3Config"),
+    "gemma": Model("GemmaForCausalLM", "GemmaConfig"),
+    "gemma2": Model("Gemma2ForCausalLM", "Gemma2Config", GEMMA),
+    "gemma3": Model("Gemma3ForCausalLM", "Gemma3TextConfig", {**GEMMA, "num_hidden_layers": 8}),
+    "cohere2": Model("Cohere2ForCausalLM", "Cohere2Config", {"sliding_window": 4}),
+    "gpt_oss": Model("GptOssForCausalLM", "GptOssConfig",
+        {"sliding_window": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "attn": "eager"}),
+    "smollm3": Model("SmolLM3ForCausalLM", "SmolLM3Config"),
+    "olmo2": Model("Olmo2ForCausalLM", "Olmo2Config"),
+    "phi3": Model("Phi3ForCausalLM", "Phi3Config"),
+    "granite": Model("GraniteForCausalLM", "GraniteConfig"),
+    "gpt_neox": Model("GPTNeoXForCausalLM", "GPTNeoXConfig", layers=("gpt_neox.layers",)),
+    "gpt2": Model("GPT2LMHeadModel", "GPT2Config",
+        {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}, ("transformer.h",)),
+    "opt": Model("OPTForCausalLM", "OPTConfig",
+        {"dropout": 0.0, "ffn_dim": 24, "word_embed_proj_dim": WIDTH}, ("model.decoder.layers",)),
+    "mixtral": Model("MixtralForCausalLM", "MixtralConfig",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen3_moe": Model("Qwen3MoeForCausalLM", "Qwen3MoeConfig",
+        {**MIXTURE, "num_experts": 4, "decoder_sparse_step": 2}),
+    "deepseek_v3": Model("DeepseekV3ForCausalLM", "DeepseekV3Config",
+        {**MIXTURE, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+         "first_k_dense_replace": 1, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 4,
+         "qk_rope_head_dim": 4, "v_head_dim": 4, "head_dim": 4, "num_key_value_heads": 4,
+         "num_hidden_layers": 5}),
+    "bert": Model("BertForMaskedLM", "BertConfig",
+        {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+        ("bert.encoder.layer",)),
+    "vit": Model("ViTForImageClassification", "ViTConfig",
+        {"image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0,
+         "attention_probs_dropout_prob": 0.0}, ("vit.layers",), "pixels"),
+    "bart": Model("BartForConditionalGeneration", "BartConfig", {"instead": BOTH}, LISTS,
+        rows=CROSS),
+    "whisper": Model("WhisperForConditionalGeneration", "WhisperConfig",
+        {"instead": BOTH, "num_mel_bins": 8, "max_source_positions": 12,
+         "max_target_positions": 16}, LISTS, "sound", CROSS),
+    "t5": Model("T5ForConditionalGeneration", "T5Config",
+        {"instead": {"vocab_size": WORDS, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2,
+                     "num_layers": 2, "dropout_rate": 0.0, "use_cache": False, "pad_token_id": 0,
+                     "decoder_start_token_id": 0}}, ("encoder.block", "decoder.block"),
+        rows=CROSS),
+}  # fmt: skip
+# Relative to a gradient's largest value. transformers computes norms, rotary tables, scores and
+# logits in float32, whatever the weights are: some hundred roundings.
+EXACT = 1e-5
+
+
+def compare(model: Model, schedule: str) -> float:
+    """Return the largest difference of a step's loss and gradients, relative to the gradients'."""
+    plain, batch = model.make(), model.batch()
+    expected = plain(**batch).loss
+    expected.backward()
+    mesh = gspmd.Mesh(data=2, stage=2)
+    layers = model.layers if len(model.layers) > 1 else model.layers[0]
+    pipelined = gspmd.pipeline_model(
+        copy.deepcopy(plain), layers, mesh, microbatches=2, schedule=schedule, rows=model.rows
+    )
+    specs = {name: "data" + " _" * (x.dim() - 1) for name, x in batch.items()}
+    plan = gspmd.plan(pipelined, mesh=mesh, in_specs=specs, grad=True, **batch)
+    results, gradients = plan.simulate(**batch)
+    found = rows_of_layers(pipelined, gradients)
+    worst = float((results.loss - expected.detach()).abs())
+    for name, parameter in plain.named_parameters():
+        if parameter.grad is not None:
+            scale = parameter.grad.abs().max().clamp(min=1e-3)
+            worst = max(worst, float((found[name] - parameter.grad).abs().max() / scale))
+    return worst
+
+
+def rows_of_layers(model: nn.Module, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return gradients by the names that the model's state_dict has."""
+    model = copy.deepcopy(model)
+    for name, parameter in model.named_parameters():
+        gradient = gradients.get(name)
+        parameter.data = torch.zeros_like(parameter) if gradient is None else gradient
+    return dict(model.state_dict())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", choices=MODELS, nargs="*")
+    parser.add_argument("--schedule", default="1f1b")
+    args = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    print("| model | in stages | why not |\n|---|---|---|")
+    right = 0
+    for name, model in MODELS.items():
+        if args.only and name not in args.only:
+            continue
+        start = time.process_time()
+        try:
+            worst = compare(model, args.schedule)
+            is_right, why = worst < EXACT, f"differs by {worst:.0e}"
+        except Exception as error:
+            if args.only and len(args.only) == 1:
+                raise
+            is_right, why = False, f"{type(error).__name__}: {error}".split("\n")[0]
+        right += is_right
+        seconds = "" if not args.only else f" {worst:.1e}, {time.process_time() - start:.0f} s"
+        print(
+            f"| {name} | {'yes' if is_right else 'no'} | {'' if is_right else why} |{seconds}",
+            flush=True,
+        )
+    if not args.only:
+        print(f"\n{right} of {len(MODELS)}")
+
+
+if __name__ == "__main__":
+    main()
