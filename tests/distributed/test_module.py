@@ -467,6 +467,35 @@ def test_gradients_of_some_results(mesh):
 
 
 @distributed(*MESHES)
+def test_results_without_elements(mesh):
+    """A batch of no rows has a gradient, of zeros, and takes none from the results beside it."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(6, n) for n in (3, 4, 5))
+            self.norm = nn.RMSNorm(6)
+
+        def forward(self, *parts):
+            return [head(self.norm(x)) for head, x in zip(self.heads, parts)]
+
+    reference = Heads()
+    model = copy.deepcopy(reference)
+    gspmd.annotate(model, mesh, {"heads.*.weight": f"_ {mesh.names[-1]}"})
+    model = gspmd.parallelize(model, mesh)
+    for counts in ((0, 2, 3), (2, 0, 0), (3, 0, 2), (0, 0, 0)):
+        parts = [torch.randn(n, 6) for n in counts]
+        for each in (model, reference):
+            each.zero_grad()
+            results = each(*parts)
+            assert all(y.requires_grad for y in results)
+            sum((i + 2) * y.square().sum() for i, y in enumerate(results)).backward()
+        same_gradients(model, reference)
+    alone = model.heads[0](torch.randn(0, 6, requires_grad=True))
+    assert alone.requires_grad and alone.shape == (0, 3)
+
+
+@distributed(*MESHES)
 def test_results_of_all_kinds(mesh):
     model, reference = pair(mesh, WithKinds)
     got, want = (
