@@ -1,10 +1,11 @@
-"""Small models of eight families of transformers, with inputs, and the behaviors that each lacks."""
+"""Small models of eight families of transformers: inputs, and the behaviors that each lacks."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import random
+import tempfile
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from architectures import GPT, MOE, TEXT, TWO_SIDED, TWO_TOWERS, VISION, tokens
 from coverage import random_spec
 from every_model import without_cuda_ops
@@ -164,3 +166,10 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
         for name, p in model.named_parameters()
         if p.grad is not None
     }
+
+
+def folder() -> str:
+    """Return a new folder that all ranks see."""
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(names)
+    return names[0]

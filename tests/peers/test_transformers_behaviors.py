@@ -6,11 +6,9 @@ Small models of eight families, without dropout, each parameter with a random la
 from __future__ import annotations
 
 import copy
-import tempfile
 
 import torch
-import torch.distributed as dist
-from families import FAMILIES, gradients, on_mesh, subjects, transformers, whole
+from families import FAMILIES, folder, gradients, on_mesh, subjects, transformers, whole
 from helpers import assert_same
 from ranks import distributed
 
@@ -49,12 +47,6 @@ def trained(model, batches, optimizer=None) -> dict:
 
 def gspmd_state(model) -> dict:
     return whole(dict(model.state_dict(keep_vars=True)))
-
-
-def folder() -> str:
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(names)
-    return names[0]
 
 
 @MESH
