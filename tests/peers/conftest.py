@@ -1,6 +1,7 @@
 """Other people's tests on the wrapper, and their results as a table: make test-peers.
 
     pytest tests/peers --write docs/coverage.md     # writes the table into the page
+    pytest tests/peers --rows rows.json -k Llama    # a slice, added to the rows of earlier ones
 
 A test is named after a behavior. Its parameters are a mesh, and a subject: a module, an optimizer,
 or a family of models. A skip is a test that does not apply, with its reason.
@@ -8,6 +9,7 @@ or a family of models. A skip is a test that does not apply, with its reason.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -29,6 +31,7 @@ SUMS = {
     "test_torch_optimizers.py": "`common_optimizers.optim_db`",
     "test_torch_checkpoints.py": "helpers of `distributed.checkpoint`",
     "test_torch_dtensors.py": "helpers of DTensor",
+    "test_transformers_checkpoints.py": "files with public names of transformers' models",
 }
 INTRODUCTION = """
     make test-peers
@@ -40,18 +43,25 @@ Operators run on two simulated devices, everything else on two processes with gl
 random.
 """
 
-Results = dict[tuple[str, str, str], tuple[str, str]]  # file, test, subject: outcome, reason
+
+class Results(dict[tuple[str, str, str], tuple[str, str]]):
+    """Outcome and reason by file, test and subject."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", type=Path, help=f"a page whose section {HEADING!r} is written anew")
+    parser.addoption("--rows", type=Path, help="a file of results, to which this run's are added")
 
 
 def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    results: Results = {}
+    rows, results = config.getoption("--rows"), Results()
+    if rows and rows.exists():
+        results |= {tuple(name): tuple(result) for name, result in json.loads(rows.read_text())}
     for outcome in ("passed", "skipped", "failed", "error"):
         for report in terminalreporter.stats.get(outcome, ()):
             results[name_of(report.nodeid)] = outcome, reason_of(report)
+    if rows:
+        rows.write_text(json.dumps([*results.items()], indent=0))
     text = table_of(results)
     terminalreporter.write_sep("-", "the table of tests/peers")
     terminalreporter.write_line(text)
@@ -74,9 +84,9 @@ def reason_of(report) -> str:
 
 
 def table_of(results: Results) -> str:
-    """Return the counts of PyTorch's tests, the grid of transformers', and all reasons."""
+    """Return the counts by file, the grid of behaviors, and all reasons."""
     lines = [f"torch {torch.__version__.partition('+')[0]}{transformers_version()}.", ""]
-    lines += ["| PyTorch's tests | passed | failed | not applicable |", "|---|--:|--:|--:|"]
+    lines += ["| tests | passed | failed | not applicable |", "|---|--:|--:|--:|"]
     for file, title in SUMS.items():
         counts = Counter(outcome for (f, *_), (outcome, _) in results.items() if f == file)
         failed = counts["failed"] + counts["error"]
@@ -86,9 +96,9 @@ def table_of(results: Results) -> str:
     if families:
         lines += ["", "| transformers' behavior | " + " | ".join(families) + " |"]
         lines.append("|---" * (len(families) + 1) + "|")
-        words = {"passed": "passed", "skipped": "-", "failed": "failed", "error": "failed"}
+        words = {"passed": "passed", "skipped": "-", "failed": "failed", "error": "failed", "": ""}
         for test in dict.fromkeys(test for test, _ in grid):
-            cells = (words[grid[test, f][0]] if (test, f) in grid else "-" for f in families)
+            cells = (words[grid.get((test, f), ("",))[0]] for f in families)
             lines.append(f"| {test} | " + " | ".join(cells) + " |")
     return "\n".join([*lines, *reasons(results)])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from helpers import assert_same
@@ -14,6 +16,7 @@ from torch_models import MODELS, dtensor_helpers, make, train, wrapped
 import torchgspmd as gspmd
 
 TERMS = 4096  # two steps, each with sums over some hundred rows, through a root of averages
+MOST = 5  # layouts of a call: each is a program
 CALLS = {  # a module of several arguments, and their shapes
     "Linear": (lambda: nn.Linear(6, 4), [(4, 6)]),
     "Bilinear": (lambda: nn.Bilinear(4, 6, 2), [(4, 4), (4, 6)]),
@@ -37,7 +40,7 @@ def test_model(mesh, name):
     model = wrapped(alone, mesh, name)
     for each in (model, alone):
         train(each, name)
-    got = gspmd.full_state_dict(model, rank0_only=False)
+    got = dict(gspmd.full_state_dict(model, rank0_only=False))
     assert_same(got, dict(alone.state_dict()), name, TERMS)
 
 
@@ -47,7 +50,7 @@ def whole(value):
 
 @distributed("model=2")
 @pytest.mark.parametrize("name", CALLS)
-def test_arguments_in_all_layouts(mesh, name):
+def test_arguments_in_layouts(mesh, name):
     """torch's converter makes the arguments DTensors, replicated or sharded on each dimension."""
     make_module, shapes = CALLS[name]
     alone = make_module()
@@ -55,12 +58,11 @@ def test_arguments_in_all_layouts(mesh, name):
     args = tuple(torch.randn(shape) for shape in shapes)
     want = run(alone, tuple(a.clone().requires_grad_() for a in args))
     devices = init_device_mesh("cpu", (2,), mesh_dim_names=("model",))
-    count = 0
-    for converted, _ in dtensor_helpers.DTensorConverter(devices, args, {}):
+    layouts = [converted for converted, _ in dtensor_helpers.DTensorConverter(devices, args, {})]
+    assert len(layouts) > 1
+    for converted in random.Random(0).sample(layouts, min(len(layouts), MOST)):
         leaves = tuple(a.detach().requires_grad_() for a in converted)
         assert_same(run(model, leaves), want, f"{name} {[a.placements for a in leaves]}", TERMS)
-        count += 1
-    assert count > 1
 
 
 def run(module: nn.Module, args: tuple) -> list:

@@ -112,6 +112,8 @@ def test_optimizer(mesh, name):
         except Exception:  # noqa: BLE001 (one device does not take this configuration either)
             continue
         got = trained(model, info.optim_cls, config.kwargs)
+        if info.step_requires_closure:  # it counts steps until a rounded number is small
+            got, want = got[1], want[1]
         assert_same(got, want, config.desc, ROUNDING.get(name, TERMS))
         compared += 1
     assert compared
