@@ -51,7 +51,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Tensor]]] = {
     "CompositeModel": (lambda: composable.CompositeModel(CPU), rows(100)),
     "UnitParamModule": (lambda: composable.UnitParamModule(CPU), rows(100)),
     "CompositeParamModel": (lambda: composable.CompositeParamModel(CPU), rows(100)),
-    "NestedSequentialModel": (lambda: composable.NestedSequentialModel(CPU), rows(1)),
 }
 
 
