@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-integrations test-mixtures test-pairs nightly gpu wire venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
+.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-peers test-integrations test-mixtures test-pairs nightly gpu wire venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -170,6 +170,12 @@ test-transformers:  ## models of transformers (.venv-transformers)
 	$(MAKE) venv VENV=.venv-transformers
 	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers]" "torch==$(TORCH)"
 	OMP_NUM_THREADS=1 .venv-transformers/bin/python -m pytest -q tests/test_transformers.py tests/test_models_with_values.py tests/distributed/test_transformers.py
+
+# Databases of samples that torch ships, and what transformers' common tests check: the table of docs/coverage.md.
+test-peers:  ## PyTorch's own tests, and the behaviors that transformers checks, on the wrapper (.venv-transformers)
+	$(MAKE) venv VENV=.venv-transformers
+	.venv-transformers/bin/python $(INSTALL) -e ".[test,transformers]" "torch==$(TORCH)"
+	TORCHGSPMD_CHECK=0 OMP_NUM_THREADS=1 .venv-transformers/bin/python $(PYTEST) tests/peers --write docs/coverage.md
 
 # Not in CI, but every night: 1.2 GB of libraries beside torch, and a quarter of an hour.
 test-integrations: venv-integrations  ## transformers, accelerate, Lightning and peft on processes (.venv-integrations)

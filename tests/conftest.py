@@ -19,6 +19,9 @@ os.environ.setdefault("TORCHGSPMD_CHECK", "1")
 os.environ.setdefault("TORCHGSPMD_CACHE", "")  # a test plans what it tests
 
 
+collect_ignore = ["peers"]  # make test-peers names them
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--hide-operators",

@@ -467,6 +467,80 @@ def test_gradients_of_some_results(mesh):
 
 
 @distributed(*MESHES)
+def test_gradients_of_results(mesh):
+    """retain_grad on a result is whole, or an error if another follows from it in the program."""
+
+    class Middle(Model):
+        def forward(self, tokens):
+            middle = self.up(self.embedding(tokens))
+            logits = self.head(self.down(middle))
+            first, rest = logits.split([1, logits.shape[-1] - 1], -1)
+            return {"middle": middle, "logits": logits, "first": first, "rest": rest}
+
+    model, reference = pair(mesh, Middle)
+
+    def gradients(each, kept, used):
+        results = each(tokens())
+        for name in kept:
+            results[name].retain_grad()
+        sum(results[name].square().sum() for name in used).backward()
+        return [results[name].grad for name in kept]
+
+    for kept, used in (
+        (["middle"], ["middle"]),
+        (["logits", "middle"], ["middle"]),
+        (["first"], ["first", "rest"]),
+        (["rest", "logits"], ["logits"]),
+    ):
+        for mine, theirs in zip(*(gradients(m, kept, used) for m in (model, reference))):
+            assert (mine is None) == (theirs is None)
+            if theirs is not None:
+                close(whole(mine), theirs)
+    for kept, used in ((["middle"], ["middle", "logits"]), (["logits"], ["rest"])):
+        said = error_of(lambda kept=kept, used=used: gradients(model, kept, used))
+        assert "from which the model computes another result" in said
+    found = []
+    for each in (model, reference):
+        kept = []
+        hook = each.up.register_forward_hook(
+            lambda module, args, y, kept=kept: (y.register_hook(kept.append), None)[1]
+        )
+        gradients(each, [], ["middle", "logits"])
+        hook.remove()
+        found += kept
+    close(whole(found[0]), found[1])
+
+
+@distributed(*MESHES)
+def test_results_without_elements(mesh):
+    """A batch of no rows has a gradient, of zeros, and takes none from the results beside it."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleList(nn.Linear(6, n) for n in (3, 4, 5))
+            self.norm = nn.RMSNorm(6)
+
+        def forward(self, *parts):
+            return [head(self.norm(x)) for head, x in zip(self.heads, parts)]
+
+    reference = Heads()
+    model = copy.deepcopy(reference)
+    gspmd.annotate(model, mesh, {"heads.*.weight": f"_ {mesh.names[-1]}"})
+    model = gspmd.parallelize(model, mesh)
+    for counts in ((0, 2, 3), (2, 0, 0), (3, 0, 2), (0, 0, 0)):
+        parts = [torch.randn(n, 6) for n in counts]
+        for each in (model, reference):
+            each.zero_grad()
+            results = each(*parts)
+            assert all(y.requires_grad for y in results)
+            sum((i + 2) * y.square().sum() for i, y in enumerate(results)).backward()
+        same_gradients(model, reference)
+    alone = model.heads[0](torch.randn(0, 6, requires_grad=True))
+    assert alone.requires_grad and alone.shape == (0, 3)
+
+
+@distributed(*MESHES)
 def test_results_of_all_kinds(mesh):
     model, reference = pair(mesh, WithKinds)
     got, want = (

@@ -1,9 +1,11 @@
 """Generation, caches and methods of models of transformers, against one process, on every rank."""
 
 import copy
+import tempfile
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import distributed
 from torch.distributed.tensor import DTensor
 
@@ -159,3 +161,30 @@ def test_vision_tower(mesh):
         close(*results)
         for parameter, other in zip(model.parameters(), reference.parameters()):
             close(parameter.grad, other.grad)
+
+
+@distributed("model=2")
+def test_files_with_one_tensor_for_each_expert(mesh):
+    """transformers writes the public names, and each rank reads its experts from them."""
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=24,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        **VOCABULARY,
+    )
+    want = transformers.MixtralForCausalLM(config).eval()
+    folders = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folders)
+    if dist.get_rank() == 0:
+        want.save_pretrained(folders[0])
+    dist.barrier()
+    for marks in ({"**.experts.*_proj": "model _ _"}, {"**.experts.*_proj": "_ model _"}):
+        with torch.device("meta"):
+            model = transformers.MixtralForCausalLM(config)
+        model = gspmd.parallelize(gspmd.annotate(model, mesh, marks), mesh)
+        assert gspmd.load_safetensors(model, folders[0]) == []
+        for name, value in gspmd.full_state_dict(model, rank0_only=False).items():
+            assert value.equal(want.state_dict()[name]), name

@@ -49,7 +49,7 @@ class Output:
     kind: str
     input: int = -1  # the input that is mutated or differentiated, or that an output replaces
     open: bool = False  # whether an output keeps the layout it has, if no layout is requested
-    of: frozenset[int] = frozenset()  # for a gradient: the outputs whose cotangents flow to it
+    of: frozenset[int] = frozenset()  # the outputs whose cotangents flow to this gradient or output
     part: int = 0  # for an output: its connected component in the autograd graph
 
 

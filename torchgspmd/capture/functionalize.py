@@ -36,6 +36,8 @@ from .traced_values import unwrap
 
 _CHECKS = {aten._linalg_check_errors.default}
 _ITEM = aten._local_scalar_dense.default
+# Recorded without elements, too: a backward's seeds are found by their ones_like.
+_KEPT = {aten.empty.memory_format, aten.ones_like.default}
 
 
 class Functional(FunctionalTensorMode):
@@ -77,13 +79,13 @@ class Functional(FunctionalTensorMode):
                     and (source := self._source_of(value)) is not None
                 ):
                     self._list(source)
-        if (shapes := ask_kernel(func, args, kwargs or {})) is not None:
+        if func not in _KEPT and (shapes := ask_kernel(func, args, kwargs or {})) is not None:
             return self._of_nothing(shapes)
         drawn = one_draw() if draws(func) else nullcontext()
         with _interpolation_in_one_piece(func), drawn:
             result = super().__torch_dispatch__(func, types, args, kwargs)
         if func.namespace == "aten" and not (func.is_view or func._schema.is_mutable):
-            if are_without_elements(result) and func is not aten.empty.memory_format:
+            if func not in _KEPT and are_without_elements(result):
                 return self._of_nothing(result)
         if func.is_view and isinstance(result, Tensor) and not isinstance(result, FunctionalTensor):
             # A view of a state tensor is that tensor: a write to it has to be seen. The view

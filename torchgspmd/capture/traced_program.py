@@ -58,6 +58,7 @@ class TracedProgram:
         )
         self.constants = CachedConstants(FunctionalTensor)
         self.sources: dict[int, frozenset[int]] = {}  # outputs that reach each input
+        self.followers: dict[int, frozenset[int]] = {}  # outputs that reach each output
         self.replaced: dict[int, int] = {}  # by output: the argument that it replaces
         self.writes: list[Write] = []
         self.observed: list[Write] = []
@@ -90,6 +91,7 @@ class TracedProgram:
                         OUTPUT,
                         self._input_in_place(i, t),
                         i >= self.result_count,
+                        of=self.followers.get(i, frozenset()),
                         part=components[i],
                     )
                     for i, t in enumerate(outputs)
@@ -278,28 +280,27 @@ class TracedProgram:
             i for i, t in enumerate(outputs) if isinstance(t, Tensor) and t.requires_grad
         ]
         differentiated = [i for i, t in enumerate(inputs) if t.requires_grad]
-        reachable = reachable_inputs(
-            [outputs[i] for i in differentiable], [inputs[i] for i in differentiated]
-        )
+        results = [outputs[i] for i in differentiable]
+        given = [inputs[i] for i in differentiated]
+        reachable = reachable_inputs(results, [*given, *results])
         if self.rebound:
-            self._check_rebound([outputs[i] for i in differentiable], inputs)
+            self._check_rebound(results, inputs)
         self.sources = {
             i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
             for k, i in enumerate(differentiated)
         }
+        self.followers = {
+            i: frozenset(out for out, to in zip(differentiable, reachable) if to >> k & 1)
+            for k, i in enumerate(differentiable, len(given))
+        }
         if not differentiable or not differentiated:
             return {}
-        tracker.start_backward([outputs[i] for i in differentiable])
+        tracker.start_backward(results)
         seeds = []
         for i in differentiable:  # normalize.py replaces the seeds by placeholders
             seeds.append(torch.ones_like(outputs[i]))
             self.tangents.append((i, unwrap(seeds[-1])))
-        grads = autograd_grad(
-            [outputs[i] for i in differentiable],
-            [inputs[i] for i in differentiated],
-            seeds,
-            allow_unused=True,
-        )
+        grads = autograd_grad(results, given, seeds, allow_unused=True)
         return {i: g for i, g in zip(differentiated, grads) if g is not None}
 
     def _check_rebound(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:

@@ -97,9 +97,14 @@ def connected_components(outs: list[Tensor]) -> list[int]:
 def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
     """Return a bit set for each output, with the inputs that gradients flow to: bit k is input k.
 
+    An input may be a result of operations. An output does not reach itself.
+
     Raises ShardingError if a gradient would flow to another leaf tensor, where it would be lost.
     """
-    bits = {id(tensor): 1 << k for k, tensor in enumerate(inputs)}
+    bits: dict[Any, int] = {}
+    for k, tensor in enumerate(inputs):
+        place = _place_in_graph(tensor)
+        bits[place] = bits.get(place, 0) | 1 << k
     reachable: dict[Any, int] = {}
     stack: list[Any] = [out.grad_fn for out in outs if out.grad_fn is not None]
     while stack:
@@ -122,5 +127,13 @@ def reachable_inputs(outs: list[Tensor], inputs: list[Tensor]) -> list[int]:
                 "the module keeps what an "
                 "earlier call computed, empty that, or call under torch.no_grad()",
             )
-        reachable[node] = reduce(or_, (reachable[n] for n in before), bits.get(id(leaf), 0))
+        through = (
+            reachable[n] | bits.get((n, k), 0) for n, k in node.next_functions if n is not None
+        )
+        reachable[node] = reduce(or_, through, bits.get(id(leaf), 0))
     return [bits.get(id(out), 0) if out.grad_fn is None else reachable[out.grad_fn] for out in outs]
+
+
+def _place_in_graph(tensor: Tensor) -> object:
+    """Return a key for an autograd graph's edge, or for a leaf."""
+    return id(tensor) if tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, fx
@@ -56,6 +57,39 @@ def check_versions(versions: Sequence[tuple[int, Tensor, int]], inputs: Sequence
                 f"'{inputs[i].name}' was changed between a forward and its backward",
                 why="the backward would read the new value",
                 fix="call backward() before the change (an optimizer's step), or forward again",
+            )
+
+
+def note_results(
+    outputs: Sequence[Tensor], wrapped: Sequence[Tensor], followers: Mapping[int, frozenset[int]]
+) -> None:
+    """Store results from which others follow with their call, for `check_results`."""
+    noted = [(ref(wrapped[i]), after - _same(outputs, i)) for i, after in followers.items()]
+    for i in followers:
+        if (node := outputs[i].grad_fn) is not None:
+            setattr(node, "results", noted)  # noqa: B010 (torch's type has no such attribute)
+            return
+
+
+def _same(outputs: Sequence[Tensor], index: int) -> set[int]:
+    return {i for i, output in enumerate(outputs) if output is outputs[index]}
+
+
+def check_results(noted: Iterable[tuple[Any, frozenset[int]]], outputs: set[int]) -> None:
+    """Raise ShardingError if a result keeps a gradient of which only a part would reach it.
+
+    outputs: those with a cotangent.
+    """
+    for result, after in noted:
+        tensor = result()
+        if after & outputs and tensor is not None and tensor.retains_grad:
+            raise ShardingError.here(
+                f"retain_grad() on a result {list(tensor.shape)} from which the model computes "
+                "another result",
+                why="one program computes both, so what flows from the one to the other inside "
+                "would be missing",
+                fix="in forward, or in a forward hook, call "
+                "register_hook(gradients.append) on the tensor",
             )
 
 

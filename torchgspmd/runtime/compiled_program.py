@@ -17,12 +17,14 @@ from ..dtensor.storage import gradient_like, local_of, store_gradient, takes_gra
 from ..fx_passes.stages import verifies
 from .autograd_boundary import (
     PartialBackward,
+    check_results,
     check_versions,
     detach_aliases,
     detach_inputs,
     forbid_double_backward,
     is_asked_for,
     memory_of,
+    note_results,
     rows_of_tensors,
     saved_tensors_for,
     tensors_of_rows,
@@ -56,6 +58,8 @@ class CompiledProgram:
         self.tangent_outputs = [i.output for i in inputs if i.kind == TANGENT]
         self.mutated = [o.input for o in outputs if o.kind == MUTATION]
         self.outputs = sum(o.kind == OUTPUT for o in outputs)
+        # Results from which others follow, by index.
+        self.followers = {i: o.of for i, o in enumerate(outputs[: self.outputs]) if o.of}
         self.read_again: list[int] | None = None
 
     def place(self, tensors: list[Tensor]) -> list[Tensor]:
@@ -91,7 +95,10 @@ class CompiledProgram:
             outs = self.run_forward(flat)[0]
         if placed is not tensors:
             self._copy_back(tensors, placed)
-        return self.captured.result([self.wrap(i, value) for i, value in enumerate(outs)], call)
+        wrapped = [self.wrap(i, value) for i, value in enumerate(outs)]
+        if self.followers:
+            note_results(outs, wrapped, self.followers)
+        return self.captured.result(wrapped, call)
 
     @torch.no_grad()
     def _copy_back(self, tensors: list[Tensor], placed: list[Tensor]) -> None:
@@ -212,6 +219,7 @@ class _Run(torch.autograd.Function):
             )
         ]
         outputs = {i for i, grad in enumerate(grads) if grad is not None}
+        check_results(getattr(ctx, "results", ()), outputs)
         check_versions(ctx.versions, program.captured.inputs)
         saved = saved_tensors_for(ctx, program.output_groups, outputs)
         if program.by_values:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from ..comm.rank_check import all_gather_rows
 from ..dtensor.storage import spec_of
 from .full_state import groups_of_state, part_of_shard
 from .load_full_state import names_of, problem_with, raise_first, stored_tensors, without_tied
+from .module_proxy import ModuleProxy
+from .stored_slices import Stored, StoredTensors, stored_in, stored_tensors_of, without_ignored
 
 INDEX = "model.safetensors.index.json"  # as transformers writes it: {"weight_map": {name: file}}
 
@@ -38,7 +41,9 @@ def load_safetensors(
         model: The result of `parallelize`, the model that it wrapped, or a module that contains it.
         folder: A file, or a folder with such files: all of them, or those that transformers' index
             `model.safetensors.index.json` names.
-        rename: Returns the name in the model for a name in a file.
+        rename: Returns the name in the model for a name in a file. Without it, a model of
+            transformers takes the names and the shapes that `from_pretrained` takes: one tensor
+            for each expert, too.
         strict: Whether a tensor that the model or the files lack is an error.
 
     Returns:
@@ -66,29 +71,34 @@ def load_safetensors(
     # safetensors is optional: only this call needs it.
     safe_open: Any = import_module("safetensors").safe_open
     targets = stored_tensors(model)
+    inner = model._model if isinstance(model, ModuleProxy) else model
     groups = groups_of_state([*targets.items()], "load_safetensors")
-    files, problem, lacking, unknown = list[Path](), "", list[str](), list[str]()
-    try:
-        files = _files(Path(folder))
-        lacking, unknown, problem = _compare(files, safe_open, targets, rename or str)
-    except Exception as error:  # perhaps of this rank alone, for which the others would wait
-        problem = f"{type(error).__name__}: {error}"
-    if strict and not problem:
-        both = (("the files lack", lacking), ("the model has no", unknown))
-        problem = "; ".join(f"{verb} {names_of(names)}" for verb, names in both if names)
-    # Before anything is written: a rank alone would be left with half a model.
-    raise_first(
-        all_gather_rows(groups, problem),
-        why="load_safetensors takes the names and shapes of the one-device model",
-        fix="pass rename=, which returns the model's name for one of a file, or strict=False",
-    )
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                target = targets.get((rename or str)(name))
-                if target is not None:
-                    _read(tensors, name, target, groups)
-    return [*lacking, *unknown]
+    with ExitStack() as files:
+        found, lacking, problem = StoredTensors(), list[str](), ""
+        try:
+            stored = dict[str, Stored]()
+            for path in _files(Path(folder)):
+                stored |= stored_in(files.enter_context(safe_open(path, "pt")))
+            found = stored_tensors_of(inner, stored, targets, rename)
+            missing = {name: None for name in targets if name not in found.found}
+            lacking = without_ignored(inner, without_tied(missing, targets))
+            problems = (problem_with(n, t.shape, targets) for n, t in found.found.items())
+            problem = next(filter(None, problems), "")
+        except Exception as error:  # perhaps of this rank alone, for which the others would wait
+            problem = f"{type(error).__name__}: {error}"
+        if strict and not problem:
+            both = (("the files lack", lacking), ("the model has no", found.unknown))
+            problem = "; ".join(f"{verb} {names_of(names)}" for verb, names in both if names)
+        # Before anything is written: a rank alone would be left with half a model.
+        raise_first(
+            all_gather_rows(groups, problem),
+            why="load_safetensors takes the names and shapes of the one-device model, or those of "
+            "files that transformers converts",
+            fix="pass rename=, which returns the model's name for one of a file, or strict=False",
+        )
+        for name in found.found:
+            _read(found, name, targets[name], groups)
+    return [*lacking, *found.unknown]
 
 
 def _files(path: Path) -> list[Path]:
@@ -104,38 +114,15 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _compare(
-    files: Iterable[Path],
-    safe_open: Any,
-    targets: Mapping[str, Tensor],
-    rename: Callable[[str], str],
-) -> tuple[list[str], list[str], str]:
-    """Return the names that only the model has, those that only the files have, and a problem."""
-    missing, unknown = dict.fromkeys(targets), list[str]()
-    for file in files:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():
-                own = rename(name)
-                if own not in targets:
-                    unknown.append(own)
-                    continue
-                shape = torch.Size(tensors.get_slice(name).get_shape())
-                if problem := problem_with(own, shape, targets):
-                    return [], [], problem
-                missing.pop(own, None)
-    return [*without_tied(missing, targets)], unknown, ""
-
-
 @torch.no_grad()
-def _read(tensors: Any, name: str, target: Tensor, groups: ProcessGroups) -> None:
-    # get_slice cannot slice a scalar.
+def _read(found: StoredTensors, name: str, target: Tensor, groups: ProcessGroups) -> None:
+    local = target.to_local() if isinstance(target, DTensor) else target
     if not isinstance(target, DTensor) or not target.dim():
-        local = target.to_local() if isinstance(target, DTensor) else target
-        local.copy_(tensors.get_tensor(name))
+        local.copy_(found.read(name))
         return
     spec, shape = spec_of(target, groups.mesh), tuple(target.shape)
     part = part_of_shard(spec, shape, groups.mesh, groups.coordinates)
-    if (local := target.to_local()).numel() and spec.parts:
-        local.copy_(part_order(tensors.get_tensor(name), spec, groups.mesh)[part])
+    if local.numel() and spec.parts:
+        local.copy_(part_order(found.read(name), spec, groups.mesh)[part])
     elif local.numel():
-        local.copy_(tensors.get_slice(name)[part])
+        local.copy_(found.read(name, part))
