@@ -66,7 +66,8 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> N
 
 
 def whole(tree):
-    """Return a copy with tensors of one device."""
+    """Return a copy with tensors of one device, and tensors for numbers, such as losses."""
+    tree = pytree.tree_map_only(float, lambda n: torch.tensor(n, dtype=torch.float64), tree)
     return pytree.tree_map_only(
         Tensor, lambda t: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone(), tree
     )
