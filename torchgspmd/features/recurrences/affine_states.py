@@ -25,7 +25,7 @@ from ...rules.rewrites import DECLINED, Declined, rewrite
 
 
 class Algebra(NamedTuple):
-    """What multiplies a state, and what adds to it, with their neutral elements."""
+    """The product that changes a state and the sum that adds to it, with neutral elements."""
 
     times: Callable[[Tensor, Tensor], Tensor]
     plus: Callable[[Tensor, Tensor], Tensor]

@@ -324,7 +324,7 @@ class Finder:
         return [*zip(*rows)]
 
     def _source(self, value: fx.Node | None) -> fx.Node | None:
-        """Return what a copy copies, or the value itself."""
+        """Return the original of a copy, or the value itself."""
         op, _ = self.parts.makers.get(value, (None, 0)) if value else (None, 0)
         return op.operands[0] if op is not None and op.node.target in COPIES else value
 
