@@ -1058,3 +1058,29 @@ def test_an_error_of_both_is_the_programs_own() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         gspmd.plan(fails, torch.rand(4), mesh=Mesh(data=2), in_specs="data")
+
+
+class RegistersOnce(nn.Module):
+    """Its first forward registers a hook, as models of transformers do for hidden states."""
+
+    def __init__(self):
+        super().__init__()
+        self.child, self.total = nn.Linear(6, 6), torch.zeros(())
+
+    def forward(self, x):
+        if not self.__dict__.get("is_hooked"):
+            self.child.register_forward_hook(lambda module, args, result: result * 2)
+            self.child.register_forward_pre_hook(
+                lambda module, args, kwargs: ((args[0] + 1,), kwargs), with_kwargs=True
+            )
+            self.is_hooked = True
+        self.total = self.total + x.sum()  # a trace that finds this is repeated
+        return self.child(x) + self.total
+
+
+def test_a_repeated_trace_registers_hooks_once():
+    net, x = RegistersOnce(), rand(4, 6)
+    reference = copy.deepcopy(net)
+    plan = gspmd.plan(net, x, mesh=BIG, in_specs="a _", grad=False)
+    assert_same(plan.simulate(x, _poison=True), reference(x))
+    assert [len(net.child._forward_hooks), len(net.child._forward_pre_hooks)] == [1, 1]

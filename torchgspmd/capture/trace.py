@@ -35,6 +35,7 @@ from .draws import traced_generator
 from .functionalize import FunctionalTensor
 from .normalize import normalize
 from .rewrites.microbatches import Microbatches
+from .state.dependencies import HookTables
 from .state.mutations import Tables
 from .state.object_trees import opened
 from .state.recorder import record_reads
@@ -139,6 +140,8 @@ class _Capture:
         check_arguments(self.names, self.leaves)
         state, reasons = self.state, list[str]()
         flags = state.is_looking, state.is_counting, state.is_eager
+        # transformers' first forward registers the hooks that collect hidden states.
+        hooks = HookTables(self.fn.modules() if self.is_module else ())
         try:
             # A trace's findings about the state may lead to another program, which reads more.
             while len(reasons) < MOST_RETRACES:
@@ -154,6 +157,7 @@ class _Capture:
                         raise Retrace(f"it uses a value of {min(needed)}", keep)
                     return captured
                 except Retrace as retrace:
+                    hooks.restore()
                     retrace.learn()
                     reasons.append(str(retrace))
         except Exception:

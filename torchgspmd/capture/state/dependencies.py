@@ -285,6 +285,21 @@ def hooks_of(modules: Iterable[nn.Module]) -> list[Any]:
     return [hook for table in (*tables, *GLOBAL_HOOKS.values()) for hook in table.values()]
 
 
+class HookTables:
+    """The hooks that modules had, so that a second trace registers no hook again."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        flags = [f"{table}_{flag}" for table in HOOKS for flag in _FLAGS]
+        tables = [vars(module).get(name) for module in modules for name in (*HOOKS, *flags)]
+        self.tables = [(table, dict(table)) for table in tables if table is not None]
+
+    def restore(self) -> None:
+        for table, before in self.tables:
+            if table != before:
+                table.clear()
+                table.update(before)
+
+
 def torch_modes(device_type: str) -> tuple[Any, ...]:
     """Return the modes of torch that a program depends on, in the order of TORCH_MODES."""
     return (
