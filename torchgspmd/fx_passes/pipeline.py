@@ -21,7 +21,7 @@ from ..rules import natively
 from .boundary import partition_program, propagate_program
 from .expand.keep_dims import keep_dims, keeps_dims
 from .expand.reduce_dtype import reduce_dtype
-from .expand.split_axes import merge_axes, split_axes, splits_axes
+from .expand.split_axes import merge_axes, split_axes
 from .expand.split_fused import split_fused
 from .expand.split_products import split_products, splits_products
 from .expand.store_parts import store_parts
@@ -70,10 +70,7 @@ _KEPT = "regather_weights"  # the pass that is left out where weights are kept
 _REGATHER = {"auto": (_KEPT, None), "always": (None,), "all": (None,), "never": (_KEPT,)}
 
 _PROPAGATE = ("propagate", "split_fused", "keep_dims")  # again, for layouts of parts
-_TRIED = [  # also left out, one at a time
-    *("split_sequences", "batch_lanes", "split_groups", "keep_dims"),
-    *("split_vectors", "split_products", "split_axes"),
-]
+_TRIED = "split_sequences batch_lanes split_products split_groups split_vectors keep_dims".split()
 
 PIPELINE: tuple[Step, ...] = (
     # Layouts and collectives. A product whose result is cut may be computed piece by piece, groups
@@ -156,8 +153,6 @@ PIPELINE: tuple[Step, ...] = (
                 split_axes,
                 ANNOTATED,
                 again=("propagate", "split_axes"),
-                changes=splits_axes,
-                limit=work,
                 before=("partition",),
                 because="the partition chooses among the parts of an axis",
             ),

@@ -10,8 +10,6 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.fx_passes import pipeline
-from torchgspmd.fx_passes.expand import split_axes
 
 MESH = Mesh(data=3, model=8)
 FINE = MESH.split({"model": (2, 4)}).split({"model:(2)4": (2, 2)})
@@ -159,33 +157,3 @@ def test_one_key_head_sends_the_width_of_its_weight():
     sums = [move for move in moved if move[0] == "all_reduce"]
     assert sums == [("all_reduce", 16 * 5 * 128 * 4)] * 2 and plan.sent_bytes <= 150_528
     assert_same(plan.simulate(*args, _poison=True), step(*args), terms=256)
-
-
-def grouped_step(x, q, k, v, o):
-    """Attend by einsums over groups of heads, with weights [model, heads, width]; gradients."""
-    x, *weights = leaves = [t.detach().requires_grad_() for t in (x, q, k, v, o)]
-    query, key, value = (torch.einsum("bsm,mhd->bshd", x, w) for w in weights[:3])
-    groups = query.unflatten(2, (key.shape[2], -1))
-    scores = torch.einsum("bskgd,btkd->bkgst", groups, key).softmax(-1)
-    y = torch.einsum("bkgst,btkd->bskgd", scores, value).flatten(2, 3)
-    y = torch.einsum("bshd,hdm->bsm", y, weights[3])
-    return torch.autograd.grad(y.square().sum(), leaves)
-
-
-@pytest.mark.parametrize("heads, shared, devices", [(8, 2, 4), (4, 2, 4), (12, 3, 6)])
-def test_axes_stay_whole_where_their_parts_send_more(heads, shared, devices, monkeypatch):
-    mesh, width, model = Mesh(data=2, model=devices), 8, heads * 8
-    kinds = ((model, heads, width), *[(model, shared, width)] * 2, (heads, width, model))
-    args = [torch.randn(shape, dtype=torch.float64) / 8 for shape in ((4, 16, model), *kinds)]
-    specs = ("data _ _", "_ model _", "_ _ _", "_ _ _", "model _ _")
-
-    def planned():
-        return gspmd.plan(grouped_step, *args, mesh=mesh, in_specs=specs, out_specs=specs)
-
-    plan = planned()
-    assert_same(plan.simulate(*args, _poison=True), grouped_step(*args), terms=256)
-    monkeypatch.setattr(pipeline, "_TRIED", [])
-    parts = planned()
-    monkeypatch.setattr(split_axes, "_required_splits", lambda *_: {})
-    whole = planned()
-    assert plan.sent_bytes == min(parts.sent_bytes, whole.sent_bytes)

@@ -9,8 +9,7 @@ source   sub-axes are Shardy's; splitting only where propagation is blocked is o
 On the mesh that the passes work on, several axes replace such an axis; each part is an axis like
 any other. Afterwards names are merged again where all parts stand together. In the communication
 suite a reshape that splits heads (20) sends 4,096 bytes, 12,288 without; grouped heads (24.d)
-411,648, else 606,208. It is also tried without: where the heads are grouped by a reshape (24.c),
-whole axes send 268,288, parts 411,648.
+411,648, else 606,208.
 """
 
 from __future__ import annotations
@@ -36,10 +35,6 @@ def split_axes(p: Program) -> fx.Graph | None:
         [spec and spec.map_axes(mesh.refine) for spec in specs] for specs in (p.inputs, p.results)
     )
     return p.graph
-
-
-def splits_axes(p: Program) -> bool:
-    return bool(_required_splits(p.graph, p.layouts, p.rules))
 
 
 def _required_splits(graph: fx.Graph, layouts: Layouts, rules: Rules) -> dict[str, tuple[int, ...]]:
