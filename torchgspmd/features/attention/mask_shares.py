@@ -1,7 +1,7 @@
 """Price the keys that a mask leaves to send, where planning knows it.
 
-before   %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ...)    queries: seq
-after    %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ..., 0.3)
+given    %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ...)    queries: seq
+priced   %y = flex_attention(%q, %k, %v, [%documents], "aten.eq.Tensor(...)", ..., 0.3)
 needs    a propagated graph, rules
 ensures  `ring_keys` sends rows round a ring; the partition keeps the queries' axis if that is least
 
