@@ -174,6 +174,7 @@ DECOMPOSED = {
     aten.embedding.default: [(_FLOAT8, _ROWS)],
     aten.index_select.default: [(_FLOAT8, 1, _ROWS)],
     aten.select.int: [(_FLOAT8, 0, 1)],
+    aten.select_scatter.default: [(_r(4, 5), _r(4), 1, 2), (_r(4, 5), _r(5), -2, -1)],
     aten.cat.default: [([_r(4, 5), torch.empty(0), _r(4, 2)], 1)],
     aten.squeeze.default: [(_r(4, 1, 5),)],
     aten.squeeze.dim: [(_r(4, 1, 5), 1), (_r(4, 5), 1)],
