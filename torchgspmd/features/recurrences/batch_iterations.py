@@ -180,8 +180,10 @@ class _Batcher:
         if scale is None:
             return None
         scale = self.widened((scale, any(batched)))
-        shift, first = (self._traced(map_.as_columns, x) for x in (shift, first))
-        return self._traced(map_.as_carry, self._states(scale, shift, first, "matrices"))
+        added, start = (self._traced(map_.as_columns, x) for x in (shift, first))
+        if added is None or start is None:
+            return None
+        return self._traced(map_.as_carry, self._states(scale, added, start, "matrices"))
 
     def _traced(self, function: Callable[..., Tensor], *values: fx.Node) -> fx.Node | None:
         """Add what a function computes; None if it cannot be traced."""

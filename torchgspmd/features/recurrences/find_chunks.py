@@ -265,7 +265,9 @@ class Finder:
         for family, i in self.parts.families.get(value, {}).items():
             numbers = [v is None or self.parts.families.get(v, {}).get(family) for v in column]
             if i == self.at and all(
-                n is True or n == j or (family.value, j) in self.parts.zeros and self._is_zero(v)
+                n is True
+                or n == j
+                or (v is not None and (family.value, j) in self.parts.zeros and self._is_zero(v))
                 for j, (n, v) in enumerate(zip(numbers, column))
             ):
                 self.rows[value] = family
