@@ -18,6 +18,7 @@ from fnmatch import fnmatch
 import torch
 from torch import fx
 
+from ...comm.kinds import all_gather, reduce_scatter
 from ...compiler.api import plan as plan_of
 from ...compiler.plan import Plan
 from ...features.pipelines.list_scheduler import Order
@@ -407,15 +408,15 @@ def once(planned: Planned, stage: LayerTimes) -> tuple[float, float]:
     for held in planned.held():
         n = planned.axes.count(held.axes)
         sent = held.count * (n - 1) / n
-        for kind, itemsize in (("reduce_scatter", GRADIENT), ("all_gather", WEIGHT)):
+        for kind, itemsize in ((reduce_scatter, GRADIENT), (all_gather, WEIGHT)):
             seconds = (
                 speed.transfer_seconds(
-                    mesh, held.axes, kind, True, sent * itemsize / planned.kernels.links
+                    mesh, held.axes, kind.name, True, sent * itemsize / planned.kernels.links
                 )
                 if n > 1
                 else 0.0
             )
-            if kind == "all_gather":
+            if kind is all_gather:
                 gathered += seconds
             else:
                 reduced += seconds
