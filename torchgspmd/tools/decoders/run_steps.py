@@ -409,13 +409,9 @@ def once(planned: Planned, stage: LayerTimes) -> tuple[float, float]:
         n = planned.axes.count(held.axes)
         sent = held.count * (n - 1) / n
         for kind, itemsize in ((reduce_scatter, GRADIENT), (all_gather, WEIGHT)):
-            seconds = (
-                speed.transfer_seconds(
-                    mesh, held.axes, kind.name, True, sent * itemsize / planned.kernels.links
-                )
-                if n > 1
-                else 0.0
-            )
+            size, seconds = sent * itemsize / planned.kernels.links, 0.0
+            if n > 1:
+                seconds = speed.transfer_seconds(mesh, held.axes, kind.name, True, size)
             if kind is all_gather:
                 gathered += seconds
             else:
