@@ -1,4 +1,4 @@
-"""What public reports of silent bugs compute: the programs, and what other systems make of them.
+"""Programs of public reports of silent bugs, and the results that other systems give for them.
 
 Written anew. A function of whole tensors is a program for one device. One whose first argument is a
 mesh runs on each process: by a system of torch, or by hand, with the collectives that a report
@@ -43,7 +43,7 @@ def gradient(loss: Callable[..., Tensor], of: int = 0) -> Callable[..., Tensor]:
     return function
 
 
-# ------------------------------------------------------------------------------ what a report does
+# ------------------------------------------------------------------------ the programs of reports
 
 
 def mine(mesh: DeviceMesh, x: Tensor, dim: int = 0) -> Tensor:

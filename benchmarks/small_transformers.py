@@ -166,7 +166,7 @@ def shrink(config, by: Widths) -> None:
 
 
 def complete(config) -> None:
-    """Set what a configuration leaves to its checkpoints, where a default of None does not run."""
+    """Set the entries that checkpoints usually give, where a default of None does not run."""
     values = vars(config)
     heads, layers = values.get("num_attention_heads"), values.get("num_hidden_layers") or 2
     head = values.get("head_dim") or (
@@ -281,7 +281,7 @@ SEES, HEARS = "vision|image|visual|backbone|encoder", "audio|speech|encoder"
 
 
 class Arguments:
-    """What arguments of these names may be, the likeliest first."""
+    """Candidates for arguments of these names, the likeliest first."""
 
     def __init__(self, config):
         self.config = config

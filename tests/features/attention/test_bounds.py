@@ -38,6 +38,10 @@ LEAVES = (
     lambda b, h, q, k: (q * q + k).float().sin() > 0,  # no bounds
     lambda b, h, q, k: (-k + 20).bool(),
     lambda b, h, q, k: DOCUMENTS[b, k - 23] == 1,  # counts from the end
+    # Bits of numbers, whose operands have no bounds.
+    lambda b, h, q, k: ((q >> 1) & (k >> 1)) == 5,
+    lambda b, h, q, k: ((q >> 1) | (k >> 1)) > 6,
+    lambda b, h, q, k: ((q >> 2) ^ (k >= q)) < 4,
 )
 
 

@@ -202,7 +202,7 @@ def _four(a: Interval, b: Interval, function: Callable[..., Any]) -> Interval:
 
 def _multiplied(a: Interval, b: Interval) -> Known:
     if _is_truth(a, b):
-        return Interval(a.low & b.low, a.high & b.high)
+        return _OF_TRUTH["logical_and"](a, b)
     # Beyond this, products of positions may overflow.
     small = [bool((torch.as_tensor(x).abs() < 2**31).all()) for x in (*a, *b)]
     return _four(a, b, lambda x, y: x * y) if all(small) else None
@@ -248,10 +248,12 @@ def _at_most(a: Interval, b: Interval) -> Interval:
     return Interval(a.high <= b.low, a.low <= b.high)
 
 
-def _of_truth(function: Callable[..., Known]) -> Callable[..., Known]:
-    """Return a function of truth values, of which some may be unknown."""
+def _of_truth(function: Callable[..., Known], known: int) -> Callable[..., Known]:
+    """Return a function of truth values. known: how many have to be; others may be numbers."""
 
     def bounds(*args: Known) -> Known:
+        if sum(x is not None for x in args) < known:
+            return None
         args = tuple(Interval(False, True) if x is None else x for x in args)
         return function(*args) if _is_truth(*args) else None
 
@@ -269,22 +271,20 @@ def _where(condition: Known, a: Known, b: Known) -> Known:
     return Interval(low, high)
 
 
-_AND = _of_truth(lambda a, b: Interval(a.low & b.low, a.high & b.high))
-_OR = _of_truth(lambda a, b: Interval(a.low | b.low, a.high | b.high))
-_XOR = _of_truth(
-    lambda a, b: Interval(
+def _xor(a: Interval, b: Interval) -> Interval:
+    return Interval(
         (a.low & (b.high == 0)) | (b.low & (a.high == 0)),
         (a.high & (b.low == 0)) | (b.high & (a.low == 0)),
     )
-)
-_OF_TRUTH = {
-    "bitwise_and": _AND,
-    "logical_and": _AND,
-    "bitwise_or": _OR,
-    "logical_or": _OR,
-    "bitwise_xor": _XOR,
-    "logical_xor": _XOR,
+
+
+_JOINS: dict[str, tuple[Callable[..., Known], int]] = {
+    "and": (lambda a, b: Interval(a.low & b.low, a.high & b.high), 1),
+    "or": (lambda a, b: Interval(a.low | b.low, a.high | b.high), 2),
+    "xor": (_xor, 2),
 }
+_OF_TRUTH = {f"logical_{name}": _of_truth(join, 0) for name, (join, _) in _JOINS.items()}
+_OF_TRUTH |= {f"bitwise_{name}": _of_truth(*join) for name, join in _JOINS.items()}
 _INTERVALS: dict[str, Callable[..., Known]] = {
     **_OF_TRUTH,
     "bitwise_not": _not,
