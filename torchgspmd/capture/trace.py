@@ -127,6 +127,9 @@ class _Capture:
             if self.is_module
             else {}
         )
+        for module in self.fn.modules() if self.is_module else ():
+            if check := getattr(type(module), "check_model", None):  # StackedBlocks
+                check(module, self.module_state)
         self.leaves, self.tree = pytree.tree_flatten((self.args, self.kwargs))
         self.slots = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         self.names = leaf_names(self.fn, self.args, self.kwargs)

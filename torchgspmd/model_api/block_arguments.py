@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, did_you_mean
+from .alike import numbered
 from .block_calls import SharedArguments, is_same, misused
-from .layer_kinds import numbered
 
 
 class BlockArguments:

@@ -12,11 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
-from enum import Enum
-from types import BuiltinFunctionType, FunctionType, NoneType
+from types import MethodType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..capture import is_capturing
@@ -24,11 +22,12 @@ from ..compat.patches import setting
 from ..compat.private_apis import DisableTorchFunction
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
+from .alike import Own, keeps_own, numbers_of, own_names
 
-_PLAIN = bool, int, float, complex, str, bytes, NoneType, Enum, torch.dtype
-_MISSING, UNKNOWN = object(), object()
+_MISSING = object()
+_OF_MODULES = frozenset(vars(nn.Module()))
 _numbers: ContextVar[tuple[int, ...]] = ContextVar("numbers", default=())
-# In a module's __dict__: attribute -> the value of each block, by the block's number.
+# In a module's __dict__: attribute -> each block's value and its Column's number, by block.
 _VALUES = "_values_of_blocks"
 
 # Reads of a tensor's facts.
@@ -145,25 +144,102 @@ def of_blocks(*numbers: int) -> AbstractContextManager[tuple[int, ...]]:
     return setting(_numbers, numbers)
 
 
-def differing_attributes(blocks: Sequence[nn.Module]) -> dict[str, dict[str, list[Any]]]:
-    """Return the numbers and texts in which like blocks differ: by module, attribute and block."""
+class Column(NamedTuple):
+    """An attribute's value in each of some blocks, and numbers, equal for those that are alike."""
+
+    values: list[Any]
+    numbers: list[int]
+
+
+def differing_attributes(blocks: Sequence[nn.Module]) -> dict[str, dict[str, Column]]:
+    """Return the attributes in which like blocks differ: by module, attribute and block."""
     named = [dict(each.named_modules()) for each in blocks]
-    found = {name: _differing([each[name] for each in named]) for name in named[0]}
+    owns = [own_names(each) for each in blocks]
+    found = {name: _differing([each[name] for each in named], owns) for name in named[0]}
     return {name: differing for name, differing in found.items() if differing}
 
 
+def hooks_of(block: nn.Module) -> list[object]:
+    """Return the hooks of a block's modules, numbered in each module as they were registered."""
+    found: list[object] = []
+    for name, module in block.named_modules():
+        tables = {key: value for key, value in vars(module).items() if _is_of_hooks(key)}
+        order = sorted({number for table in tables.values() for number in table or ()})
+        found += [
+            (name, key, [(order.index(number), table[number]) for number in table])
+            for key, table in tables.items()
+            if table
+        ]
+    return found
+
+
+def check_weights(blocks: Sequence[nn.Module], what: str) -> None:
+    """Raise ShardingError if rows of stacked weights cannot stand for the blocks' own weights."""
+    owner: dict[int, str] = {}
+    for number, block in enumerate(blocks):
+        for name, weight in block.named_parameters():
+            before = owner.setdefault(id(weight), named := f"{number}.{name}")
+            if before != named:
+                raise ShardingError.here(
+                    f"blocks of a {what} share a weight: {named} is {before}",
+                    why="each block has a row of the stacked weights, which a step changes alone",
+                    fix="call a block that all share in a loop (for _ in range(n): x = block(x)), "
+                    f"or make a weight that they share an argument of the {what}",
+                )
+            # Tensor has no public way to ask for its hooks.
+            if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+                raise ShardingError.here(
+                    f"{named} of a {what} has a hook for its gradient",
+                    why=f"the {what} has other parameters, in which all blocks' weights are rows",
+                    fix=f"register it on the parameters of the {what}",
+                )
+        _check_closures(block, f"block {number} of a {what}")
+
+
+def _check_closures(block: nn.Module, what: str) -> None:
+    """Raise ShardingError if a function that replaces a method, or a hook, has the block itself."""
+    own = own_names(block)
+    for name, module in block.named_modules():
+        for key, value in vars(module).items():
+            functions = value.values() if isinstance(value, dict) else (value,)
+            if any(keeps_own(each, own) for each in functions):
+                raise ShardingError.here(
+                    f"{f'{name}.{key}'.lstrip('.')} of {what} is a function that keeps the block",
+                    why="a copy of the block, with other weights, runs in its place",
+                    fix="write it into the class, or bind it: types.MethodType(function, module)",
+                )
+
+
+def _is_of_hooks(key: str) -> bool:
+    return "_hooks" in key and key in _OF_MODULES
+
+
 def separate(block: nn.Module, blocks: Mapping[int, nn.Module], what: str) -> None:
-    """Give a block, which stands for others, the numbers and texts in which they differ.
+    """Give a block, which stands for others, the attributes in which they differ.
 
     blocks: these, by number. what: the name of the module that runs them.
     """
+    owns = [own_names(each) for each in blocks.values()]
     for name, differing in differing_attributes([*blocks.values()]).items():
         module = block.get_submodule(name)
         for key in differing:
             vars(module).pop(key, None)
-        vars(module)[_VALUES] = {key: dict(zip(blocks, each)) for key, each in differing.items()}
+        vars(module)[_VALUES] = {
+            key: {
+                number: (_rebound(value, own, block), kind)
+                for number, own, value, kind in zip(blocks, owns, *column)
+            }
+            for key, column in differing.items()
+        }
         paths = {key: f"{name}.{key}".lstrip(".") for key in differing}
         _watch(module, type(module), {key: _Differing(path, what) for key, path in paths.items()})
+
+
+def _rebound(value: object, own: Own, block: nn.Module) -> object:
+    """Bind a method of a part of a block to the same part of the block that stands for it."""
+    if not isinstance(value, MethodType) or (name := own.get(id(value.__self__))) is None:
+        return value
+    return MethodType(value.__func__, block.get_submodule(name))
 
 
 def _watch(module: nn.Module, kind: Any, attributes: Mapping[str, _Differing]) -> None:
@@ -172,31 +248,15 @@ def _watch(module: nn.Module, kind: Any, attributes: Mapping[str, _Differing]) -
     module.__class__ = type(kind.__name__, (kind,), names) if attributes else kind
 
 
-def _differing(modules: Sequence[nn.Module]) -> dict[str, list[Any]]:
+def _differing(modules: Sequence[nn.Module], owns: Sequence[Own]) -> dict[str, Column]:
     """Return the attributes in which modules differ, with the value of each."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, Column] = {}
     for key in dict.fromkeys(key for module in modules for key in vars(module)):
-        values = [vars(module).get(key, _MISSING) for module in modules]
-        first, *others = map(comparable, values)
-        # Others may be unequal objects that behave alike.
-        if any(each != first for each in others if UNKNOWN not in (each, first)):
-            found[key] = values
+        if not _is_of_hooks(key):
+            values = [vars(module).get(key, _MISSING) for module in modules]
+            if any(numbers := numbers_of(values, owns)):
+                found[key] = Column(values, numbers)
     return found
-
-
-def comparable(value: object) -> object:
-    """Return a key that tells plain values and functions apart; UNKNOWN for other objects."""
-    if value is _MISSING or isinstance(value, _PLAIN):
-        return type(value), value
-    if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return value.__module__, value.__qualname__
-    if isinstance(value, (tuple, list)):
-        parts = [*map(comparable, value)]
-    elif isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        parts = [(key, comparable(each)) for key, each in value.items()]
-    else:
-        return UNKNOWN
-    return type(value), parts
 
 
 class _Differing:
@@ -206,13 +266,16 @@ class _Differing:
         self.path, self.what = path, what
         self.key = path.rpartition(".")[2]
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner = owner
+
     def __get__(self, module: nn.Module | None, owner: type) -> Any:
         if module is None:
             return self
-        values: dict[int, Any] = vars(module)[_VALUES][self.key]
+        values: dict[int, tuple[Any, int]] = vars(module)[_VALUES][self.key]
         asked = [values[number] for number in _numbers.get()] or [*values.values()]
-        if is_capturing() and any(comparable(v) != comparable(asked[0]) for v in asked):
-            shown = ("none" if v is _MISSING else repr(v) for v in values.values())
+        if is_capturing() and len({number for _, number in asked}) > 1:
+            shown = ("none" if v is _MISSING else _short(v) for v, _ in values.values())
             different = [*dict.fromkeys(shown)]
             raise ShardingError.here(
                 f"the blocks of a {self.what} read {self.path}, which differs: "
@@ -221,9 +284,8 @@ class _Differing:
                 fix="make it a parameter or an argument, set it alike in all blocks, or leave out "
                 "what reads it, such as a cache (use_cache=False)",
             )
-        if (value := asked[0]) is _MISSING:
-            raise AttributeError(self.key)
-        return value
+        value, _ = asked[0]
+        return getattr(super(self.owner, module), self.key) if value is _MISSING else value
 
     def __set__(self, module: nn.Module, value: object) -> None:
         # All blocks have it from now on, as an attribute like others.
@@ -232,3 +294,10 @@ class _Differing:
         del rest[self.key], vars(module)[_VALUES][self.key]
         _watch(module, watching.__bases__[0], rest)
         vars(module)[self.key] = value
+
+
+def _short(value: object) -> str:
+    if isinstance(value, Tensor):  # a trace refuses to print its numbers
+        return f"a tensor {[*value.shape]}"
+    text = " ".join(repr(value).split())
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -10,14 +10,14 @@ stack's layers with the same numbers and texts, of those attributes whose values
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple, NoReturn
 
-import torch
 from torch import nn
 
 from ..errors import ShardingError
-from .block_calls import UNKNOWN, comparable, differing_attributes
+from .alike import Alike, numbered, own_names
+from .block_calls import differing_attributes, hooks_of
 
 
 class Repeats(NamedTuple):
@@ -96,27 +96,21 @@ def _filled(
     return tuple(places) if len(places) == len(kinds) else None
 
 
-def numbered(values: Iterable[Any], same: Callable[[Any, Any], bool]) -> list[int]:
-    """Number values, the same ones alike, in the order of their first."""
-    firsts: list[Any] = []
-    numbers: list[int] = []
-    for value in values:
-        number = next((i for i, first in enumerate(firsts) if same(first, value)), len(firsts))
-        firsts += [value] * (number == len(firsts))
-        numbers.append(number)
-    return numbers
-
-
 def stacks_of(blocks: Sequence[nn.Module]) -> list[int]:
     """Return the number of each block's stack: blocks that differ in the values of weights."""
-    described = [(_description(block), [*block.buffers()]) for block in blocks]
-    return numbered(described, _have_one_stack)
+    owns = [own_names(block) for block in blocks]
+    described = [(_description(block), [*block.buffers()], hooks_of(block)) for block in blocks]
 
+    def same(i: int, j: int) -> bool:
+        one, other = described[i], described[j]
+        alike = Alike({}, {})  # the values of buffers, and not their names
+        return (
+            one[0] == other[0]
+            and all(map(alike, one[1], other[1]))
+            and Alike(owns[i], owns[j])(one[2], other[2])
+        )
 
-def _have_one_stack(one: Any, other: Any) -> bool:
-    return one[0] == other[0] and all(
-        a.is_meta or torch.equal(a, b) for a, b in zip(one[1], other[1])
-    )
+    return numbered(range(len(blocks)), same)
 
 
 def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
@@ -129,10 +123,8 @@ def kinds_of(blocks: Sequence[nn.Module], stacks: Sequence[int]) -> list[int]:
         layers = [layer for layer, each in enumerate(stacks) if each == stack]
         for differing in differing_attributes([blocks[layer] for layer in layers]).values():
             for column in differing.values():
-                numbers = numbered(map(comparable, column), lambda a, b: a == b)
-                is_known = not any(comparable(value) is UNKNOWN for value in column)
-                if is_known and max(numbers) + 1 < len(layers):
-                    for layer, number in zip(layers, numbers):
+                if max(column.numbers) + 1 < len(layers):
+                    for layer, number in zip(layers, column.numbers):
                         values[layer] += (number,)
     return numbered(values, lambda a, b: a == b)
 
@@ -158,4 +150,4 @@ def _description(block: nn.Module) -> dict[str, object]:
     """Return the types of a block's modules, and shapes of its tensors, by their names."""
     tensors = (*block.named_parameters(), *block.named_buffers())
     types = {name or type(m).__name__: type(m) for name, m in block.named_modules()}
-    return {**types, **{name: (tuple(t.shape), t.dtype) for name, t in tensors}}
+    return {**types, **{name: (tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors}}

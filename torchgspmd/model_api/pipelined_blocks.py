@@ -45,7 +45,7 @@ from ..layout.mark import mark_sharding
 from ..layout.mesh import Mesh
 from ..layout.spec_notation import UNCONSTRAINED
 from .block_arguments import BlockArguments
-from .block_calls import SharedArguments
+from .block_calls import SharedArguments, of_blocks
 from .block_groups import (
     GroupPlace,
     groups_of,
@@ -300,7 +300,8 @@ class Pipeline(StackedBlocks):
     ) -> _StageProgram:
         """Return a stage's program for a call. leaves: the first block's arguments."""
         own = BlockArguments(arguments)
-        own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
+        with of_blocks(0):
+            own.divide_rows(self.block, self.row_arguments, leaves[0].shape[0])
         repeats = groups_of(self.kinds, self.slots, own)
         places = places_of(repeats, self.slots, self.stacks, own)
         return _StageProgram(tree, repeats, places, own.row_tensors)

@@ -10,10 +10,11 @@ Blocks with other modules or shapes than block 0 have a stack of their own: bloc
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, cast
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -27,12 +28,14 @@ from ..errors import ShardingError
 from ..layout.annotate import Row
 from ..layout.mark import mark_sharding, raw_mark
 from ..layout.mesh import Mesh
+from .alike import Alike
 from .block_arguments import BlockArguments
 from .block_calls import (
     BlockCalls,
     BlockPlace,
     EachArguments,
     SharedArguments,
+    check_weights,
     of_blocks,
     separate,
 )
@@ -40,6 +43,8 @@ from .block_groups import GroupPlace, groups_of, places_of, rows_of_places, run_
 from .layer_kinds import find_repeats, kinds_of, raise_unlike, stacks_of
 
 Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
+# The weights that blocks had before they were stacked, by name. A pickle cannot keep them.
+_before: WeakKeyDictionary[nn.Module, dict[str, ref[Tensor]]] = WeakKeyDictionary()
 
 
 class StackedBlocks(nn.Module):
@@ -76,6 +81,8 @@ class StackedBlocks(nn.Module):
         for stack, name in enumerate(self.stack_names):
             own = {i: each for i, each in enumerate(blocks) if stacks[i] == stack}
             setattr(self, name, self._stand_in(stack, own, mesh))
+        named = [(i, *each) for i, block in enumerate(blocks) for each in block.named_parameters()]
+        _before[self] = {f"{i}.{name}": ref(weight) for i, name, weight in named}
         self.register_state_dict_post_hook(_to_names_of_blocks)
         self.register_load_state_dict_pre_hook(_from_names_of_blocks)
 
@@ -134,6 +141,18 @@ class StackedBlocks(nn.Module):
                 fix="stack the parts by themselves",
             )
         return [*self]
+
+    def check_model(self, state: Mapping[str, Tensor]) -> None:
+        """Raise ShardingError if a model has a weight that was one of its blocks' weights, too."""
+        names = {id(tensor): name for name, tensor in state.items()}
+        for own, weight in _before.get(self, {}).items():
+            if (tied := names.get(id(weight()))) is not None and weight() is not None:
+                raise ShardingError.here(
+                    f"{tied} was {own} of the {self.what} before it was made",
+                    why=f"the {self.what} has a copy of it as a row, and a step changes each alone",
+                    fix=f"pass the shared weight to the blocks as an argument, or leave out of the "
+                    f"{self.what} the block that has it",
+                )
 
     def place(self, layer: int) -> int:
         return self.places[layer]
@@ -231,6 +250,7 @@ def check_blocks(blocks: Sequence[nn.Module], what: str) -> None:
         raise ShardingError.here(
             f"a {what} is made of stacked blocks", fix=f"give the blocks themselves to {what}"
         )
+    check_weights(blocks, what)
 
 
 def check_alike(what: str, taken: Any, tree: object, returned: list[Tensor], other: object) -> None:
@@ -279,10 +299,16 @@ def _from_names_of_blocks(
                 whole = [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors]
                 state[f"{shared}{name}"] = blocks._stacked(stack, whole)
         for name, _ in getattr(blocks, name_of_stack).named_buffers():
-            # Buffers are equal in all blocks of a stack, so the first one's are enough.
-            values = [state.pop(f"{prefix}{layer}.{name}", None) for layer in layers]
-            if values[0] is not None:
-                state[f"{shared}{name}"] = values[0]
+            keys = [f"{prefix}{layer}.{name}" for layer in layers]
+            values = {key: state.pop(key) for key in keys if key in state}
+            for key, value in values.items():
+                first = state.setdefault(f"{shared}{name}", value)
+                if not Alike({}, {})(first, value):
+                    raise ShardingError.here(
+                        f"{keys[0]} and {key} differ in what is loaded",
+                        why="blocks that run one program have one tensor for their buffers",
+                        fix="make it a parameter (with requires_grad=False)",
+                    )
 
 
 def stack(blocks: Iterable[nn.Module], *, recompute: bool = False) -> nn.Module:
