@@ -91,7 +91,7 @@ pointwise(
         eq.Tensor erf erfc erfinv exp exp2 expm1 floor fmax fmin fmod.Scalar frac ge.Scalar
         ge.Tensor gelu gelu_backward gt.Scalar gt.Tensor hardsigmoid hardsigmoid_backward hardswish
         hardswish_backward hardtanh hardtanh_backward hypot isfinite isinf isnan le.Scalar le.Tensor
-        leaky_relu leaky_relu_backward lerp.Scalar lerp.Tensor lgamma log log10 log1p log2
+        leaky_relu leaky_relu_backward lgamma log log10 log1p log2
         log_sigmoid_backward log_sigmoid_forward logaddexp logical_and logical_not logical_or
         logical_xor logit lt.Scalar lt.Tensor masked_fill.Tensor maximum minimum
         mish nan_to_num ne.Scalar ne.Tensor nextafter polygamma pow.Tensor_Scalar reciprocal relu
@@ -123,8 +123,8 @@ pointwise(
     """),
     linear=[[0]],
 )
-# x + y is linear in both together, x * y in each alone.
-pointwise(aten.add.Tensor, aten.sub.Tensor, linear=[[0, 1]])
+# x + y is linear in both together, x * y in each alone, x + w (y - x) in x and y together.
+pointwise(*named("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor"), linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
