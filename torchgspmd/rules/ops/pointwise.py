@@ -103,7 +103,7 @@ pointwise(
 )
 pointwise(
     *named("""
-        complex frexp.Tensor gcd hardshrink hardshrink_backward heaviside i0 igamma igammac lcm
+        frexp.Tensor gcd hardshrink hardshrink_backward heaviside i0 igamma igammac lcm
         logaddexp2 polar round.decimals softshrink softshrink_backward special_airy_ai
         special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
         special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
@@ -124,7 +124,7 @@ pointwise(
     linear=[[0]],
 )
 # x + y is linear in both together, x * y in each alone, x + w (y - x) in x and y together.
-pointwise(*named("add.Tensor sub.Tensor lerp.Scalar lerp.Tensor"), linear=[[0, 1]])
+pointwise(*named("add.Tensor complex lerp.Scalar lerp.Tensor sub.Tensor"), linear=[[0, 1]])
 pointwise(aten.mul.Tensor, linear=[[0], [1]])
 pointwise(aten.div.Tensor, aten.native_dropout_backward.default, linear=[[0]])
 pointwise(aten.where.self, linear=[[1, 2]])
