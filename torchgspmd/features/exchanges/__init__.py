@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...comm.kinds import all_to_all
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
+from .find_chains import EXCHANGES
 from .split_exchanges import split_exchanges
 
-FEATURE_PASSES["split_exchanges"] = FeaturePass(split_exchanges, (all_to_all,))
+FEATURE_PASSES["split_exchanges"] = FeaturePass(split_exchanges, EXCHANGES)

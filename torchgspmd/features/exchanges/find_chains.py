@@ -12,19 +12,23 @@ them, so that the first part is sent while the second is computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import torch
 from torch import fx
 
-from ...comm.kinds import CollectiveKind, all_to_all
+from ...comm.kinds import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from ...compat.fx_nodes import written_operands
 from ...compat.operators import aten
 from ...fx_passes.schedule.arithmetic import flops, meta_example
-from ...rules import Call, FactorRule, rule_of
+from ...rules import Call, FactorRule, LocalForm, Shapes, rule_of
 from ...rules.notation import factors
 from ...rules.registry import declares_order
+from ...shard_spec import ShardSpec
+
+EXCHANGES = all_to_all, permute
+COLLECTIVES = (*EXCHANGES, all_gather, all_reduce, reduce_scatter)  # may be sent in parts
 
 
 @dataclass
@@ -60,22 +64,32 @@ class Chains:
         self.rules: dict[fx.Node, FactorRule | None] = {}
         self.found: list[Chain] = []
         for node in graph.nodes:
-            if node.target is all_to_all and node not in self.cut and node.meta.get("shape"):
-                dims = (self._chain(node, d) for d in range(len(node.meta["shape"])))
-                before = dict(self.cut)
-                if (chain := next((c for c in dims if c is not None), None)) is None:
-                    continue
-                if chain.likeness in left_out:
-                    self.cut = before
-                else:
-                    self.found.append(chain)
+            if node.target not in COLLECTIVES or node in self.cut or self.rule(node) is None:
+                continue
+            before = dict(self.cut)
+            if (chain := next(self._chains(node), None)) is None:
+                continue
+            if chain.likeness in left_out:
+                self.cut = before
+            else:
+                self.found.append(chain)
 
-    def _chain(self, first: fx.Node, dim: int) -> Chain | None:
-        """Return the chain behind an exchange, along a dimension; None if there is none."""
+    def _chains(self, first: fx.Node) -> Iterator[Chain]:
+        """Yield the chains behind a collective: to an exchange, or behind one to a collective."""
         reached = _reached(first)
-        last = min((n for n in reached if n.target is all_to_all), key=self.place.get, default=None)
-        if last is None:
-            return None
+        order = sorted(reached, key=self.place.__getitem__)
+        lasts = [next((n for n in order if n.target in EXCHANGES), None)]
+        if first.target in EXCHANGES:
+            lasts.append(next((n for n in order if n.target in COLLECTIVES), None))
+        for last in filter(None, dict.fromkeys(lasts)):
+            for dim in range(len(first.meta["shape"])):
+                if (chain := self._chain(first, last, dim, reached)) is not None:
+                    yield chain
+
+    def _chain(
+        self, first: fx.Node, last: fx.Node, dim: int, reached: Collection[fx.Node]
+    ) -> Chain | None:
+        """Return the chain between two collectives, along a dimension; None if there is none."""
         needed, stack = {last}, [last]
         while stack:
             new = [x for x in stack.pop().all_input_nodes if x in reached and x not in needed]
@@ -152,15 +166,16 @@ def _phase(node: fx.Node) -> bool:
 
 
 def _reached(first: fx.Node) -> set[fx.Node]:
-    """Return the nodes in the same phase that need an exchange, up to the next ones."""
+    """Return the nodes in the same phase that need a collective, up to the next exchanges."""
     reached, stack = set[fx.Node](), [first]
     while stack:
         new = [
-            u for u in stack.pop().users if u not in reached and u.op == "call_function"
-            and _phase(u) == _phase(first)
+            u
+            for u in stack.pop().users
+            if u not in reached and u.op == "call_function" and _phase(u) == _phase(first)
         ]
         reached.update(new)
-        stack += [u for u in new if u.target is not all_to_all]
+        stack += [u for u in new if u.target not in EXCHANGES]
     return reached
 
 
@@ -185,22 +200,21 @@ def allows(rule: FactorRule, factor: str) -> bool:
 def _rule(node: fx.Node) -> FactorRule | None:
     if node.op != "call_function" or node.meta.get("shape") is None or node.meta.get("unknown"):
         return None
-    if isinstance(node.target, CollectiveKind):
-        return _exchange_rule(node) if node.target is all_to_all else None
+    if node.target in COLLECTIVES:
+        return _collective_rule(node)
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags or written_operands(node):
         return None  # a draw of a part has other numbers
     if "order" in node.meta or declares_order(node.target):
         return None
+    if (along := _along(node)) is not None:
+        return _rule_along(node, along)
     operands = tensors_in(node)
     if not operands or any(x.meta.get("unknown") for x in operands):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), meta_example)
     tensors, result = tuple(map(meta_example, operands)), meta_example(node)
     call = Call(node.target, args, kwargs, tensors, (result,))
-    along = _along(node)
-    if along is not None:
-        return _rule_along(call, along)
     rule = rule_of(call)
     return rule if rule.described and len(rule.results) == 1 else None
 
@@ -214,16 +228,33 @@ def _along(node: fx.Node) -> set[int] | None:
     return None
 
 
-def _exchange_rule(node: fx.Node) -> FactorRule:
-    x, result = meta_example(node.args[0]), meta_example(node)
-    call = Call(node.target, (), {}, (x,), (result,))
-    return _rule_along(call, {*node.args[1:3]})
+def _collective_rule(node: fx.Node) -> FactorRule:
+    """Return the rule of a collective: elementwise, but for dimensions whose shards change."""
+    rest = node.args[1:]
+    changed = {arg for arg in rest if type(arg) is int}
+    if node.target is not permute:
+        return _rule_along(node, changed)
+    before, after, size = rest
+    changed |= {
+        d for text in (before, after) for d, a in enumerate(ShardSpec.parse(text).dims) if a
+    }
+
+    def arguments(args: tuple, kwargs: dict, shapes: Shapes) -> tuple[tuple, dict]:
+        (shape,) = shapes.results
+        whole = tuple(n if d in changed else shape[d] for d, n in enumerate(size))
+        return (*args[:-1], whole), kwargs
+
+    return _rule_along(node, changed, LocalForm(arguments=arguments))
 
 
-def _rule_along(call: Call, dims: set[int]) -> FactorRule:
+def _rule_along(node: fx.Node, dims: Collection[int], local: LocalForm = LocalForm()) -> FactorRule:
     """Return the rule of an operation that is elementwise but for some dimensions."""
-    names = factors("d", call.results[0].dim())
-    taken = [[f"{side}{name}" if i in dims else name for i, name in enumerate(names)]
-             for side in ("in_", "out_")]
-    whole = [name for side in taken for name in side if name not in names]
-    return call.rule([taken[0]], [taken[1]], replicated=whole)
+    x, result = meta_example(node.args[0]), meta_example(node)
+    names = factors("d", result.dim())
+    sides = [
+        [f"{side}{name}" if i in dims else name for i, name in enumerate(names)]
+        for side in ("in_", "out_")
+    ]
+    whole = [name for side in sides for name in side if name not in names]
+    call = Call(node.target, (), {}, (x,), (result,))
+    return call.rule(sides[:1], sides[1:], replicated=whole, local=local)

@@ -9,10 +9,9 @@ needs    one device's program, before start_wait
 ensures  the same bytes are sent; the program is faster by the time of its two streams
 source   ours. Tutel (arXiv 2206.03382, section 3.3) and FasterMoE divide the capacity by hand.
 
-The passes that follow do the rest: a part's exchange starts as soon as its operand exists, and is
-waited for where it is used. A sum over the dimension that is cut is a sum of parts; other operations
-read the parts joined. The choice is between no chain and all, in two parts or in four, and then
-between the chains of like layers.
+Later passes start a part's exchange when its operand exists, and wait for it where it is used. A
+sum over the dimension that is cut may become a sum of parts; other operations read the parts
+joined. The pass compares no parts, two and four, in all chains, and then leaves out like chains.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ...comm.kinds import CollectiveKind
 from ...compat.fx_nodes import add_node, copy_node, origin_of
 from ...compat.operators import aten
 from ...fx_passes.loop_call import copy_loops
@@ -35,7 +33,7 @@ from ...fx_passes.schedule.bucket import start_wait
 from ...fx_passes.schedule.liveness import bytes_of
 from ...fx_passes.schedule.overlap import overlap
 from ...rules import Shapes
-from .find_chains import Chains, tensors_in
+from .find_chains import COLLECTIVES, Chains, tensors_in
 
 PARTS = 2, 4
 GAIN = 0.99  # Compute in parts if the program takes at most this share of its time.
@@ -94,7 +92,7 @@ class _Parts:
     def rewrite(self) -> fx.Graph:
         region: dict[fx.Node, tuple[str, int]] = {}  # node -> its factor, the place of its parts
         for chain in self.chains.found:
-            sent = (self.place[n] for n in chain.head if isinstance(n.target, CollectiveKind))
+            sent = (self.place[n] for n in chain.head if n.target in COLLECTIVES)
             begin, end = max(sent), self.place[chain.last]
             region |= {n: (factor, begin) for n, factor in chain.head.items()}
             region |= {n: (factor, end) for n, factor in chain.core.items()}
@@ -138,13 +136,13 @@ class _Parts:
         for k in range(self.parts):
             _, rows = self._size(size, k)
             key = place, k, self.place[node], 1
-            new = iter(
+            new = iter(  # a value may be two operands, with the factor in other dimensions
                 self._part(v, dims.index((factor,)), k, key, node) if (factor,) in dims else v
                 for v, dims in zip(operands, rule.operands)
             )
             args, kwargs = fx.map_arg(
                 (node.args, dict(node.kwargs)),
-                lambda n: next(new) if n.meta.get("dtype") is not None else n,
+                lambda n, new=new: n if n.meta.get("dtype") is None else next(new),
             )
             shape = tuple(
                 rows if dims == (factor,) else n
