@@ -202,9 +202,8 @@ def _rule(node: fx.Node) -> FactorRule | None:
         return None
     if node.target in COLLECTIVES:
         return _collective_rule(node)
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags or written_operands(node):
-        return None  # a draw of a part has other numbers
+    if draws_or_writes(node):  # a draw of a part has other numbers
+        return None
     if "order" in node.meta or declares_order(node.target):
         return None
     if (along := _along(node)) is not None:
@@ -217,6 +216,12 @@ def _rule(node: fx.Node) -> FactorRule | None:
     call = Call(node.target, args, kwargs, tensors, (result,))
     rule = rule_of(call)
     return rule if rule.described and len(rule.results) == 1 else None
+
+
+def draws_or_writes(node: fx.Node) -> bool:
+    """Return whether an operation has an effect besides its results, or none twice the same."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or bool(written_operands(node))
 
 
 def _along(node: fx.Node) -> set[int] | None:

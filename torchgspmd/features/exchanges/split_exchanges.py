@@ -17,9 +17,10 @@ joined. The pass compares no parts, two and four, in all chains, and then leaves
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Collection, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -30,43 +31,63 @@ from ...fx_passes.loop_call import copy_loops
 from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import flops, stream_seconds
 from ...fx_passes.schedule.bucket import start_wait
-from ...fx_passes.schedule.liveness import bytes_of
-from ...fx_passes.schedule.overlap import overlap
+from ...fx_passes.schedule.liveness import bytes_of, peak
+from ...fx_passes.schedule.overlap import EXTRA, overlap
 from ...rules import Shapes
+from .fill_waits import fill_waits
 from .find_chains import COLLECTIVES, Chains, tensors_in
 
 PARTS = 2, 4
-GAIN = 0.99  # Compute in parts if the program takes at most this share of its time.
+GAIN = 0.99  # Rewrite a program if it takes at most this share of its time then.
 Key = tuple[int, int, int, int]
 
 
 def split_exchanges(program: Program) -> fx.Graph | None:
     """Rewrite the program's graph, if it is faster then."""
-    skip = program.request.skip_passes
-    if not program.hardware.beside or "overlap" in skip:
+    if not program.hardware.beside or "overlap" in program.request.skip_passes:
         return None
-    kinds = {*dict.fromkeys(c.likeness for c in Chains(program.graph).found)}
-    if not kinds:
+    found = Chains(program.graph).found
+    search = _Search(program)
+    before = search.way(1, frozenset(), fill=False)
+    ways = [search.way(parts, frozenset()) for parts in (1, *(PARTS if found else ()))]
+    best = min(ways, key=lambda way: way.seconds)
+    kinds = dict.fromkeys(chain.likeness for chain in found)
+    for kind in kinds if best.parts > 1 and len(kinds) > 1 else ():
+        best = min(best, search.way(best.parts, best.left_out | {kind}), key=lambda w: w.seconds)
+    if best.seconds > GAIN * before.seconds:
         return None
+    return search.rewrite(program.graph, best.parts, best.left_out)
 
-    def seconds(parts: int, left_out: Collection[object]) -> float:
-        graph = _copied(program.graph)
+
+class _Way(NamedTuple):
+    seconds: float
+    parts: int
+    left_out: frozenset[object]  # chains like these
+
+
+class _Search:
+    """Ways to rewrite a program. most: bytes of a peak, as `overlap` may raise it."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.most = math.inf
+
+    def way(self, parts: int, left_out: frozenset[object], fill: bool = True) -> _Way:
+        graph = _copied(self.program.graph)
+        if fill:
+            self.rewrite(graph, parts, left_out)
+        mesh, hardware = self.program.mesh, self.program.hardware
+        seconds = stream_seconds(overlap(start_wait(graph)), mesh, hardware)
+        most = peak(graph)
+        if not fill:
+            self.most = (1 + EXTRA) * most
+        return _Way(seconds if most <= self.most else math.inf, parts, left_out)
+
+    def rewrite(self, graph: fx.Graph, parts: int, left_out: frozenset[object]) -> fx.Graph:
         if parts > 1:
             _Parts(graph, parts, left_out).rewrite()
-        return stream_seconds(overlap(start_wait(graph)), program.mesh, program.hardware)
-
-    best, now = (1, frozenset[object]()), seconds(1, ())
-    limit = GAIN * now
-    for parts in PARTS:
-        if (found := seconds(parts, ())) <= min(limit, GAIN * now):
-            best, now = (parts, frozenset()), found
-    if best[0] == 1:
-        return None
-    for kind in kinds if len(kinds) > 1 else ():
-        without = best[1] | {kind}
-        if (found := seconds(best[0], without)) < now:
-            best, now = (best[0], without), found
-    return _Parts(program.graph, *best).rewrite()
+        fill_waits(graph, self.program.mesh, self.program.hardware)
+        return graph
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
