@@ -35,6 +35,17 @@ GROUPS, TOKENS, PLACES = 4, 256, 48
 WARM = 2
 
 
+class Scale(nn.Module):
+    """x [g, s, m] -> the same: a weight in front, so that the layer has a gradient to send back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
 class Layer(nn.Module):
     """x [g, s, m] -> [g, s, m]: one expert for each token."""
 
@@ -60,7 +71,7 @@ def model_of(layers: int, devices: int) -> nn.Sequential:
     """Return layers whose products are one of so many devices' share."""
     torch.manual_seed(0)
     rows = EXPERTS // devices, PLACES * devices
-    return nn.Sequential(*(Layer(*rows) for _ in range(layers)))
+    return nn.Sequential(Scale(), *(Layer(*rows) for _ in range(layers)))
 
 
 def measure(steps: int, layers: int, rate: str) -> None:
@@ -68,8 +79,8 @@ def measure(steps: int, layers: int, rate: str) -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     n, payload = dist.get_world_size(), Wire(0, rate).payload
-    x = torch.randn(GROUPS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    share, own = model_of(layers, n), x[: GROUPS // n].detach().requires_grad_()
+    x = torch.randn(GROUPS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    share, own = model_of(layers, n), x[: GROUPS // n]
     seconds: dict[str, list[float]] = {"compute": []}
 
     def timed(name: str, model: Callable[[Tensor], Tensor], x: Tensor) -> None:
@@ -82,12 +93,13 @@ def measure(steps: int, layers: int, rate: str) -> None:
     for _ in range(3):
         timed("compute", share, own)
     mesh = gspmd.Mesh(expert=n)
-    rows = sum(p.numel() for p in share.parameters()) * 6 * PLACES * GROUPS  # FLOPs of experts
+    matrices = sum(p.numel() for p in share.parameters() if p.dim() == 3)
+    count = 6 * matrices * PLACES * GROUPS  # FLOPs of the experts' products
     alone = torch.tensor(min(seconds["compute"]))
     dist.broadcast(alone, 0)
     hardware = dataclasses.replace(
         gspmd.Hardware.of("cpu"),
-        flops={4: rows / alone.item()},
+        flops={4: count / alone.item()},
         links=(Link(math.inf, payload, 1e-3),),
         beside=True,
     )

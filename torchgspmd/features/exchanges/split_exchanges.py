@@ -27,10 +27,11 @@ from torch import fx
 
 from ...compat.fx_nodes import add_node, copy_node, origin_of
 from ...compat.operators import aten
-from ...fx_passes.loop_call import copy_loops
+from ...fx_passes.loop_call import BodyCall, copy_loops
 from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import flops, stream_seconds
-from ...fx_passes.schedule.bucket import start_wait
+from ...fx_passes.schedule.bucket import bucket, start_wait
+from ...fx_passes.schedule.collective_matmul import collective_matmul
 from ...fx_passes.schedule.liveness import bytes_of, peak
 from ...fx_passes.schedule.overlap import EXTRA, overlap
 from ...rules import Shapes
@@ -76,11 +77,19 @@ class _Search:
         graph = _copied(self.program.graph)
         if fill:
             self.rewrite(graph, parts, left_out)
-        mesh, hardware = self.program.mesh, self.program.hardware
+        program, skipped = self.program, self.program.request.skip_passes
+        mesh, hardware = program.mesh, program.hardware
+        if "collective_matmul" not in skipped:
+            collective_matmul(graph, mesh, hardware)
+        if "bucket" not in skipped:
+            bucket(graph, mesh, hardware, program.captured.has_backward)
         seconds = stream_seconds(overlap(start_wait(graph)), mesh, hardware)
         most = peak(graph)
         if not fill:
-            self.most = (1 + EXTRA) * most
+            # A share of the whole program's peak, which has each iteration's saved values.
+            call = program.call
+            runs = call.loop.length if isinstance(call, BodyCall) else 1
+            self.most = (1 + EXTRA * runs) * most
         return _Way(seconds if most <= self.most else math.inf, parts, left_out)
 
     def rewrite(self, graph: fx.Graph, parts: int, left_out: frozenset[object]) -> fx.Graph:
