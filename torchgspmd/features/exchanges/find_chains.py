@@ -14,9 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...comm.kinds import all_gather, all_reduce, all_to_all, permute, reduce_scatter
 from ...compat.fx_nodes import written_operands
@@ -45,7 +46,7 @@ class Chain:
 
     @property
     def likeness(self) -> tuple[object, ...]:
-        """Return what chains of equal layers have in common."""
+        """Return a key that is equal for the chains of equal layers."""
         return tuple(
             (str(n.target), tuple(n.meta["shape"]), n.meta.get("backward"))
             for n in (*self.head, *self.core)
@@ -110,6 +111,12 @@ class Chains:
             self.rules[node] = _rule(node)
         return self.rules[node]
 
+    def of_parts(self, node: fx.Node) -> FactorRule:
+        """Return the rule of an operation that is computed in parts."""
+        rule = self.rule(node)
+        assert rule is not None, "it is computed in parts"
+        return rule
+
     def factor(self, node: fx.Node) -> str | None:
         """Return the factor along which an operation's operands are cut; None for several."""
         rule = self.rule(node)
@@ -132,9 +139,7 @@ class Chains:
         return pulled
 
     def _pull_operands(self, node: fx.Node, factor: str, chain: Chain) -> bool:
-        rule = self.rule(node)
-        assert rule is not None, "it is computed in parts"
-        for dims, value in zip(rule.operands, tensors_in(node)):
+        for dims, value in zip(self.of_parts(node).operands, tensors_in(node)):
             if (factor,) in dims:
                 dim = dims.index((factor,))
                 if self.cut.get(value, dim) != dim:
@@ -212,10 +217,14 @@ def _rule(node: fx.Node) -> FactorRule | None:
     if not operands or any(x.meta.get("unknown") for x in operands):
         return None
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), meta_example)
-    tensors, result = tuple(map(meta_example, operands)), meta_example(node)
+    tensors, result = tuple(map(_tensor, operands)), _tensor(node)
     call = Call(node.target, args, kwargs, tensors, (result,))
     rule = rule_of(call)
     return rule if rule.described and len(rule.results) == 1 else None
+
+
+def _tensor(node: fx.Node) -> Tensor:
+    return cast(Tensor, meta_example(node))
 
 
 def draws_or_writes(node: fx.Node) -> bool:
@@ -254,7 +263,7 @@ def _collective_rule(node: fx.Node) -> FactorRule:
 
 def _rule_along(node: fx.Node, dims: Collection[int], local: LocalForm = LocalForm()) -> FactorRule:
     """Return the rule of an operation that is elementwise but for some dimensions."""
-    x, result = meta_example(node.args[0]), meta_example(node)
+    x, result = _tensor(node.args[0]), _tensor(node)
     names = factors("d", result.dim())
     sides = [
         [f"{side}{name}" if i in dims else name for i, name in enumerate(names)]

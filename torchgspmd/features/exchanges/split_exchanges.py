@@ -146,25 +146,23 @@ class _Parts:
         sums: dict[fx.Node, tuple[str, int]] = {}
         for node in dict.fromkeys(u for v in self.cut for u in v.users if u not in region):
             factor = self.chains.factor(node)
-            if factor is None or not flops(node) or factor not in self.chains.rule(node).reduce:
+            if factor is None or not flops(node) or factor not in self.chains.of_parts(node).reduce:
                 continue
             read = [v for v in tensors_in(node) if v in self.cut]
             if 3 * (self.parts - 1) * bytes_of(node) <= 2 * sum(map(bytes_of, read)):
                 sums[node] = factor, max(self.place[node], *(last[v] for v in read))
         return sums
 
-    def _size(self, size: int, k: int) -> tuple[int, int]:
-        """Return the first row and the rows of a part."""
-        each = -(-size // self.parts)
-        first = min(k * each, size)
-        return first, min(each, size - first)
+    def _rows(self, size: int) -> list[tuple[int, int]]:
+        """Return the first row of each part of a dimension, and how many it has."""
+        ends = [size * k // min(self.parts, size) for k in range(min(self.parts, size) + 1)]
+        return [(first, end - first) for first, end in zip(ends, ends[1:])]
 
     def _parts_of(self, node: fx.Node, factor: str, place: int) -> Iterator[fx.Node]:
         """Yield the parts of an operation: the same one, on parts of its operands."""
-        rule, operands = self.chains.rule(node), tensors_in(node)
+        rule, operands = self.chains.of_parts(node), tensors_in(node)
         size = rule.sizes[factor]
-        for k in range(self.parts):
-            _, rows = self._size(size, k)
+        for k, (_, rows) in enumerate(self._rows(size)):
             key = place, k, self.place[node], 1
             new = iter(  # a value may be two operands, with the factor in other dimensions
                 self._part(v, dims.index((factor,)), k, key, node) if (factor,) in dims else v
@@ -195,7 +193,7 @@ class _Parts:
         if value in self.pieces:
             return self.pieces[value][k]
         if (value, dim, k) not in self.slices:
-            first, rows = self._size(value.meta["shape"][dim], k)
+            first, rows = self._rows(value.meta["shape"][dim])[k]
             shape = list(value.meta["shape"])
             shape[dim] = rows
             meta = {
