@@ -13,7 +13,7 @@ that all tokens share, for instance. The rest stays, beside later exchanges.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 from torch import fx
 
@@ -24,29 +24,36 @@ from ...fx_passes.schedule.arithmetic import flops, op_seconds, step_seconds
 from ...layout.mesh import Mesh
 from .find_chains import EXCHANGES, draws_or_writes
 
+WINDOW = 400  # How many operations behind a wait may be moved: about a layer's.
+
 
 def fill_waits(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> None:
     """Rewrite the graph in place."""
+    place = {node: float(i) for i, node in enumerate(graph.nodes)}
     for exchange in [n for n in graph.nodes if n.target in EXCHANGES]:
-        order = [*graph.nodes]
-        place = {node: i for i, node in enumerate(order)}
         first = min(exchange.users, key=place.__getitem__, default=None)
         if first is None or first.op == "output":
             continue
-        between = order[place[exchange] + 1 : place[first]]
         left = step_seconds([exchange.meta["step"]], mesh, hardware)
-        left -= sum(op_seconds(n, mesh, hardware) for n in between if _is_computed(n))
-        arrived = {n for n in order[: place[first]] if _has_arrived(n, place, place[first])}
-        for product in order[place[first] :]:
+        node = exchange.next
+        while node is not first and left > 0:
+            left -= op_seconds(node, mesh, hardware) if _is_computed(node) else 0.0
+            node = node.next
+        behind = [first]  # all that follows it, and may be moved before it
+        while len(behind) < WINDOW and behind[-1].next.op != "output":
+            behind.append(behind[-1].next)
+        there = {*behind}
+        for product in behind:
             if left <= 0:
                 break
-            if product.op != "call_function" or not flops(product, mesh):
+            if product not in there or product.op != "call_function" or not flops(product, mesh):
                 continue
-            moved = _needed(product, arrived, _phase(exchange))
+            moved = _needed(product, there, place, place[first], _phase(exchange))
             for node in sorted(moved, key=place.__getitem__):
                 first.prepend(node)
+                place[node] = place[first] - 0.5
                 left -= op_seconds(node, mesh, hardware)
-            arrived |= moved
+            there -= moved
 
 
 def _phase(node: fx.Node) -> bool:
@@ -58,19 +65,27 @@ def _is_computed(node: fx.Node) -> bool:
     return node.op == "call_function" and not is_body and not draws_or_writes(node)
 
 
-def _has_arrived(node: fx.Node, place: dict[fx.Node, int], here: int) -> bool:
-    """Return whether a value exists at a place without a wait: a collective's if it is in use."""
-    return not isinstance(node.target, StepKind) or any(place[u] < here for u in node.users)
+def _needed(
+    product: fx.Node,
+    there: Collection[fx.Node],
+    place: Mapping[fx.Node, float],
+    here: float,
+    phase: bool,
+) -> set[fx.Node]:
+    """Return the operations to move for a product, itself included; none if one cannot move.
 
-
-def _needed(product: fx.Node, arrived: Collection[fx.Node], phase: bool) -> set[fx.Node]:
-    """Return the operations to move for a product, itself included; none if one cannot move."""
+    here: the place to which they would move. Collectives without a user before it would be waited
+    for there.
+    """
     needed, stack = {product}, [product]
     while stack:
         node = stack.pop()
         if not _is_computed(node) or _phase(node) != phase:
             return set()
-        new = [x for x in node.all_input_nodes if x not in arrived and x not in needed]
-        needed.update(new)
-        stack += new
+        for x in node.all_input_nodes:
+            if x in there and x not in needed:
+                needed.add(x)
+                stack.append(x)
+            elif isinstance(x.target, StepKind) and all(place[u] >= here for u in x.users):
+                return set()
     return needed
