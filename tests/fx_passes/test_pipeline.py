@@ -185,6 +185,7 @@ def test_what_may_be_skipped_is_in_the_tuple() -> None:
         "collective_matmul",
         "overlap",
         "prefetch",
+        "split_exchanges",
     ]
     assert pipeline.skippable() == names
     plan = planned(advanced={"skip_passes": ["bucket", "overlap"]})

@@ -131,6 +131,10 @@ def mask_padding(x: Tensor, dim: int, index: int, size: int, fill: float) -> Ten
     return torch.where(inside.view([-1] + [1] * (x.dim() - 1 - dim)), x, as_dtype(fill, x.dtype))
 
 
+for _rows in (take_part, pad_rows, mask_padding):
+    vars(_rows)["along"] = 1  # the argument that says which dimension's rows it changes
+
+
 def in_order(x: Tensor, order: Sequence[int]) -> Tensor:
     """Return x with its dimensions in an order in memory, outermost first, and not contiguous.
 

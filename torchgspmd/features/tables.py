@@ -15,9 +15,22 @@ from ..errors import ShardingError, did_you_mean
 from ..fx_passes.pipeline import without_passes
 from ..rules.registry import without_rules
 from ..rules.rewrites import end_tables, without_rewrites
-from . import attention, experts, lanes, loops, pipelines, recurrences, unknown_sizes, windows
+from . import (
+    attention,
+    exchanges,
+    experts,
+    lanes,
+    loops,
+    pipelines,
+    recurrences,
+    unknown_sizes,
+    windows,
+)
 
-_FOLDERS = attention, experts, lanes, loops, pipelines, recurrences, unknown_sizes, windows
+_FOLDERS = (
+    *(attention, exchanges, experts, lanes, loops),
+    *(pipelines, recurrences, unknown_sizes, windows),
+)
 FEATURES = tuple(folder.__name__.rpartition(".")[2] for folder in _FOLDERS)
 end_tables(__name__)
 

@@ -242,6 +242,16 @@ PIPELINE: tuple[Step, ...] = (
                 before=("collective_matmul", "bucket", "start_wait"),
                 because="it cuts the body of a loop into pieces, each a program for these passes",
             ),
+            feature_pass(
+                "exchanges",
+                "split_exchanges",
+                LOCAL,
+                optional=("split_exchanges",),
+                in_loops=True,
+                after=("outline_loops", "outline_stages"),
+                before=("start_wait",),
+                because="it cuts collectives, which have one node until they start",
+            ),
             Pass(
                 "collective_matmul",
                 lambda p: collective_matmul(p.graph, p.mesh, p.hardware),

@@ -13,13 +13,14 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from ...comm.collective import start, wait
 from ...comm.hardware import Hardware
 from ...comm.kinds import FusedKind, Step
 from ...compat.private_apis import OpOverload
 from ...layout.mesh import Mesh
 from ...rules.custom_ops import costs as _formulas  # noqa: F401
 from ...rules.custom_ops.loops import nests, runs_of
-from ..loop_call import loop_calls
+from ..loop_call import BodyCall, loop_calls
 from .liveness import bytes_of
 
 # How many operands' rows are computed once between them, by operation: rows of the features.
@@ -36,8 +37,8 @@ def flops(node: fx.Node, mesh: Mesh | None = None) -> int:
     formula = flop_registry.get(getattr(kind, "overloadpacket", None))
     if formula is None:
         return 0
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
-    count = int(formula(*args, **kwargs, out_val=_example(node)))
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), meta_example)
+    count = int(formula(*args, **kwargs, out_val=meta_example(node)))
     return count // SHARED_ROWS[kind](node) if kind in SHARED_ROWS else count
 
 
@@ -46,7 +47,7 @@ def _shape(node: fx.Node) -> tuple[int, ...] | None:
     return tuple(node.meta["shape"]) if "shape" in node.meta else None
 
 
-def _example(node: fx.Node) -> object:
+def meta_example(node: fx.Node) -> object:
     """Return a node's own value in a global program, a meta tensor like it in a local one.
 
     Several results are a list, without those that nobody uses. A node without a shape is computed.
@@ -57,12 +58,12 @@ def _example(node: fx.Node) -> object:
     if shape is not None and dtype is not None:
         return torch.empty(shape, dtype=dtype, device="meta")
     read = [u for u in node.users if u.target is operator.getitem and u.users]
-    results = {u.args[1]: _example(u) for u in read}
+    results = {u.args[1]: meta_example(u) for u in read}
     if results:
         return [results.get(i) for i in range(max(results) + 1)]
     if node.op == "placeholder":  # a coordinate of the device, or a size of an argument
         return node.meta.get("size", (0, 0))[1]
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _example)
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), meta_example)
     return node.target(*args, **{**kwargs, **({"device": "meta"} if "device" in kwargs else {})})
 
 
@@ -107,6 +108,24 @@ def step_seconds(steps: Sequence[Step], mesh: Mesh, hardware: Hardware) -> float
     first, sent = steps[0], sum(step.sent for step in steps)
     kind = first.target
     return hardware.transfer_seconds(mesh, first.axes, kind.name, kind.relays, sent)
+
+
+def stream_seconds(graph: fx.Graph, mesh: Mesh, hardware: Hardware) -> float:
+    """Return the seconds of a scheduled program of one device, on the streams of `estimate`.
+
+    Loops and pipelines count nothing: this compares two schedules around them.
+    """
+    now = free = 0.0
+    arrival: dict[fx.Node, float] = {}
+    for node in graph.nodes:
+        if node.target is start:
+            steps = [user.meta["step"] for user in node.users]
+            free = arrival[node] = max(now, free) + step_seconds(steps, mesh, hardware)
+        elif node.target is wait:
+            now = max(now, arrival[node.args[0]])
+        elif node.op == "call_function" and not isinstance(node.target, BodyCall):
+            now += op_seconds(node, mesh, hardware)
+    return max(now, free)
 
 
 def graph_flops(graph: fx.Graph, mesh: Mesh) -> int:

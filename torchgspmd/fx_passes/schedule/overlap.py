@@ -122,7 +122,9 @@ def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
     # Each draw depends on the one before it: another order would give other numbers.
     before = dict(zip(draws[1:], draws))
     chosen: dict[fx.Node, None] = {}
-    for collective in (n for n in nodes if n.target is start):
+    starts = (n for n in nodes if n.target is start)
+    # The link is free for those that hold up computation: results that are only returned can wait.
+    for collective in sorted(starts, key=_ends_in_output):
         ancestors, stack = {collective}, [collective]
         while stack:
             node = stack.pop()
@@ -246,7 +248,7 @@ def _chains(starts: Sequence[fx.Node]) -> list[list[fx.Node]]:
     """
     phases: list[list[fx.Node]] = [[], []]
     for node in starts:
-        if all(user.op == "output" for each in node.users for user in each.users):
+        if _ends_in_output(node):
             continue
         backward = bool(node.meta["backward"])
         if all(
@@ -304,9 +306,14 @@ def early_updates(order: Sequence[fx.Node], updates: Collection[fx.Node]) -> lis
 
 def _is_returned(node: fx.Node) -> bool:
     """Return whether a node sends computed values, and the program only returns its result."""
-    return any(
+    return _ends_in_output(node) and any(
         x.op == "call_function" and x.target is not wait for x in node.all_input_nodes
-    ) and all(user.op == "output" for arrived in node.users for user in arrived.users)
+    )
+
+
+def _ends_in_output(node: fx.Node) -> bool:
+    """Return whether the program only returns the result of a start."""
+    return all(user.op == "output" for arrived in node.users for user in arrived.users)
 
 
 def _ancestors(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
