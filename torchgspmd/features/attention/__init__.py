@@ -67,15 +67,11 @@ _IN_BLOCKS = {
 
 def _balance_attention(program: Program) -> fx.Graph | None:
     """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
-    request = program.request
-    priced = False
-    if _lends(request):
-        masks = Masks(request.captured.constants)
-        flops_per_byte = request.constants.link_flops_per_byte
-        priced = price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
-    changed = balance(
-        program.graph, program.layouts, program.rules, request.constants, _lends(request)
-    )
+    request, lends = program.request, _lends(program.request)
+    parts = program.graph, program.layouts, program.rules
+    masks = Masks(request.captured.constants, request.constants.link_flops_per_byte)
+    priced = lends and price_masks(*parts, masks)
+    changed = balance(*parts, request.constants, masks, lends)
     return program.graph if changed or priced else None
 
 
@@ -86,8 +82,7 @@ def _ring_keys(program: Program) -> fx.Graph | None:
     changed = request.regather != "never" and mark_rings(
         program.graph,
         program.mesh,
-        request.constants.link_flops_per_byte,
-        Masks(request.captured.constants),
+        Masks(request.captured.constants, request.constants.link_flops_per_byte),
         memory=request.regather == "all",
         lends=_lends(request),
     )

@@ -102,7 +102,6 @@ RINGS: dict[Any, Ring] = {
 def mark_rings(
     graph: fx.Graph,
     mesh: Mesh,
-    flops_per_byte: float,
     masks: Masks,
     *,
     memory: bool = False,
@@ -110,10 +109,10 @@ def mark_rings(
 ) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: FLOPs of a device while it sends a byte. masks: what planning knows of them.
-    memory: it counts, not time. lends: late devices may lend queries to early ones.
+    masks: what planning knows of them. memory: it counts, not time. lends: late devices may lend
+    queries to early ones.
     """
-    changed = False
+    changed, flops_per_byte = False, masks.flops_per_byte
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
         if ring is None or node.meta.get("ring") or not _fits(node, ring):
