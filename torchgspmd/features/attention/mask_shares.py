@@ -29,9 +29,10 @@ from ...fx_passes.propagate.layouts import Layouts
 from .flex_op import Flex
 from .ring_rows import pieces_of, rows_seen
 from .tiles import Place
-from .token_orders import TokenOrder, blocks_of, in_order, orders
+from .token_orders import IN_ORDER, TokenOrder, blocks_of, in_order, orders
 
 _CPU = torch.device("cpu")
+OWN = "tokens in their own order, which takes least time"
 Pieces = list[tuple[int, int]]
 # The operators, and the index of their queries. Buffers, expressions and the scale follow values.
 FLEX = {
@@ -136,12 +137,25 @@ class MaskedRing:
     @cached_property
     def price(self) -> float:
         """The time for keys that travel, and for the busiest device, relative to a gather."""
+        waiting = (max(self.work) - sum(self.work) / self.n) * self._rows_per_pair
+        return self.share + waiting / ((self.n - 1) * self.shape[-1])
+
+    @cached_property
+    def work(self) -> list[float]:
+        """The pairs that each device computes."""
         queries, keys = pieces_of(self.place, self.shape, self.n)
         flat = [[piece for pieces in each for piece in pieces] for each in (queries, keys)]
         _, pairs = self._pairs(*flat)
-        work = [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
-        waiting = (max(work) - sum(work) / self.n) * self._rows_per_pair
-        return self.share + waiting / ((self.n - 1) * self.shape[-1])
+        return [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
+
+    def described(self) -> str:
+        """Return how tokens are divided, for a plan's summary."""
+        buffers = self.change.buffers
+        if any(x is None for x in buffers):
+            return "tokens in their own order, since their mask is known in a run alone"
+        most = max(self.work) * self.n / (sum(self.work) or 1.0)
+        order = "blocks of tokens ordered by their work" if IN_ORDER in self.change.mask else OWN
+        return f"{order}; the busiest device computes {most:.2f} of the mean"
 
     @property
     def _rows_per_pair(self) -> float:

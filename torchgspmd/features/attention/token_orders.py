@@ -23,6 +23,7 @@ from torch import Tensor
 BLOCKS, PARTNERS = 8, 4
 # Names for positions in an expression, whose own names count from t0.
 POSITIONS = {"q": "t900000", "k": "t900001"}
+IN_ORDER = "t90000"  # Is in each expression for tokens in another order.
 
 
 class TokenOrder(NamedTuple):
