@@ -242,7 +242,7 @@ class _Offer(NamedTuple):
 
 
 def _offer(node: fx.Node, ring: Ring, mesh: Mesh) -> _Offer | None:
-    """Return what balances a ring under a causal mask for the fewest bytes."""
+    """Return the loans that balance a causal ring for the fewest bytes."""
     causal, _, options = ring.arguments(node.args)
     values = [x.meta["val"] for x in ring.operands(node.args)][ring.queries :][:3]
     plain = ring.shards is None and options == RingOptions()
