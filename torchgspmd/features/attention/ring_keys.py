@@ -116,17 +116,19 @@ def mark_rings(
     changed, flops_per_byte = False, masks.flops_per_byte
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
-        if ring is None or node.meta.get("ring") or not _fits(node, ring):
+        if ring is None:
+            continue
+        axes = _axes(node, ring)
+        share, masked = masks.share(node, mesh.count(axes)), masks.ring(node, mesh.count(axes))
+        if masked is not None and ring.scatters is None:
+            _note(node, axes, mesh, masked.described())
+        if node.meta.get("ring") or not _fits(node, ring):
             continue
         gathers = _gathers(node, ring)
         # All users of the gathers have to go round, else the gathers stay and nothing is saved.
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
         stacks = [user for user in users if user.target is STACK]
         users = [user for user in users if user.target is not STACK]
-        axes = _axes(node, ring)
-        share, masked = masks.share(node, mesh.count(axes)), masks.ring(node, mesh.count(axes))
-        if masked is not None and ring.scatters is None:
-            _note(node, axes, mesh, masked.described())
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
