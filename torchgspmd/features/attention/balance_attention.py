@@ -227,13 +227,13 @@ class _Reordering:
 
     def _constant(self, value: Tensor, like: fx.Node) -> fx.Node:
         """Return a constant of the program, in front of its operations."""
-        name = self.masks.add(value)
+        (x, *_) = tensors_of(like)
+        name = self.masks.add(value, x.device)
         if name in self.added:
             return self.added[name]
         first = next(node for node in self.graph.nodes if node.op != "placeholder")
         with self.graph.inserting_before(first):
             self.added[name] = node = self.graph.get_attr(name)
-        (x, *_) = tensors_of(like)
         node.meta = {**origin_of(like), "source": None, "backward": False}
         node.meta["val"] = x.new_empty(value.shape, dtype=value.dtype)
         self.layouts.spec[node] = ShardSpec.replicated(1)

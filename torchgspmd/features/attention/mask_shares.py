@@ -52,10 +52,13 @@ class Masks:
         self.known: dict[fx.Node, Any] = {}
         self.rings: dict[tuple[Any, ...], MaskedRing] = {}
 
-    def add(self, value: Tensor) -> str:
+    def add(self, value: Tensor, device: torch.device) -> str:
         """Add a constant; return its name, which is the same on every rank."""
         name = "token_" + sha256(repr(value.tolist()).encode()).hexdigest()[:12]
-        self.constants.register_buffer(name, value)
+        # A plan may be for devices that this machine lacks.
+        devices = getattr(torch, device.type, None)
+        here = hasattr(devices, "is_available") and devices.is_available()
+        self.constants.register_buffer(name, value.to(device) if here else value)
         return name
 
     def share(self, node: fx.Node, n: int) -> float:
