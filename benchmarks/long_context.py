@@ -182,10 +182,16 @@ def inputs_of(shape: Shape, layers: int) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------------------- what is counted
 
 
-def pairs(node: Any, mesh: gspmd.Mesh, shape: Shape) -> Iterator[float]:
+def pairs(node: Any, plan: gspmd.Plan, shape: Shape) -> Iterator[float]:
     """Yield the scores that devices compute for one head, one number for each shard of queries."""
-    tokens, n = shape.tokens, mesh.count(node.meta["assignment"].get("s", ()))
+    tokens, n = shape.tokens, plan.mesh.count(node.meta["assignment"].get("s", ()))
     rows, seen = math.ceil(tokens / n), shape.seen
+    buffers = node.args[3] if "flex" in str(node.target) else []
+    for starts in (
+        getattr(plan.captured.constants, x.target) for x in buffers if "token_" in x.name
+    ):
+        width = tokens // len(starts)  # blocks of tokens in another order
+        seen = seen[(starts.unsqueeze(1) + torch.arange(width, device="cpu")).flatten()]
     for i in range(n):
         first, count = i * rows, min(rows, tokens - i * rows)
         if "zigzag" in str(node.target):
@@ -204,7 +210,7 @@ def work(plan: gspmd.Plan, shape: Shape) -> float:
         if "attention.default" not in str(node.target):
             continue
         q = node.args[0].meta["val"]
-        each, heads = [*pairs(node, mesh, shape)], q.shape[:-2].numel()
+        each, heads = [*pairs(node, plan, shape)], q.shape[:-2].numel()
         factors = [f for f in node.meta["assignment"] if f != "s"]
         share = math.prod(
             math.ceil(node.meta["rule"].sizes[f] / mesh.count(node.meta["assignment"][f]))

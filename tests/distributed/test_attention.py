@@ -77,21 +77,27 @@ def test_dropout(mesh: gspmd.Mesh, regather: str) -> None:
     compare(mesh, alone, 14, advanced={"regather": regather})
 
 
-def document(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return (q // 5 == k // 5) & (q >= k)
+def documents(length: int):
+    def seen(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return (q // length == k // length) & (q >= k)
+
+    return seen
 
 
 class Documents(Attention):
+    length = 5
+
     def forward(self, x: Tensor) -> Tensor:
         x = gspmd.mark_sharding(x.sin(), self.mesh, "_ seq _")
         q = self.q(x).unflatten(-1, (4, 8)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (-1, 8)).transpose(1, 2).chunk(2, 1)
         at = torch.arange(x.shape[1])
         if self.kind == "by hand":
-            mask = document(at, at, at.unsqueeze(1), at)
+            mask = documents(self.length)(at, at, at.unsqueeze(1), at)
             y = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
         else:
-            blocks = create_block_mask(document, None, None, len(at), len(at), device="cpu")
+            sizes = None, None, len(at), len(at)
+            blocks = create_block_mask(documents(self.length), *sizes, device="cpu")
             y = flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
@@ -99,6 +105,16 @@ class Documents(Attention):
 @distributed("seq=4")
 def test_functions_of_positions(mesh: gspmd.Mesh) -> None:
     compare(mesh, Documents(mesh, "by hand"), 14, kind="flex")
+
+
+@distributed("seq=2")
+def test_blocks_of_tokens_in_another_order(mesh: gspmd.Mesh) -> None:
+    """Planning knows the documents; devices that compute little are worth an exchange."""
+    options = {"costs": {"link_flops_per_byte": 1e-4}, "regather": "all"}
+    alone = Documents(mesh, "by hand", 1)
+    alone.length = 24
+    model = compare(mesh, alone, 32, kind="flex", advanced=options)
+    assert "blocks of tokens ordered by their work" in model.plan.summary()
 
 
 def compare(

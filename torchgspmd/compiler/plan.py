@@ -267,6 +267,7 @@ class Plan(PlanFiles):
                 f"memory of a device: {self.memory}",
                 *recomputed_text(self.program_graph, self.counts),
                 *pipelines_text(self.program_graph),
+                *dict.fromkeys(filter(None, (n.meta.get("chosen") for n in self.sharded.nodes))),
                 *limits_text(self.counts),
             ]
         )

@@ -7,7 +7,18 @@ from typing import Any
 
 from torch import fx
 
-from ..capture import ARGUMENT, GRADIENT, MUTATION, OBSERVED, OUTPUT, TANGENT, Captured, Output
+from ..capture import (
+    ARGUMENT,
+    GRADIENT,
+    MUTATION,
+    OBSERVED,
+    OUTPUT,
+    PARAMETER,
+    TANGENT,
+    Captured,
+    Output,
+)
+from ..compat.fx_nodes import calls_any
 from ..compat.private_apis import _pytree as pytree
 from ..dtensor.storage import storable
 from ..errors import ShardingError
@@ -16,6 +27,7 @@ from ..layout.mesh import Mesh
 from ..layout.open_sizes import is_whole
 from ..layout.prefix_specs import spread
 from ..layout.spec_notation import UNCONSTRAINED
+from ..rules.custom_ops.loops import ENTRIES
 from ..shard_spec import ShardSpec
 from .ir import count_runs, planned_shape
 from .partition.partition_graph import partition_graph
@@ -69,11 +81,32 @@ def propagate_program(program: Program) -> fx.Graph:
     # Before propagation spreads an impossible seed, far from the line that the user wrote.
     for value, spec, where in seeds:
         _check_sizes(value, spec, where.removeprefix("marked at "))
-    program.layouts = propagate_layouts(graph, mesh, seeds, ties, program.rules, program.counts)
+    stored = _stored_over_batch(program)
+    program.layouts = propagate_layouts(
+        graph, mesh, seeds, ties, program.rules, program.counts, stored
+    )
     # Marks become required layouts only now: propagation may have filled their open dimensions.
     for node in marks:
         node.meta["mark"] = program.layouts.spec[node]
     return graph
+
+
+def _stored_over_batch(program: Program) -> dict[fx.Node, frozenset[str]]:
+    """Return the arguments' axes for each weight, in a program with loops.
+
+    The batch reaches a loop's body through views and carries, and weights are nearer. Without a
+    round of its own their marks would take its axes for the width.
+    """
+    if not calls_any(program.graph, ENTRIES):
+        return {}
+    rows = list(zip(program.placeholders, program.captured.inputs, program.inputs))
+    batch = {
+        axis
+        for _, inp, spec in rows
+        if spec is not None and inp.kind == ARGUMENT
+        for axis in spec.sharding_axes
+    }
+    return {node: frozenset(batch) for node, inp, _ in rows if batch and inp.kind == PARAMETER}
 
 
 def partition_program(program: Program) -> fx.Graph:

@@ -97,13 +97,13 @@ class Balance:
     """Later shards have more to do than earlier ones, unless tokens are in another order.
 
     factors: the tokens' factors; shards along the first one differ in work. flops: operations in
-    all shards together. call: from this call's arguments and the number of shards, the operation
-    for tokens in zigzag order and its arguments.
+    all shards together. call: from this call's arguments, the order and a node with its starts,
+    the operation for tokens in that order and its arguments.
     """
 
     factors: tuple[str, ...]
     flops: float
-    call: Callable[[tuple[Any, ...], int], tuple[Any, tuple[Any, ...]]]
+    call: Callable[[tuple[Any, ...], Any, Any], tuple[Any, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True, eq=False)

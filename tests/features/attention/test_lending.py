@@ -176,5 +176,26 @@ def test_a_plan_lends_rows_where_heads_share_keys() -> None:
 def test_a_slow_link_sends_keys_alone(flops_per_byte: float, sent: int) -> None:
     """The last device has 6e13 operations more than the mean, for which 115 MiB may be sent."""
     costs = {"link_flops_per_byte": flops_per_byte}
-    _, _, forward = planned((32, 2), Mesh(seq=8), "_ _ seq _", costs=costs)
+    result, _, forward = planned((32, 2), Mesh(seq=8), "_ _ seq _", costs=costs)
     assert int(forward) == sent
+    choice = (
+        "late devices lend queries, 115.24 MiB more"
+        if sent == 339
+        else "not balanced, 115.24 MiB less"
+    )
+    less = "less" if sent == 339 else "more"
+    line = f"attention over seq: {choice}; the last device computes 6.2e+13 FLOPs {less}, at "
+    assert f"{line}{flops_per_byte:,.0f} FLOPs while a byte is sent" in result.summary()
+
+
+def test_named_hardware_says_how_much_a_device_computes_while_a_byte_is_sent() -> None:
+    q, k = (torch.empty(1, h, 1 << 18, 128, dtype=torch.bfloat16, device="meta") for h in (32, 2))
+    # 989e12 FLOP/s, of which 0.7 are reached; 450e9 B/s in a host, 50e9 between hosts.
+    for mesh, rate in ((Mesh(seq=8), "1,538"), (Mesh(seq=16), "13,846")):
+        options: Any = {"in_specs": ("_ _ seq _",) * 3, "out_specs": "_ _ seq _"}
+        result = plan(attend, q, k, k, mesh=mesh, hardware="h100", **options)
+        assert f"at {rate} FLOPs while a byte is sent" in result.summary()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)

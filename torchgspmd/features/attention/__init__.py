@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import register_flop_formula
 from ...capture.trace_context import PATCHES, always, around
 from ...comm.kinds import add_kinds
 from ...compat.patches import Patch
+from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program, Request
 from ...rules.rewrites import rewrite
@@ -67,15 +69,12 @@ _IN_BLOCKS = {
 
 def _balance_attention(program: Program) -> fx.Graph | None:
     """Bound masks; reorder tokens so that devices have the same work under a causal mask."""
-    request = program.request
-    priced = False
-    if _lends(request):
-        masks = Masks(request.captured.constants)
-        flops_per_byte = request.constants.link_flops_per_byte
-        priced = price_masks(program.graph, program.layouts, program.rules, masks, flops_per_byte)
-    changed = balance(
-        program.graph, program.layouts, program.rules, request.constants, _lends(request)
-    )
+    request, lends = program.request, _lends(program.request)
+    parts = program.graph, program.layouts, program.rules
+    constants = _constants(request)
+    masks = Masks(request.captured.constants, constants.link_flops_per_byte)
+    priced = lends and price_masks(*parts, masks)
+    changed = balance(*parts, constants, masks, lends)
     return program.graph if changed or priced else None
 
 
@@ -86,12 +85,21 @@ def _ring_keys(program: Program) -> fx.Graph | None:
     changed = request.regather != "never" and mark_rings(
         program.graph,
         program.mesh,
-        request.constants.link_flops_per_byte,
-        Masks(request.captured.constants),
+        Masks(request.captured.constants, _constants(request).link_flops_per_byte),
         memory=request.regather == "all",
         lends=_lends(request),
     )
     return program.graph if changed else None
+
+
+def _constants(request: Request) -> CostConstants:
+    """Return the constants, with the rates of named hardware unless the user has set them."""
+    constants, hardware = request.constants, request.hardware
+    if hardware is None or constants.link_flops_per_byte != CostConstants().link_flops_per_byte:
+        return constants
+    link = hardware.link(request.mesh, request.mesh.names, relayed=False)
+    rate = hardware.rate(2) * hardware.efficiency / link.bandwidth
+    return replace(constants, link_flops_per_byte=rate) if rate else constants
 
 
 def _lends(request: Request) -> bool:

@@ -1,4 +1,4 @@
-"""Reorder the tokens of causal attention, so that all devices have the same work.
+"""Reorder tokens, so that all devices have the same work under a mask.
 
 before   %x = embedding(%w, %tokens)                 tokens: seq
          %q, %k, %v = ... %x
@@ -7,6 +7,8 @@ after    %z = zigzag(%tokens, 0, 4)                  four shards; written as vie
          %x = embedding(%w, %z)
          %q, %k, %v = ... %x
          %y, %lse = zigzag_attention(%q, %k, %v, 0.1, 4, ...)
+         %z = index_select(%tokens, 0, %token_blocks)     under another mask that planning knows
+         %y, %lse = flex_attention(..., [..., %token_starts], "... u1[q // 64] + q % 64 ...")
 needs    a propagated graph, rules
 source   ours, with the order that Ring Flash Attention uses (op.py)
 
@@ -23,12 +25,13 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, origin_of
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.expand.undivided import Cut
-from ...fx_passes.ir import Op, Rules, add_mark, runs, values
+from ...fx_passes.ir import Op, Rules, add_mark, runs, tensors_of, values
 from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.partition.cost_model import local_bytes
 from ...fx_passes.propagate.layouts import Layouts
@@ -36,15 +39,12 @@ from ...layout.open_sizes import OpenSize
 from ...rules import trace
 from ...rules.custom_ops.loops import NEXT
 from ...rules.notation import Balance, Dims
+from ...shard_spec import ShardSpec
+from .mask_shares import FLEX, Masks
 from .op import zigzag
 from .ring_keys import RINGS, cheapest_loans, is_hidden
-
-
-class ZigzagOrder(NamedTuple):
-    """Zigzag order of `rows` tokens for so many shards."""
-
-    shards: int
-    rows: int
+from .rule import instead
+from .token_orders import TokenOrder, in_blocks
 
 
 class TokenDim(NamedTuple):
@@ -68,7 +68,12 @@ NATURAL, ZIGZAG = "natural", "zigzag"
 
 
 def balance(
-    graph: fx.Graph, layouts: Layouts, rules: Rules, constants: CostConstants, lends: bool
+    graph: fx.Graph,
+    layouts: Layouts,
+    rules: Rules,
+    constants: CostConstants,
+    masks: Masks,
+    lends: bool,
 ) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
@@ -76,36 +81,104 @@ def balance(
     """
     changed = False
     ops = {op.node: op for op in rules.ops(graph)}
-    orders = {node: order for node, op in ops.items() if (order := _order(op, layouts))}
+    orders = {
+        node: order
+        for node, op in ops.items()
+        if op.rule.balance
+        and (order := _order(op, op.rule.balance, layouts, constants, masks, lends))
+    }
     for order in dict.fromkeys(order for order, _ in orders.values()):
-        attention = {node: rest for node, (its, rest) in orders.items() if its == order}
+        attention = {node: saving for node, (its, saving) in orders.items() if its == order}
         # One order at a time: lengths that differ have orders of their own, and never share tokens.
-        reordering = _Reordering(graph, layouts, ops, order, constants, lends)
-        changed |= reordering.run(attention)
+        changed |= _Reordering(graph, layouts, ops, order, constants, masks).run(attention)
     return changed
 
 
-def _order(op: Op, layouts: Layouts) -> tuple[ZigzagOrder, int] | None:
-    """Return the order that balances an operation, and how many shards differ in work.
+def _order(
+    op: Op,
+    balance: Balance,
+    layouts: Layouts,
+    constants: CostConstants,
+    masks: Masks,
+    lends: bool,
+) -> tuple[TokenOrder, float] | None:
+    """Return the order that balances an operation, and what it saves, in bytes on the wire.
 
     Fewer shards differ if another factor takes over some axes. The result is None if all have the
     same work, or if they cannot be halved.
     """
-    balance = op.rule.balance
-    cuts = {*axes_along(op, balance.factors[0], layouts)} if balance else set()
-    if balance is None or len(cuts) != 1:
+    cuts = {*axes_along(op, balance.factors[0], layouts)}
+    if len(cuts) != 1:
         return None
     count, rows = layouts.mesh.count(cuts.pop()), op.rule.sizes[balance.factors[0]]
-    rest = count
+    if op.node.target in FLEX:
+        return _masked_order(op, count, masks, layouts) if lends else None
+    rest, part, ways = count, _shards_of_heads(op, count, layouts), op.rule.instead
     # Heads that take over axes leave fewer shards along the queries.
-    if instead := op.rule.instead:
-        others = [layouts.mesh.count(axes) for axes in axes_along(op, instead.other, layouts)]
-        part = math.gcd(op.rule.sizes.get(instead.other, 1) // max(others, default=1), count)
-        if instead.sent(count, part) <= instead.sent(count, 1):
-            rest = count // part
+    if ways and ways.sent(count, part) <= ways.sent(count, 1):
+        rest = count // part
     # Zigzag order has two chunks on each device, so both have to be whole numbers of rows.
-    halves = not isinstance(rows, OpenSize) and rows % (2 * count) == 0
-    return (ZigzagOrder(count, rows), rest) if rest > 1 and halves else None
+    if rest == 1 or isinstance(rows, OpenSize) or rows % (2 * count):
+        return None
+    return TokenOrder(count, rows), _causal_saving(op, balance, rest, layouts, constants, lends)
+
+
+def _shards_of_heads(op: Op, count: int, layouts: Layouts) -> int:
+    """Return over how many of `count` shards heads may be divided in place of queries."""
+    if op.rule.instead is None:
+        return 1
+    other = op.rule.instead.other
+    taken = [layouts.mesh.count(axes) for axes in axes_along(op, other, layouts)]
+    return math.gcd(op.rule.sizes.get(other, 1) // max(taken, default=1), count)
+
+
+def _causal_saving(
+    op: Op,
+    balance: Balance,
+    shards: int,
+    layouts: Layouts,
+    constants: CostConstants,
+    lends: bool,
+) -> float:
+    """Return the last device's excess work, in bytes on the wire.
+
+    In a ring late devices may lend queries to early ones, for fewer bytes.
+    """
+    result = next(v for v in op.results if v is not None)
+    n = layouts.mesh.count(layouts.spec[result].sharding_axes)
+    # The last device has all scores of its rows, an even share is about half of that.
+    flops = balance.flops / n * (1 - 1 / shards)
+    excess, ring = flops / constants.link_flops_per_byte, RINGS[op.node.target]
+    keys = op.operands[ring.queries : ring.queries + 3]
+    q, k, v = values = [x.meta["val"] for x in keys]
+    if lends and is_hidden(q, k, v, shards, True, constants.link_flops_per_byte):
+        local = [local_bytes(x, layouts.spec[y], layouts.mesh) for x, y in zip(values, keys)]
+        excess = min(excess, max(0, cheapest_loans(ring, values, local, shards)[0]))
+    return excess * runs(op.node)
+
+
+def _masked_order(
+    op: Op, count: int, masks: Masks, layouts: Layouts
+) -> tuple[TokenOrder, float] | None:
+    """Return the order for a mask that planning knows, unless heads take over for fewer bytes."""
+    ring = masks.ring(op.node, count)
+    found = ring and ring.balanced
+    if ring is None or found is None:
+        return None
+    order, price = found
+    part = _shards_of_heads(op, count, layouts)
+
+    def least(price: float) -> float:
+        ways = (instead(ring.q, ring.k, price).sent(count, p) for p in (1, part))
+        return price * min(ways)
+
+    # `instead` counts in the bytes of all keys and values, of which a device has a part.
+    shares = [
+        local_bytes(x.meta["val"], layouts.spec[x], layouts.mesh)
+        for x in op.operands[FLEX[op.node.target] + 1 :][:2]
+    ]
+    saving = (least(ring.price) - least(price)) * sum(shares) * count
+    return (order, saving * runs(op.node)) if saving > 0 else None
 
 
 class _Reordering:
@@ -114,14 +187,15 @@ class _Reordering:
         graph: fx.Graph,
         layouts: Layouts,
         ops: dict[fx.Node, Op],
-        order: ZigzagOrder,
+        order: TokenOrder,
         constants: CostConstants,
-        lends: bool,
+        masks: Masks,
     ) -> None:
         self.graph, self.layouts, self.ops, self.order = graph, layouts, ops, order
-        self.constants, self.lends, self.cut = constants, lends, Cut()
+        self.constants, self.masks, self.cut = constants, masks, Cut()
         self.attention: dict[fx.Node, Balance] = {}
         self.operands: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
+        self.added: dict[str, fx.Node] = {}
         self.exchanged: dict[tuple[fx.Node, TokenDim], fx.Node] = {}
         self.producers = {v: op for op in ops.values() for v in op.results if v is not None}
         self.users: dict[fx.Node, list[tuple[Op, int]]] = {v: [] for v in values(graph.nodes)}
@@ -129,42 +203,41 @@ class _Reordering:
             for i, value in enumerate(op.operands):
                 self.users[value].append((op, i))
 
-    def run(self, attention: dict[fx.Node, int]) -> bool:
+    def run(self, attention: dict[fx.Node, float]) -> bool:
         """Cut and rewrite; return whether any attention is balanced.
 
-        attention: operations to balance, each with the number of shards that differ in work.
+        attention: operations to balance, each with what that saves, in bytes on the wire.
         """
         rules = {node: self.ops[node].rule for node in attention}
         self.attention = {node: rule.balance for node, rule in rules.items() if rule.balance}
         begin = [Tokens(node, "", 1) for node in self.attention]
         for tokens in begin:
-            self.cut.add(ZIGZAG, tokens, self._saving(tokens.node, attention[tokens.node]))
+            self.cut.add(ZIGZAG, tokens, attention[tokens.node])
         places = self._add_values(begin)
         reordered = self.cut.first_side(ZIGZAG, NATURAL)
         for place in places:
             self._exchange(place, reordered)
         chosen = [tokens.node for tokens in begin if tokens in reordered]
         for node in chosen:
-            node.target, node.args = self.attention[node].call(node.args, self.order.shards)
+            starts = self._constant(self.order.starts(), node) if self.order.blocks else None
+            node.target, node.args = self.attention[node].call(node.args, self.order, starts)
+            if self.order.blocks:
+                self.masks.set_price(node, self.order.shards)
         return bool(chosen)
 
-    def _saving(self, node: fx.Node, shards: int) -> float:
-        """Return the last device's excess work, in bytes on the wire.
-
-        In a ring late devices may lend queries to early ones, for fewer bytes.
-        """
-        result = next(v for v in self.ops[node].results if v is not None)
-        n = self.layouts.mesh.count(self.layouts.spec[result].sharding_axes)
-        # The last device has all scores of its rows, an even share is about half of that.
-        flops = self.attention[node].flops / n * (1 - 1 / shards)
-        excess, ring = flops / self.constants.link_flops_per_byte, RINGS[node.target]
-        keys = self.ops[node].operands[ring.queries : ring.queries + 3]
-        q, k, v = values = [x.meta["val"] for x in keys]
-        if self.lends and is_hidden(q, k, v, shards, True, self.constants.link_flops_per_byte):
-            specs, mesh = [self.layouts.spec[x] for x in keys], self.layouts.mesh
-            local = [local_bytes(x, spec, mesh) for x, spec in zip(values, specs)]
-            excess = min(excess, max(0, cheapest_loans(ring, values, local, shards)[0]))
-        return excess * runs(node)
+    def _constant(self, value: Tensor, like: fx.Node) -> fx.Node:
+        """Return a constant of the program, in front of its operations."""
+        (x, *_) = tensors_of(like)
+        name = self.masks.add(value, x.device)
+        if name in self.added:
+            return self.added[name]
+        first = next(node for node in self.graph.nodes if node.op != "placeholder")
+        with self.graph.inserting_before(first):
+            self.added[name] = node = self.graph.get_attr(name)
+        node.meta = {**origin_of(like), "source": None, "backward": False}
+        node.meta["val"] = x.new_empty(value.shape, dtype=value.dtype)
+        self.layouts.spec[node] = ShardSpec.replicated(1)
+        return node
 
     # --------------------------------------------------------------------------------- the cut
 
@@ -205,8 +278,9 @@ class _Reordering:
         spec, mesh = self.layouts.spec[place.value], self.layouts.mesh
         size = local_bytes(place.value.meta["val"], spec, mesh)
         count = mesh.count(spec.dims[place.dim])
-        # In zigzag order a device keeps one of its two chunks.
+        # In zigzag order a device keeps one of its two chunks; for others tokens are gathered.
         sent = 0.0 if count == 1 else size / 2 if count == self.order.shards else size
+        sent *= count - 1 if self.order.blocks else 1
         return (sent + size / self.constants.memory_per_byte) * runs(place.value)
 
     def _producer(self, place: TokenDim) -> object:
@@ -272,23 +346,27 @@ class _Reordering:
         users += [user for user in value.users if user.op == "output" and here]
         for user in dict.fromkeys(users):
             now = self.operands.get((user, value), value)
-            self.operands[user, value] = self._exchanged(now, place, users)
+            self.operands[user, value] = self._exchanged(now, place, users, here)
             user.replace_input_with(now, self.operands[user, value])
 
-    def _exchanged(self, value: fx.Node, place: TokenDim, users: list[fx.Node]) -> fx.Node:
+    def _exchanged(
+        self, value: fx.Node, place: TokenDim, users: list[fx.Node], back: bool
+    ) -> fx.Node:
         key = value, place
         if key not in self.exchanged:
             # An exchange belongs to the backward only if all its users do.
             after, backward = value, all(user.meta.get("backward", False) for user in users)
-            # Placeholders stay together at the beginning.
-            while after.next.op == "placeholder":
+            # Placeholders and constants stay together at the beginning.
+            while after.next.op in ("placeholder", "get_attr"):
                 after = after.next
             with self.graph.inserting_before(after.next):
-                self.exchanged[key] = self._emit_exchange(value, place, backward)
+                self.exchanged[key] = self._emit_exchange(value, place, backward, back)
         return self.exchanged[key]
 
-    def _emit_exchange(self, value: fx.Node, place: TokenDim, backward: bool) -> fx.Node:
-        """Add the operations that exchange tokens.
+    def _emit_exchange(
+        self, value: fx.Node, place: TokenDim, backward: bool, back: bool
+    ) -> fx.Node:
+        """Add the operations that exchange tokens. back: into their own order.
 
         Keys in zigzag order get a mark. Without it they would be gathered first, which sends less,
         and could not travel round a ring.
@@ -297,16 +375,20 @@ class _Reordering:
         spec, producer = self.layouts.spec[place.value], self.producers.get(place.value)
         if producer is not None and self._keys(producer, place):
             value = add_mark(self.graph, value, spec, self.layouts.mesh, meta)
-        arguments = value.meta["val"], place.dim, self.order.shards, place.outer
-        inner = trace(zigzag, arguments, {})
+        operands, function, rest = [value], zigzag, (self.order.shards, place.outer)
+        if blocks := self.order.blocks:
+            at = torch.tensor(blocks, device="cpu")
+            operands.append(self._constant(at.argsort() if back else at, value))
+            function, rest = in_blocks, (place.outer, operands[1].meta["val"])
+        inner = trace(function, (value.meta["val"], place.dim, *rest), {})
         assert isinstance(inner, fx.Graph)
-        new = dict.fromkeys(inner.find_nodes(op="placeholder"), value)
+        new = dict(zip(inner.find_nodes(op="placeholder"), operands))
         for step in inner.nodes:
             if step.op == "call_function":
                 new[step] = copy_node(self.graph, step, new.__getitem__)
                 new[step].meta = {**meta, "val": step.meta["val"]}
         result = new[inner.output_node().args[0]]
-        if any(self._keys(op, place) for op, _ in self.users[place.value]):
+        if blocks or any(self._keys(op, place) for op, _ in self.users[place.value]):
             result = add_mark(self.graph, result, spec, self.layouts.mesh, meta)
         return result
 

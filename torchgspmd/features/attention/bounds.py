@@ -68,7 +68,9 @@ def blocks_seen(
         "q": Interval(places[0][:, :1], places[0][:, 1:] - 1),
         "k": Interval(places[1][:, 0], places[1][:, 1] - 1),
     }
-    names |= {f"u{i}": Interval(x, x) for i, x in enumerate(buffers) if x is not None}
+    # One dimension, as in Flex: a tensor without dimensions would be promoted to another dtype.
+    known = {f"u{i}": x if x.dim() else x.view(1) for i, x in enumerate(buffers) if x is not None}
+    names |= {name: Interval(x, x) for name, x in known.items()}
     # Numbers become tensors on this device, whichever default the caller has set.
     with torch.device(device):
         found = _Evaluation(names).of(ast.parse(text, mode="eval").body)
@@ -97,7 +99,8 @@ class _Evaluation:
 
     def of(self, node: ast.AST) -> Known:
         if isinstance(node, ast.Name):
-            return self.names.get(node.id)
+            found = self.names.get(node.id)
+            return None if found is None or _has_nan(found) else found
         if isinstance(node, ast.NamedExpr):
             self.names[node.target.id] = value = self.of(node.value)
             return value
@@ -128,9 +131,13 @@ class _Evaluation:
             if first is None or truth or not all(x is not None and x.exact for x in args[1:]):
                 return None
             op, rest = find("aten", name, overload), [x.low for x in args[1:] if x]
-            return Interval(*(op(torch.as_tensor(x), *rest, **options) for x in first))
+            found = Interval(*(op(torch.as_tensor(x), *rest, **options) for x in first))
+            return found if name != "_to_copy" or _fits(found, _wide(first)) else None
         function = _INTERVALS.get(name)
-        return None if function is None or options else function(*args)
+        # A third operand would be a factor of the second one.
+        if function is None or options or len(args) > 2 and name != "where":
+            return None
+        return function(*args)
 
 
 def _option(node: ast.AST) -> Any:
@@ -153,8 +160,6 @@ def _entries(buffer: Known, index: list[Known]) -> Known:
         value = aten.index.Tensor(table, [x.low for x in at])
         return Interval(value, value)
     if len(ranges) > 1 or not table.numel() or table.is_complex():
-        return None
-    if _has_nan(buffer):
         return None
     (range_dim,) = ranges
     others = [x.low for i, x in enumerate(at) if i != range_dim]
@@ -200,17 +205,42 @@ def _four(a: Interval, b: Interval, function: Callable[..., Any]) -> Interval:
     return Interval(low, high)
 
 
+def _wide(a: Interval) -> Interval:
+    low = torch.as_tensor(a.low).double()
+    return Interval(low, low if a.exact else torch.as_tensor(a.high).double())
+
+
+def _fits(found: Interval, wide: Interval) -> bool:
+    """Return whether no integer has wrapped around. wide: the same in double precision."""
+    pairs = [(torch.as_tensor(x), y) for x, y in zip(found, wide, strict=True)]
+    return all(x.is_floating_point() or bool(((x.double() - y).abs() < 1).all()) for x, y in pairs)
+
+
+def _of_numbers(function: Callable[..., Known]) -> Callable[..., Known]:
+    """Return arithmetic that knows nothing of infinite operands, or where integers wrap around.
+
+    Between infinite ends a sum may be NaN, which compares with nothing.
+    """
+
+    def bounds(*args: Interval) -> Known:
+        wide = [*map(_wide, args)]
+        if not all(bool(x.isfinite().all()) for each in wide for x in each):
+            return None
+        found, expected = function(*args), function(*wide)
+        fits = found is not None and expected is not None and _fits(found, expected)
+        return found if fits else None
+
+    return bounds
+
+
 def _multiplied(a: Interval, b: Interval) -> Known:
-    if _is_truth(a, b):
-        return _OF_TRUTH["logical_and"](a, b)
-    # Beyond this, products of positions may overflow.
-    small = [bool((torch.as_tensor(x).abs() < 2**31).all()) for x in (*a, *b)]
-    return _four(a, b, lambda x, y: x * y) if all(small) else None
+    both = _OF_TRUTH["logical_and"](a, b)
+    return _four(a, b, lambda x, y: x * y) if both is None else both
 
 
-def _floored(a: Interval, b: Interval, rounding_mode: Interval | None = None) -> Known:
+def _floored(a: Interval, b: Interval) -> Known:
     positive = b.exact and bool((torch.as_tensor(b.low) > 0).all())
-    return Interval(a.low // b.low, a.high // b.low) if positive and rounding_mode is None else None
+    return Interval(a.low // b.low, a.high // b.low) if positive else None
 
 
 def _remainder(a: Interval, b: Interval) -> Known:
@@ -296,14 +326,14 @@ _INTERVALS: dict[str, Callable[..., Known]] = {
     "le": _at_most,
     "gt": _negated(_at_most),
     "ge": _negated(_less),
-    "add": lambda a, b: Interval(a.low + b.low, a.high + b.high),
-    "sub": lambda a, b: Interval(a.low - b.high, a.high - b.low),
-    "rsub": lambda a, b: Interval(b.low - a.high, b.high - a.low),
-    "neg": lambda a: Interval(-a.high, -a.low),
-    "mul": _multiplied,
-    "floor_divide": _floored,
-    "remainder": _remainder,
-    "abs": _absolute,
+    "add": _of_numbers(lambda a, b: Interval(a.low + b.low, a.high + b.high)),
+    "sub": _of_numbers(lambda a, b: Interval(a.low - b.high, a.high - b.low)),
+    "rsub": _of_numbers(lambda a, b: Interval(b.low - a.high, b.high - a.low)),
+    "neg": _of_numbers(lambda a: Interval(-a.high, -a.low)),
+    "mul": _of_numbers(_multiplied),
+    "floor_divide": _of_numbers(_floored),
+    "remainder": _of_numbers(_remainder),
+    "abs": _of_numbers(_absolute),
     "minimum": lambda a, b: Interval(*map(torch.minimum, a, b)),
     "maximum": lambda a, b: Interval(*map(torch.maximum, a, b)),
 }

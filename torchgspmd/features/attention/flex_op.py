@@ -113,6 +113,10 @@ class Flex(ScoreChange):
     score: str
     gradient: str
 
+    @property
+    def functions(self) -> tuple[Any, ...]:
+        return self.buffers, self.mask, self.score, self.gradient
+
     def _value(
         self, text: str, place: Place, shape: Sequence[int], device: torch.device, **values: Tensor
     ) -> Tensor:

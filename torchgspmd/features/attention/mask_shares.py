@@ -14,7 +14,10 @@ computes most, as bytes that are sent meanwhile.
 from __future__ import annotations
 
 import operator
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from functools import cached_property
+from hashlib import sha256
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -26,8 +29,11 @@ from ...fx_passes.propagate.layouts import Layouts
 from .flex_op import Flex
 from .ring_rows import pieces_of, rows_seen
 from .tiles import Place
+from .token_orders import IN_ORDER, TokenOrder, blocks_of, in_order, orders
 
 _CPU = torch.device("cpu")
+OWN = "tokens in their own order, which takes least time"
+Pieces = list[tuple[int, int]]
 # The operators, and the index of their queries. Buffers, expressions and the scale follow values.
 FLEX = {
     torch.ops.torchgspmd.flex_attention.default: 0,
@@ -36,56 +42,77 @@ FLEX = {
 
 
 class Masks:
-    """The masks of a graph, as far as planning knows them. constants: has the graph's constants."""
+    """The masks of a graph, as far as planning knows them.
 
-    def __init__(self, constants: nn.Module) -> None:
-        self.constants = constants
+    constants: has the graph's constants. flops_per_byte: FLOPs of a device while it sends a byte.
+    """
+
+    def __init__(self, constants: nn.Module, flops_per_byte: float) -> None:
+        self.constants, self.flops_per_byte = constants, flops_per_byte
         self.known: dict[fx.Node, Any] = {}
+        self.rings: dict[tuple[Any, ...], MaskedRing] = {}
+
+    def add(self, value: Tensor, device: torch.device) -> str:
+        """Add a constant; return its name, which is the same on every rank."""
+        name = "token_" + sha256(repr(value.tolist()).encode()).hexdigest()[:12]
+        # A plan may be for devices that this machine lacks.
+        devices = getattr(torch, device.type, None)
+        here = hasattr(devices, "is_available") and devices.is_available()
+        self.constants.register_buffer(name, value.to(device) if here else value)
+        return name
 
     def share(self, node: fx.Node, n: int) -> float:
         """Return the part of other devices' keys that n devices send each other, at most."""
         ring = self.ring(node, n)
-        return 1.0 if ring is None else ring.share()
+        return 1.0 if ring is None else ring.share
 
-    def ring(self, node: fx.Node, n: int) -> _Ring | None:
+    def ring(self, node: fx.Node, n: int) -> MaskedRing | None:
         """Return a call under a mask along n devices, or None."""
         if node.target not in FLEX or n == 1 or node.meta.get("dynamic"):
             return None
         q, k, v = (node.args[FLEX[node.target] + i].meta["val"] for i in range(3))
         at = 3 + 3 * FLEX[node.target]
-        buffers, mask, score, gradient = node.args[at : at + 4]
+        buffers, *texts = node.args[at : at + 4]
         values = [_value(x, self.constants, self.known) for x in buffers]
-        return _Ring(q, k, v, Flex(values, mask, score, gradient), n) if mask else None
+        if not texts[0]:
+            return None
+        sizes = [(tuple(x.shape), x.dtype) for x in (q, k, v)]
+        key = (*texts, *map(id, values), *sizes, n)
+        new = MaskedRing(q, k, v, Flex(values, *texts), n, self.flops_per_byte)
+        return self.rings.setdefault(key, new)
+
+    def set_price(self, node: fx.Node, n: int) -> bool:
+        """Add the price to a call along n devices, if the mask leaves keys out."""
+        ring, last = self.ring(node, n), 8 + 3 * FLEX[node.target]
+        if ring is None or ring.share >= 1 and len(node.args) == last:
+            return False
+        node.args = (*node.args[:last], ring.price if ring.share < 1 else 1.0)
+        return True
 
 
-def price_masks(
-    graph: fx.Graph, layouts: Layouts, rules: Rules, masks: Masks, flops_per_byte: float
-) -> bool:
-    """Add prices to the calls in a graph, in place; return whether there are any.
-
-    flops_per_byte: FLOPs of a device while it sends a byte.
-    """
+def price_masks(graph: fx.Graph, layouts: Layouts, rules: Rules, masks: Masks) -> bool:
+    """Add prices to the calls in a graph, in place; return whether there are any."""
     priced = False
     for op in [op for op in rules.ops(graph) if op.node.target in FLEX]:
-        node, cuts = op.node, {*axes_along(op, "s", layouts)}
+        cuts = {*axes_along(op, "s", layouts)}
         axes = cuts.pop() if len(cuts) == 1 else ()
-        count = layouts.mesh.count(axes)
-        ring = masks.ring(node, count)
-        if ring is None or (share := ring.share()) >= 1:
-            continue
-        node.args = (*node.args, share + ring.waiting() / flops_per_byte)
-        priced = True
+        priced |= masks.set_price(op.node, layouts.mesh.count(axes))
     return priced
 
 
-class _Ring(NamedTuple):
-    """Queries, keys and values over all devices, a mask, and the number of devices."""
+@dataclass(frozen=True, eq=False)
+class MaskedRing:
+    """Queries, keys and values over all devices, a mask, and the number of devices.
+
+    flops_per_byte: FLOPs of a device while it sends a byte.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     change: Flex
     n: int
+    flops_per_byte: float
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -99,8 +126,9 @@ class _Ring(NamedTuple):
         whole = (*self.shape[:3], self.q.shape[-2], self.k.shape[-2])
         return Place((0,) * 5, whole)
 
+    @cached_property
     def share(self) -> float:
-        """Return the part of other devices' keys that a device sends, or receives, at most."""
+        """The part of other devices' keys that a device sends, or receives, at most."""
         seen = rows_seen(self.change, self.place, self.shape, self.n, _CPU)
         counts = [
             [0 if i == j else rows.stop - rows.start for j, rows in enumerate(blocks)]
@@ -109,19 +137,62 @@ class _Ring(NamedTuple):
         most = max(map(sum, (*counts, *zip(*counts))))
         return most / ((self.n - 1) * self.shape[-1])
 
-    def waiting(self) -> float:
-        """Return the FLOPs for which a device waits for the busiest, per byte of others' keys."""
+    @cached_property
+    def price(self) -> float:
+        """The time for keys that travel, and for the busiest device, relative to a gather."""
+        waiting = (max(self.work) - sum(self.work) / self.n) * self._rows_per_pair
+        return self.share + waiting / ((self.n - 1) * self.shape[-1])
+
+    @cached_property
+    def work(self) -> list[float]:
+        """The pairs that each device computes."""
         queries, keys = pieces_of(self.place, self.shape, self.n)
         flat = [[piece for pieces in each for piece in pieces] for each in (queries, keys)]
-        seen = self.change.blocks(self.shape, self.place, flat[0], flat[1], _CPU)
-        assert seen is not None  # there is a mask
-        sizes = [torch.tensor(each, device=_CPU).diff()[:, 0] for each in flat]
-        # Of a block that is seen in part, half the pairs.
-        pairs = (seen.some.double() + seen.whole) / 2 * sizes[0].view(-1, 1) * sizes[1]
-        work = [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
+        _, pairs = self._pairs(*flat)
+        return [float(part.sum()) for part in pairs.split([len(pieces) for pieces in queries])]
+
+    def described(self) -> str:
+        """Return how tokens are divided, for a plan's summary."""
+        buffers = self.change.buffers
+        if any(x is None for x in buffers):
+            return "tokens in their own order, since their mask is known in a run alone"
+        most = max(self.work) * self.n / (sum(self.work) or 1.0)
+        order = "blocks of tokens ordered by their work" if IN_ORDER in self.change.mask else OWN
+        return f"{order}; the busiest device computes {most:.2f} of the mean"
+
+    @property
+    def _rows_per_pair(self) -> float:
+        """How many rows of keys and values travel while a pair is computed."""
         flops = 2 * self.q[..., 0, 0].numel() * (self.q.shape[-1] + self.v.shape[-1])
-        others = (self.k.nbytes + self.v.nbytes) * (self.n - 1) / self.n
-        return (max(work) - sum(work) / self.n) * flops / others
+        row = (self.k.nbytes + self.v.nbytes) / self.k.shape[-2]
+        return flops / (self.flops_per_byte * row)
+
+    def _pairs(self, queries: Pieces, keys: Pieces) -> tuple[Tensor, Tensor]:
+        """Return which pieces see which, and how many pairs: half of a block seen in part."""
+        seen = self.change.blocks(self.shape, self.place, queries, keys, _CPU)
+        assert seen is not None  # there is a mask
+        sizes = [torch.tensor(each, device=_CPU).diff()[:, 0] for each in (queries, keys)]
+        pairs = (seen.some.double() + seen.whole) / 2 * sizes[0].view(-1, 1) * sizes[1]
+        return seen.some, pairs
+
+    @cached_property
+    def balanced(self) -> tuple[TokenOrder, float] | None:
+        """The cheapest order of tokens and its price, or None."""
+        rows = self.q.shape[-2]
+        count = blocks_of(rows, self.n) * self.n
+        if not count or rows != self.k.shape[-2]:
+            return None
+        width = rows // count
+        pieces = [(i, i + width) for i in range(0, rows, width)]
+        seen, pairs = self._pairs(pieces, pieces)
+        if bool((pairs == pairs[0, 0]).all()):
+            return None
+        found: dict[TokenOrder, float] = {}
+        for blocks in orders(seen, pairs, self.n, width / self._rows_per_pair):
+            order = TokenOrder(self.n, rows, blocks)
+            functions = in_order(self.change.functions, order, order.starts())
+            found[order] = replace(self, change=Flex(*functions)).price
+        return min(found.items(), key=lambda item: item[1])
 
 
 def _value(node: fx.Node, constants: nn.Module, known: dict[fx.Node, Any]) -> Any:

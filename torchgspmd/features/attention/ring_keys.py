@@ -32,6 +32,7 @@ from ...compat.fx_nodes import origin_of
 from ...compat.operators import aten
 from ...fx_passes.ir import results_of
 from ...fx_passes.schedule.liveness import bytes_of
+from ...fx_passes.units import size_text
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import ROW, STACK, mark_of
 from ...shard_spec import Axes, ShardSpec
@@ -102,7 +103,6 @@ RINGS: dict[Any, Ring] = {
 def mark_rings(
     graph: fx.Graph,
     mesh: Mesh,
-    flops_per_byte: float,
     masks: Masks,
     *,
     memory: bool = False,
@@ -110,20 +110,25 @@ def mark_rings(
 ) -> bool:
     """Rewrite the graph in place; return whether anything changed.
 
-    flops_per_byte: FLOPs of a device while it sends a byte. masks: what planning knows of them.
-    memory: it counts, not time. lends: late devices may lend queries to early ones.
+    masks: what planning knows of them. memory: it counts, not time. lends: late devices may lend
+    queries to early ones.
     """
-    changed = False
+    changed, flops_per_byte = False, masks.flops_per_byte
     for node in list(graph.nodes):
         ring = RINGS.get(node.target)
-        if ring is None or node.meta.get("ring") or not _fits(node, ring):
+        if ring is None:
+            continue
+        axes = _axes(node, ring)
+        share, masked = masks.share(node, mesh.count(axes)), masks.ring(node, mesh.count(axes))
+        if masked is not None and ring.scatters is None:
+            _note(node, axes, mesh, masked.described())
+        if node.meta.get("ring") or not _fits(node, ring):
             continue
         gathers = _gathers(node, ring)
         # All users of the gathers have to go round, else the gathers stay and nothing is saved.
         users = list(dict.fromkeys(user for gather in gathers for user in gather.users))
         stacks = [user for user in users if user.target is STACK]
         users = [user for user in users if user.target is not STACK]
-        share = masks.share(node, mesh.count(_axes(node, ring)))
         if (
             all(u.target in RINGS and _fits(u, RINGS[u.target]) for u in users)
             and all(map(_returns, stacks))
@@ -149,9 +154,13 @@ def mark_rings(
             for user in users:
                 ours = masks.share(user, mesh.count(_axes(user, RINGS[user.target])))
                 _send_shares(user, RINGS[user.target], ours)
-                if lends:
-                    _lend(user, RINGS[user.target], mesh, flops_per_byte)
+                offer = _offer(user, RINGS[user.target], mesh) if lends else None
+                if offer and offer.more * flops_per_byte < offer.saved:
+                    _lend(user, RINGS[user.target], offer)
             changed = True
+        if lends and ring.scatters is None and (offer := _offer(node, ring, mesh)):
+            taken = node.meta.get("ring", NO_LOANS) != NO_LOANS
+            _note(node, axes, mesh, offer.text(taken, flops_per_byte))
     return changed
 
 
@@ -169,6 +178,10 @@ def _gathers(node: fx.Node, ring: Ring) -> tuple[Any, ...]:
 def _axes(node: fx.Node, ring: Ring) -> Axes:
     """Return the axes that shard the queries."""
     return node.meta["assignment"].get(ring.factor, ())
+
+
+def _note(node: fx.Node, axes: Axes, mesh: Mesh, choice: str) -> None:
+    node.meta["chosen"] = f"attention over {'+'.join(mesh.merge(axes))}: {choice}"
 
 
 def _fits(node: fx.Node, ring: Ring) -> bool:
@@ -214,27 +227,47 @@ def is_hidden(q: Tensor, k: Tensor, v: Tensor, n: int, causal: bool, flops_per_b
     return flops >= flops_per_byte * (k.nbytes + v.nbytes) / n
 
 
-def _lend(node: fx.Node, ring: Ring, mesh: Mesh, flops_per_byte: float) -> None:
-    """Mark a ring in which late devices lend queries, if that balances work for few bytes."""
+class _Offer(NamedTuple):
+    """Loans that balance a causal ring. more: bytes; saved: FLOPs of the last device."""
+
+    loans: str
+    more: float
+    saved: float
+
+    def text(self, taken: bool, flops_per_byte: float) -> str:
+        sent, than = size_text(self.more), "less" if taken else "more"
+        choice = (
+            f"late devices lend queries, {sent} more" if taken else f"not balanced, {sent} less"
+        )
+        why = f"the last device computes {self.saved:.1e} FLOPs {than}"
+        return f"{choice}; {why}, at {flops_per_byte:,.0f} FLOPs while a byte is sent"
+
+
+def _offer(node: fx.Node, ring: Ring, mesh: Mesh) -> _Offer | None:
+    """Return the loans that balance a causal ring for the fewest bytes."""
     causal, _, options = ring.arguments(node.args)
     values = [x.meta["val"] for x in ring.operands(node.args)][ring.queries :][:3]
     plain = ring.shards is None and options == RingOptions()
-    if not (causal and plain) or values[0].shape[-2] != values[1].shape[-2]:
-        return
+    n = mesh.count(_axes(node, ring))
+    if n == 1 or not (causal and plain) or values[0].shape[-2] != values[1].shape[-2]:
+        return None
     specs = node.meta["operand_specs"][ring.queries :]
-    n, parts = mesh.count(_axes(node, ring)), [mesh.count(s.sharding_axes) for s in specs[:3]]
+    parts = [mesh.count(s.sharding_axes) for s in specs[:3]]
     # A block of keys is a part of those that were gathered.
     local = [x.nbytes / count for x, count in zip(values, (parts[0], n * parts[1], n * parts[2]))]
     more, loans = cheapest_loans(ring, values, local, n)
     # The last device has all scores of its rows, an even share is about half of that.
     saved = 2 * values[0].numel() / parts[0] * values[1].shape[-2] * (1 - 1 / n)
-    if more * flops_per_byte >= saved:
-        return
-    node.meta["ring"] = loans
+    return _Offer(loans, more, saved)
+
+
+def _lend(node: fx.Node, ring: Ring, offer: _Offer) -> None:
+    """Mark a ring in which late devices lend queries."""
+    node.meta["ring"] = offer.loans
     moves = [x for x in (*_gathers(node, ring), *_scattered(node, ring)) if x is not None]
     for move in moves:
         step = move.meta["step"]
-        move.meta["step"] = replace(step, sent=step.sent + more / len(moves))
+        move.meta["step"] = replace(step, sent=step.sent + offer.more / len(moves))
 
 
 def cheapest_loans(

@@ -42,6 +42,7 @@ from . import op as _op  # noqa: F401
 from .call import AttentionCall, of_backward, of_parts
 from .lending import LSE_ITEMSIZE
 from .tiles import merge_parts
+from .token_orders import TokenOrder, in_order
 
 ours = torch.ops.torchgspmd
 
@@ -136,9 +137,9 @@ def _balance(call: Call, operands: int) -> Balance | None:
     widths = q.shape[-1] + v.shape[-1] if operands == 3 else 3 * q.shape[-1] + 2 * v.shape[-1]
     target = (ours.zigzag_attention if operands == 3 else ours.zigzag_attention_backward).default
 
-    def zigzag(args: tuple[object, ...], shards: int) -> tuple[object, tuple[object, ...]]:
+    def zigzag(args: tuple[object, ...], order: TokenOrder, _: object) -> tuple[object, Any]:
         rows = q.shape[-2]
-        return target, (*args[:operands], args[operands + 1], shards, [0, 0, rows, rows])
+        return target, (*args[:operands], args[operands + 1], order.shards, [0, 0, rows, rows])
 
     # A causal mask leaves half the scores.
     return Balance(("s", "t"), products * widths / 2, zigzag)
@@ -269,8 +270,8 @@ def _buffers(buffers: Sequence[Tensor]) -> tuple[list[DimNames], list[str]]:
 @rule_for(ours.flex_attention.default)
 def _flex_attention(call: Call) -> FactorRule:
     names, (dims, whole) = _names_of(call, 0), _buffers(call.tensors[3:])
-    price = _price(call.args, 0)
-    return _rule(call, names, dims, whole, price=price, local=_flex_form(names, 0))
+    options = {"price": _price(call.args, 0), "local": _flex_form(names, 0)}
+    return _rule(call, names, dims, whole, balance=_masked_balance(call, 0), **options)
 
 
 @rule_for(ours.flex_attention_backward.default)
@@ -279,9 +280,23 @@ def _flex_attention_backward(call: Call) -> FactorRule:
     options = {
         "is_gradient": True,
         "price": _price(call.args, 1),
+        "balance": _masked_balance(call, 1),
         "local": _flex_form(names, 1),
     }
     return _rule(call, names, dims, whole, **options)
+
+
+def _masked_balance(call: Call, q: int) -> Balance | None:
+    """Describe how self-attention under a mask is balanced. q: the index of the queries."""
+    at, rows = 3 + 3 * q, [x.shape[-2] for x in call.tensors[q : q + 2]]
+    if rows[0] != rows[1] or not call.args[at + 1]:
+        return None
+
+    def ordered(args: tuple[Any, ...], order: TokenOrder, starts: object) -> tuple[object, Any]:
+        functions = in_order(args[at : at + 4], order, starts)
+        return call.target, (*args[:at], *functions, *args[at + 4 :])
+
+    return Balance(("s", "t"), 0.0, ordered)
 
 
 def _flex_form(names: Names, q: int) -> LocalForm:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import fx
@@ -43,12 +44,13 @@ def propagate_layouts(
     ties: Iterable[tuple[fx.Node, fx.Node, str]] = (),
     rules: Rules | None = None,
     counts: Counter[str] | None = None,
+    stored: Mapping[fx.Node, frozenset[str]] = MappingProxyType({}),
 ) -> Layouts:
     """Return all values' layouts, and write them to meta["spec"].
 
     seeds: (value, layout, why) for marks, inputs and outputs. ties: (value, other value, why) that
     should have one layout, such as a parameter and its gradient. counts: gets the work, where this
-    run did more than those before.
+    run did more than those before. stored: see Rounds.
     """
     rules = rules or Rules()
     nodes = list(graph.nodes)
@@ -66,7 +68,7 @@ def propagate_layouts(
     ops = [op for op in rules.ops(graph) if op.rule.described and op.rule.sizes]
     # Ties are operations like others: an axis goes from a parameter to its gradient and back.
     ops += [_tie(a, b, why) for a, b, why in ties]
-    propagation, rounds = _Propagation(layouts, ops), Rounds(layouts, seeds)
+    propagation, rounds = _Propagation(layouts, ops), Rounds(layouts, seeds, stored)
     for _ in rounds:
         # Elementwise operations first: they lose nothing, so a layout goes far before a conflict
         # decides.

@@ -10,7 +10,9 @@ source   user priorities in Shardy (docs/propagation.md)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import fx
@@ -23,6 +25,8 @@ from .layouts import Layouts
 
 Seed = tuple[fx.Node, ShardSpec, str]
 PINNED = "pinned"
+# The round of weights' marks along the axes of arguments, if there are loops. It pins nothing.
+STORED = 0.5
 
 
 class _Later(NamedTuple):
@@ -35,20 +39,30 @@ class _Later(NamedTuple):
 
 
 class Rounds:
-    """The order in which marks are propagated. layouts: with all marks in place."""
+    """The order in which marks are propagated.
 
-    def __init__(self, layouts: Layouts, seeds: Iterable[Seed]) -> None:
+    layouts: with all marks in place. stored: axes with which a weight's mark waits for others.
+    """
+
+    def __init__(
+        self,
+        layouts: Layouts,
+        seeds: Iterable[Seed],
+        stored: Mapping[fx.Node, frozenset[str]] = MappingProxyType({}),
+    ) -> None:
         self.layouts = layouts
-        self.later: dict[int, list[_Later]] = {}  # by priority
+        self.later: dict[float, list[_Later]] = {}  # by priority
         self.round_of: dict[tuple[fx.Node, str], int] = {}  # of every axis of a value
         for value, spec, why in seeds:
-            for d, (axes, priority) in enumerate(zip(spec.dims, spec.priorities)):
+            for d, (axes, priority) in enumerate(zip_longest(spec.dims, spec.priorities)):
+                priority = priority or (STORED if stored.get(value, frozenset()) & {*axes} else 0)
                 # Another mark may have won this dimension: then the priority is without effect.
                 is_set = all(layouts.origin.get((value, axis)) == (None, why) for axis in axes)
                 if priority and axes == layouts.spec[value].dims[d] and is_set:
                     row = _Later(value, d, axes, layouts.fixed[value][d])
                     self.later.setdefault(priority, []).append(row)
         self.count = 1 + len(self.later)
+        self.pins = bool({*self.later} - {STORED})
         for rows in self.later.values():
             for row in rows:
                 # Closed and without axes for now, so that no earlier round fills the dimension.
@@ -56,15 +70,15 @@ class Rounds:
                 reserved = layouts.reserved.get(row.value, frozenset())
                 layouts.reserved[row.value] = reserved.union(row.axes)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[float]:
         """Yield the priorities, the strongest first; set the marks of each before it."""
         for priority in sorted({0, *self.later}):
             for value, d, axes, is_fixed in self.later.get(priority, ()):
                 self._set(value, d, axes, is_fixed)
                 self.layouts.reserved[value] -= frozenset(axes)
             yield priority
-            if self.count > 1:
-                self._note(priority)
+            if self.pins:
+                self._note(int(priority))
 
     def _set(self, value: fx.Node, dim: int, axes: Axes, is_fixed: bool) -> None:
         layouts, fixed = self.layouts, list(self.layouts.fixed[value])
@@ -112,7 +126,7 @@ class Rounds:
         """Return (axis, the factors in the earliest round) where layouts of several rounds meet."""
         rounds: dict[str, dict[str, int]] = {}  # axis -> factor -> the first round of the two
         tensors = zip((*op.operands, *op.results), (*op.rule.operands, *op.rule.results))
-        for value, dims in tensors if self.count > 1 else ():
+        for value, dims in tensors if self.pins else ():
             spec = ShardSpec(()) if value is None else self.layouts.spec[value]
             for factor, axes in project(dims, spec, op.rule.sizes, mesh).items():
                 if factor not in op.rule.replicated:
