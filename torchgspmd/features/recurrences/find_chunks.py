@@ -248,7 +248,7 @@ class Finder:
                 return False
             known = self.columns.get(value) or self.carries.get(value)
             if known is not None:
-                merged = _merged(known, column)
+                merged = self._merged(known, column)
                 if merged is None:
                     return False
                 if merged == known:
@@ -324,6 +324,13 @@ class Finder:
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
+
+    def _merged(self, one: Column, other: Column) -> Column | None:
+        """Return a column that has the values of both; None if they differ."""
+        pairs = [*zip(one, other)]
+        if any(self._source(a) is not self._source(b) for a, b in pairs if a and b):
+            return None
+        return tuple(a if a is not None else b for a, b in pairs)
 
     def _source(self, value: fx.Node | None) -> fx.Node | None:
         """Return the original of a copy, or the value itself."""
@@ -460,10 +467,3 @@ class Finder:
             if (family.value, i) in self.parts.zeros
         }
         return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing, zeros)
-
-
-def _merged(one: Column, other: Column) -> Column | None:
-    """Return a column that has the values of both; None if they differ."""
-    if any(a is not b for a, b in zip(one, other) if a is not None and b is not None):
-        return None
-    return tuple(a if a is not None else b for a, b in zip(one, other))
