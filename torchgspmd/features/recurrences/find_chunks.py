@@ -181,17 +181,19 @@ def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
             others.append(value)
             continue
         rows = placed.setdefault(pieces._replace(indices=()), {})
-        rows.setdefault(pieces.indices[0], []).append(made.operands[0])
+        rows.setdefault(pieces.indices[0], []).append(value)
     if not placed:
         yield from _totals(op.node, others, ops)
+    terms = {pieces: [v for row in rows.values() for v in row] for pieces, rows in placed.items()}
     for pieces, rows in placed.items():
-        depth = len(next(iter(rows.values())))
-        if pieces.count < FEWEST_PARTS or not {*range(1, pieces.count - 1)} <= rows.keys():
+        depth, last = len(next(iter(rows.values()))), pieces.count - 1
+        if last + 1 < FEWEST_PARTS or not {*range(1, last)} <= rows.keys():
             continue
-        if len(placed) == 1 and all(len(row) == depth for row in rows.values()):
-            none = [None] * depth
-            columns = zip(*(rows.get(i, none) for i in range(pieces.count)))
-            yield End(op.node, pieces, tuple(columns), tuple(others))
+        if all(len(row) == depth for row in rows.values()):
+            rows = {i: [ops[v].operands[0] for v in row] for i, row in rows.items()}
+            columns = zip(*(rows.get(i, [None] * depth) for i in range(last + 1)))
+            rest = [v for other, values in terms.items() if other != pieces for v in values]
+            yield End(op.node, pieces, tuple(columns), (*others, *rest))
 
 
 def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:
