@@ -86,30 +86,29 @@ class _Batcher:
             else:
                 return False
             remaining = self._emit(remaining, pending)
-        self.new |= {carry: self.new[value] for carry, value in reversed(aliases.items())}
+        self.new |= {carry: self.operand(value) for carry, value in aliases.items()}
         return not remaining
 
     def _move_cut(
         self, pending: Collection[fx.Node], remaining: Sequence[Op]
     ) -> dict[fx.Node, fx.Node]:
-        """Cut the loop where iterations pass on less; return the carries that others replace."""
-        count, begin = self.found.count, self.found.begin
+        """Cut the loop where iterations pass on less; return the carries, replaced by others."""
+        found, count, begin = self.found, self.found.count, self.found.begin
         rows = {value: new for value, (new, is_batched) in self.new.items() if is_batched}
-        carries = {c: carry for c, carry in self.found.carries.items() if c in pending}
+        carries = {c: carry for c, carry in found.carries.items() if c in pending}
         waiting = {v for op in remaining for v in op.results if v is not None}.union(pending)
         is_first = self._full(torch.empty((), dtype=torch.bool, device="meta"), 0)
-        found = replace(self.found, rows=rows, carries=carries)
-        moved = move_cut(self.graph, found, waiting, is_first)
+        moved = move_cut(self.graph, replace(found, rows=rows, carries=carries), waiting, is_first)
         if moved is None:
             return {}
-        number = self._traced(lambda x: torch.arange(count, device=x.device) == begin, next(iter(pending)))
+        like = next(iter(pending))
+        number = self._traced(lambda x: torch.arange(count, device=x.device) == begin, like)
         self.new[is_first] = number, True
         for new, row in moved.before.items():
-            shifted = self._traced(lambda x: x.roll(-1 if begin else 1, 0), rows[row])
-            self.new[new] = shifted, True
-        known = moved.carries
-        rest = [replace(op, operands=tuple(known.get(v, v) for v in op.operands)) for op in remaining]
-        self.found = replace(moved.found, ops=[*moved.found.ops, *rest])
+            self.new[new] = self._traced(lambda x: x.roll(-1 if begin else 1, 0), rows[row]), True
+        known = {v: moved.carries.get(v, v) for op in remaining for v in op.operands}
+        ops = [replace(op, operands=tuple(known[v] for v in op.operands)) for op in remaining]
+        self.found = replace(moved.found, ops=[*moved.found.ops, *ops])
         self._note_waits()
         return moved.carries
 

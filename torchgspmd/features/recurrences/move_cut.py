@@ -14,7 +14,7 @@ from rows of the one before: a device needs one row of its neighbor.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -58,10 +58,12 @@ def move_cut(
     needed, copied = {carry.again for carry in found.carries.values()}, list[Op]()
     for op in reversed(ops):
         v = op.node
-        if v in needed and v not in cut and (v in waiting or size[v] < _size(v)):
+        is_smaller_above = v in found.rows and size[v] < _size(v)
+        if v in needed and v not in cut and (v in waiting or is_smaller_above):
             needed |= {*op.operands}
             copied.append(op)
-    if any(v in waiting and v not in cut for v in needed - {op.node for op in copied}):
+    needed -= {op.node for op in copied}
+    if any(v in waiting and v not in cut for v in needed):
         return None  # by an operation with several results
     moved = {v: _stand_in(graph, v) for v in needed if v in cut or v in found.rows}
     before = {moved[v]: v for v in moved if v not in cut}
@@ -127,4 +129,4 @@ def _begun(graph: fx.Graph, is_first: fx.Node, first: fx.Node | None, value: fx.
     args = (is_first, first, value)
     node = add_node(graph, "call_function", aten.where.self, args, {})
     node.meta = {**origin_of(value), "val": val.new_empty(val.shape)}
-    return Op(node, rule_of(call_of(node)), args, (node,), None)
+    return Op(node, rule_of(call_of(node)), args, (node,), id(node))
