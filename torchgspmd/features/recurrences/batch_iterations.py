@@ -101,16 +101,21 @@ class _Batcher:
         moved = move_cut(self.graph, replace(found, rows=rows, carries=carries), waiting, is_first)
         if moved is None:
             return {}
-        like = next(iter(pending))
-        number = self._traced(lambda x: torch.arange(count, device=x.device) == begin, like)
-        self.new[is_first] = number, True
-        for new, row in moved.before.items():
-            self.new[new] = self._traced(lambda x: x.roll(-1 if begin else 1, 0), rows[row]), True
+        step, like = -1 if begin else 1, next(iter(pending))
+        place = lambda x: torch.arange(count, device=x.device) == begin  # noqa: E731
+        self.new[is_first] = self._row(place, like)
+        for value, row in moved.before.items():
+            self.new[value] = self._row(lambda x: x.roll(step, 0), rows[row])
         known = {v: moved.carries.get(v, v) for op in remaining for v in op.operands}
         ops = [replace(op, operands=tuple(known[v] for v in op.operands)) for op in remaining]
         self.found = replace(moved.found, ops=[*moved.found.ops, *ops])
         self._note_waits()
         return moved.carries
+
+    def _row(self, function: Callable[[Tensor], Tensor], value: fx.Node) -> Value:
+        node = self._traced(function, value)
+        assert node is not None, "it moves or counts rows"
+        return node, True
 
     def _again(self, carry: fx.Node) -> frozenset[fx.Node]:
         return self._waits(self.found.carries[carry].again)

@@ -255,13 +255,16 @@ class Finder:
                         above[place][i] = own.pop(j)
                         signs.pop(j)
             missing = [place for place in range(len(terms)) if above[place][i] is None]
-            if len(missing) == len(own):
-                for place, x in zip(missing, own):
-                    above[place][i] = x
-            elif own or i not in (0, self.count - 1):
+            # A state that is given stands for one carry; the others have to be zeros then.
+            if i == self.begin:
+                before = column[self.at - self.step]
+                missing.sort(key=lambda p: (terms[p] is not before, self._follows(terms[p])))
+            fits = len(own) == len(missing) or not own and i in (0, self.count - 1)
+            if not fits and (i != self.begin or len(own) > len(missing)):
                 return None
-            else:
-                self.vanishing.update((terms[place], i) for place in missing)
+            for place, x in zip(missing, own):
+                above[place][i] = x
+            self.vanishing.update((terms[place], i) for place in missing[len(own) :])
         return [tuple(each) for each in above]
 
     def _terms(self, value: fx.Node, ops: dict[fx.Node, Op] | None = None) -> list[fx.Node]:
