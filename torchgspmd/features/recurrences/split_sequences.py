@@ -42,8 +42,9 @@ def split_sequences(work: Work) -> bool:
     for end in splitter.exits:
         work.graph.erase_node(end)
     drop_unused(work.graph)
-    splitter.take_ends()
-    drop_unused(work.graph)
+    for _ in range(2):  # An operation has few results that are read once the ends are taken.
+        splitter.take_ends()
+        drop_unused(work.graph)
     return bool(splitter.results)
 
 
