@@ -7,8 +7,8 @@
     ds = ds + dy[i] - b
 
 The backward of `state + (x - state) * gate` is such a loop. The cheapest cut is found among all
-values that lead from carries to the next ones. What follows it is computed in the next iteration,
-from rows of the one before: a device needs one row of its neighbor.
+values that lead from carries to the next ones. Operations behind it run in the next iteration, on
+rows of the one before: a device needs one row of its neighbor.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class _Splitter:
                             reader.replace_input_with(value, place)
 
     def _move_behind(self, rows: fx.Node, readers: Sequence[fx.Node]) -> bool:
-        """Move readers, and what follows from them, behind a value; return whether they can be."""
+        """Move readers and all that reads them behind a value; return whether that is possible."""
         nodes, moved = [*self.graph.nodes], dict[fx.Node, None]()
         for node in nodes[: nodes.index(rows) + 1]:
             if node in readers or any(v in moved for v in node.all_input_nodes):
