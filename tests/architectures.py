@@ -470,3 +470,33 @@ MODELS |= {  # of several modalities, of detection, of speech, of time series
     ),
 }
 MODELS |= {name: (name, {**TEXT, **TEXTS.get(name, {})}, text) for name in (*PLAIN, *TEXTS)}
+RECURRENCES = {  # for a sharded sequence
+    "Rwkv": (
+        "RwkvForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "attention_hidden_size": 16,
+            "num_hidden_layers": 2,
+            "context_length": 64,
+        },
+        plain_text,
+    ),
+    "Qwen3Next": (
+        "Qwen3NextForCausalLM",
+        {
+            **TEXT,
+            **MOE,
+            "head_dim": 4,
+            "max_position_embeddings": 512,
+            "shared_expert_intermediate_size": 8,
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+            "mlp_only_layers": [0, 1],
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+        plain_text,
+    ),
+}

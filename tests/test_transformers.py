@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from architectures import MODELS
+from architectures import MODELS, RECURRENCES
 from helpers import assert_same, eager
 
 import torchgspmd as gspmd
@@ -23,7 +23,7 @@ MESH = gspmd.Mesh(data=2, model=2)
 
 def make(name: str, **other) -> tuple[torch.nn.Module, dict]:
     torch.manual_seed(0)
-    family, options, inputs = MODELS[name]
+    family, options, inputs = {**MODELS, **RECURRENCES}[name]
     cls = getattr(transformers, family)
     return cls(cls.config_class(**{**options, **other})).eval(), inputs()
 
@@ -111,3 +111,43 @@ def test_a_loop_over_chosen_experts_is_an_error_with_a_way_out():
     with pytest.raises(gspmd.ShardingError, match="in 'model.layers.0.mlp.experts'") as error:
         gspmd.plan(model, mesh=mesh, grad=True, **inputs)
     assert 'set_experts_implementation("grouped_mm")' in str(error.value)
+
+
+# ------------------------------------------------------------------ recurrences along the sequence
+
+RECURRENT: dict[str, tuple[str, tuple[int, ...]]] = {  # how each calls its embedding; lengths
+    "Mamba2": ("backbone.embeddings", (32, 64)),
+    "BambaForCausalLM": ("model.embed_tokens", (32, 64)),
+    "Rwkv": ("rwkv.embeddings", (16, 32)),
+    "Qwen3Next": ("model.embed_tokens", (256,)),  # its loop is over parts of 64 tokens
+}
+
+
+class Loss(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_devices_have_parts_of_a_recurrent_models_sequence(name):
+    embedding, lengths = RECURRENT[name]
+    mesh, sent = gspmd.Mesh(seq=4), []
+    for tokens in lengths:
+        inner, _ = make(name)
+        loss, ids = Loss(inner), torch.randint(3, 64, (2, tokens))
+        want, gradients = eager(loss, ids)
+        gspmd.annotate(loss, mesh, {f"model.{embedding}": "_ seq _"})
+        plan = gspmd.plan(loss, ids, mesh=mesh, in_specs="_ seq", grad=True)
+        got, found = plan.simulate(ids, _poison=True)
+        assert_same(got, want, name, terms=1024)
+        assert_same(found, gradients, name, terms=4096)
+        sent.append(plan.sent_bytes)
+    # Two rows of a layer for each token that is added, twice as wide inside: there and back.
+    config = inner.config
+    row = 2 * config.hidden_size * 4
+    added = 2 * (lengths[-1] - lengths[0])
+    assert sent[-1] - sent[0] <= added * config.num_hidden_layers * 2 * row

@@ -218,3 +218,15 @@ def test_norms_of_a_batch_stay_fused(name: str, mesh: Mesh) -> None:
     assert_same(result, wanted.detach())
     for key, p in model.named_parameters():
         assert_same(gradients[key], p.grad)
+
+
+def test_planning_ends_if_rows_have_no_equal_blocks() -> None:
+    """The sum over 9 rows stays as it is, while the loss keeps the dimensions of its tokens."""
+
+    def run(x: Tensor, ids: Tensor) -> Tensor:
+        sums = F.pad(x.mean(-1), (1, 0)).cumsum(1)[:, 1:]
+        return F.cross_entropy((x * sums[..., None]).reshape(-1, 16), ids.reshape(-1))
+
+    x, ids = torch.rand(2, 8, 16), torch.randint(16, (2, 8))
+    plan = gspmd.plan(run, x, ids, mesh=Mesh(seq=4), in_specs=("_ seq _", "_ seq"))
+    assert_same(plan.simulate(x, ids), run(x, ids))

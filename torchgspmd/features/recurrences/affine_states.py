@@ -108,10 +108,10 @@ def _by_blocks(
     pads = [0, 0] * first.dim() + [0, size * shards - steps]
     shift, padded = F.pad(shift, pads, value=zero), F.pad(scale, pads, value=one)
     if algebra == "matrices":
-        same = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
-        same = same.expand(shards, *scale.shape[1:])
+        eye = torch.eye(scale.shape[-1], dtype=scale.dtype, device=scale.device)
+        same = eye.expand(shards, *scale.shape[1:])
         place = torch.arange(size * shards, device=scale.device)
-        padded = torch.where(place.reshape(-1, *[1] * first.dim()) < steps, padded, same[0])
+        padded = torch.where(place.reshape(-1, *[1] * first.dim()) < steps, padded, eye)
     scale, shift = (
         x.unflatten(0, (shards, size)).movedim(1, 0) for x in (padded, shift)
     )  # [size, shards, ...]

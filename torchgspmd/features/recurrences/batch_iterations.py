@@ -12,18 +12,21 @@ source   ours; affine maps are composed as in Blelloch, Prefix sums and their ap
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import add_node, inline, origin_of
 from ...compat.operators import aten
 from ...fx_passes.expand.batched_op import Traced, add_batched
-from ...fx_passes.ir import Op
+from ...fx_passes.ir import Op, operands_of
 from ...rules import DECLINED, trace
 from .affine_states import AFFINE_STATES, ALGEBRAS
 from .carry_dims import Groups, carry_dims, linear_group, maxima, sums
 from .linear_map import MOST_ROWS, LinearMap
+from .move_cut import move_cut
 from .recurrence import Recurrence
 
 Value = tuple[fx.Node, bool]  # a new value, and whether it has the iterations' dimension
@@ -50,8 +53,12 @@ class _Batcher:
         self.new: dict[fx.Node, Value] = {value: (all, True) for value, all in found.rows.items()}
         self.traced: Traced = {}
         self.origin = origin_of(found.ops[0].node) if found.ops else {}
-        self.waits: dict[fx.Node, frozenset[fx.Node]] = {c: frozenset((c,)) for c in found.carries}
-        for op in found.ops:
+        self.waits: dict[fx.Node, frozenset[fx.Node]] = {}
+        self._note_waits()
+
+    def _note_waits(self) -> None:
+        self.waits = {c: frozenset((c,)) for c in self.found.carries}
+        for op in self.found.ops:
             above = frozenset[fx.Node]().union(*(self._waits(v) for v in op.operands))
             self.waits.update((v, above) for v in op.results if v is not None)
 
@@ -63,19 +70,52 @@ class _Batcher:
         if not all(self.found.vanishes(value, i) for value, i in self.found.vanishing):
             return False
         pending = {*self.found.carries}
-        remaining = self._emit(self.found.ops, pending)
+        remaining, aliases = self._emit(self.found.ops, pending), dict[fx.Node, fx.Node]()
         while pending:
             # A carry that another one's next value reads comes first.
             ready = (c for c, (_, again) in self.found.carries.items() if c in pending)
-            carry = next(
-                (c for c in ready if self._again(c) & pending <= {c}),
-                None,
-            )
-            if carry is None or not self._add_states(carry):
+            carry = next((c for c in ready if self._again(c) & pending <= {c}), None)
+            if carry is None:
+                carries = self._move_cut(pending, remaining)
+                if not carries:
+                    return False
+                aliases |= carries
+                pending, remaining = {*self.found.carries}, self.found.ops
+            elif self._add_states(carry):
+                pending.remove(carry)
+            else:
                 return False
-            pending.remove(carry)
             remaining = self._emit(remaining, pending)
+        self.new |= {carry: self.operand(value) for carry, value in aliases.items()}
         return not remaining
+
+    def _move_cut(
+        self, pending: Collection[fx.Node], remaining: Sequence[Op]
+    ) -> dict[fx.Node, fx.Node]:
+        """Cut the loop where iterations pass on less; return the carries, replaced by others."""
+        found, count, begin = self.found, self.found.count, self.found.begin
+        rows = {value: new for value, (new, is_batched) in self.new.items() if is_batched}
+        carries = {c: carry for c, carry in found.carries.items() if c in pending}
+        waiting = {v for op in remaining for v in op.results if v is not None}.union(pending)
+        is_first = self._full(torch.empty((), dtype=torch.bool, device="meta"), 0)
+        moved = move_cut(self.graph, replace(found, rows=rows, carries=carries), waiting, is_first)
+        if moved is None:
+            return {}
+        step, like = -1 if begin else 1, next(iter(pending))
+        place = lambda x: torch.arange(count, device=x.device) == begin  # noqa: E731
+        self.new[is_first] = self._row(place, like)
+        for value, row in moved.before.items():
+            self.new[value] = self._row(lambda x: x.roll(step, 0), rows[row])
+        known = {v: moved.carries.get(v, v) for op in remaining for v in op.operands}
+        ops = [replace(op, operands=tuple(known[v] for v in op.operands)) for op in remaining]
+        self.found = replace(moved.found, ops=[*moved.found.ops, *ops])
+        self._note_waits()
+        return moved.carries
+
+    def _row(self, function: Callable[[Tensor], Tensor], value: fx.Node) -> Value:
+        node = self._traced(function, value)
+        assert node is not None, "it moves or counts rows"
+        return node, True
 
     def _again(self, carry: fx.Node) -> frozenset[fx.Node]:
         return self._waits(self.found.carries[carry].again)
@@ -107,7 +147,7 @@ class _Batcher:
             return [(v, False) for v in op.results if v is not None]
         if op.results != (op.node,):
             return None
-        new = dict(zip(op.operands, nodes))
+        new = dict(zip(operands_of(op.node), nodes))
         copy = self.graph.node_copy(op.node, lambda n: new.get(n, n))
         copy.meta = {**origin_of(op.node), "val": op.node.meta["val"]}
         return [(copy, False)]

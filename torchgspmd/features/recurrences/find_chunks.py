@@ -14,7 +14,7 @@ another way: there is no carry, or it is a constant zero. Then the recurrence ha
 
 from __future__ import annotations
 
-from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import fx
@@ -23,19 +23,11 @@ from ...fx_passes.expand.batched_op import may_batch
 from ...fx_passes.expand.undivided import Work
 from ...fx_passes.ir import Op
 from ...rules.algebra import constant_of
-from ...rules.ops.concat_slice import (
-    COPIES,
-    FEWEST_PARTS,
-    Pieces,
-    is_plain_sum,
-    piece_placed,
-    pieces_joined,
-    pieces_taken,
-)
+from ...rules.ops.concat_slice import COPIES, Pieces, pieces_taken
+from .loop_ends import Column, is_sum
 from .recurrence import Carry, Recurrence
 
 MOST_OPS = 2048
-Column = tuple[fx.Node | None, ...]  # one value in all iterations; None: an end does without
 
 
 class Family(NamedTuple):
@@ -106,107 +98,6 @@ def _parts_of(op: Op, count: int) -> Iterator[tuple[Family, int, fx.Node]]:
             yield family, i, value
 
 
-class End(NamedTuple):
-    """Where a loop's results are put side by side: a concatenation, or a sum of rows among zeros.
-
-    columns: the summands, by iteration. pieces: where they lie. others: further summands. total:
-    summands of a plain sum, such as a weight's gradient, in place of columns and pieces.
-    """
-
-    node: fx.Node
-    pieces: Pieces | None
-    columns: tuple[Column, ...]
-    others: tuple[fx.Node, ...] = ()
-    total: tuple[fx.Node, ...] = ()
-    depth: int = 1  # of a plain sum: terms in an iteration
-
-    @property
-    def count(self) -> int:
-        return self.pieces.count if self.pieces else len(self.total) // self.depth
-
-    def columns_by(self, spans: Mapping[fx.Node, tuple[int, int]], edge: int) -> tuple[Column, ...]:
-        """Return the columns. spans: see Parts. edge: of the span, that says the iteration."""
-        if self.pieces:
-            return self.columns
-        rows: dict[int, list[fx.Node]] = {}
-        for value in self.total:
-            rows.setdefault(spans.get(value, (-1, -1))[edge], []).append(value)
-        numbers = range(self.count)
-        if rows.keys() != {*numbers} or any(len(row) != self.depth for row in rows.values()):
-            return ()
-        return tuple(zip(*(rows[i] for i in numbers)))
-
-
-def ends_of(work: Work) -> Iterator[End]:
-    """Yield the ends of loops with several equal parts, in order."""
-    ops = {op.node: op for op in work.ops}
-    for op in work.ops:
-        if len(op.operands) >= FEWEST_PARTS and op.results == (op.node,) and may_batch(op):
-            shapes = [v.meta["val"].shape for v in op.operands]
-            shape = op.node.meta["val"].shape
-            pieces = pieces_joined(op.node.target, op.node.args, op.rule, shapes, shape)
-            if pieces is not None:
-                yield End(op.node, pieces, (op.operands,))
-        elif _is_sum(op) and not (
-            len(op.node.users) == 1 and _is_sum(ops.get(next(iter(op.node.users))))
-        ):
-            yield from _end_by_sum(op, ops)
-
-
-def _is_sum(op: Op | None) -> bool:
-    """Return whether an operation adds two values with the result's shape."""
-    return (
-        op is not None
-        and is_plain_sum(op.node.target, op.node.kwargs)
-        and len(op.operands) == 2
-        and all(v.meta["val"].shape == op.node.meta["val"].shape for v in op.operands)
-    )
-
-
-def _end_by_sum(op: Op, ops: dict[fx.Node, Op]) -> Iterator[End]:
-    """Yield the end that a tree of sums makes: the gradient of a value that is cut into parts."""
-    stack, others = [*op.operands], list[fx.Node]()
-    placed: dict[Pieces, dict[int, list[fx.Node]]] = {}
-    while stack:
-        value = stack.pop()
-        made = ops.get(value)
-        if made is not None and len(value.users) == 1 and _is_sum(made):
-            stack += made.operands
-            continue
-        pieces = None
-        if made is not None and len(made.operands) == 1 and may_batch(made):
-            shape = made.operands[0].meta["val"].shape
-            pieces = piece_placed(made.node.target, made.node.args, shape)
-        if made is None or pieces is None:
-            others.append(value)
-            continue
-        rows = placed.setdefault(pieces._replace(indices=()), {})
-        rows.setdefault(pieces.indices[0], []).append(made.operands[0])
-    if not placed:
-        yield from _totals(op.node, others, ops)
-    for pieces, rows in placed.items():
-        depth = len(next(iter(rows.values())))
-        if pieces.count < FEWEST_PARTS or not {*range(1, pieces.count - 1)} <= rows.keys():
-            continue
-        if len(placed) == 1 and all(len(row) == depth for row in rows.values()):
-            none = [None] * depth
-            columns = zip(*(rows.get(i, none) for i in range(pieces.count)))
-            yield End(op.node, pieces, tuple(columns), tuple(others))
-
-
-def _totals(node: fx.Node, terms: list[fx.Node], ops: dict[fx.Node, Op]) -> Iterator[End]:
-    """Yield the end of a sum that has a term of each iteration."""
-    alike: dict[int | None, list[fx.Node]] = {}
-    for term in terms:
-        if term in ops:
-            alike.setdefault(ops[term].key, []).append(term)
-    for found in alike.values():
-        others = tuple(term for term in terms if term not in found)
-        for depth in (1, 2):
-            if len(found) >= FEWEST_PARTS * depth and len(found) % depth == 0:
-                yield End(node, None, (), others, tuple(found), depth)
-
-
 class Finder:
     """Aligns the iterations of a loop. reverse: whether it begins with the last part.
 
@@ -248,7 +139,7 @@ class Finder:
                 return False
             known = self.columns.get(value) or self.carries.get(value)
             if known is not None:
-                merged = _merged(known, column)
+                merged = self._merged(known, column)
                 if merged is None:
                     return False
                 if merged == known:
@@ -310,7 +201,7 @@ class Finder:
         alike[self.at] = True
         if not may_batch(op):
             return None
-        if _is_sum(op):
+        if is_sum(op):
             return self._summands(value, column, op)
         hollow = [*column]
         for i in (0, self.count - 1):
@@ -324,6 +215,13 @@ class Finder:
         none = (None,) * len(op.operands)
         rows = [m[0].operands if m and v is not None else none for m, v in zip(made, hollow)]
         return [*zip(*rows)]
+
+    def _merged(self, one: Column, other: Column) -> Column | None:
+        """Return a column that has the values of both; None if they differ."""
+        pairs = [*zip(one, other)]
+        if any(self._source(a) is not self._source(b) for a, b in pairs if a and b):
+            return None
+        return tuple(a if a is not None else b for a, b in pairs)
 
     def _source(self, value: fx.Node | None) -> fx.Node | None:
         """Return the original of a copy, or the value itself."""
@@ -357,13 +255,16 @@ class Finder:
                         above[place][i] = own.pop(j)
                         signs.pop(j)
             missing = [place for place in range(len(terms)) if above[place][i] is None]
-            if len(missing) == len(own):
-                for place, x in zip(missing, own):
-                    above[place][i] = x
-            elif own or i not in (0, self.count - 1):
+            # A state that is given stands for one carry; the others have to be zeros then.
+            if i == self.begin:
+                before = column[self.at - self.step]
+                missing.sort(key=lambda p: (terms[p] is not before, self._follows(terms[p])))
+            fits = len(own) == len(missing) or not own and i in (0, self.count - 1)
+            if not fits and (i != self.begin or len(own) > len(missing)):
                 return None
-            else:
-                self.vanishing.update((terms[place], i) for place in missing)
+            for place, x in zip(missing, own):
+                above[place][i] = x
+            self.vanishing.update((terms[place], i) for place in missing[len(own) :])
         return [tuple(each) for each in above]
 
     def _terms(self, value: fx.Node, ops: dict[fx.Node, Op] | None = None) -> list[fx.Node]:
@@ -372,7 +273,7 @@ class Finder:
         while stack:
             value = stack.pop()
             op, _ = self.parts.makers.get(value, (None, 0))
-            if op is None or not _is_sum(op) or value is not root and len(value.users) > 1:
+            if op is None or not is_sum(op) or value is not root and len(value.users) > 1:
                 terms.append(value)
                 continue
             if ops is not None:
@@ -391,8 +292,8 @@ class Finder:
         # The first iteration reads a constant in place of a carry.
         if span is None or made is None or span[0 if self.reverse else 1] != i:
             return "outer"
-        if depth == 0 or _is_sum(made[0]):
-            return made[0].key, _is_sum(made[0])
+        if depth == 0 or is_sum(made[0]):
+            return made[0].key, is_sum(made[0])
         above = (self._signature(x, i, depth - 1) for x in made[0].operands)
         return made[0].key, made[1], *above
 
@@ -460,10 +361,3 @@ class Finder:
             if (family.value, i) in self.parts.zeros
         }
         return Recurrence(self.count, self.reverse, ops, batched, carries, self.vanishing, zeros)
-
-
-def _merged(one: Column, other: Column) -> Column | None:
-    """Return a column that has the values of both; None if they differ."""
-    if any(a is not b for a, b in zip(one, other) if a is not None and b is not None):
-        return None
-    return tuple(a if a is not None else b for a, b in zip(one, other))

@@ -88,7 +88,9 @@ class LinearMap:
         result = result.permute(*range(lead), *(lead + d for d in self.order))
         result = result.movedim(0, lead - 1 + kept).flatten(lead - 1 + kept)
         d = lead - 1 + len(self.each)
-        return result.flatten(d, d + len(self.mixed) - 1)[..., : self.rows]
+        result = result.flatten(d, d + len(self.mixed) - 1)
+        # A slice with all columns is an alias, which has no rule.
+        return result if result.shape[-1] == self.rows else result[..., : self.rows]
 
     def _identity(self) -> Tensor:
         """Return [times, *carry]: the identity's columns in the places of uniform dimensions."""

@@ -12,20 +12,21 @@ source   ours; batch_iterations.py has the algorithm's
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import drop_unused, inline, origin_of
-from ...compat.operators import aten
 from ...fx_passes.expand.undivided import Work
 from ...rules import trace
-from ...rules.custom_ops.loops import mark_of
+from ...rules.custom_ops.loops import LOOP_MARKS, mark_of
 from ...rules.ops.concat_slice import Pieces
 from .batch_iterations import batch_iterations
-from .find_chunks import End, Family, Finder, Parts, ends_of
+from .find_chunks import Family, Finder, Parts
 from .find_loops import loops_of, value_behind
+from .loop_ends import End, ends_of
 
 
 def split_sequences(work: Work) -> bool:
@@ -41,8 +42,9 @@ def split_sequences(work: Work) -> bool:
     for end in splitter.exits:
         work.graph.erase_node(end)
     drop_unused(work.graph)
-    splitter.take_ends()
-    drop_unused(work.graph)
+    for _ in range(2):  # An operation has few results that are read once the ends are taken.
+        splitter.take_ends()
+        drop_unused(work.graph)
     return bool(splitter.results)
 
 
@@ -87,7 +89,6 @@ class _Splitter:
                 first, *others = *results, *end.others
                 for other in others:
                     first = _added(self.graph, torch.add, first, other)
-                self._add_ends(end, finder, new)
             for value, column in (*finder.columns.items(), *finder.carries.items()):
                 if value in new:
                     parts.add(new[value], column)
@@ -96,35 +97,36 @@ class _Splitter:
             self.results[end.node] = first
             return
 
-    def _add_ends(self, end: End, finder: Finder, new: dict[fx.Node, fx.Node]) -> None:
-        """Take the last states from those behind all iterations, where the program reads them."""
-        order = finder.parts.order
-        for carry, value in finder.ends.items():
-            column = finder.carries.get(carry)
-            again = column[finder.at + finder.step] if column else None
-            if value is None or again not in new or value in self.results:
-                continue
-            if all(order.get(user, 0) >= order[end.node] for user in value.users):
-                self.results[value] = _added(
-                    self.graph, lambda x, i=finder.last: x.select(0, i), new[again]
-                )
-
     def take_ends(self) -> None:
         """Take what is still read of a first or last iteration from the values of all."""
         order = {node: i for i, node in enumerate(self.graph.nodes)}
         for count, parts in self.parts.items():
             for value, families in parts.families.items():
-                batched = [(f.value, i) for f, i in families.items() if f.pieces is None]
-                for rows, i in batched:
+                for (rows, pieces), i in families.items():
                     if value not in order or rows not in order or i not in (0, count - 1):
                         continue
-                    readers = [u for u in value.users if order.get(u, 0) > order[rows]]
-                    if readers:
-                        with self.graph.inserting_after(rows):
-                            place = self.graph.call_function(aten.select.int, (rows, 0, i))
-                        place.meta = {**origin_of(rows), "val": value.meta["val"]}
+                    if pieces is not None and not _is_one_of_few(value):
+                        continue
+                    anchor = value if pieces else rows
+                    readers = [u for u in value.users if u is not anchor]
+                    if readers and (pieces or self._move_behind(rows, readers)):
+                        with self.graph.inserting_after(anchor):
+                            add = lambda x, p=pieces, i=i: _part(x, p, i)  # noqa: E731
+                            place = _added(self.graph, add, rows)
                         for reader in readers:
                             reader.replace_input_with(value, place)
+
+    def _move_behind(self, rows: fx.Node, readers: Sequence[fx.Node]) -> bool:
+        """Move readers and all that reads them behind a value; return whether that is possible."""
+        nodes, moved = [*self.graph.nodes], dict[fx.Node, None]()
+        for node in nodes[: nodes.index(rows) + 1]:
+            if node in readers or any(v in moved for v in node.all_input_nodes):
+                moved[node] = None
+        if rows in moved or any(n.target in LOOP_MARKS or "draw" in n.meta for n in moved):
+            return False
+        for node in reversed(moved):
+            rows.append(node)
+        return True
 
     def split_loops(self) -> None:
         """Compute the iterations of loops at once, if the rows of one of them are sharded."""
@@ -180,6 +182,17 @@ class _Splitter:
 def _parted(x: Tensor, pieces: Pieces) -> Tensor:
     d = pieces.dim
     return (x.unflatten(d, (pieces.count, pieces.width)) if pieces.width else x).movedim(d, 0)
+
+
+def _part(x: Tensor, pieces: Pieces | None, i: int) -> Tensor:
+    if pieces is None or not pieces.width:
+        return x.select(pieces.dim if pieces else 0, i)
+    return x.narrow(pieces.dim, i * pieces.width, pieces.width)
+
+
+def _is_one_of_few(value: fx.Node) -> bool:
+    """Return whether an operation with many results is there for one or two: it needs all rows."""
+    return value.target is operator.getitem and len(value.all_input_nodes[0].users) <= 2
 
 
 def _joined(x: Tensor, pieces: Pieces | None) -> Tensor:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 from torch import fx
 
@@ -17,7 +18,7 @@ from ...layout.halo_window import sent_rows
 from ...rules import SplitRequest
 from ...rules.notation import Split
 from ...rules.ops.concat_slice import goes_by_parts
-from ..ir import Op, Rules
+from ..ir import Op, Rules, tensors_of
 from ..program import Program
 from ..propagate.layouts import Layouts
 
@@ -63,7 +64,20 @@ def split_fused(p: Program, tried: bool = False) -> fx.Graph | None:
     the communication suite) sends 1,408 bytes in parts, 3,584 without.
     """
     splitting = _ops_to_split(p.graph, p.layouts, p.rules, tried)
-    return p.request.expand(p.graph, splitting) if splitting else None
+    if not splitting:
+        return None
+    graph = p.request.expand(p.graph, splitting)
+    # Of 9 rows, 4 blocks cannot be equal. An operation that stays is no change: this pass and
+    # keep_dims would run forever.
+    targets = {node.target for node in splitting}
+    same = _calls(graph, targets) == _calls(p.graph, targets)
+    return None if same else graph
+
+
+def _calls(graph: fx.Graph, targets: Collection[object]) -> Counter[Hashable]:
+    """Count the calls of operations, by the shapes of their results."""
+    calls = (node for node in graph.nodes if node.target in targets)
+    return Counter((n.target, *(t.shape for t in tensors_of(n))) for n in calls)
 
 
 def _ops_to_split(
