@@ -38,7 +38,7 @@ INTRODUCTION = """
 
 PyTorch's own databases of modules, optimizers and operators run on the wrapper. So do the models
 with which PyTorch tests checkpoints and DTensors. The behaviors that transformers' common model
-tests check are written anew, for small models of eight families. All compare with one device.
+tests check are written anew, for small models of ten families. All compare with one device.
 Operators run on two simulated devices, everything else on two processes with gloo. Layouts are
 random.
 """

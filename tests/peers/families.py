@@ -1,4 +1,4 @@
-"""Small models of eight families of transformers: inputs, and the behaviors that each lacks."""
+"""Small models of ten families of transformers: inputs, and the behaviors that each lacks."""
 
 from __future__ import annotations
 
@@ -125,6 +125,33 @@ FAMILIES: dict[str, Family] = {
             "inputs_embeds": "takes tokens: the end's place says what it reads",
             "tied weights": "has no output table",
         },
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            **TEXT,
+            **MOE,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+            "shared_expert_intermediate_size": 8,
+        },
+        text,
+    ),
+    "Mamba": Family(
+        "MambaForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "state_size": 4,
+            "num_hidden_layers": 2,
+            "time_step_rank": 2,
+        },
+        lambda: {"input_ids": (ids := tokens(2, 7)), "labels": ids},
+        {"attentions": "has no attention", "attention": "has no attention"},
     ),
 }
 

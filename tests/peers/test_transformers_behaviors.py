@@ -1,6 +1,6 @@
 """Behaviors that transformers' common model tests check, on two processes, against one device.
 
-Small models of eight families, without dropout, each parameter with a random layout.
+Small models of ten families, without dropout, each parameter with a random layout.
 """
 
 from __future__ import annotations
