@@ -108,7 +108,8 @@ def reason_of(report) -> str:
     if report.outcome == "skipped":
         return report.longrepr[-1].removeprefix("Skipped: ")
     lines = [] if report.longrepr is None else str(report.longrepr).strip().splitlines()
-    return next((line for line in reversed(lines) if "Error" in line), "")[:160]
+    telling = (line for line in reversed(lines) if "Error" in line or "did not answer" in line)
+    return next(telling, "")[:160]
 
 
 def table_of(results: Results) -> str:

@@ -124,6 +124,10 @@ FAMILIES: dict[str, Family] = {
             **ENCODER,
             "inputs_embeds": "takes tokens: the end's place says what it reads",
             "tied weights": "has no output table",
+            **dict.fromkeys(
+                ("embeddings", "inputs that require gradients"),
+                "transformers says of no table that it is the input's",
+            ),
         },
     ),
     "Qwen3-Next": Family(
