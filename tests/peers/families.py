@@ -37,6 +37,20 @@ IMAGES = {
     "padding on the left": "has no padding",
     "inputs_embeds": "takes pixels",
 }
+# What a family that takes minutes to plan leaves to the others.
+LONG = (
+    "checkpointing",
+    "embeddings",
+    "tied weights",
+    "generation",
+    "hidden states",
+    "freezing",
+    "inputs that require gradients",
+    "inputs_embeds",
+    "attention",
+    "dtypes",
+    "heads",
+)
 NO_DROPOUT = (
     "dropout attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout_prob "
     "attention_probs_dropout_prob dropout_rate activation_dropout classifier_dropout"
@@ -144,6 +158,7 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size": 8,
         },
         text,
+        dict.fromkeys(LONG, "takes minutes to plan: each linear layer is a loop of 63 steps"),
     ),
     "Mamba": Family(
         "MambaForCausalLM",
