@@ -276,10 +276,7 @@ def _converted(
     targets: Mapping[str, Tensor],
     result: StoredTensors,
 ) -> dict[str, Tensor]:
-    """Return tensors by the model's names. Those without one keep the file's name.
-
-    result: gets the operations, and the conversions that applied.
-    """
+    """Return tensors by the model's names, or else the file's; result gets how they follow."""
     mapping, loading = library
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
@@ -301,5 +298,5 @@ def _converted(
             results = converter.convert(new, model=model, config=model.config)
         for name, value in results.items():
             found[name] = value[0] if isinstance(value, list) else value
-    result.conversions = [t for t in transforms if t.was_used()]
+    result.conversions = [t for t in transforms if getattr(t, "_was_used", True)]
     return found
