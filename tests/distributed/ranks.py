@@ -49,6 +49,7 @@ START = 300.0  # seconds for the start of a process
 GROUP = os.environ.get("RANKS_GROUP", "gloo")  # or "late", see late_group.py
 # For tests of what ranks find at once: with TORCHGSPMD_ASSUME_CUDA=1 they find it some calls later.
 on_cpu = patch.dict(os.environ, TORCHGSPMD_ASSUME_CUDA="0")
+SKIPPED = "skipped: "  # begins the answer of a rank that skips the check
 MESSAGE = 1 << 16  # bytes of a question to a template, at most
 
 
@@ -73,6 +74,8 @@ def distributed(
             failure = ranks.run((*call, warning_filter), timeout)
             if alone:
                 ranks.close()
+            if failure.startswith(SKIPPED):
+                pytest.skip(failure.removeprefix(SKIPPED))
             if failure:
                 pytest.fail(failure, pytrace=False)
 
@@ -179,12 +182,12 @@ class Ranks:
         self.connections.append(connection)
 
     def run(self, call: tuple, timeout: float) -> str:
-        """Return what failed on which rank, or nothing."""
+        """Return what failed on which rank, why all skip it, or nothing."""
         begin = [log.stat().st_size for log in self.logs]
         for connection in self.connections:
             connection.send(call)
         failure = self._answers(call[2], timeout, begin)
-        if failure:
+        if failure and not failure.startswith(SKIPPED):
             self.close()
         return failure
 
@@ -196,10 +199,14 @@ class Ranks:
             for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)
                 answers[rank] = self._answer(connection, rank)
-                if answers[rank]:
+                if answers[rank] and not answers[rank].startswith(SKIPPED):
                     end = min(end, time.monotonic() + GRACE)
-        if not waiting and not any(answers.values()):
-            return ""
+        if (
+            not waiting
+            and answers[0][: len(SKIPPED)] in ("", SKIPPED)
+            and len({*answers.values()}) == 1
+        ):
+            return answers[0]
         since = f"{GRACE:g} s of a failure" if any(answers.values()) else f"{timeout:g} s"
         for rank in waiting.values():  # faulthandler writes where it is into the log
             self.processes[rank].send_signal(signal.SIGUSR1)
@@ -294,6 +301,8 @@ def answer(file: str, name: str, check: str, mesh: str, arguments: dict, warning
     except (Exception, pytest.fail.Exception) as error:
         frames = error.__traceback__.tb_next  # without this one
         return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    except pytest.skip.Exception as skipped:
+        return f"{SKIPPED}{skipped.msg}"
     return ""
 
 

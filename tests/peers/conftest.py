@@ -1,7 +1,7 @@
 """Other people's tests on the wrapper, and their results as a table: make test-peers.
 
     pytest tests/peers --write docs/coverage.md     # writes the table into the page
-    pytest tests/peers --rows rows.json -k Llama    # a slice, added to the rows of earlier ones
+    pytest tests/peers --rows rows.json -k Llama    # a slice; runs what no earlier one has passed
 
 A test is named after a behavior. Its parameters are a mesh, and a subject: a module, an optimizer,
 or a family of models. A skip is a test that does not apply, with its reason.
@@ -13,15 +13,21 @@ import json
 import os
 import re
 import sys
+import tempfile
+import time
 from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 import torch
+from guarding import keep
 
 FOLDER = Path(__file__).parent
 sys.path[:0] = [str(FOLDER), str(FOLDER.parents[1] / "benchmarks")]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Tests of a family make the same calls: what one has planned, the next reads.
+CACHE = tempfile.TemporaryDirectory(prefix="peers")
+os.environ["TORCHGSPMD_CACHE"] = CACHE.name
 
 HEADING = "## Other people's tests"
 FOOTER = "\n---\n"
@@ -38,35 +44,57 @@ INTRODUCTION = """
 
 PyTorch's own databases of modules, optimizers and operators run on the wrapper. So do the models
 with which PyTorch tests checkpoints and DTensors. The behaviors that transformers' common model
-tests check are written anew, for small models of eight families. All compare with one device.
+tests check are written anew, for small models of ten families. All compare with one device.
 Operators run on two simulated devices, everything else on two processes with gloo. Layouts are
 random.
 """
 
 
 class Results(dict[tuple[str, str, str], tuple[str, str]]):
-    """Outcome and reason by file, test and subject."""
+    """Outcome and reason by file, test and subject; kept in a file, if there is one."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__()
+        self.path, self.written = path, time.monotonic()
+        if path and path.exists():
+            rows = json.loads(path.read_text())
+            self |= {tuple(name): tuple(result) for name, result in rows}
+
+    def write(self, seconds: float = 0.0) -> None:
+        """Write the file, if the last time is so long ago."""
+        if self.path and time.monotonic() >= self.written + seconds:
+            self.path.write_text(json.dumps([*self.items()], indent=0))
+            self.written = time.monotonic()
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list) -> None:
+        """Run what has passed before, or does not apply, no second time."""
+        done = {name for name, (outcome, _) in self.items() if outcome in ("passed", "skipped")}
+        keep(config, items, [item for item in items if name_of(item.nodeid) not in done])
+
+    def pytest_runtest_logreport(self, report) -> None:
+        if report.when == "call" or report.outcome != "passed":
+            self[name_of(report.nodeid)] = report.outcome, reason_of(report)
+            self.write(10.0)
+
+    def pytest_terminal_summary(self, terminalreporter, config: pytest.Config) -> None:
+        for report in terminalreporter.stats.get("error", ()):  # of a file
+            self[name_of(report.nodeid)] = "error", reason_of(report)
+        self.write()
+        text = table_of(self)
+        terminalreporter.write_sep("-", "the table of tests/peers")
+        terminalreporter.write_line(text)
+        if page := config.getoption("--write"):
+            page.write_text(with_section(page.read_text(), text))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--write", type=Path, help=f"a page whose section {HEADING!r} is written anew")
-    parser.addoption("--rows", type=Path, help="a file of results, to which this run's are added")
+    parser.addoption("--rows", type=Path, help="a file of results, which this run continues")
 
 
-def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
-    rows, results = config.getoption("--rows"), Results()
-    if rows and rows.exists():
-        results |= {tuple(name): tuple(result) for name, result in json.loads(rows.read_text())}
-    for outcome in ("passed", "skipped", "failed", "error"):
-        for report in terminalreporter.stats.get(outcome, ()):
-            results[name_of(report.nodeid)] = outcome, reason_of(report)
-    if rows:
-        rows.write_text(json.dumps([*results.items()], indent=0))
-    text = table_of(results)
-    terminalreporter.write_sep("-", "the table of tests/peers")
-    terminalreporter.write_line(text)
-    if page := config.getoption("--write"):
-        page.write_text(with_section(page.read_text(), text))
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):  # no worker of xdist
+        config.pluginmanager.register(Results(config.getoption("--rows")))
 
 
 def name_of(nodeid: str) -> tuple[str, str, str]:
@@ -80,7 +108,8 @@ def reason_of(report) -> str:
     if report.outcome == "skipped":
         return report.longrepr[-1].removeprefix("Skipped: ")
     lines = [] if report.longrepr is None else str(report.longrepr).strip().splitlines()
-    return next((line for line in reversed(lines) if "Error" in line), "")[:160]
+    telling = (line for line in reversed(lines) if "Error" in line or "did not answer" in line)
+    return next(telling, "")[:160]
 
 
 def table_of(results: Results) -> str:

@@ -1,4 +1,4 @@
-"""Small models of eight families of transformers: inputs, and the behaviors that each lacks."""
+"""Small models of ten families of transformers: inputs, and the behaviors that each lacks."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ IMAGES = {
     "padding on the left": "has no padding",
     "inputs_embeds": "takes pixels",
 }
+# What a family that takes minutes to plan leaves to the others.
+LONG = (
+    "checkpointing",
+    "embeddings",
+    "tied weights",
+    "generation",
+    "hidden states",
+    "freezing",
+    "inputs that require gradients",
+    "inputs_embeds",
+    "attention",
+    "dtypes",
+    "heads",
+)
 NO_DROPOUT = (
     "dropout attention_dropout attn_pdrop embd_pdrop resid_pdrop hidden_dropout_prob "
     "attention_probs_dropout_prob dropout_rate activation_dropout classifier_dropout"
@@ -124,7 +138,39 @@ FAMILIES: dict[str, Family] = {
             **ENCODER,
             "inputs_embeds": "takes tokens: the end's place says what it reads",
             "tied weights": "has no output table",
+            **dict.fromkeys(
+                ("embeddings", "inputs that require gradients"),
+                "transformers says of no table that it is the input's",
+            ),
         },
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3NextForCausalLM",
+        {
+            **TEXT,
+            **MOE,
+            "head_dim": 8,
+            "layer_types": ["linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 4,
+            "linear_value_head_dim": 4,
+            "shared_expert_intermediate_size": 8,
+        },
+        text,
+        dict.fromkeys(LONG, "takes minutes to plan: each linear layer is a loop of 63 steps"),
+    ),
+    "Mamba": Family(
+        "MambaForCausalLM",
+        {
+            "vocab_size": 64,
+            "hidden_size": 16,
+            "state_size": 4,
+            "num_hidden_layers": 2,
+            "time_step_rank": 2,
+        },
+        lambda: {"input_ids": (ids := tokens(2, 7)), "labels": ids},
+        {"attentions": "has no attention", "attention": "has no attention"},
     ),
 }
 

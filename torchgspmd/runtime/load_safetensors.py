@@ -98,6 +98,8 @@ def load_safetensors(
         )
         for name in found.found:
             _read(found, name, targets[name], groups)
+        if found.conversions is not None:  # as from_pretrained: save_pretrained writes these names
+            vars(inner)["_weight_conversions"] = found.conversions
     return [*lacking, *found.unknown]
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -299,12 +300,12 @@ class ModuleProxy(nn.Module):
 
     def __getstate__(self) -> object:
         raise ShardingError.here(
-            "a module on a mesh cannot be pickled",
+            "a module on a mesh cannot be pickled, nor copied by copy.copy",
             why="its processes would have to be there when it is read",
-            fix="run `state = gspmd.full_state_dict(model)` on every rank, and "
-            "`torch.save(state, path)` on rank 0; or run "
-            "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` on "
-            "every rank",
+            fix="copy.deepcopy(model) copies it; to save it, run `state = gspmd.full_state_dict("
+            "model)` on every rank, and `torch.save(state, path)` on rank 0; or run "
+            "`torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=path)` on every "
+            "rank",
         )
 
     def compile(self, *args: object, **kwargs: object) -> NoReturn:
@@ -319,7 +320,13 @@ class ModuleProxy(nn.Module):
 
 
 def _refuse_transforms() -> None:
-    """Raise ShardingError within torch.func.vmap, grad and the like."""
+    """Raise ShardingError within torch.export, torch.func.vmap, grad and the like."""
+    if torch.compiler.is_exporting():
+        raise ShardingError.here(
+            "torch.export exports a module on a mesh",
+            why="its program is one of several processes",
+            fix="export the model that was not wrapped, with the weights of full_state_dict(model)",
+        )
     if is_transforming():
         raise ShardingError.here(
             "torch.func transforms a module on a mesh",

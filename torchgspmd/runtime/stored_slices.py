@@ -64,6 +64,7 @@ class StoredTensors:
     unknown: list[str] = field(default_factory=list)
     files: dict[int, Stored] = field(default_factory=dict)  # by id of `like`
     record: Recorded = field(default_factory=lambda: Recorded())
+    conversions: list[Any] | None = None  # transformers' that applied; save_pretrained reverts them
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """Return a tensor, or a part."""
@@ -161,17 +162,9 @@ def _slice(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
     return part[(slice(None),) * dim + (slice(None, None, stride),)]
 
 
-def _select(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
-    source, dim, index = step.args
-    return _one_row(read, source, dim, index, box)
-
-
-def _unbind(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
-    return _one_row(read, step.args[0], _argument(step, 1, "dim", 0), step.index, box)
-
-
-def _one_row(read: Read, source: Tensor, dim: int, index: int, box: Box) -> Tensor:
-    dim, index = dim % source.dim(), index % source.shape[dim]
+def _row(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
+    source, dim = step.args[0], _argument(step, 1, "dim", 0) % step.args[0].dim()
+    index = _argument(step, 2, "", step.index) % source.shape[dim]  # unbind has a result for each
     return read(source, (*box[:dim], slice(index, index + 1), *box[dim:])).squeeze(dim)
 
 
@@ -186,10 +179,6 @@ def _permute(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
     for place, dim in enumerate(order):
         inner[dim] = box[place]
     return read(step.args[0], tuple(inner)).permute(order)
-
-
-def _same(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
-    return read(step.args[0], box)
 
 
 def _view(read: Read, step: Step, tensor: Tensor, box: Box) -> Tensor:
@@ -221,12 +210,12 @@ _PARTS: dict[Any, Callable[[Read, Step, Tensor, Box], Tensor]] = {
     aten.split.Tensor: _split,
     aten.split_with_sizes.default: _split,
     aten.slice.Tensor: _slice,
-    aten.select.int: _select,
-    aten.unbind.int: _unbind,
+    aten.select.int: _row,
+    aten.unbind.int: _row,
     aten.permute.default: _permute,
     aten.transpose.int: _permute,
     aten.t.default: _permute,
-    **dict.fromkeys((aten.clone.default, aten.detach.default, aten.alias.default), _same),
+    **dict.fromkeys((aten.clone.default, aten.detach.default, aten.alias.default), _view),
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default), _view),
     **dict.fromkeys((aten.squeeze.dim, aten.squeeze.default, aten.unsqueeze.default), _view),
 }
@@ -249,7 +238,7 @@ def stored_tensors_of(
     result = StoredTensors(files={id(s.like): s for s in stored.values()})
     renamed = {(rename or str)(name): s.like for name, s in stored.items()}
     if rename is None and (library := _library_of(model)) is not None:
-        renamed = _converted(model, library, renamed, targets, result.record)
+        renamed = _converted(model, library, renamed, targets, result)
     for name, tensor in renamed.items():
         if name in targets:
             result.found[name] = tensor
@@ -285,9 +274,9 @@ def _converted(
     library: tuple[Any, Any],
     stored: Mapping[str, Tensor],
     targets: Mapping[str, Tensor],
-    record: Recorded,
+    result: StoredTensors,
 ) -> dict[str, Tensor]:
-    """Return tensors by the model's names. Those without one keep the file's name."""
+    """Return tensors by the model's names, or else the file's; result gets how they follow."""
     mapping, loading = library
     transforms = mapping.get_model_conversion_mapping(model)
     renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
@@ -305,8 +294,9 @@ def _converted(
         converter = joined.setdefault(new, copy.deepcopy(of_pattern[pattern]))
         converter.add_tensor(new, name, pattern, stored[name])
     for new, converter in joined.items():
-        with record:
+        with result.record:
             results = converter.convert(new, model=model, config=model.config)
         for name, value in results.items():
             found[name] = value[0] if isinstance(value, list) else value
+    result.conversions = [t for t in transforms if getattr(t, "_was_used", True)]
     return found
