@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,13 @@ def operators_of(feature: str) -> set[tuple[str, str]]:
     rows = [op for op, function in RULES.items() if feature_of(function) == feature]
     names = [op if isinstance(op, str) else op.name() for op in rows]
     return {tuple(name.partition(".")[0].split("::")) for name in names}
+
+
+@cache
+def named_in_core() -> frozenset[tuple[str, str, str]]:
+    """Return (file, namespace, name) of each operator that a file of the core names."""
+    files = [path for folder in CORE for path in (ROOT / folder).rglob("*.py")]
+    return frozenset((str(p.relative_to(ROOT)), *n) for p in files for n in named_operators(p))
 
 
 def named_operators(path: Path) -> Iterator[tuple[str, str]]:
@@ -95,9 +103,7 @@ def test_rewrites_are_asked_in_one_order_whatever_was_imported_first(
 @pytest.mark.parametrize("feature", FEATURES)
 def test_no_file_of_the_core_names_an_operator_of_a_feature(feature: str) -> None:
     operators = operators_of(feature)
-    files = [path for folder in CORE for path in (ROOT / folder).rglob("*.py")]
-    named = {(str(p.relative_to(ROOT)), *n) for p in files for n in named_operators(p)}
-    assert {each for each in named if each[1:] in operators} == NAMED.get(feature, set())
+    assert {each for each in named_in_core() if each[1:] in operators} == NAMED.get(feature, set())
 
 
 def test_every_feature_has_a_readme_of_one_screen() -> None:
