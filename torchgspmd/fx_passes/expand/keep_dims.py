@@ -332,6 +332,8 @@ class _Keeper:
     def _is_native(self, call: Call) -> bool:
         """Return whether an operation with its parts apart has the FlatCall's results and rule."""
         args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (call.args, dict(call.kwargs)))
+        if "device" in kwargs:  # zeros on it would take their memory
+            kwargs["device"] = "meta"
         try:
             # Not on fake tensors, whose calls log what they raise.
             results = _tensors_in(call.target.target(*args, **kwargs))
