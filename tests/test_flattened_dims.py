@@ -398,11 +398,11 @@ def test_random_chains_of_reshapes(seed):
     assert math.isfinite(plan.sent_bytes)
 
 
-ROWS = 4096 * 64  # flattened
+FLATTENED = 4096 * 64  # flattened
 FACTORIES = (  # the first and the last guard
-    lambda x: x + torch.full((ROWS, D), 2.0),
-    lambda x: x + torch.zeros(ROWS, D),
-    lambda x: x * torch.arange(ROWS * D).view(ROWS, D),
+    lambda x: x + torch.full((FLATTENED, D), 2.0),
+    lambda x: x + torch.zeros(FLATTENED, D),
+    lambda x: x * torch.arange(FLATTENED * D).view(FLATTENED, D),
     lambda x: x * torch.rand_like(x),
     lambda x: x * torch.ones_like(x),
     lambda x: x + x.new_full(x.shape, 2.0),
@@ -427,4 +427,4 @@ def test_a_plan_on_the_meta_device_takes_no_memory(function):
     x = torch.empty(4096, 64, D, device="meta")
     with RealTensors() as seen:
         gspmd.plan(lambda x: function(x.flatten(0, 1)), x, mesh=Mesh(a=2, b=2), in_specs="a b _")
-    assert seen.largest < ROWS
+    assert seen.largest < FLATTENED
