@@ -92,7 +92,7 @@ fast: venv  ## tests that start no processes and take no minutes
 # Two cases guard each test function, on one mesh of processes; all of them explore, and take more than an hour: nightly. Of files that
 # draw or enumerate fewer guard (EXPLORING in tests/guarding.py). The core tests begin with those on processes, which wait for each other
 # and for time limits: meanwhile pyright checks the code, and pip unpacks XLA.
-test:  ## the tests that CI runs: those that guard; 20 to 35 minutes on two idle cores
+test:  ## the tests that CI runs: those that guard; about 30 minutes on two idle cores
 	$(MAKE) -j 3 lint test-core venv-xla
 	$(MAKE) test-xla
 
