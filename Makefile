@@ -21,7 +21,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # One worker has all tests on processes, of which it keeps one set of a size: --dist loadgroup.
 PYTEST = -m pytest -q -n 2 --dist loadgroup
 
-.PHONY: help lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-peers test-integrations test-mixtures test-pairs nightly gpu wire venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
+.PHONY: help environment lint house golden fast demo examples generate test test-core test-all test-xla xla-backend xla-versions test-oldest test-newest test-python test-hidden test-transformers test-peers test-integrations test-mixtures test-pairs nightly gpu wire venv venv-xla install-xla venv-newest venv-integrations bench bounds docs wheel words
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 20
@@ -56,8 +56,11 @@ generate:  ## SmolLM2-135M writes the same text on one process and on three mesh
 		cmp $(TEXTS)/one.json $(TEXTS)/$$mesh.json || exit 1; \
 	done
 
-lint: venv  ## ruff check, ruff format --check, pyright, words, house, and the site of docs/
+# One call of pip for `lint` and `test-core`, which run at the same time in `make test`.
+environment: venv
 	$(BIN)/python $(INSTALL) -e ".[dev,test,examples,docs]"
+
+lint: environment  ## ruff check, ruff format --check, pyright, words, house, and the site of docs/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python tools/typings.py
@@ -86,16 +89,15 @@ fast: venv  ## tests that start no processes and take no minutes
 	$(BIN)/python $(INSTALL) -e ".[test,examples]"
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x -m "not slow and not distributed" tests
 
-# One environment is installed while the code is checked. Two cases guard each test function, on one mesh of processes; all of them
-# explore, and take more than an hour: nightly. Of files that draw or enumerate fewer guard (EXPLORING in tests/conftest.py).
-test:  ## the tests that CI runs: those that guard; they take 20 to 45 minutes on two cores
-	$(MAKE) -j 2 lint venv-xla
-	$(MAKE) test-core
+# Two cases guard each test function, on one mesh of processes; all of them explore, and take more than an hour: nightly. Of files that
+# draw or enumerate fewer guard (EXPLORING in tests/guarding.py). The core tests begin with those on processes, which wait for each other
+# and for time limits: meanwhile pyright checks the code, and pip unpacks XLA.
+test:  ## the tests that CI runs: those that guard; about 30 minutes on two idle cores
+	$(MAKE) -j 3 lint test-core venv-xla
 	$(MAKE) test-xla
 
 GUARD := --one-mesh --cases 2
-test-core: venv  ## two cases of each test, but those of XLA
-	$(BIN)/python $(INSTALL) -e ".[test,examples]"
+test-core: environment  ## two cases of each test, but those of XLA
 	OMP_NUM_THREADS=1 $(BIN)/python $(PYTEST) -x $(GUARD) tests
 
 test-all: venv  ## all cases of all tests but those of XLA: an hour on two cores

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from helpers import assert_same, eager
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh
@@ -394,3 +396,35 @@ def test_random_chains_of_reshapes(seed):
         return
     assert_same(plan.simulate(x, _poison=True), program(x), terms=1024)
     assert math.isfinite(plan.sent_bytes)
+
+
+FLATTENED = 4096 * 64  # flattened
+FACTORIES = (  # the first and the last guard
+    lambda x: x + torch.full((FLATTENED, D), 2.0),
+    lambda x: x + torch.zeros(FLATTENED, D),
+    lambda x: x * torch.arange(FLATTENED * D).view(FLATTENED, D),
+    lambda x: x * torch.rand_like(x),
+    lambda x: x * torch.ones_like(x),
+    lambda x: x + x.new_full(x.shape, 2.0),
+)
+
+
+class RealTensors(TorchDispatchMode):
+    """Notes the largest tensor with memory."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        for x in pytree.tree_leaves(results):
+            if type(x) is Tensor and x.device.type != "meta":
+                self.largest = max(self.largest, x.numel())
+        return results
+
+
+@pytest.mark.parametrize("function", FACTORIES)
+def test_a_plan_on_the_meta_device_takes_no_memory(function):
+    x = torch.empty(4096, 64, D, device="meta")
+    with RealTensors() as seen:
+        gspmd.plan(lambda x: function(x.flatten(0, 1)), x, mesh=Mesh(a=2, b=2), in_specs="a b _")
+    assert seen.largest < FLATTENED

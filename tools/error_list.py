@@ -17,6 +17,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).resolve().parents[1] / "torchgspmd"
 # Parsers raise ValueError, and others wrap it.
 MAKERS = {"ShardingError", "ShardingError.here", "RankError", "ValueError"}
+NAMES = {maker.rpartition(".")[2] for maker in MAKERS}  # unparse is slow
 
 
 class Message(NamedTuple):
@@ -54,7 +55,9 @@ def messages() -> Iterator[Message]:
     """Yield the errors of the package whose text is written where they are made."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in MAKERS:
+            if not isinstance(node, ast.Call) or not node.args or name_of(node) not in NAMES:
+                continue
+            if ast.unparse(node.func) in MAKERS:
                 options = {each.arg: each.value for each in node.keywords}
                 texts = (node.args[0], options.get("why"), options.get("fix"))
                 message = Message(str(path.relative_to(PACKAGE)), *map(text_of, texts))

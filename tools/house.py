@@ -238,8 +238,11 @@ def planning() -> list[int]:
     return [int(word) for word in run.stdout.split()]
 
 
-def import_ratio(runs: int = 2) -> float:
-    """Return the CPU time of `import torchgspmd` with torch over that of torch, compiled."""
+def import_ratio() -> float:
+    """Return the CPU time of `import torchgspmd` with torch over that of torch, compiled.
+
+    Measured once: no committed figure depends on it, and each import takes seconds of `make lint`.
+    """
 
     def seconds(statement: str) -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -247,8 +250,7 @@ def import_ratio(runs: int = 2) -> float:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    each = [(seconds("import torch"), seconds("import torch, torchgspmd")) for _ in range(runs)]
-    return min(both for _, both in each) / min(alone for alone, _ in each)
+    return seconds("import torch, torchgspmd") / seconds("import torch")
 
 
 def figures() -> Iterator[Figure]:

@@ -57,33 +57,40 @@ def run(file):
 
 
 if __name__ == "__main__":
-    print(gspmd.launch(run, int(sys.argv[1]), "train.py", backend=None))
+    for processes in sys.argv[1:]:
+        print(gspmd.launch(run, int(processes), f"train{processes}.py", backend=None))
 """
 
 
-def losses(script, processes, folder):
-    """Return the losses that each process finds; parallelize starts the process group."""
-    if not torch.cuda.is_available():
-        script = script.replace(".cuda()", "")
-    (folder / "train.py").write_text(script.replace("data=2, model=4", MESHES[processes]))
+def losses(scripts, folder):
+    """Return the losses that each process finds in each script; parallelize starts the group.
+
+    scripts: by the number of processes, which one that has imported torch forks.
+    """
+    for processes, script in scripts.items():
+        if not torch.cuda.is_available():
+            script = script.replace(".cuda()", "")
+        script = script.replace("data=2, model=4", MESHES[processes])
+        (folder / f"train{processes}.py").write_text(script)
     (folder / "run.py").write_text(RUN)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "run.py", str(processes)]
+    command = [sys.executable, "run.py", *map(str, scripts)]
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return torch.tensor(eval(done.stdout.splitlines()[-1]))
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[[")]
+    return [torch.tensor(eval(line)) for line in lines]
 
 
 @pytest.mark.parametrize("processes", (2, 4))
 def test_the_change_to_a_script(processes, tmp_path):
     diff = next(text for kind, text in BLOCKS if kind == "diff")
-    found = []
+    scripts = {}
     for sign, count in (("+", processes), ("-", 1)):
         script = "".join(line[1:] for line in diff.splitlines(True) if line[0] in f"{sign} ")
         if sign == "-":
             script = "torch.manual_seed(0)\n" + script
-        script = f"{BEFORE}\nfound = []\n{script}    found.append(loss.item())\n"
-        found.append(losses(script, count, tmp_path))
+        scripts[count] = f"{BEFORE}\nfound = []\n{script}    found.append(loss.item())\n"
+    found = losses(scripts, tmp_path)
     # Sums of 64 float32 terms in another order, two steps of AdamW.
     torch.testing.assert_close(*[each.expand(processes, -1) for each in found])
 
@@ -95,5 +102,5 @@ def test_the_example(processes, tmp_path):
     assert len(wrapped) == 1
     script = "\n".join(blocks) + "".join(wrapped[0])
     script += "x = torch.ones(8, 64)\nfound = [model(x).sum().item()]\n"
-    found = losses(script, processes, tmp_path)
+    (found,) = losses({processes: script}, tmp_path)
     assert found.isfinite().all() and (found == found[0]).all()

@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -227,22 +225,15 @@ def test_sum(check_plan):
 """
 
 
-def test_pytest_has_a_fixture_and_an_option(tmp_path):
+def test_pytest_has_a_fixture_and_an_option(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    plugins = "-p torchgspmd.integrations.pytest_plans -p no:faulthandler -p no:cacheprovider"
+
     def run(size, *options):
-        (tmp_path / "test_it.py").write_text(TEST.format(size=size))
-        plugin = ["-p", "torchgspmd.integrations.pytest_plans"]
-        line = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            *plugin,
-            *options,
-            "--rootdir=.",
-            "test_it.py",
-        ]
-        done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=200)
-        return done.returncode, done.stdout
+        """Run pytest in this process, which has imported torch."""
+        (tmp_path / f"test_{size}.py").write_text(TEST.format(size=size))
+        line = ["-q", "-s", *plugins.split(), *options, "--rootdir=.", f"test_{size}.py"]
+        return pytest.main(line), capsys.readouterr().out
 
     assert run(4)[0] == 1
     assert run(4, "--update-plans")[0] == 0

@@ -2,8 +2,6 @@
 
 import json
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ import torchgspmd as gspmd
 from torchgspmd import Hardware, Mesh
 from torchgspmd.comm.hardware import Link
 from torchgspmd.tools import plan_command
+from torchgspmd.tools.command_line import run as run_command
 
 GPT = Path(__file__).resolve().parents[3] / "examples" / "gpt" / "model.py"
 FAST_LINKS = Hardware("links", {2: 1e12, 4: 1e12}, 1e12, 1e9, (Link(8, 1e30, 0.0),), launch=0.0)
@@ -134,16 +133,15 @@ def test_unknown_hardware():
         Hardware.of("h101")
 
 
-def test_the_command(tmp_path):
-    command = [sys.executable, "-m", "torchgspmd", "plan", str(GPT), "layout=tp", "layers=2"]
+def test_the_command(tmp_path, capsys):
+    command = ["plan", str(GPT), "layout=tp", "layers=2"]
     trace = tmp_path / "trace.json"
     options = ["width=64", "heads=8", "--mesh", "data=2,model=4", "--trace", str(trace)]
-    done = subprocess.run([*command, *options], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert "8 devices (data=2 model=4) of h100: step" in done.stdout
+    assert run_command([*command, *options]) == 0
+    assert "8 devices (data=2 model=4) of h100: step" in capsys.readouterr().out
     assert json.loads(trace.read_text())["traceEvents"]
-    wrong = subprocess.run([*command[:-2], "x", "--mesh", "data=2"], capture_output=True, text=True)
-    assert wrong.returncode == 1 and "'x' is no option of example" in wrong.stderr
+    assert run_command([*command[:-2], "x", "--mesh", "data=2"]) == 1
+    assert "'x' is no option of example" in capsys.readouterr().err
 
 
 SMALL_EXAMPLES = {

@@ -31,7 +31,7 @@ def test_a_decoder_has_its_weights(name: str) -> None:
 
 def test_a_model_is_proposed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     """Without a precision, by operations of PyTorch and by marks alone."""
-    line = "suggest --model llama3-8b --devices 2 --batch 2 --sequence 256 --seconds 2"
+    line = "suggest --model llama3-8b --devices 2 --batch 2 --sequence 256 --seconds 1"
     assert run([*line.split(), "--hardware", "b200"]) == 0
     text = capsys.readouterr().out
     assert "of the best layout in its space" in text

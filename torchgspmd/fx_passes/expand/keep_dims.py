@@ -244,10 +244,9 @@ class _Keeper:
 
     def _flat(self, value: fx.Node, at: fx.Node) -> fx.Node:
         """Return a value in its own dimensions."""
-        val = value.meta.get("val")
-        if not isinstance(val, Tensor):
-            return self.new[value]
-        return self._shaped(value, tuple(val.shape), at)
+        if isinstance(val := value.meta.get("val"), Tensor):
+            return self._shaped(value, tuple(val.shape), at)
+        return self.new[value]
 
     def _shaped(self, value: fx.Node, shape: tuple[int, ...], at: fx.Node) -> fx.Node:
         """Return a value in these dimensions, for an operation of the old graph."""
@@ -331,9 +330,10 @@ class _Keeper:
 
     def _is_native(self, call: Call) -> bool:
         """Return whether an operation with its parts apart has the FlatCall's results and rule."""
-        args, kwargs = pytree.tree_map_only(Tensor, _on_meta, (call.args, dict(call.kwargs)))
+        given = call.args, dict(call.kwargs)
+        args, kwargs = pytree.tree_map_only((Tensor, torch.device), _on_meta, given)
         try:
-            # Not on fake tensors, whose calls log what they raise.
+            # Calls on fake tensors log what they raise; constants on a device take its memory.
             results = _tensors_in(call.target.target(*args, **kwargs))
             own = self.rules.lookup(replace(call, target=call.target.target))
         except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
@@ -358,8 +358,8 @@ def _tensors_in(value: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def _on_meta(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+def _on_meta(x: Tensor | torch.device) -> Tensor | str:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else "meta"
 
 
 def parts_of(size: int, borders: Borders | None) -> tuple[int, ...]:
