@@ -271,7 +271,7 @@ def main() -> None:
     parser.add_argument("--processes", action="store_true", help="train on gloo, one a device")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--seconds", type=float, default=120, help="limit for a class")
+    parser.add_argument("--seconds", type=float, default=120, help="CPU limit for a class")
     parser.add_argument("--json", type=Path, help="file of rows, which is continued")
     parser.add_argument(
         "--table", type=Path, nargs="+", help="print files of rows, and run nothing"
