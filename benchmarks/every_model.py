@@ -25,6 +25,7 @@ import copy
 import importlib
 import json
 import os
+import re
 import statistics
 import time
 import warnings
@@ -68,7 +69,7 @@ from torchgspmd.capture.state.object_trees import opened
 from torchgspmd.errors import ShardingError
 
 EXACT, SINGLE = 1e-8, 1e-4  # relative, of float64 and float32: some hundred operations deep
-LISTS = "makes a list of as many numbers as values say"
+LISTS = r"a list of as many numbers as values say|values: an `if` or a loop needs numbers"
 
 LIBRARIES: dict[str, tuple[Callable[[], list[str]], Callable[[str], Built]]] = {
     "transformers": (transformers_names, transformers_model),
@@ -192,9 +193,8 @@ class FromLists(nn.Module):
         return self.model(**kwargs | made)
 
 
-def by_the_fix(one: Subject, name: str, seed: int) -> str:
-    """Return what comes of the fix that such an error names."""
-    counts = {n: v.tolist() for n, v in one.kwargs.items() if _is_count(n, v)}
+def by_the_fix(one: Subject, counts: dict[str, list], name: str, seed: int) -> str:
+    """Return what comes of the fix that such an error names: these lists in place of tensors."""
     fixed = one._replace(model=FromLists(copy.deepcopy(one.model)), kwargs=one.kwargs | counts)
     try:
         return compared(fixed, random_layout(fixed.model, name, seed), {}) or "right"
@@ -238,8 +238,9 @@ def run_model(library: str, given: argparse.Namespace, name: str) -> dict[str, A
         why = compared(one, layout, row)
     except ShardingError as error:
         row |= {"what": "refused", "why": str(error).strip()[:600]}
-        if LISTS in row["why"] and given.layout == "random":
-            row["fix"] = by_the_fix(one, name, given.seed)
+        counts = {n: v.tolist() for n, v in one.kwargs.items() if _is_count(n, v)}
+        if counts and re.search(LISTS, row["why"]) and given.layout == "random":
+            row["fix"] = by_the_fix(one, counts, name, given.seed)
         return row
     except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
         return {**row, "what": "error", "why": failure(error)}
