@@ -64,6 +64,31 @@ def test_sends_no_more_than_separate_weights(cut, mesh):
     check_numbers(model, fused)
 
 
+class Uneven(nn.Module):
+    """A fused weight whose other dimension has as few rows as given."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.p = nn.Linear(rows, 48, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.p(x).chunk(3, -1)
+        return q * k + v
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_other_dimensions_may_be_uneven(rows):
+    model, mesh = Uneven(rows), Mesh(data=2, model=2)
+    gspmd.annotate(model, mesh, {"p.weight": "model data"})
+    x = torch.randn(4, 512, rows, dtype=torch.float64)
+    result = plan(model, x, mesh=mesh, grad=True)
+    assert any(spec.parts for spec in result.in_specs)
+    y, gradients = result.simulate(x, _poison=True)
+    model(x).sum().backward()
+    torch.testing.assert_close(y, model(x))
+    torch.testing.assert_close(gradients["p.weight"], model.p.weight.grad)
+
+
 def test_prints_the_parts():
     _, result = planned("split", Mesh(model=2))
     lines = result.text(full=True).splitlines()
