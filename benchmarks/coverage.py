@@ -12,6 +12,8 @@ import argparse
 import json
 import multiprocessing
 import random
+import resource
+import signal
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -110,10 +112,15 @@ class Found:
             found["failures"].append({"sample": index, **row})
 
 
-def worker(connection, run_one: Callable[[str], dict]) -> None:
+IDLE = 20  # seconds of the clock for one of the CPU: other jobs may take the rest
+
+
+def worker(connection, run_one: Callable[[str], dict], seconds: float) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     while (name := connection.recv()) is not None:
+        end = int(time.process_time() + seconds) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (end, resource.RLIM_INFINITY))
         try:
             connection.send(run_one(name))
         except Exception as error:  # noqa: BLE001 (whatever it is, it is a row)
@@ -123,15 +130,19 @@ def worker(connection, run_one: Callable[[str], dict]) -> None:
 
 
 class Pool:
-    """Processes that work on one name each, replaced where one crashes or takes too long."""
+    """Processes that work on one name each, replaced where one crashes or takes too long.
+
+    seconds: of the CPU, so that other jobs do not decide what is a row.
+    """
 
     def __init__(self, run_one: Callable[[str], dict], jobs: int, seconds: float):
         self.run_one, self.jobs, self.seconds = run_one, jobs, seconds
+        self.late = f"took more than {seconds:.0f} s of the CPU"
 
     def start(self):
         ours, theirs = multiprocessing.Pipe()
         process = multiprocessing.get_context("fork").Process(
-            target=worker, args=(theirs, self.run_one), daemon=True
+            target=worker, args=(theirs, self.run_one, self.seconds), daemon=True
         )
         process.start()
         theirs.close()
@@ -146,20 +157,22 @@ class Pool:
                 connection, process = idle.pop()
                 name = todo.pop()
                 connection.send(name)
-                busy[connection] = process, name, time.monotonic() + self.seconds
+                busy[connection] = process, name, time.monotonic() + IDLE * self.seconds
             for connection in wait(list(busy), timeout=1):
                 process, name, _ = busy.pop(connection)
                 try:
                     yield connection.recv()
                     idle.append((connection, process))
                 except EOFError:
-                    yield self.lost(name, "crashed")
+                    process.join()
+                    slow = process.exitcode == -signal.SIGXCPU
+                    yield self.lost(name, self.late if slow else "crashed")
                     idle.append(self.start())
             for connection, (process, name, end) in list(busy.items()):
                 if time.monotonic() > end:
                     busy.pop(connection)
                     process.kill()
-                    yield self.lost(name, f"took more than {self.seconds:.0f} s")
+                    yield self.lost(name, self.late)
                     idle.append(self.start())
         for connection, _ in idle:
             connection.send(None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -80,11 +82,13 @@ DIFFUSERS = r"(Transformer\w*Model|UNet\w*Model|Autoencoder\w+|VQModel|ControlNe
 
 def diffusers_names() -> list[str]:
     diffusers = importlib.import_module("diffusers")
-    return sorted(n for n in dir(diffusers) if re.match(r"\w*?" + DIFFUSERS, n))
+    return sorted(  # one of several models is not a model of its own
+        n for n in dir(diffusers) if re.match(r"\w*?" + DIFFUSERS, n) and "Multi" not in n
+    )
 
 
 FEWER = [  # names of a constructor's arguments, and their largest value
-    (r"num_(single_|double_|refiner_|joint_)?layers|layers_per_block|^depth$|num_blocks$", 1),
+    (r"num_\w*layers|layers_per_block|^depth$|num_blocks$", 1),
     (r"num_(attention_|key_value_)?heads|^n_heads", 2),
     (r"cross_attention_dim|joint_attention_dim|caption|text_.*dim|pooled", 32),
 ]
@@ -99,8 +103,11 @@ PART = 4  # of a head's width, and of the parts of it that rotate
 def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
     """A constructor's defaults, made small."""
     given: dict[str, Any] = {}
-    for key, parameter in inspect.signature(cls.__init__).parameters.items():
-        value = parameter.default
+    parameters = inspect.signature(cls.__init__).parameters
+    defaults = {key: parameter.default for key, parameter in parameters.items()}
+    for key, value in defaults.items():
+        if key == "in_channels" and value is None:
+            given[key] = 32
         if type(value) is int and value > 0:
             table = [*FEWER, *(NARROWER if narrow else [])]
             most = next((most for pattern, most in table if re.search(pattern, key)), value)
@@ -114,6 +121,10 @@ def diffusers_arguments(cls, narrow: bool, divide: bool) -> dict[str, Any]:
                 given[key] = type(value)(v // PART for v in value)
             elif re.search(r"num_layers|depths$", key):
                 given[key] = type(value)(1 for _ in value)
+    factors = ("num_attention_heads", "attention_head_dim")
+    if all(type(defaults.get(key)) is int for key in factors):
+        whole, small = (math.prod(of[key] for key in factors) for of in (defaults, given))
+        given |= {key: small for key, value in defaults.items() if value == whole > 1}
     return given
 
 
@@ -153,11 +164,12 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
     side = getattr(config, "sample_size", None)
     side = side if isinstance(side, int) and side <= 64 else 16
     channels = getattr(config, "in_channels", 4) or 4
-    widths = (getattr(config, n, None) for n in TEXT)
-    text = next((w for w in widths if isinstance(w, int)), 32)
+    widths = [w for n in TEXT if isinstance(w := getattr(config, n, None), int)]
     pooled = getattr(config, "pooled_projection_dim", None) or 32
     two = torch.full((BATCH, 2), float(side))
-    for shape in ((channels, side, side), (channels, 5, side, side), (16, channels)):
+    pictures = [(channels, side, side), (channels, 5, side, side), (16, channels)]
+    pictures += [(5, channels, side, side), (3, 5, 32, 32), (3, 9, 64, 64), (3, 64, 64)]
+    for shape, text in itertools.product(dict.fromkeys(pictures), dict.fromkeys(widths or [32])):
         torch.manual_seed(0)
         picture, times = torch.randn(BATCH, *shape), torch.randint(1, 1000, (BATCH,))
         words = torch.randn(BATCH, 7, text)
@@ -182,6 +194,7 @@ def diffusers_inputs(model) -> Iterator[dict[str, Any]]:
         for more in ("timestep", "class_labels", "added_cond_kwargs"):
             once |= {n: v for n, v in known.items() if n == more}
             yield dict(once)
+        yield {n: v for n, v in known.items() if n != "guidance"}
         yield known
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 Built = tuple[nn.Module, dict[str, Any]]  # a model and the arguments of a call
 BATCH, LENGTH, VOCABULARY, IMAGE = 4, 16, 96, 32
 LARGEST = 30_000_000  # parameters
+BACKBONE, FEATURES = "resnet10t", 512
 
 # ---------------------------------------------------------------------------------- configurations
 
@@ -49,7 +50,7 @@ NO_WIDTH = (
     r"|(in|num|input|mask_input)_channels|codebook_size|state_size|grid|pool|anchor|tile|spatial"
 )
 SAME = [  # sizes that are small whatever the widths are
-    (r"vocab_size", VOCABULARY),
+    (r"vocab(_size|$)", VOCABULARY),
     (r"max.*(position|length|len)|n_positions|^n_ctx$|seq_len", 128),
     (r"shared_layers$", 0),
     (LAYERS, 2),
@@ -65,7 +66,7 @@ NUMBERS = [  # the first that matches a name of a configuration
     (r"(experts|n_shared|num_shared).*$", 4),
     (r"(lora|low_rank|kv_lora|q_lora).*rank|_rank$", 8),
     (r"(hidden|embed|model|projection|output|width|channel).*(size|dim|dims|embd)$", 32),
-    (r"^(d_model|n_embd|embed_dim|dim|hidden_size|d_embed)$", 32),
+    (r"^(d_model|d_latents|n_embd|embed_dim|dim|hidden_size|d_embed)$", 32),
     (r"^(image_size|img_size|input_size|crop_size)$", IMAGE),
     (r"^patch_size$|patch_stride$", 8),
     (r"(base|initial)_channels?$|filters$", 32),
@@ -162,7 +163,19 @@ def shrink(config, by: Widths) -> None:
     for name in ("use_cache", "scale_embedding"):
         if hasattr(config, name):
             setattr(config, name, False)
+    small_backbone(config, values)
     complete(config)
+
+
+def small_backbone(config, values: dict[str, Any]) -> None:
+    """Set timm's smallest ResNet: an architecture's sizes are no numbers of a configuration."""
+    if isinstance(made := values.get("model_args"), dict):  # of a vision transformer
+        small = {n: number(n, v, 2, Widths()) for n, v in made.items() if type(v) is int}
+        config.model_args = made | small
+    elif isinstance(values.get("architecture"), str):
+        config.architecture, config.hidden_size = BACKBONE, FEATURES
+    elif values.get("model_type") == "timm_backbone" or "timm" in type(config).__name__.lower():
+        config.backbone = BACKBONE
 
 
 def complete(config) -> None:
@@ -176,6 +189,8 @@ def complete(config) -> None:
         "head_dim": head,
         "mlp_layer_types": ["dense", *["sparse"] * layers][:layers],
         "num_experts_per_tok": 2,
+        "prediction_length": 8,
+        "layer_types": ["full_attention"] * layers,
     }
     for name, value in missing.items():
         if values.get(name, 0) is None:
@@ -386,7 +401,8 @@ class Arguments:
         patch = setting(self.config, "patch_embed_hidden_size", default=768)
         table: dict[str, Callable[[], Any]] = {
             r"(decoder_|text_|semantic_|qformer_)?input_ids|task_inputs|text_inputs": self.tokens,
-            "pixel_values|images|pixel_values_images|flattened_pixel_values": self.pictures,
+            r"((prompt|flattened)_)?pixel_values|(pixel_values_)?images": self.pictures,
+            r"prompt_masks": self.pictures,
             "pixel_values_videos|video": self.videos,
             "input_features|audio_features|spectrogram|input_audio_features": self.spectra,
             "input_values|waveform|audio_values|audio": self.waves,
@@ -453,6 +469,8 @@ def transformers_inputs(model: nn.Module, config) -> Iterator[dict[str, Any]]:
         series, {"pixel_values"}, {"input_features"}, {"input_values"},
         {"flattened_patches"} | decoder,
         {"input_ids", "pixel_values", "bbox"}, {"input_ids"} | pictures,
+        {"input_ids", "input_features"}, {"input_ids", "input_values"},
+        {"input_ids", "qformer_input_ids", "pixel_values"},
     ):  # fmt: skip
         chosen = (wanted | needed) & set(made)
         if chosen and chosen not in tried:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -172,15 +172,20 @@ def part_order(x: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
 
     Eight rows as `2*model` on two devices: 0, 1, 4, 5, 2, 3, 6, 7.
     """
-    for d, count in enumerate(spec.parts):
+    for d, count in _parts(spec):
         shards = mesh.count(spec.dims[d])
         x = x.unflatten(d, (count, shards, -1)).transpose(d, d + 1).flatten(d, d + 2)
     return x
 
 
+def _parts(spec: ShardSpec) -> Iterator[tuple[int, int]]:
+    """Yield the dimensions in several parts; only one part may have uneven shards."""
+    return ((d, count) for d, count in enumerate(spec.parts) if count > 1)
+
+
 def user_order(x: Tensor, spec: ShardSpec, mesh: Mesh) -> Tensor:
     """Return a tensor with its rows in the user's order: the inverse of part_order."""
-    for d, count in enumerate(spec.parts):
+    for d, count in _parts(spec):
         shards = mesh.count(spec.dims[d])
         x = x.unflatten(d, (shards, count, -1)).transpose(d, d + 1).flatten(d, d + 2)
     return x

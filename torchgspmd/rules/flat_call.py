@@ -199,12 +199,18 @@ class _Emission:
         args, kwargs = fx.map_arg((args, kwargs), flattened)
         builder = FlatBuilder(local, self.rule, self.flat, self.parts)
         result = self._result(builder, args, kwargs, shapes)
-        if len(local.results) == 1 and not isinstance(result, (list, tuple)):
-            return self._kept(local, result, 0)
+        places = local.places
         if not isinstance(result, (list, tuple)):
-            count = range(len(local.results))
-            result = [local.call(operator.getitem, result, i) for i in count]
-        return [self._kept(local, x, i) for i, x in enumerate(result)]
+            if places is None:
+                return self._kept(local, result, 0)
+            count = range(places[-1] + 1)
+            result = [
+                local.call(operator.getitem, result, i) if i in places else None for i in count
+            ]
+        order = {at: i for i, at in enumerate(places or (0,))}
+        return [
+            self._kept(local, x, order[i]) if i in order else None for i, x in enumerate(result)
+        ]
 
     def _result(
         self, local: FlatBuilder, args: tuple, kwargs: dict, shapes: Sequence[tuple[int, ...]]

@@ -29,6 +29,7 @@ class LocalBuilder(Protocol):
     rule: FactorRule
     assignment: Mapping[str, tuple[str, ...]]  # factor -> mesh axes that shard it
     results: Sequence[LocalTensor]
+    places: Sequence[int] | None  # of these in a tuple, where others may be None
 
     def size(self, factor: str) -> int:
         """Return the length of a factor's shard."""

@@ -50,6 +50,17 @@ PROGRAMS = {
         None,
         lambda x, n: F.interpolate(x[None, None, : n[1].item()], size=(5, 3), mode="bicubic"),
     ),
+    "by a number": (1, lambda x, n: F.interpolate(x.T[None], scale_factor=n[1].item())),
+    "by a fraction": (
+        1,
+        lambda x, n: F.interpolate(x.T[None], None, (n[1].item() + 0.1) / 4, mode="linear"),
+    ),
+    "by a fraction, in two dimensions": (
+        None,
+        lambda x, n: F.interpolate(
+            x[None, None], None, ((n[1].item() + 0.1) / 4, 1.5), mode="bilinear"
+        ),
+    ),
     "area": (0, lambda x, n: F.interpolate(rows(x, n), size=2, mode="area")),
     "average pool": (0, lambda x, n: F.avg_pool1d(rows(x, n), 2)),
     "maximum pool": (0, lambda x, n: F.max_pool1d(rows(x, n), 2, 1, padding=1)),
@@ -145,6 +156,16 @@ def test_a_size_that_the_program_was_not_made_for():
     )
     branch = message(lambda: gspmd.plan(lambda x: x if len(x[x > 0]) > 7 else -x, X, mesh=MESH))
     assert branch.startswith("the program depends on values: an `if` or a loop needs numbers")
+
+
+def test_smoothed_rows_by_a_number_that_only_a_run_knows():
+    def f(x, n):
+        by = (n[1].item() + 0.1) / 4
+        return F.interpolate(x[None, None], None, (by, 1.5), mode="bilinear", antialias=True)
+
+    assert message(lambda: gspmd.plan(f, X, LENGTHS, mesh=MESH)).startswith(
+        "F.interpolate(antialias=True) scales by a number that depends on values\n  where test_"
+    )
 
 
 def test_as_many_tensors_as_values_say():

@@ -64,6 +64,44 @@ def test_sends_no_more_than_separate_weights(cut, mesh):
     check_numbers(model, fused)
 
 
+class FusedConvolution(nn.Module):
+    """A convolution whose channels are three values."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.p = nn.Conv1d(rows, 48, 1, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.p(x.transpose(1, 2)).chunk(3, 1)
+        return (q * k + v).transpose(1, 2)
+
+
+class Uneven(nn.Module):
+    """A fused weight whose other dimension has as few rows as given."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.p = nn.Linear(rows, 48, bias=False, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.p(x).chunk(3, -1)
+        return q * k + v
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("cls, mark", [(Uneven, "model data"), (FusedConvolution, "model data _")])
+def test_other_dimensions_may_be_uneven(cls, mark, rows):
+    model, mesh = cls(rows), Mesh(data=2, model=2)
+    gspmd.annotate(model, mesh, {"p.weight": mark})
+    x = torch.randn(4, 512, rows, dtype=torch.float64)
+    result = plan(model, x, mesh=mesh, grad=True)
+    assert any(spec.parts for spec in result.in_specs)
+    y, gradients = result.simulate(x, _poison=True)
+    model(x).sum().backward()
+    torch.testing.assert_close(y, model(x))
+    torch.testing.assert_close(gradients["p.weight"], model.p.weight.grad)
+
+
 def test_prints_the_parts():
     _, result = planned("split", Mesh(model=2))
     lines = result.text(full=True).splitlines()

@@ -20,6 +20,7 @@ from torch.autograd import Function
 
 from ...capture.traced_values import is_transforming
 from ...compat.private_apis import is_functorch_wrapped_tensor, pad_sequence
+from ...errors import ShardingError
 from ...rules.rewrites import DECLINED, rewrite
 
 
@@ -220,8 +221,16 @@ def _interpolate(
     recompute_scale_factor: bool | None = None,
     antialias: bool = False,
 ) -> Any:
-    if not is_unknown(input, size) or antialias or mode not in (*_TAPS, "area"):
+    if not is_unknown(input, size, scale_factor) or mode not in (*_TAPS, "area"):
         return DECLINED
+    if antialias:
+        if not is_unknown(scale_factor):
+            return DECLINED
+        raise ShardingError.here(
+            "F.interpolate(antialias=True) scales by a number that depends on values",
+            why="its kernel takes the number when the program is made",
+            fix="compute the number from sizes or arguments, or leave out antialias",
+        )
     dims = range(2, input.dim())
     factors = _each(scale_factor, len(dims))
     sizes = _each(size, len(dims))
@@ -236,9 +245,15 @@ def _interpolate(
     return input
 
 
-def _scaled(size: Any, factor: float) -> Any:
+def _scaled(size: Any, factor: Any) -> Any:
     # A whole factor keeps the size a product of integers.
-    return size * int(factor) if float(factor).is_integer() else torch.sym_int(size * factor)
+    if not is_unknown(factor) and float(factor).is_integer():
+        factor = int(factor)
+    return (
+        torch.sym_int(size * factor)
+        if isinstance(factor, float | torch.SymFloat)
+        else (size * factor)
+    )
 
 
 def _nearest(place: Tensor, size: Any) -> list[tuple[Tensor, None]]:

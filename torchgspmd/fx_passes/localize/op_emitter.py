@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from ...comm.local_ops import mask_padding
 from ...compat.operators import aten
@@ -105,6 +105,12 @@ class Emitter:
         self.rule: FactorRule = node.meta["rule"]
         self.sizes = self.rule.sizes
         self.assignment: Mapping[str, Axes] = node.meta["assignment"]
+        whole = node.meta["val"]
+        self.places = (
+            [i for i, each in enumerate(whole) if isinstance(each, Tensor)]
+            if isinstance(whole, (tuple, list))
+            else None
+        )
         self.results: Sequence[LocalTensor] = [
             LocalTensor(
                 local_shape(t, other, spec, localizer.mesh),

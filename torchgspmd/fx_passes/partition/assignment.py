@@ -19,7 +19,7 @@ from torch import fx
 from ...layout.mesh import Mesh
 from ...rules.custom_ops.loops import CARRY
 from ...shard_spec import Axes, ShardSpec
-from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, values
+from ..ir import Op, Rules, has_one_use, operands_of, planned_shape, runs, values
 from .cost_constants import CostConstants
 
 
@@ -71,6 +71,11 @@ class Interner:
 
     def __init__(self) -> None:
         self.operand_layouts, self.neighborhood = cache(OperandLayouts), cache(Neighborhood)
+        self.kinds: dict[tuple, int] = {}
+
+    def kind(self, *value: object) -> int:
+        """Return a number that is equal for values with the same moves at the same cost."""
+        return self.kinds.setdefault(value, len(self.kinds))
 
 
 _MISSING = object()  # the former value of a key that a table lacked
@@ -136,6 +141,7 @@ class Assignment:
         self.sizes: dict[fx.Node, tuple[tuple[int, ...], int]] = {  # shape, bytes of an element
             v: (planned_shape(v), v.meta["val"].element_size()) for v in values(graph.nodes)
         }
+        self.kinds = {v: interner.kind(size, runs(v)) for v, size in self.sizes.items()}
         # operations whose neighborhood changed; a dict, so that a trial can log it
         self.worklist: dict[fx.Node, None] = dict.fromkeys(self.ops)
         # value -> operations that produce or use it

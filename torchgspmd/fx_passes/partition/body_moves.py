@@ -13,6 +13,7 @@ from torch import fx
 
 from ...shard_spec import Axes
 from ..ir import Op
+from .cost_model import values_around
 from .local_search import LocalSearch, Move
 from .regions import Body, bodies, divides_all, pieces, threads
 
@@ -34,11 +35,13 @@ class FactorMove(Move):
         self.likeness: dict[Body, int] = {}  # a number that is equal for like bodies
         self.neighbors: dict[Body, tuple[Op, ...]] = {}
         self.neighbor_nodes: dict[Body, tuple[fx.Node, ...]] = {}
+        self.values: dict[Body, Collection[fx.Node]] = {}  # of a body's neighbors
 
     def add_neighbors(self, found: Collection[Body]) -> None:
         """Note the operations around bodies."""
         for body in found:
             self.neighbors[body] = near = self._neighboring_ops(body)
+            self.values[body] = values_around(near)
             self.neighbor_nodes[body] = tuple(op.node for op in near)
 
     def pieces_of(self, body: Body, axes: Collection[str]) -> list[Axes]:
@@ -107,19 +110,19 @@ class FactorMove(Move):
         if any(abs(work + sent - former) + bonus < share * excess for former, excess in tries):
             return False
         self.memory.counts[f"{self.name}_layouts"] += 1
-        neighbors = self.neighbors[body]
+        neighbors, values, costs = self.neighbors[body], self.values[body], self.search.costs
         self.assignment.begin_trial()
         self.search.force(
             body, axes, body.classes[factor_class] if factor_class is not None else {}
         )
-        other = self.search.costs.exact(neighbors)
+        other = costs.exact(neighbors, values)
         # Choices around a layout hardly save as much as the region sends now.
         limit = constants.give_up_share * sent if is_large else math.inf
         if other - cost < limit:
             # Backwards, then forwards: a new layout spreads to operands as well as to users.
             for op in (*reversed(neighbors), *neighbors):
                 self.search.choose(op)
-            other = self.search.costs.exact(neighbors)
+            other = costs.exact(neighbors, values)
         if other < cost:
             self.assignment.keep_trial()
             return True
@@ -138,7 +141,7 @@ class FactorMove(Move):
         if before != stamp:
             costs, neighbors = self.search.costs, self.neighbors[body]
             pending = sum(self.assignment.strategy_of[op.node].pending for op in neighbors)
-            cost = costs.work(neighbors), costs.traffic(neighbors), pending
+            cost = costs.work(neighbors), costs.traffic(neighbors, self.values[body]), pending
             self.body_costs[body] = stamp, cost
         return cost
 

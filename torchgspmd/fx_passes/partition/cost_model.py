@@ -61,12 +61,16 @@ def work(
     return cost * op.runs
 
 
+def values_around(ops: Iterable[Op]) -> Collection[fx.Node]:
+    """Return operands and results, each once: operations that share one pay its moves once."""
+    return dict.fromkeys(v for op in ops for v in (*op.operands, *op.results) if v is not None)
+
+
 def _rounding(cost: float) -> float:
     """Bound the rounding error in a sum of costs."""
     return 1e-12 * abs(cost)
 
 
-Bounds = dict[tuple[fx.Node | int, ShardSpec], float]  # by result, or index of an operand
 OperandWindows = dict[tuple[fx.Node, ShardSpec], tuple[ShardSpec, ...] | None]
 
 
@@ -101,11 +105,9 @@ class CostModel:
             if cost >= limit:
                 return cost
             if need not in have.layouts:
-                layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
                 # Operations that share a new layout of an operand share its price.
-                cost += (
-                    self._nearest_cost(value, layouts, need, (limit - cost) * have.sharers)
-                    / have.sharers
+                cost += self._arrival_cost(value, have, need, (limit - cost) * have.sharers) / (
+                    have.sharers
                 )
         return cost
 
@@ -121,11 +123,10 @@ class CostModel:
             return None
         first = every[0]
         best, place, least = first, 0, self.cost(op, first, neighborhood)
-        bounds: Bounds = {}
         bounded = (
             (bound, i, strategy)
             for i, strategy in enumerate(every[1:], 1)
-            if (bound := self._at_least(op, strategy, neighborhood, least, bounds)) < least
+            if (bound := self._at_least(op, strategy, neighborhood, least)) < least
         )
         for bound, i, strategy in sorted(bounded, key=lambda entry: entry[:2]):
             # A later strategy wins only if it is cheaper; an earlier one also if it costs the same.
@@ -138,30 +139,30 @@ class CostModel:
         return best
 
     def _at_least(
-        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float, bounds: Bounds
+        self, op: Op, strategy: Strategy, neighborhood: Neighborhood, limit: float
     ) -> float:
-        """Bound `cost` from below, without a search; may return early with any value >= limit.
-
-        bounds: for this operation and neighborhood, filled here. Strategies share many layouts.
-        """
+        """Bound `cost` from below, without a search; may return early with any value >= limit."""
         cost = strategy.work - self.pending_bonus * strategy.pending
         # Rounded down, so that a sum in another order is never above the true cost.
         cost -= _rounding(cost)
+        # Strategies, and neighborhoods, share many layouts: each is bounded once.
+        kinds, bounds = self.assignment.kinds, self.resharder.part_bounds
         for value, layout, uses in zip(op.results, strategy.results, neighborhood.required):
             if cost >= limit:
                 return cost
             if value is not None and uses:
-                if (bound := bounds.get((value, layout))) is None:
-                    bound = bounds[value, layout] = self._distribution_bound(value, layout, uses)
+                key = kinds[value], layout, uses
+                if (bound := bounds.get(key)) is None:
+                    bound = bounds[key] = self._distribution_bound(value, layout, uses)
                 cost += bound
-        for i, (have, need) in enumerate(zip(neighborhood.operands, strategy.operands)):
+        for value, have, need in zip(op.operands, neighborhood.operands, strategy.operands):
             if cost >= limit:
                 return cost
             if need not in have.layouts:
-                if (bound := bounds.get((i, need))) is None:
-                    layouts = [self._with_deferred(layout, have, need) for layout in have.layouts]
-                    bound = self._nearest_bound(op.operands[i], layouts, need) / have.sharers
-                    bounds[i, need] = bound
+                key = kinds[value], have, need
+                if (bound := bounds.get(key)) is None:
+                    layouts = self._deferred(have, need)
+                    bound = bounds[key] = self._nearest_bound(value, layouts, need) / have.sharers
                 cost += bound
         return cost
 
@@ -184,15 +185,39 @@ class CostModel:
         bound = runs(value) * min(at_least(*size, layout, need) for layout in layouts)
         return bound - _rounding(bound)
 
-    def _distribution_cost(
-        self, value: fx.Node, layout: ShardSpec, uses: Iterable[ShardSpec], limit: float = math.inf
+    def _arrival_cost(
+        self, value: fx.Node, have: OperandLayouts, need: ShardSpec, limit: float
     ) -> float:
-        """Return the cost for all other layouts of a value, each from the nearest copy."""
+        """Return the cost for one more layout of an operand. limit: see `cost`."""
+        costs, key = self.resharder.transports, (self.assignment.kinds[value], have, need)
+        if (cost := costs.get(key)) is None:
+            cost = self._nearest_cost(value, self._deferred(have, need), need, limit)
+            # Below the limit it is exact. Windows may be computed from operands.
+            if cost < limit and not need.windows:
+                costs[key] = cost
+        return cost
+
+    def _distribution_cost(
+        self,
+        value: fx.Node,
+        layout: ShardSpec,
+        uses: tuple[ShardSpec, ...],
+        limit: float = math.inf,
+    ) -> float:
+        """Return the cost for all other layouts of a value, each from the nearest copy.
+
+        limit: see `cost`. Windows may be computed from operands; other moves are priced once.
+        """
+        costs, key = self.resharder.transports, (self.assignment.kinds[value], layout, uses)
+        if (known := costs.get(key)) is not None:
+            return known
         copies, cost = [layout], 0.0
         for need in uses:
             if need not in copies:
                 cost += self._nearest_cost(value, copies, need, limit - cost)
                 copies.append(need)
+        if cost < limit and not any(spec.windows for spec in uses):
+            costs[key] = cost
         return cost
 
     def _nearest_cost(
@@ -213,16 +238,16 @@ class CostModel:
                 least = min(least, self.move_cost(value, layout, need))
         return least
 
-    def _with_deferred(self, layout: ShardSpec, have: OperandLayouts, need: ShardSpec) -> ShardSpec:
-        """Leave those sums pending in a layout that `need` asks for and that can be."""
+    def _deferred(self, have: OperandLayouts, need: ShardSpec) -> list[ShardSpec]:
+        """Return an operand's layouts, with those sums pending that `need` asks for and can be."""
         more = {a for a in need.pending if a in have.deferrable}
-        return (
-            layout.with_pending(
-                tuple(a for a in self.assignment.mesh.names if a in layout.pending or a in more)
-            )
-            if more
-            else layout
-        )
+        if not more:
+            return [*have.layouts]
+        names = self.assignment.mesh.names
+        return [
+            layout.with_pending(tuple(a for a in names if a in layout.pending or a in more))
+            for layout in have.layouts
+        ]
 
     def move_cost(self, value: fx.Node, have: ShardSpec, need: ShardSpec) -> float:
         """Return the cost to move a value to another layout."""
@@ -256,37 +281,23 @@ class CostModel:
 
     # ------------------------------------------------------------------- of operations as they are
 
-    def exact(self, ops: Collection[Op]) -> float:
-        """Return the work in operations, and the cost to move operands and results."""
-        return self.work(ops) + self.traffic(ops)
+    def exact(self, ops: Collection[Op], values: Collection[fx.Node] | None = None) -> float:
+        """Return the work in operations, and the cost to move operands and results (`values`)."""
+        return self.work(ops) + self.traffic(ops, values)
 
     def work(self, ops: Collection[Op]) -> float:
         """Return the operations' arithmetic and memory traffic."""
         return sum(self.assignment.strategy_of[op.node].work for op in ops)
 
-    def traffic(self, ops: Collection[Op]) -> float:
-        """Return the cost for all moves to operands and from results."""
-        # By value: two operations may share one, whose moves are paid once.
-        values = dict.fromkeys(
-            v for op in ops for v in (*op.operands, *op.results) if v is not None
-        )
-        return sum(map(self._transport, values))
+    def traffic(self, ops: Collection[Op], values: Collection[fx.Node] | None = None) -> float:
+        """Return the cost for all moves to operands and from results (`values`)."""
+        return sum(map(self._transport, values_around(ops) if values is None else values))
 
     def _transport(self, value: fx.Node) -> float:
-        """Return the cost to move a value from its operation to all its users.
-
-        Windows may be computed from operands, wherever these are; other moves are priced once.
-        """
+        """Return the cost to move a value from its operation to all its users."""
         at = self.assignment
         layout, uses = at.layout_of[value], at.required_layouts(value, False)
-        if uses in ((), (layout,)):
-            return 0.0
-        transports, key = self.resharder.transports, (at.sizes[value], runs(value), layout, uses)
-        if (cost := transports.get(key)) is None:
-            cost = self._distribution_cost(value, layout, uses)
-            if not any(spec.windows for spec in uses):
-                transports[key] = cost
-        return cost
+        return 0.0 if uses in ((), (layout,)) else self._distribution_cost(value, layout, uses)
 
     def gathers(self, axis: str) -> float:
         """Return the cost for all moves after which an axis no longer shards a value."""

@@ -108,8 +108,10 @@ class Resharder:
         self.paths: dict[ReshardKey, Path] = {}
         self.costs: dict[ReshardKey, float] = {}
         self.bounds: dict[ReshardKey, float] = {}
-        # what moves a value to several layouts, by shape and bytes, runs, layout and these
+        # What moves a value from its layout to several, or from several to one, by the value's kind
+        # (Interner.kind) and these; and lower bounds for that.
         self.transports: dict[tuple, float] = {}
+        self.part_bounds: dict[tuple, float] = {}
         self.instances: dict[ReshardKey, Instance] = {}
         self.patterns: set[Pattern] = set()  # those that are counted
 

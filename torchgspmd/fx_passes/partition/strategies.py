@@ -44,6 +44,7 @@ class Strategies:
 
     def __init__(self, mesh: Mesh, crowded: Crowded, constants: CostConstants) -> None:
         self.mesh, self.crowded, self.constants = mesh, crowded, constants
+        self.single_axes, self.piece_count = tuple((a,) for a in mesh.names), len(pieces(mesh))
         self.cached_strategies: dict[tuple, Strategy | None] = {}  # by operation and assignment
         self.choice_cache: dict[tuple, list[Choice]] = {}  # by options and starts
         self.lists: dict[tuple, list[Strategy]] = {}  # by operation and what each axis may shard
@@ -65,17 +66,17 @@ class Strategies:
         pinned = dict(op.node.meta.get("pinned", ()))
         own = self.options(op, neighborhood)
         options = own | (forced or {})
-        # The first choice follows propagation, which asks for rows as the rule has them.
-        rows = op.rule.sizes if neighborhood.first else _rows(op)
         together = self._pieces(op, neighborhood)
         starts: tuple[Start, ...] = ()
-        if len(together) > len(pieces(self.mesh)):  # parts of an axis stand apart
+        if len(together) > self.piece_count:  # parts of an axis stand apart
             number = math.prod(map(len, _of_pieces(options, together).values()))
             starts = self._starts(op, neighborhood) if number > self.constants.max_choices else ()
         bound = tuple(pinned.items())
         key = (op.key, neighborhood.first, tuple(options.items()), bound, together, starts)
         if key not in self.lists:
             tries = (options | pinned, own | pinned, options) if pinned else (options,)
+            # The first choice follows propagation, which asks for rows as the rule has them.
+            rows = op.rule.sizes if neighborhood.first else _rows(op)
             found = (
                 self._strategies(op, rows, _of_pieces(each, together), starts) for each in tries
             )
@@ -169,11 +170,13 @@ class Strategies:
 
     def _pieces(self, op: Op, neighborhood: Neighborhood) -> tuple[Axes, ...]:
         """Return the axes, together those that an operation has no reason to take apart."""
+        if not neighboring_parts(self.mesh):
+            return self.single_axes
         rule, around = op.rule, neighborhood.operands
         fuses = any(len(names) > 1 for dims in (*rule.operands, *rule.results) for names in dims)
         # Where factors share a dimension, or hand over axes, only single parts may fit.
-        if fuses or rule.instead is not None or not neighboring_parts(self.mesh):
-            return tuple((axis,) for axis in self.mesh.names)
+        if fuses or rule.instead is not None:
+            return self.single_axes
         key = (op.key, neighborhood)
         if key not in self.piece_cache:
             specs = (*(have.layouts for have in around), *neighborhood.required)
