@@ -116,7 +116,7 @@ def planned_alike(run: DecoderRun) -> tuple[object, ...]:
 
 @dataclass
 class Group:
-    """Candidates that share a plan, the least bound first.
+    """Candidates that share a plan: the one to plan, then the others by their bounds.
 
     excess: expected steps over bounds; distance: from the plan that says so.
     """
@@ -127,7 +127,7 @@ class Group:
 
     @property
     def least(self) -> float:
-        return self.bounds[0][0]
+        return min(bound for bound, _ in self.bounds)
 
     @property
     def first(self) -> DecoderRun:
@@ -149,13 +149,14 @@ class Group:
 class RunSearch:
     """A search. end: of CPU seconds (time.process_time). limit: bytes of a device.
 
-    open: groups of candidates that were not tried. tried: layouts and their steps. planned: how
-    many plans were made.
+    known: a layout to try first, also one that is no candidate. open: groups of candidates that
+    were not tried. tried: layouts and their steps. planned: how many plans were made.
     """
 
     run: DecoderRun
     limit: float
     end: float
+    known: DecoderRun | None = None
     open: list[Group] = field(default_factory=list)
     tried: list[tuple[DecoderRun, RunStep]] = field(default_factory=list)
     space: int = 0
@@ -188,7 +189,9 @@ class RunSearch:
         """Open all candidates that may fit; return the one that needs the least memory."""
         reference, groups = Reference(self.run, self.programs), dict[object, Group]()
         small: list[tuple[float, DecoderRun]] = []
-        for each in candidates(self.run):
+        known = self.known and replace(self.known, fsdp=self.known.fsdp * (self.known.fsdp > 1))
+        every = [*candidates(self.run)]
+        for each in every if known is None or known in every else [*every, known]:
             self.space += 1
             least = composed(Bound(reference, each))
             small.append((least.memory, each))
@@ -196,7 +199,8 @@ class RunSearch:
                 group = groups.setdefault(planned_alike(each), Group([], handicap(each)))
                 group.bounds.append((least.seconds, each))
         for group in groups.values():
-            group.bounds.sort(key=lambda pair: pair[0])
+            group.bounds.sort(key=lambda pair: (pair[1] != known, pair[0]))
+            group.excess *= group.first != known
         self.open = [*groups.values()]
         return min(small, key=lambda pair: pair[0])[1] if small else None
 
