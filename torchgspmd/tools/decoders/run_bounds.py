@@ -34,7 +34,8 @@ from ..report.kernels import (
 from .run_kernels import RunKernels, groups_of
 from .run_layouts import MODEL, Axes
 from .run_programs import Programs
-from .run_steps import HOST, WEIGHT, Held, KeptValue, LayerTimes, Planned, trained
+from .run_steps import HOST, WEIGHT, Held, Planned, trained
+from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
 FEW = 256  # numbers of a token at most in values that may not grow with the tokens, such as angles

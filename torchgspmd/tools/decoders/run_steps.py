@@ -26,6 +26,7 @@ from ..report.kernels import Kernels
 from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
 from .run_layouts import Axes
 from .run_programs import Programs
+from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
@@ -36,65 +37,6 @@ GRADIENT, WEIGHT, STATES = 2, 2, 12  # bytes; float32 weights and Adam's two mom
 # and backward, docs/benchmarks.md, "One rank of eight on an H200".
 HOST = 3.5e-3 / 112
 ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator's
-
-
-@dataclass(frozen=True)
-class LayerTimes:
-    """Some layers' seconds of the device and of the host, and bytes for the backward.
-
-    experts, host_experts: the forward's share from the first grouped product to the last. sent:
-    bytes that the device sends. products: the model's operations, a device's share.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    host_forward: float = 0.0
-    host_backward: float = 0.0
-    experts: float = 0.0
-    host_experts: float = 0.0
-    saved: float = 0.0
-    sent: float = 0.0
-    products: float = 0.0
-
-    def __add__(self, other: LayerTimes) -> LayerTimes:
-        return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
-
-    def times(self, count: float) -> LayerTimes:
-        return LayerTimes(*(a * count for a in self.values))
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        # Not astuple, which copies deeply: a search adds many.
-        return tuple(vars(self).values())
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    def launched(self) -> LayerTimes:
-        """Return them where the host is no faster than it is.
-
-        The host reads how many rows each expert has before it starts their products: it cannot
-        start them beside what comes before (Megatron's experts.py, tokens_per_expert.tolist()).
-        """
-        rest = max(self.forward - self.experts, self.host_forward - self.host_experts)
-        return replace(
-            self,
-            forward=rest + max(self.experts, self.host_experts),
-            backward=max(self.backward, self.host_backward),
-        )
-
-
-@dataclass(frozen=True)
-class KeptValue:
-    """A value that is kept for the backward, or computed again. size: bytes."""
-
-    size: float
-    seconds: float
-    module: str
-
-    def times(self, count: float) -> KeptValue:
-        return replace(self, size=self.size * count, seconds=self.seconds * count)
 
 
 class Planned:
@@ -149,8 +91,8 @@ class Planned:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
         if not self.axes.owners:
             return None
-        in_order = self.run.is_automodel
-        return Routed(self.config.chosen, self.config.experts, in_order)
+        in_order, c = self.run.is_automodel, self.config
+        return Routed(c.chosen, c.experts, in_order, c.repeats and not in_order)
 
     def held(self) -> Iterator[Held]:
         """Yield a device's part of each trained weight; a stage has its share of the layers.
