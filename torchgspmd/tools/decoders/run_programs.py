@@ -12,7 +12,6 @@ from ...capture import Captured, capture
 from ...compiler.api import compile_plan
 from ...compiler.options import AdvancedSettings, Options
 from ...compiler.plan import Plan
-from ...fx_passes.program import Shared
 from ...layout.annotate import glob_pattern
 from ...layout.mark import mark_sharding_op
 from ...shard_spec import ShardSpec
@@ -25,9 +24,12 @@ NAMES = ("data", "shard", "owner", "expert", *CONTEXT, *MODEL)  # in the order o
 
 @dataclass
 class Programs:
-    """Programs and search results that the plans of several runs share."""
+    """Programs that the plans of several runs share.
 
-    shared: Shared = field(default_factory=Shared)
+    They share no results of planning: a plan would depend on those before it, and the difference of
+    two plans would be no layer.
+    """
+
     captures: dict[object, Captured] = field(default_factory=dict)
 
     def plan(self, run: DecoderRun, kinds: Sequence[str], axes: Axes) -> Plan:
@@ -45,7 +47,6 @@ class Programs:
             ),
             of_module=True,
             device="meta",
-            shared=self.shared,
         )
 
     def captured(self, run: DecoderRun, kinds: Sequence[str], axes: Axes) -> Captured:

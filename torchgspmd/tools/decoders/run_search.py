@@ -4,8 +4,8 @@ A candidate has sizes for data, tensor, stages, virtual stages, context, experts
 rows of a microbatch. Those that differ in stages and microbatches alone share a plan, so that
 trying one tries them all. Next comes the candidate that is expected to be fastest: its lower bound,
 times how far above their bounds the steps of the most similar plan were. A candidate whose bound is
-above the best step is never planned. Where time or patience ends the search, the least bound of
-those that were not tried says how far the best one is from the best layout in this space at most.
+above the best step is never planned. Time or patience ends the search. The least bound of those
+that were not tried then says how far the best one is from the best layout in this space at most.
 """
 
 from __future__ import annotations
@@ -238,9 +238,11 @@ class RunSearch:
         excesses = []
         for least, each in group.bounds:
             found = composed(plans.on(each))
+            if found.seconds < least * (1 - 1e-9):
+                continue  # programs that differ in more than a layer: it has no estimate
             self.tried.append((each, found))
             excesses.append(found.seconds / least if least else 1.0)
             if found.memory <= self.limit:
                 self.seconds = min(self.seconds, found.seconds)
-        for other in self.open:
+        for other in self.open if excesses else ():
             other.learn(group, min(excesses))
