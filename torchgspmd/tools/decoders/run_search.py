@@ -23,7 +23,7 @@ from .runs import DecoderRun
 
 MOST = {"tensor": 8, "context": 8, "pipeline": 64, "rounds": 16, "rows": 8, "expert": 256}
 MIN_GAIN = 0.002  # of a step: a candidate whose bound promises less is not tried
-PATIENCE = 6  # plans one after another without such a gain
+PATIENCE = 6  # plans one after another without such a gain, where time has an end
 
 
 def powers(most: int) -> Iterator[int]:
@@ -169,7 +169,7 @@ class RunSearch:
         """Try candidates until none can be better, or time or patience ends."""
         smallest = self.bound_all()
         misses = 0
-        while self.open and misses < PATIENCE:
+        while self.open and (misses < PATIENCE or self.end == math.inf):
             group = min(self.open, key=lambda group: group.expected)
             if self.tried and self.is_over(self.pace * pieces(group.first)):
                 return
