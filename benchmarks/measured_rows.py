@@ -18,6 +18,7 @@ from torchgspmd.tools.decoders.runs import DecoderRun
 # Megatron-Bridge's names for FP8 by its scales: of a tensor, late ones, of a channel, of a block.
 SCALES = {"FP8CS": "FP8", "FP8DS": "FP8", "FP8SC": "FP8", "FP8MX": "MXFP8", "FP4": "NVFP4"}
 TEXTS = ("source", "model", "system", "precision")
+RECIPES = ("has_adapters", "is_automodel")  # no columns: the source tells
 SIZES = ("micro_batch", "fsdp", "tensor", "pipeline", "context", "virtual_stages", "expert")
 
 
@@ -26,26 +27,12 @@ class BadRow(ValueError):
 
 
 @dataclass(frozen=True)
-class Row:
-    """A measured run. sequence: tokens. fsdp: devices that weights are sharded over, 0 for data
-    parallelism with a distributed optimizer. virtual_stages: stages of a device. An empty size is
-    1, an empty fsdp 0. Without tokens a second a run was not measured.
+class Row(DecoderRun):
+    """A measured run. An empty size is 1, an empty fsdp 0. Without tokens a second it was not
+    measured. source: says whose it is, and whether it trains adapters.
     """
 
-    source: str
-    model: str
-    system: str
-    gpus: int
-    precision: str
-    global_batch: int
-    micro_batch: int
-    sequence: int
-    fsdp: int
-    tensor: int
-    pipeline: int
-    context: int
-    virtual_stages: int
-    expert: int
+    source: str = ""
     tokens_per_second_per_gpu: float = 0.0
     model_tflops_per_gpu: float = 0.0
 
@@ -67,12 +54,7 @@ class Row:
     @property
     def run(self) -> DecoderRun:
         """Return the layout and the recipe."""
-        shared: dict[str, Any] = {
-            each.name: getattr(self, each.name, None) for each in fields(DecoderRun)
-        }
-        source = self.source.lower()
-        shared |= {"has_adapters": "lora" in source, "is_automodel": "automodel" in source}
-        return DecoderRun(**shared)
+        return DecoderRun(**{each.name: getattr(self, each.name) for each in fields(DecoderRun)})
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -83,7 +65,7 @@ def read_rows(path: str | Path) -> list[Row]:
     """
     with open(path, newline="", encoding="utf-8") as file:
         reader = csv.DictReader(file)
-        needed = [each.name for each in fields(Row) if each.default is MISSING]
+        needed = ["source", *(each.name for each in fields(Row) if each.default is MISSING)]
         missing = [name for name in needed if name not in (reader.fieldnames or ())]
         if missing:
             raise BadRow(f"{path} has no column {', '.join(missing)}")
@@ -92,9 +74,11 @@ def read_rows(path: str | Path) -> list[Row]:
 
 def _row(where: str, values: dict[str, Any]) -> Row:
     try:
-        return Row(**dict(_fields(values)))
+        found = dict(_fields(values))
     except BadRow as error:
         raise BadRow(f"{where}: {error}") from None
+    source = found["source"].lower()
+    return Row(has_adapters="lora" in source, is_automodel="automodel" in source, **found)
 
 
 def _precision(text: str) -> str:
@@ -104,6 +88,8 @@ def _precision(text: str) -> str:
 
 def _fields(values: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for each in fields(Row):
+        if each.name in RECIPES:
+            continue
         text = (values.get(each.name) or "").strip()
         if each.name in TEXTS:
             if not text:

@@ -12,7 +12,8 @@ runs but the planner.
 --rows: the runs of a table, as in published_runs.py. Prints a row for each: the published layout
 and its estimated step, the proposed one for the same model, machine, batch, precision and recipe,
 the ratio of the steps, how much longer than the best one in the search's space the proposed one is
-at most, plans of candidates, and CPU seconds. --only: that row alone, from 1.
+at most, plans of candidates, and CPU seconds. The search tries the published layout first. --only:
+that row alone, from 1.
 
 Sources: those of published_runs.py and published_models.py; for 70B and 405B tables 4 and 5 of
 torchtitan's benchmarks, in bfloat16 here; Llama Team, arXiv 2407.21783, table 4 (405B on 4,096);
@@ -34,7 +35,7 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Hardware
-from torchgspmd.tools.decoders import NamedDecoder
+from torchgspmd.tools.decoders import RunDecoder
 from torchgspmd.tools.decoders.run_steps import step
 from torchgspmd.tools.suggest import Proposal
 from torchgspmd.tools.suggest.layers import Layers
@@ -227,8 +228,7 @@ def print_rows(path: str, only: int | None, seconds: float) -> None:
         published = step(run)
         begin = time.process_time()
         with torch.device("meta"):
-            recipe = {"adapters": run.has_adapters, "automodel": run.is_automodel}
-            model = NamedDecoder(row.model, row.gpus, row.sequence, **recipe)
+            model = RunDecoder(run)
             tokens = torch.empty(row.global_batch, row.sequence, dtype=torch.long)
         best = gspmd.suggest(
             model,

@@ -78,7 +78,7 @@ def test_a_missing_column_is_named(tmp_path: Path) -> None:
 
 
 def test_experts_that_no_axis_has_are_named() -> None:
-    row = Row("x", "Qwen3 30B A3B", "H100", 8, "BF16", 24, 1, 256, 0, 2, 1, 1, 1, 3, 1.0)
+    row = Row("Qwen3 30B A3B", "H100", 8, "BF16", 24, 1, 256, 0, 2, 1, 1, 1, 3)
     with pytest.raises(
         ShardingError, match="3 parts of the experts and 1 of the weights over 4 replicas of 2"
     ):
@@ -92,9 +92,7 @@ def test_experts_that_no_axis_has_are_named() -> None:
 def test_experts_and_weights_are_sharded_along_parts_of_axes(
     fsdp: int, tensor: int, context: int, experts: int
 ) -> None:
-    row = Row(
-        "x", "qwen330ba3b", "H100", 8, "BF16", 8, 1, 512, fsdp, tensor, 1, context, 1, experts, 1
-    )
+    row = Row("qwen330ba3b", "H100", 8, "BF16", 8, 1, 512, fsdp, tensor, 1, context, 1, experts)
     chosen = config(row.model)
     axes = Axes.of(row.run, chosen)
     assert axes.mesh.size == 8
@@ -126,7 +124,7 @@ def test_a_row_without_a_measurement_is_estimated_alone(
 def test_a_row_of_a_model_is_planned(model: str) -> None:
     """Twice as many microbatches take twice as long, but for what comes once a step."""
     experts = 4 if config(model).experts else 1
-    row = Row("x", model, "H100", 8, "FP8", 32, 1, 512, 0, 1, 2, 1, 2, experts, 1.0)
+    row = Row(model, "H100", 8, "FP8", 32, 1, 512, 0, 1, 2, 1, 2, experts)
     found = step(row.run)
     assert found.parts["microbatches"] > found.parts["idle"] > 0
     assert found.memory > 0

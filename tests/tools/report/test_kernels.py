@@ -1,5 +1,7 @@
 """Estimates with a framework's kernels: what is fused, quantized, sent once, and kept."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +117,9 @@ def test_rows_that_a_token_sends() -> None:
     assert 7 < one.reached(64) < 8
     assert many.reached(64) == 1 + 7 * 64 / 256
     assert Routed(8, 256).reached(10**6) == pytest.approx(8, rel=1e-3)
+    # One that sends a token once for each of its experts never sends less.
+    repeated = replace(one, repeats=True)
+    assert all(repeated.reached(n) >= one.reached(n) for n in (2, 8, 64))
     # Within a host links are nine times as fast.
     seconds = [one.seconds(1e9, H100, devices) for devices in (8, 64)]
     assert seconds[1] > 3 * seconds[0]

@@ -36,8 +36,10 @@ class Config:
     shared_hidden: the width of the expert that all tokens have. first_dense: layers without
     experts. window: keys that a query sees in every other layer; 0 for all. norms: of queries and
     keys. biases: of the experts' products. predictions: layers for tokens behind the next one
-    (MTP). graphs: globs of a layer's modules that CUDA graphs start in its recipe for Blackwell,
-    but for experts' products (Megatron-Bridge, scripts/performance/configs). aliases: other names.
+    (MTP). repeats: a token is sent once for each of its experts (Megatron-Bridge v0.2.0 and v0.3.0,
+    moe_token_dispatcher_type "alltoall" without a flex backend). graphs: globs of a layer's modules
+    that CUDA graphs start in its recipe for Blackwell, but for experts' products (Megatron-Bridge,
+    scripts/performance/configs). aliases: other names.
     """
 
     source: str
@@ -58,6 +60,7 @@ class Config:
     norms: bool = False
     biases: bool = False
     predictions: int = 0
+    repeats: bool = False
     graphs: tuple[str, ...] = ("*first", "*second", "*attention*", "*feed*")
     aliases: tuple[str, ...] = ()
 

@@ -2,7 +2,8 @@
 
 A device has at least its even share of the products, at the rate of the deepest sums that it may
 have. It has its share of attention, and of the memory traffic of each layer outside of its experts.
-It starts no fewer kernels than one device does, but for groups of experts. Exchanges inside of a
+It starts no fewer kernels than one device does, but for groups of experts. Tokens travel to their
+experts and back beside a shared expert and gradients of weights alone. Other exchanges inside of a
 layer are taken to cost nothing, and so are values that are computed again beside rings of products.
 Stages, schedule, gradients and the optimizer are composed as they are in an estimate, which grows
 with each of its layers' times.
@@ -14,6 +15,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import fx
 
@@ -31,11 +33,24 @@ from ..report.kernels import (
 )
 from .run_kernels import RunKernels, groups_of
 from .run_layouts import MODEL, Axes
-from .run_steps import HOST, Held, KeptValue, LayerTimes, Planned, trained
+from .run_programs import Programs
+from .run_steps import HOST, WEIGHT, Held, Planned, trained
+from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
 FEW = 256  # numbers of a token at most in values that may not grow with the tokens, such as angles
-Sums = tuple[float, float, bool, bool]  # depth and size of operands, grows with tokens, is grouped
+
+
+class Sums(NamedTuple):
+    """Sums of products. depth: their length x size, bytes of a number. grows: with the tokens.
+    is_beside: they may be computed while tokens travel to their experts.
+    """
+
+    depth: float
+    size: float
+    grows: bool
+    is_grouped: bool
+    is_beside: bool
 
 
 @dataclass
@@ -70,10 +85,10 @@ class LayerWork:
 class Reference(Planned):
     """The plans of a model's layers for one row on one device, and their work."""
 
-    def __init__(self, run: DecoderRun) -> None:
+    def __init__(self, run: DecoderRun, programs: Programs | None = None) -> None:
         alone = {"gpus": 1, "global_batch": 1, "micro_batch": 1, "fsdp": 0, "tensor": 1}
         alone |= {"pipeline": 1, "context": 1, "virtual_stages": 1, "expert": 1}
-        super().__init__(replace(run, **alone))
+        super().__init__(replace(run, **alone), programs)
         kinds = list(self.config.kinds())
         first = kinds[0]
         one = self.work([first])
@@ -100,7 +115,7 @@ class Reference(Planned):
         times.quantized.clear()
         for node in plan.program_graph.nodes:
             if node.op == "call_function" and node.target not in (start, wait):
-                self.add(found, node, times, kinds)
+                self.add(found, node, times)
         return found
 
     def least_seconds(self, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> float:
@@ -111,28 +126,25 @@ class Reference(Planned):
             return 0.0
         return max(times(node) - times.kernels.gap, 0.0)
 
-    def add(self, work: LayerWork, node: fx.Node, times: RunKernels, kinds: Sequence[str]) -> None:
-        """Add a node's work; outside of layers and inside of experts that of products alone."""
+    def add(self, work: LayerWork, node: fx.Node, times: RunKernels) -> None:
+        """Add a node's work; outside of layers that of products alone."""
         way, path = int(bool(node.meta.get("backward"))), module_path(node)
         count = 0 if is_transparent(node) else flops(node, times.mesh)
-        is_inside, is_expert = path.startswith("layers."), is_routed(node, kinds)
-        launches = times.launches(node)
+        is_inside, launches = path.startswith("layers."), times.launches(node)
         if launches and not self.is_graphed(node):
-            groups = groups_of(node) if count else 1
-            if groups > 1:
-                work.grouped[way] += HOST * launches
-            elif not is_expert:
-                work.host[way] += HOST * launches
+            is_grouped = bool(count) and groups_of(node) > 1
+            (work.grouped if is_grouped else work.host)[way] += HOST * launches
         if count and attends(node):
             work.attention[way] += times.attention_seconds(node, count)
             work.starts[way] += times.kernels.gap
         elif count:
-            self.add_product(work.products[way], node, times, count)
-            work.starts[way] += times.kernels.gap
-        elif launches and is_inside and not is_expert:
+            sums = self.sums(node, times, count)
+            work.products[way][sums] += count
+            work.starts[way] += times.kernels.gap * (not sums.is_beside)
+        elif launches and is_inside and not is_shared(node):
             work.starts[way] += times.kernels.gap
             work.traffic[way] += self.traffic(times.regions.get(node, [node]), times)
-        if count and not attends(node) and is_inside and not is_expert:
+        if count and not attends(node) and is_inside and not is_shared(node):
             recipe = times.kernels.recipe
             if recipe.passes and not times.kernels.is_wide(node):
                 for x in node.all_input_nodes:
@@ -141,13 +153,14 @@ class Reference(Planned):
                         moved = recipe.passes * self.grown(x) / 2
                         work.traffic[way] += moved / times.bandwidth
 
-    def add_product(
-        self, sums: Counter[Sums], node: fx.Node, times: RunKernels, count: int
-    ) -> None:
+    def sums(self, node: fx.Node, times: RunKernels, count: int) -> Sums:
         recipe = RECIPES["bf16"] if times.kernels.is_wide(node) else times.kernels.recipe
         size = recipe.itemsize
         depth = count / max(math.prod(node.meta["shape"]), 1) / 2 * size
-        sums[depth, size, node in times.returned, groups_of(node) > 1] += count
+        grows, is_backward = node in times.returned, bool(node.meta.get("backward"))
+        is_routing = is_backward and module_path(node).endswith("feed.router")
+        is_beside = is_shared(node) or is_routing or grows and is_backward
+        return Sums(depth, size, grows, groups_of(node) > 1, is_beside)
 
     def traffic(self, region: Sequence[fx.Node], times: RunKernels) -> float:
         """Return the seconds of what a kernel reads and writes that grows with the tokens."""
@@ -176,8 +189,13 @@ def is_routed(node: fx.Node, kinds: Sequence[str]) -> bool:
     return parts[2] == "feed" and "experts" in kinds[int(parts[1])]
 
 
+def is_shared(node: fx.Node) -> bool:
+    """Return whether an operation is one of an expert that all tokens have."""
+    return "feed.shared" in module_path(node)
+
+
 class Bound(Planned):
-    """A lower bound for a run's plans, in their place: `composed(Bound(...), least=True)`."""
+    """A lower bound for a run's plans, in their place: `composed(Bound(...))`."""
 
     def __init__(self, reference: Reference, run: DecoderRun) -> None:
         self.reference, self.run = reference, run
@@ -199,22 +217,41 @@ class Bound(Planned):
         share = run.micro_batch / (run.tensor * run.context)
         # A ring of causal attention may compute no masked pair; a kernel computes whole tiles.
         attention = share / (1 + ROWS / run.sequence if run.context > 1 else 1)
-        seconds = [
-            work.starts[way]
-            + share * work.traffic[way]
-            + attention * work.attention[way]
-            + sum(share * n / self.rate(*sums) for sums, n in work.products[way].items())
-            for way in range(2)
-        ]
-        host = [work.host[way] + work.grouped[way] / max(run.expert, 1) for way in range(2)]
-        return LayerTimes(*seconds, *host)
+        exchange = (
+            2 * self.exchange_seconds() if any(x.is_grouped for x in work.products[0]) else 0.0
+        )
+        seconds, grouped, shared = [0.0, 0.0], 0.0, 0.0
+        for way, products in enumerate(work.products):
+            parts = {sums: share * n / self.rate(sums) for sums, n in products.items()}
+            beside = sum(part for sums, part in parts.items() if sums.is_beside)
+            rest = sum(part for sums, part in parts.items() if not sums.is_beside)
+            rest += work.starts[way] + share * work.traffic[way] + attention * work.attention[way]
+            seconds[way] = rest + max(beside, exchange)
+            if way == 0:
+                shared = beside
+                grouped = sum(part for sums, part in parts.items() if sums.is_grouped)
+        launches = [n / max(run.expert, 1) for n in work.grouped]
+        host = [work.host[way] + launches[way] for way in range(2)]
+        # A shared expert may be computed between grouped products, or before.
+        experts = (0.0, 0.0) if shared else (grouped, launches[0])
+        return LayerTimes(*seconds, *host, *experts)
 
-    def rate(self, depth: float, size: float, grows: bool, is_grouped: bool) -> float:
+    def exchange_seconds(self) -> float:
+        """Return the seconds in which a microbatch's tokens travel to their experts, or back."""
+        routed, n = self.routed(), self.axes.count(self.axes.owners)
+        if routed is None:
+            return 0.0
+        run, c = self.run, self.config
+        tokens = run.micro_batch * run.sequence / (run.tensor * run.context)
+        sent = tokens * c.chosen * c.width * WEIGHT * (n - 1) / n
+        return routed.seconds(sent, self.hardware, n) / self.kernels.links
+
+    def rate(self, sums: Sums) -> float:
         """Return the operations per second of products that no layout is above."""
-        run, speed = self.run, self.hardware
-        if grows:
-            depth *= run.micro_batch * (max(run.expert, 1) if is_grouped else 1)
-        return speed.deep * self.kernels.peak(speed, size) / (1 + DEPTH / depth)
+        run, speed, depth = self.run, self.hardware, sums.depth
+        if sums.grows:
+            depth *= run.micro_batch * (max(run.expert, 1) if sums.is_grouped else 1)
+        return speed.deep * self.kernels.peak(speed, sums.size) / (1 + DEPTH / depth)
 
     def held(self) -> Iterator[Held]:
         stages, axes = self.run.pipeline, self.axes

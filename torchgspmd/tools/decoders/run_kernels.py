@@ -28,15 +28,19 @@ class Routed:
     """A dispatcher that sends a token once to each host of its experts, then to each device there.
 
     chosen: experts of a token. experts: all of them. in_order: a token's experts are neighbours, as
-    a balanced gate for benchmarks chooses them; else they are random. Source: DeepEP.
+    a balanced gate for benchmarks chooses them; else they are random. repeats: a token is sent once
+    for each of its experts. Source: DeepEP; Megatron's MoEAlltoAllTokenDispatcher repeats.
     """
 
     chosen: int
     experts: int
     in_order: bool = False
+    repeats: bool = False
 
     def reached(self, parts: int) -> float:
         """Return how many of so many parts of the experts a token is sent to, the own one too."""
+        if self.repeats:
+            return self.chosen
         if self.in_order:
             return min(parts, 1 + (self.chosen - 1) * parts / self.experts)
         return parts * (1 - (1 - 1 / parts) ** self.chosen)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...layout.annotate import annotate
 from ...layout.mark import mark_sharding
 from ...layout.mesh import Mesh
 from .config import Config
@@ -136,12 +135,6 @@ def _split(name: str, size: int, owned: int) -> dict[str, int]:
     if owned in (1, size):
         return {name: size}
     return {name: size // owned, f"{name}_owner": owned}
-
-
-def marked(run: DecoderRun, config: Config, kinds: Sequence[str], axes: Axes) -> Decoder:
-    """Return a run's decoder, with its marks."""
-    model = Decoder(config, kinds, axes, RANK if run.has_adapters else 0)
-    return annotate(model, axes.mesh, marks(axes, config, kinds))
 
 
 def marks(axes: Axes, config: Config, kinds: Sequence[str]) -> dict[str, str]:

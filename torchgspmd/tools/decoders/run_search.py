@@ -1,10 +1,11 @@
 """The fastest layout of a decoder's run: branch and bound over the degrees of parallelism.
 
 A candidate has sizes for data, tensor, stages, virtual stages, context, experts and FSDP, and the
-rows of a microbatch. Candidates are tried in the order of their lower bounds. Those that differ in
-stages and microbatches alone share a plan, so that trying one tries them all. A candidate whose
-bound is above the best step is never planned. Where time ends the search, the least bound of those
-that were not tried says how far the best one is from the best layout in this space at most.
+rows of a microbatch. Those that differ in stages and microbatches alone share a plan, so that
+trying one tries them all. Next comes the candidate that is expected to be fastest: its lower bound,
+times how far above their bounds the steps of the most similar plan were. A candidate whose bound is
+above the best step is never planned. Time or patience ends the search. The least bound of those
+that were not tried then says how far the best one is from the best layout in this space at most.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from dataclasses import dataclass, field, replace
 
 from ...errors import ShardingError
 from .run_bounds import Bound, Reference
+from .run_programs import Programs
 from .run_steps import Planned, RunStep, composed
 from .runs import DecoderRun
 
 MOST = {"tensor": 8, "context": 8, "pipeline": 64, "rounds": 16, "rows": 8, "expert": 256}
-MOST_PIECES = 2048  # stages x all virtual stages: a longer schedule takes many seconds
-MOST_COMPOSED = 6  # candidates of a plan whose schedules are computed
 MIN_GAIN = 0.002  # of a step: a candidate whose bound promises less is not tried
+PATIENCE = 6  # plans one after another without such a gain, where time has an end
 
 
 def powers(most: int) -> Iterator[int]:
@@ -61,10 +62,8 @@ def _rounds(run: DecoderRun, stages: int, microbatches: int) -> Iterator[int]:
     layers = run.config.layers + run.config.predictions
     if stages == 1 or microbatches % stages:
         return
-    for rounds in range(2, min(MOST["rounds"], layers // stages) + 1):
+    for rounds in range(2, min(MOST["rounds"], (layers + 2) // stages) + 1):
         chunks = stages * rounds
-        if stages * chunks > MOST_PIECES:
-            return
         if not layers % chunks or not (layers + 2) % chunks or rounds in (4, 8):
             yield rounds
 
@@ -86,7 +85,7 @@ def _divisors(number: int, most: int) -> Iterator[int]:
 
 
 def handicap(run: DecoderRun) -> float:
-    """Return how much later a candidate is tried for the exchanges that no bound has.
+    """Return how far above its bound a candidate's step is expected, before any is known.
 
     Rings beside experts take long to plan, so they come last.
     """
@@ -94,9 +93,12 @@ def handicap(run: DecoderRun) -> float:
     return 1 + (1.0 if run.config.experts else 0.03) * rings + 0.02 * (run.fsdp > 1)
 
 
-def tedium(run: DecoderRun) -> float:
-    """Return how much later a candidate is composed for the pieces of its schedule."""
-    return 1 + 1e-5 * run.pipeline**2 * run.virtual_stages
+def distance(one: DecoderRun, other: DecoderRun) -> float:
+    """Return how different the exchanges and kernels of two candidates are."""
+    weights = {"tensor": 4, "context": 4, "expert": 2, "micro_batch": 1, "replicas": 0.1}
+    ratios = {name: getattr(one, name) / getattr(other, name) for name in weights}
+    sizes = sum(weight * abs(math.log2(ratios[name])) for name, weight in weights.items())
+    return sizes + 4 * ((one.fsdp > 1) != (other.fsdp > 1))
 
 
 def pieces(run: DecoderRun) -> int:
@@ -113,43 +115,94 @@ def planned_alike(run: DecoderRun) -> tuple[object, ...]:
 
 
 @dataclass
+class Group:
+    """Candidates that share a plan: the one to plan, then the others by their bounds.
+
+    excess: expected steps over bounds; distance: from the plan that says so.
+    """
+
+    bounds: list[tuple[float, DecoderRun]]
+    excess: float
+    distance: float = math.inf
+
+    @property
+    def least(self) -> float:
+        return min(bound for bound, _ in self.bounds)
+
+    @property
+    def first(self) -> DecoderRun:
+        return self.bounds[0][1]
+
+    @property
+    def expected(self) -> float:
+        return self.least * self.excess
+
+    def learn(self, other: Group, excess: float) -> None:
+        """Expect the excess of a tried group, if none that was tried is more similar."""
+        apart = distance(self.first, other.first)
+        if apart < self.distance:
+            self.distance = apart
+            self.excess = excess * handicap(self.first) / handicap(other.first)
+
+
+@dataclass
 class RunSearch:
     """A search. end: of CPU seconds (time.process_time). limit: bytes of a device.
 
-    open: candidates by their bounds, those to try first in front. tried: layouts and their steps.
-    planned: how many plans were made. skipped: the least bound of candidates that share a plan of
-    these, and were not composed as time ended.
+    known: a layout to try first, also one that is no candidate. open: groups of candidates that
+    were not tried. tried: layouts and their steps. planned: how many plans were made.
     """
 
     run: DecoderRun
     limit: float
     end: float
-    open: list[tuple[float, DecoderRun]] = field(default_factory=list)
+    known: DecoderRun | None = None
+    open: list[Group] = field(default_factory=list)
     tried: list[tuple[DecoderRun, RunStep]] = field(default_factory=list)
     space: int = 0
     planned: int = 0
-    skipped: float = math.inf
     seconds: float = math.inf  # of the best that fits
     pace: float = 0.0  # CPU seconds of a plan without rings, at most
+    programs: Programs = field(default_factory=Programs)
 
     def run_until_end(self) -> None:
-        """Try candidates until none can be better, or time ends."""
-        reference, small = Reference(self.run), list[tuple[float, DecoderRun]]()
-        for each in candidates(self.run):
+        """Try candidates until none can be better, or time or patience ends."""
+        smallest = self.bound_all()
+        misses = 0
+        while self.open and (misses < PATIENCE or self.end == math.inf):
+            group = min(self.open, key=lambda group: group.expected)
+            if self.tried and self.is_over(self.pace * pieces(group.first)):
+                return
+            before, begin = self.worth, time.process_time()
+            self.open.remove(group)
+            self.branch(group)
+            spent = time.process_time() - begin
+            self.pace = max(self.pace, spent / pieces(group.first))
+            misses = 0 if self.seconds < before else misses + 1
+            for each in self.open:
+                each.bounds = [pair for pair in each.bounds if pair[0] < self.worth]
+            self.open = [each for each in self.open if each.bounds]
+        if not self.tried and smallest is not None:  # nothing fits
+            self.branch(Group([(0.0, smallest)], 1.0))
+
+    def bound_all(self) -> DecoderRun | None:
+        """Open all candidates that may fit; return the one that needs the least memory."""
+        reference, groups = Reference(self.run, self.programs), dict[object, Group]()
+        small: list[tuple[float, DecoderRun]] = []
+        known = self.known and replace(self.known, fsdp=self.known.fsdp * (self.known.fsdp > 1))
+        every = [*candidates(self.run)]
+        for each in every if known is None or known in every else [*every, known]:
             self.space += 1
-            least = composed(Bound(reference, each), least=True)
+            least = composed(Bound(reference, each))
             small.append((least.memory, each))
             if least.memory <= self.limit:
-                self.open.append((least.seconds, each))
-        self.open.sort(key=lambda pair: pair[0] * handicap(pair[1]))
-        while self.open and not self.is_over(self.pace * pieces(self.open[0][1])):
-            begin, next_ = time.process_time(), self.open[0][1]
-            self.branch(next_)
-            spent = time.process_time() - begin
-            self.pace = max(self.pace, spent / pieces(next_))
-            self.open = [pair for pair in self.open if pair[0] < self.worth]
-        if not self.tried and small:  # nothing fits
-            self.branch(min(small, key=lambda pair: pair[0])[1])
+                group = groups.setdefault(planned_alike(each), Group([], handicap(each)))
+                group.bounds.append((least.seconds, each))
+        for group in groups.values():
+            group.bounds.sort(key=lambda pair: (pair[1] != known, pair[0]))
+            group.excess *= group.first != known
+        self.open = [*groups.values()]
+        return min(small, key=lambda pair: pair[0])[1] if small else None
 
     @property
     def worth(self) -> float:
@@ -159,11 +212,11 @@ class RunSearch:
     @property
     def bound(self) -> float:
         """Return seconds that no layout in the space is below."""
-        return min([self.worth, self.skipped, *(least for least, _ in self.open)])
+        return min([self.worth, *(group.least for group in self.open)])
 
     def is_over(self, reserve: float = 0.0) -> bool:
-        """Return whether there is a result, and no time for so many seconds more."""
-        return bool(self.tried) and time.process_time() + reserve > self.end
+        """Return whether there is no time for so many seconds more."""
+        return time.process_time() + reserve > self.end
 
     def best(self, count: int) -> list[tuple[DecoderRun, RunStep]]:
         """Return the best layouts that were tried, one for each degree of stages and plan."""
@@ -175,26 +228,21 @@ class RunSearch:
     def order(self, step: RunStep) -> tuple[float, float]:
         return max(step.memory - self.limit, 0.0), step.seconds
 
-    def branch(self, first: DecoderRun) -> None:
-        """Plan a candidate, and compose it and all that share its plan."""
-        key = planned_alike(first)
-        alike = [each for _, each in self.open if planned_alike(each) == key] or [first]
-        self.open = [pair for pair in self.open if planned_alike(pair[1]) != key]
+    def branch(self, group: Group) -> None:
+        """Plan a candidate, and compose all that share its plan."""
         self.planned += 1
         try:
-            plans = Planned(first)
+            plans = Planned(group.first, self.programs)
         except ShardingError:  # no layout of ours
             return
-        bounds = [(composed(plans.on(each), least=True).seconds, each) for each in alike]
-        composed_now = 0
-        for least, each in sorted(bounds, key=lambda pair: pair[0] * tedium(pair[1])):
-            if least >= self.worth:
-                continue
-            if composed_now == MOST_COMPOSED or self.is_over():
-                self.skipped = min(self.skipped, least)
-                continue
-            composed_now += 1
+        excesses = []
+        for least, each in group.bounds:
             found = composed(plans.on(each))
+            if found.seconds < least * (1 - 1e-9):
+                continue  # programs that differ in more than a layer: it has no estimate
             self.tried.append((each, found))
+            excesses.append(found.seconds / least if least else 1.0)
             if found.memory <= self.limit:
                 self.seconds = min(self.seconds, found.seconds)
+        for other in self.open if excesses else ():
+            other.learn(group, min(excesses))

@@ -15,20 +15,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 
-import torch
 from torch import fx
 
 from ...comm.kinds import all_gather, reduce_scatter
-from ...compiler.api import plan as plan_of
 from ...compiler.plan import Plan
-from ...features.pipelines.list_scheduler import Order
-from ...features.pipelines.schedule import Times
 from ...fx_passes.digest import module_path
 from ...layout.mesh import Mesh
 from ..report.estimate import COMMUNICATION, estimate
 from ..report.kernels import Kernels
 from .run_kernels import Routed, RunKernels, between_products, groups_of, unfused
-from .run_layouts import Axes, marked
+from .run_layouts import Axes
+from .run_programs import Programs
+from .run_times import KeptValue, LayerTimes
 from .runs import DecoderRun
 
 # Megatron's linear layers are TransformerEngine's, except for the router and the head.
@@ -41,70 +39,12 @@ HOST = 3.5e-3 / 112
 ROOM = 0.95  # of a device's memory; the rest is the context's and the allocator's
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Some layers' seconds of the device and of the host, and bytes for the backward.
-
-    experts, host_experts: the forward's share from the first grouped product to the last. sent:
-    bytes that the device sends. products: the model's operations, a device's share.
-    """
-
-    forward: float = 0.0
-    backward: float = 0.0
-    host_forward: float = 0.0
-    host_backward: float = 0.0
-    experts: float = 0.0
-    host_experts: float = 0.0
-    saved: float = 0.0
-    sent: float = 0.0
-    products: float = 0.0
-
-    def __add__(self, other: LayerTimes) -> LayerTimes:
-        return LayerTimes(*(a + b for a, b in zip(self.values, other.values)))
-
-    def times(self, count: float) -> LayerTimes:
-        return LayerTimes(*(a * count for a in self.values))
-
-    @property
-    def values(self) -> tuple[float, ...]:
-        # Not astuple, which copies deeply: a search adds many.
-        return tuple(vars(self).values())
-
-    @property
-    def seconds(self) -> float:
-        return self.forward + self.backward
-
-    def launched(self) -> LayerTimes:
-        """Return them where the host is no faster than it is.
-
-        The host reads how many rows each expert has before it starts their products: it cannot
-        start them beside what comes before (Megatron's experts.py, tokens_per_expert.tolist()).
-        """
-        rest = max(self.forward - self.experts, self.host_forward - self.host_experts)
-        return replace(
-            self,
-            forward=rest + max(self.experts, self.host_experts),
-            backward=max(self.backward, self.host_backward),
-        )
-
-
-@dataclass(frozen=True)
-class KeptValue:
-    """A value that is kept for the backward, or computed again. size: bytes."""
-
-    size: float
-    seconds: float
-    module: str
-
-    def times(self, count: float) -> KeptValue:
-        return replace(self, size=self.size * count, seconds=self.seconds * count)
-
-
 class Planned:
     """The plans of a run's layers."""
 
-    def __init__(self, run: DecoderRun) -> None:
+    def __init__(self, run: DecoderRun, programs: Programs | None = None) -> None:
         run.check()
+        self.programs = Programs() if programs is None else programs
         self.run, self.config, self.hardware = run, run.config, run.hardware
         self.axes = Axes.of(run, self.config)
         self.kernels = Kernels(
@@ -151,28 +91,8 @@ class Planned:
         """Return the dispatcher. Automodel's gate for benchmarks chooses neighbouring experts."""
         if not self.axes.owners:
             return None
-        in_order = self.run.is_automodel
-        return Routed(self.config.chosen, self.config.experts, in_order)
-
-    def plan(self, kinds: Sequence[str]) -> Plan:
-        """Plan a microbatch on the devices of a stage."""
-        run, axes = self.run, self.axes
-        batch = run.micro_batch * run.replicas
-        with torch.device("meta"):
-            model = marked(run, self.config, kinds, axes)
-            tokens = torch.empty(batch, run.sequence, dtype=torch.long)
-            angles = torch.empty(run.sequence, self.config.turned // 2)
-        return plan_of(
-            model,
-            tokens,
-            tokens,
-            angles,
-            mesh=axes.mesh,
-            in_specs=(axes.tokens, axes.tokens, "_ _"),
-            grad=True,
-            hardware=self.hardware,
-            advanced={"regather": "always", "rng": "native"},
-        )
+        in_order, c = self.run.is_automodel, self.config
+        return Routed(c.chosen, c.experts, in_order, c.repeats and not in_order)
 
     def held(self) -> Iterator[Held]:
         """Yield a device's part of each trained weight; a stage has its share of the layers.
@@ -205,7 +125,7 @@ class Planned:
         return self.known[tuple(kinds)]
 
     def _numbers(self, kinds: Sequence[str]) -> LayerTimes:
-        plan = self.plans[tuple(kinds)] = self.plan(kinds)
+        plan = self.plans[tuple(kinds)] = self.programs.plan(self.run, kinds, self.axes)
         found = estimate(
             plan.program_graph, plan.captured.graph, plan.mesh, self.hardware, self.kernels
         )
@@ -285,22 +205,18 @@ def step(run: DecoderRun) -> RunStep:
     return replace(found, planning=time.process_time() - begin)
 
 
-def composed(planned: Planned, least: bool = False) -> RunStep:
-    """Return the step of planned layers in their stages.
-
-    least: a lower bound for it, without a schedule. Stages wait only for the first microbatch's
-    forward and the last one's backward. They keep as many microbatches as there are stages.
-    """
+def composed(planned: Planned) -> RunStep:
+    """Return the step of planned layers in their stages."""
     run, layers = planned.run, LayerTimes()
     for kind, count in planned.config.kinds().items():
         layers += planned.layers[kind].times(count)
-    layers, memory = within_memory(planned, layers, least)
+    layers, memory = within_memory(planned, layers)
     slowest = slowest_stage(planned, layers)
     exchange, update = once(planned, slowest)
     parts = {
         "microbatches": run.microbatches * slowest.seconds,
         "messages": message_seconds(planned),
-        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline), least),
+        "idle": idle_seconds(run, (layers + planned.ends).times(1 / run.pipeline)),
         "exchange": exchange,
         "update": update,
     }
@@ -313,9 +229,7 @@ def composed(planned: Planned, least: bool = False) -> RunStep:
     return RunStep(sum(parts.values()), memory, 0.0, parts, one.sent + once_sent, one.products)
 
 
-def within_memory(
-    planned: Planned, layers: LayerTimes, least: bool = False
-) -> tuple[LayerTimes, float]:
+def within_memory(planned: Planned, layers: LayerTimes) -> tuple[LayerTimes, float]:
     """Return the layers, with what does not fit computed again or moved to the host, and bytes.
 
     The values that cost least for their bytes go first. What is moved travels beside the forward,
@@ -325,7 +239,7 @@ def within_memory(
     states, values = states_bytes(planned), planned.saved()
     if not values:
         return layers, states
-    flight = min(run.pipeline, run.microbatches) if least else in_flight(run)
+    flight = in_flight(run)
     memory = states + flight * sum(each.size for each in values)
     if run.is_automodel and memory > ROOM * speed.memory:
         # PyTorch's checkpoint: a layer keeps its input.
@@ -368,18 +282,12 @@ def slowest_stage(planned: Planned, layers: LayerTimes) -> LayerTimes:
     return max(layer.times(places), last, key=lambda numbers: numbers.seconds)
 
 
-def idle_seconds(run: DecoderRun, stage: LayerTimes, least: bool = False) -> float:
-    """Return how long a stage waits for others in its schedule: 1F1B, interleaved if virtual."""
-    if run.pipeline == 1:
-        return 0.0
-    piece = stage.times(1 / run.virtual_stages)
-    if least:
-        return (run.pipeline - 1) * piece.seconds
-    # The wait is that of the first microbatches and the last; those between add none.
-    few = min(run.microbatches, 4 * run.pipeline)
-    order = Order("1f1b", run.pipeline, few, rounds=run.virtual_stages)
-    times = Times(piece.forward, piece.backward, 0.0)
-    return order.timed(times).end - few * run.virtual_stages * times.whole
+def idle_seconds(run: DecoderRun, stage: LayerTimes) -> float:
+    """Return how long a stage waits for others: for the first microbatch's way and the last's back.
+
+    Source: 1F1B, interleaved if virtual, arXiv 2104.04473, section 2.2.
+    """
+    return (run.pipeline - 1) * stage.seconds / run.virtual_stages
 
 
 def message_seconds(planned: Planned) -> float:
@@ -436,10 +344,13 @@ def states_bytes(planned: Planned) -> float:
 
 
 def in_flight(run: DecoderRun) -> float:
-    """Return for how many microbatches the first stage keeps values at once."""
-    few, rounds = min(run.microbatches, 4 * run.pipeline), run.virtual_stages
-    order = Order("1f1b", run.pipeline, few, rounds=rounds)
-    return max(order.schedule.kept) / rounds if run.pipeline > 1 else 1.0
+    """Return for how many microbatches the first stage keeps values at once.
+
+    Source: Megatron-LM's schedules.py, the warmup of both schedules.
+    """
+    stages, rounds = run.pipeline, run.virtual_stages
+    warmup = stages - 1 if rounds == 1 else 2 * (stages - 1) + (rounds - 1) * stages
+    return min(warmup + 1, run.microbatches * rounds) / rounds
 
 
 def _first_layer(plan: Plan) -> Counter[str]:

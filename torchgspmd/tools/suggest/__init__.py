@@ -18,7 +18,7 @@ from ...compiler.option_docs import documented
 from ...compiler.options import Options
 from ...errors import ShardingError
 from ...fx_passes.units import parse_size
-from ..decoders import NamedDecoder
+from ..decoders import NamedDecoder, RunDecoder
 from ..report.kernels import RECIPES, Kernels
 from . import candidates
 from .decoder_runs import propose, run_of
@@ -69,7 +69,8 @@ def suggest(
             kernels with products in this format, which the script itself does not use. By default
             each operation of PyTorch is a kernel. With it, a published decoder by its name
             (`NamedDecoder`) is searched over all degrees of parallelism: data, tensor, context,
-            experts, FSDP, stages, virtual stages and microbatches.
+            experts, FSDP, stages, virtual stages and microbatches. The layout of a `RunDecoder` is
+            tried first.
         {options}
 
     Returns:
@@ -110,9 +111,9 @@ def suggest(
         done = search.progress() if search else "the model is captured"
         return f"torchgspmd: suggest: {time.process_time() - begin:.0f} s, {done}"
 
-    if kernels and isinstance(model, NamedDecoder):
+    if kernels and isinstance(model, (NamedDecoder, RunDecoder)):
         run = run_of(model, args, devices, replace(speed, memory=limit), kernels)
-        if found := propose(run, end, chosen.precision()):
+        if found := propose(run, end, chosen.precision(), isinstance(model, RunDecoder)):
             return found
     with told_again_and_again(line):
         judge = Judge(model, args, kwargs or {}, speed, chosen, kernels)

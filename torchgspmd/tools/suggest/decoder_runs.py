@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from ...comm.hardware import PRESETS, Hardware
 from ...fx_passes.units import size_text, time_text
-from ..decoders import DecoderRun, NamedDecoder
+from ..decoders import DecoderRun, NamedDecoder, RunDecoder
 from ..decoders.run_layouts import Axes, marks
 from ..decoders.run_search import RunSearch
 from ..decoders.run_steps import RunStep
@@ -21,9 +22,16 @@ SHOWN = 5
 
 
 def run_of(
-    model: NamedDecoder, args: Sequence[Any], devices: int, hardware: Hardware, kernels: Kernels
+    model: NamedDecoder | RunDecoder,
+    args: Sequence[Any],
+    devices: int,
+    hardware: Hardware,
+    kernels: Kernels,
 ) -> DecoderRun:
-    """Return the run on one device of a batch, whose layout is to be chosen."""
+    """Return the run of a batch, whose layout is to be chosen; one that it has is its own."""
+    if isinstance(model, RunDecoder):
+        batch = {"gpus": devices, "global_batch": len(args[0])}
+        return replace(model.run, system=hardware, precision=kernels.products.upper(), **batch)
     return DecoderRun(
         model=model.name,
         system=hardware,
@@ -43,9 +51,14 @@ def run_of(
     )
 
 
-def propose(run: DecoderRun, end: float, dtypes: Mapping[str, torch.dtype]) -> list[Proposal]:
-    """Return the best layouts; none if no layout has so many devices and rows."""
-    search = RunSearch(run, run.hardware.memory, end)
+def propose(
+    run: DecoderRun, end: float, dtypes: Mapping[str, torch.dtype], is_known: bool = False
+) -> list[Proposal]:
+    """Return the best layouts; none if no layout has so many devices and rows.
+
+    is_known: whether the run has a layout, which is tried first.
+    """
+    search = RunSearch(run, run.hardware.memory, end, run if is_known else None)
     search.run_until_end()
     counts = {"plans": search.planned, "candidates": search.space}
     return [_proposal(each, step, search, dtypes, counts) for each, step in search.best(SHOWN)]
