@@ -83,7 +83,7 @@ def propagate_program(program: Program) -> fx.Graph:
         _check_sizes(value, spec, where.removeprefix("marked at "))
     stored = _stored_over_batch(program)
     program.layouts = propagate_layouts(
-        graph, mesh, seeds, ties, program.rules, program.counts, stored
+        graph, mesh, seeds, ties, program.rules, program.counts, stored=stored
     )
     # Marks become required layouts only now: propagation may have filled their open dimensions.
     for node in marks:

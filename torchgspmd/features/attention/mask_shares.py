@@ -56,9 +56,8 @@ class Masks:
         """Add a constant; return its name, which is the same on every rank."""
         name = "token_" + sha256(repr(value.tolist()).encode()).hexdigest()[:12]
         # A plan may be for devices that this machine lacks.
-        devices = getattr(torch, device.type, None)
-        here = hasattr(devices, "is_available") and devices.is_available()
-        self.constants.register_buffer(name, value.to(device) if here else value)
+        is_available = getattr(getattr(torch, device.type, None), "is_available", bool)
+        self.constants.register_buffer(name, value.to(device) if is_available() else value)
         return name
 
     def share(self, node: fx.Node, n: int) -> float:

@@ -234,7 +234,7 @@ class Bound(Planned):
         host = [work.host[way] + launches[way] for way in range(2)]
         # A shared expert may be computed between grouped products, or before.
         experts = (0.0, 0.0) if shared else (grouped, launches[0])
-        return LayerTimes(*seconds, *host, *experts)
+        return LayerTimes(seconds[0], seconds[1], host[0], host[1], *experts)
 
     def exchange_seconds(self) -> float:
         """Return the seconds in which a microbatch's tokens travel to their experts, or back."""

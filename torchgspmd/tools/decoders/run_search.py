@@ -115,7 +115,7 @@ def planned_alike(run: DecoderRun) -> tuple[object, ...]:
 
 
 @dataclass
-class Group:
+class LikeRuns:
     """Candidates that share a plan: the one to plan, then the others by their bounds.
 
     excess: expected steps over bounds; distance: from the plan that says so.
@@ -137,7 +137,7 @@ class Group:
     def expected(self) -> float:
         return self.least * self.excess
 
-    def learn(self, other: Group, excess: float) -> None:
+    def learn(self, other: LikeRuns, excess: float) -> None:
         """Expect the excess of a tried group, if none that was tried is more similar."""
         apart = distance(self.first, other.first)
         if apart < self.distance:
@@ -157,7 +157,7 @@ class RunSearch:
     limit: float
     end: float
     known: DecoderRun | None = None
-    open: list[Group] = field(default_factory=list)
+    open: list[LikeRuns] = field(default_factory=list)
     tried: list[tuple[DecoderRun, RunStep]] = field(default_factory=list)
     space: int = 0
     planned: int = 0
@@ -183,11 +183,11 @@ class RunSearch:
                 each.bounds = [pair for pair in each.bounds if pair[0] < self.worth]
             self.open = [each for each in self.open if each.bounds]
         if not self.tried and smallest is not None:  # nothing fits
-            self.branch(Group([(0.0, smallest)], 1.0))
+            self.branch(LikeRuns([(0.0, smallest)], 1.0))
 
     def bound_all(self) -> DecoderRun | None:
         """Open all candidates that may fit; return the one that needs the least memory."""
-        reference, groups = Reference(self.run, self.programs), dict[object, Group]()
+        reference, groups = Reference(self.run, self.programs), dict[object, LikeRuns]()
         small: list[tuple[float, DecoderRun]] = []
         known = self.known and replace(self.known, fsdp=self.known.fsdp * (self.known.fsdp > 1))
         every = [*candidates(self.run)]
@@ -196,7 +196,7 @@ class RunSearch:
             least = composed(Bound(reference, each))
             small.append((least.memory, each))
             if least.memory <= self.limit:
-                group = groups.setdefault(planned_alike(each), Group([], handicap(each)))
+                group = groups.setdefault(planned_alike(each), LikeRuns([], handicap(each)))
                 group.bounds.append((least.seconds, each))
         for group in groups.values():
             group.bounds.sort(key=lambda pair: (pair[1] != known, pair[0]))
@@ -228,7 +228,7 @@ class RunSearch:
     def order(self, step: RunStep) -> tuple[float, float]:
         return max(step.memory - self.limit, 0.0), step.seconds
 
-    def branch(self, group: Group) -> None:
+    def branch(self, group: LikeRuns) -> None:
         """Plan a candidate, and compose all that share its plan."""
         self.planned += 1
         try:
