@@ -27,7 +27,7 @@ from ..layout.mesh import Mesh
 from ..layout.open_sizes import is_whole
 from ..layout.prefix_specs import spread
 from ..layout.spec_notation import UNCONSTRAINED
-from ..rules.custom_ops.loops import ENTRIES
+from ..rules.custom_ops.loops import APART
 from ..shard_spec import ShardSpec
 from .ir import count_runs, planned_shape
 from .partition.partition_graph import partition_graph
@@ -92,12 +92,12 @@ def propagate_program(program: Program) -> fx.Graph:
 
 
 def _stored_over_batch(program: Program) -> dict[fx.Node, frozenset[str]]:
-    """Return the arguments' axes for each weight, in a program with loops.
+    """Return the arguments' axes for each weight, in a program with pipelines.
 
-    The batch reaches a loop's body through views and carries, and weights are nearer. Without a
+    The batch reaches a stage's body through views and carries, and weights are nearer. Without a
     round of its own their marks would take its axes for the width.
     """
-    if not calls_any(program.graph, ENTRIES):
+    if not calls_any(program.graph, APART):
         return {}
     rows = list(zip(program.placeholders, program.captured.inputs, program.inputs))
     batch = {

@@ -109,6 +109,9 @@ ASKS_FOR_ONE = {
     "fx_passes.partition.insert_collectives": {"all_gather", "all_reduce", "reduce_scatter"},
     "fx_passes.partition.reshard_search": {"all_reduce"},  # the path that always exists
     "fx_passes.schedule.collective_matmul": {"einsum_scatter", "gather_einsum"},  # its result
+    "features.exchanges.find_chains": {  # those whose parts are sent like the whole
+        *("all_gather", "all_reduce", "all_to_all", "permute", "reduce_scatter"),
+    },
     "features.attention.ring_keys": {"reduce_scatter"},  # what becomes of gradients in a ring
     "fx_passes.lower.insert_rank_check": {"all_reduce"},  # a comparison of ranks that is one
     "tools.report.kernels": {"all_to_all"},  # which dispatchers send

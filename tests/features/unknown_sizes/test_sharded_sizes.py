@@ -101,15 +101,15 @@ one device
   %coordinate_data    :              = input
   %size_rows          :              = input
   %x                  : f32[u124, 3] = input
+  %cos_default        : f32[u124, 3] = cos(%x)
+  %all_gather_start   :              = start(all_gather, [%cos_default], [[0, data]])
+  %all_gather         : f32[u496, 3] = wait(%all_gather_start, 0)
   %mask_padding       : f32[u124, 3] = mask_padding(%x, 0, %coordinate_data, %size_rows, 0.0)
   %sum_dim_int_list   : f32[3]       = sum(%mask_padding, [0])
   %all_reduce_start   :              = start(all_reduce, [%sum_dim_int_list], [[sum, data]])
-  %cos_default        : f32[u124, 3] = cos(%x)
-  %all_gather_start   :              = start(all_gather, [%cos_default], [[0, data]])
-  %all_reduce         : f32[3]       = wait(%all_reduce_start, 0)
-  %all_gather         : f32[u496, 3] = wait(%all_gather_start, 0)
   %narrow_default     : f32[u496, 3] = narrow(%all_gather, 0, 0, %size_rows)
   %contiguous_default : f32[u496, 3] = contiguous(%narrow_default)
+  %all_reduce         : f32[3]       = wait(%all_reduce_start, 0)
   return %all_reduce, %contiguous_default"""
 
 

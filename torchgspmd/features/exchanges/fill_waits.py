@@ -1,11 +1,7 @@
 """Move products that need no exchange to where the device would wait for one.
 
-before   %r = all_to_all(%x, 1, 0, expert);  %h = einsum(egcm,emh->egch, %r, %up);  ...
-         %s = einsum(amk,kn->amn, %x0, %shared)
-after    %r = all_to_all(%x, 1, 0, expert);  %s = einsum(amk,kn->amn, %x0, %shared)
-         %h = einsum(egcm,emh->egch, %r, %up);  ...
-needs    one device's program, before start_wait
-ensures  an operation stands behind its operands, and no wait comes earlier than before
+    %r = all_to_all(%x, 1, 0, expert);  %h = einsum(egcm,emh->egch, %r, %up);  ...
+    %s = einsum(amk,kn->amn, %x0, %shared)                  # moves to directly behind %r
 
 As many products are moved as an exchange takes, with the operations that only they need: experts
 that all tokens share, for instance. The rest stays, beside later exchanges.

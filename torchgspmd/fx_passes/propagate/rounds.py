@@ -25,7 +25,7 @@ from .layouts import Layouts
 
 Seed = tuple[fx.Node, ShardSpec, str]
 PINNED = "pinned"
-# The round of weights' marks along the axes of arguments, if there are loops. It pins nothing.
+# The round of weights' marks along the axes of arguments, in pipelines. It pins nothing.
 STORED = 0.5
 
 

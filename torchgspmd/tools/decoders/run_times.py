@@ -42,7 +42,7 @@ class LayerTimes:
         """Return them where the host is no faster than it is.
 
         The host reads how many rows each expert has before it starts their products: it cannot
-        start them beside what comes before (Megatron's experts.py, tokens_per_expert.tolist()).
+        start them beside earlier work (Megatron's experts.py, tokens_per_expert.tolist()).
         """
         rest = max(self.forward - self.experts, self.host_forward - self.host_experts)
         return replace(
