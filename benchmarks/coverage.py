@@ -132,7 +132,7 @@ def worker(connection, run_one: Callable[[str], dict], seconds: float) -> None:
 class Pool:
     """Processes that work on one name each, replaced where one crashes or takes too long.
 
-    seconds: of the CPU, so that other jobs do not decide what is a row.
+    seconds: of the CPU, so that the rows are the same beside other jobs.
     """
 
     def __init__(self, run_one: Callable[[str], dict], jobs: int, seconds: float):

@@ -194,7 +194,7 @@ class FromLists(nn.Module):
 
 
 def by_the_fix(one: Subject, counts: dict[str, list], name: str, seed: int) -> str:
-    """Return what comes of the fix that such an error names: these lists in place of tensors."""
+    """Return the result with the fix that such an error names: lists in place of these tensors."""
     fixed = one._replace(model=FromLists(copy.deepcopy(one.model)), kwargs=one.kwargs | counts)
     try:
         return compared(fixed, random_layout(fixed.model, name, seed), {}) or "right"

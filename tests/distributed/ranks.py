@@ -182,7 +182,7 @@ class Ranks:
         self.connections.append(connection)
 
     def run(self, call: tuple, timeout: float) -> str:
-        """Return what failed on which rank, why all skip it, or nothing."""
+        """Return the failures by rank, or the reason why all ranks skip; else nothing."""
         begin = [log.stat().st_size for log in self.logs]
         for connection in self.connections:
             connection.send(call)

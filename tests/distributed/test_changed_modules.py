@@ -146,7 +146,7 @@ def clipped(module: nn.Module, **options) -> list:
 
 
 def without_grad(change):
-    """Return the change under no_grad; what it returns is no result."""
+    """Return the change under no_grad, without a result."""
 
     def changed(module: nn.Module) -> None:
         with torch.no_grad():

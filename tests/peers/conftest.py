@@ -67,7 +67,7 @@ class Results(dict[tuple[str, str, str], tuple[str, str]]):
             self.written = time.monotonic()
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list) -> None:
-        """Run what has passed before, or does not apply, no second time."""
+        """Skip tests that have passed before, or do not apply."""
         done = {name for name, (outcome, _) in self.items() if outcome in ("passed", "skipped")}
         keep(config, items, [item for item in items if name_of(item.nodeid) not in done])
 

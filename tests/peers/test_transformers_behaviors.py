@@ -76,7 +76,7 @@ def test_saving_and_loading(mesh, family):
     model.save_pretrained(path)
     again = type(alone).from_pretrained(path, attn_implementation="eager").eval()
     assert_same(whole(dict(again.state_dict())), gspmd_state(model), family, terms=0)
-    same(on_mesh(again, mesh), again, **batch)  # which may train what the class freezes
+    same(on_mesh(again, mesh), again, **batch)  # it may train weights that the class freezes
     other = on_mesh(FAMILIES[family].make(), mesh)
     gspmd.load_safetensors(other, path)
     assert_same(gspmd_state(other), gspmd_state(model), family, terms=0)
