@@ -149,6 +149,15 @@ def test_a_function_that_keeps_its_block_is_an_error(make):
         stacked(model, make)
 
 
+@pytest.mark.parametrize("make", ["stack", "pipeline"])
+def test_blocks_are_frozen_before_they_are_stacked(make):
+    model = Model()
+    stacked(model, make)
+    for layer in model.layers:
+        with pytest.raises(gspmd.ShardingError, match="freeze blocks"):
+            layer.requires_grad_(False)
+
+
 def test_buffers_that_differ_are_not_loaded():
     blocks = [nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)) for _ in range(3)]
     model, trained = gspmd.stack(copy.deepcopy(blocks)), nn.Sequential(*blocks)

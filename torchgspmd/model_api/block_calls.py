@@ -120,6 +120,13 @@ class BlockPlace(nn.Module):
         with of_blocks(vars(self)["_number"]):
             return getattr(vars(self)["_block"], name)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        raise ShardingError.here(
+            f"block {self._number} of a loop over stacked blocks is asked for its parameters",
+            why="all blocks' weights are rows of one parameter",
+            fix="freeze blocks, and register hooks, before they are stacked",
+        )
+
     def forward(self, x: object, *args: object, **kwargs: object) -> Any:
         return self._calls.call(self._number, x, *args, **kwargs)
 

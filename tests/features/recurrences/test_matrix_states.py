@@ -7,11 +7,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import recurrent
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import torchgspmd as gspmd
 from torchgspmd import Mesh
 
 DOUBLE = torch.float64
@@ -125,24 +125,10 @@ class Layer(nn.Module):
 
 
 def sent(model: nn.Module, tokens: int, mesh: Mesh, certify: bool = False) -> float:
-    """Compare loss and gradients with one device; return the bytes that a device sends."""
     lead = BATCH, HEADS, tokens
     args = [torch.rand(*lead, n).double() for n in (KEYS, KEYS, VALUES)]
     args += [torch.rand(lead).double() / 4 for _ in range(2)]
-    specs = ("_ _ seq _",) * 3 + ("_ _ seq",) * 2
-    plan = gspmd.plan(model, *args, mesh=mesh, in_specs=specs, grad=True)
-    loss, gradients = plan.simulate(*args)
-    model.zero_grad()
-    expected = model(*args)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11 * scale)
-    if certify:
-        plan.verify()
-    return plan.sent_bytes
+    return recurrent.sent(model, args, ("_ _ seq _",) * 3 + ("_ _ seq",) * 2, mesh, certify)
 
 
 def most(shards: int) -> float:

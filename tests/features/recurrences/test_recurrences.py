@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable
 
 import pytest
+import recurrent
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, scan
@@ -71,19 +72,7 @@ def inputs(rows: int) -> list[Tensor]:
 
 
 def sent(model: nn.Module, rows: int, mesh: Mesh) -> float:
-    """Compare loss and gradients with one device; return the bytes that a device sends."""
-    args = inputs(rows)
-    plan = gspmd.plan(model, *args, mesh=mesh, in_specs=("_ seq _",) * len(args), grad=True)
-    loss, gradients = plan.simulate(*args)
-    model.zero_grad()
-    expected = model(*args)
-    expected.backward()
-    torch.testing.assert_close(loss, expected, rtol=1e-11, atol=0)
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        scale = parameter.grad.abs().max().item()
-        torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-11, atol=1e-11 * scale)
-    return plan.sent_bytes
+    return recurrent.sent(model, inputs(rows), ("_ seq _",) * 4, mesh)
 
 
 def most(shards: int) -> float:
