@@ -17,7 +17,7 @@ from ...fx_passes.partition.cost_constants import CostConstants
 from ...fx_passes.pass_types import FEATURE_PASSES, FeaturePass
 from ...fx_passes.program import Program, Request
 from ...rules.rewrites import rewrite
-from . import capture, rule, varlen, written  # noqa: F401 (rows of RULES and REWRITES)
+from . import capture, rule, written  # noqa: F401 (rows of RULES and REWRITES)
 from .balance_attention import balance
 from .call import AttentionCall, Gradients, Results, backward_flops, flops, of_backward
 from .flex_capture import flexible_attention, options_with_returns
