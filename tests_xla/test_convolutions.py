@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, mark_sharding
-from torchgspmd.xla_backend.state import sync
+from torchgspmd.xla_backend.runtime import sync
 
 
 class Segments(nn.Module):

@@ -18,9 +18,8 @@ from torch.distributed.tensor import distribute_tensor
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
 from torchgspmd.xla_backend.lower import lower
-from torchgspmd.xla_backend.runtime import start
+from torchgspmd.xla_backend.runtime import pin, place_tensor, start, sync
 from torchgspmd.xla_backend.sharding import check, layout_text, text_of
-from torchgspmd.xla_backend.state import pin, place_tensor, sync
 
 
 def on_xla(module: nn.Module, **options) -> nn.Module:

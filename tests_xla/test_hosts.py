@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 import torchgspmd as gspmd
 from torchgspmd import Mesh, ShardSpec
+from torchgspmd.xla_backend.runtime import own_devices, parts
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
-from torchgspmd.xla_backend.state import own_devices, parts
 
 X = torch.arange(8 * 12 * 4.0).reshape(8, 12, 4)
 BLOCKS, TORUS = [[0, 1, 2, 3], [4, 5, 6, 7]], [[0, 1, 4, 5], [2, 3, 6, 7]]  # devices of every host

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from torchgspmd import Mesh, ShardSpec
-from torchgspmd.xla_backend.runtime import start
+from torchgspmd.xla_backend.runtime import place_tensor, start
 from torchgspmd.xla_backend.sharding import device_order, layout_text, spec_of_text, text_of
-from torchgspmd.xla_backend.state import place_tensor
 
 MESHES = [Mesh(data=4, model=2), Mesh(a=2, b=2, c=2), Mesh(all=8), Mesh(one=1, data=2, model=4)]
 

@@ -27,8 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import torchgspmd as gspmd
 from torchgspmd.xla_backend.hlo import collectives
+from torchgspmd.xla_backend.runtime import program_text, sync
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
-from torchgspmd.xla_backend.state import program_text, sync
 
 
 class Net(nn.Module):

@@ -25,8 +25,8 @@ from programs import (
 )
 from vit.model import LAYOUTS as VIT_LAYOUTS
 
+from torchgspmd.xla_backend.runtime import sync
 from torchgspmd.xla_backend.sharding import device_order, layout_text, text_of
-from torchgspmd.xla_backend.state import sync
 
 
 class Watch:

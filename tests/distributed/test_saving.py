@@ -15,7 +15,7 @@ from ranks import distributed
 from torch import nn
 
 import torchgspmd as gspmd
-from torchgspmd.dtensor.pickling import is_sharded
+from torchgspmd.dtensor.op_handlers import is_sharded
 
 MESHES = ("data=2", "model=2", "data=2,model=2", "model=3")
 

@@ -11,7 +11,7 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.layout.mark import raw_mark
-from torchgspmd.model_api.layer_kinds import find_repeats, find_slots
+from torchgspmd.model_api.block_groups import find_repeats, find_slots
 
 WIDTH, LENGTH, BATCH = 4, 6, 8
 EXACT = {"rtol": 1e-9, "atol": 1e-12}  # float64

@@ -29,7 +29,7 @@ from ..compat.private_apis import (
     is_missing,
 )
 from ..compat.private_apis import _pytree as pytree
-from . import op_handlers, parts, pickling, view_writeback
+from . import op_handlers, parts, view_writeback
 from .optimizers import (
     total_norm,
     unscale,
@@ -194,16 +194,16 @@ PATCHES = (
         "tolist", method_for_ours(lambda p: full_tensor(p).tolist()), "p.tolist() is an error"
     ),
     # files
-    *_methods("__reduce_ex__", pickling.reduce_method, _PICKLED),
+    *_methods("__reduce_ex__", op_handlers.reduce_method, _PICKLED),
     Patch(torch.optim.Optimizer, "state_dict", lambda before: _held_method(before), _KEPT),
     *_methods(
         "untyped_storage",
-        pickling.storage_method,
+        op_handlers.storage_method,
         "safetensors' save_file finds no values in a DTensor",
     ),
     *_methods(
         "data_ptr",
-        pickling.pointer_method,
+        op_handlers.pointer_method,
         "copy.deepcopy(model) fails if a gradient lies in a bucket; safetensors finds no values",
     ),
     Patch(DTensor, "__create_write_items__", parts.write_items, _BY_PARTS),

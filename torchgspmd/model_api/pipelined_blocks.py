@@ -48,13 +48,17 @@ from .block_arguments import BlockArguments
 from .block_calls import SharedArguments, of_blocks
 from .block_groups import (
     GroupPlace,
+    Repeats,
+    find_slots,
     groups_of,
+    kinds_of,
     places_of,
+    raise_unlike,
     rows_by_place,
     rows_of_places,
     run_places,
+    stacks_of,
 )
-from .layer_kinds import Repeats, find_slots, kinds_of, raise_unlike, stacks_of
 from .scheduled import ScheduledStages, only
 from .stacked_blocks import StackedBlocks, Weights, check_blocks
 

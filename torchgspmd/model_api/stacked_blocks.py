@@ -39,8 +39,17 @@ from .block_calls import (
     of_blocks,
     separate,
 )
-from .block_groups import GroupPlace, groups_of, places_of, rows_of_places, run_places
-from .layer_kinds import find_repeats, kinds_of, raise_unlike, stacks_of
+from .block_groups import (
+    GroupPlace,
+    find_repeats,
+    groups_of,
+    kinds_of,
+    places_of,
+    raise_unlike,
+    rows_of_places,
+    run_places,
+    stacks_of,
+)
 
 Weights = list[dict[str, Tensor]]  # by stack, and by name in a block
 # The weights that blocks had before they were stacked, by name. A pickle cannot keep them.

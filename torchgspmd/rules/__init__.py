@@ -8,9 +8,8 @@ from .flat_call import FlatCall, flat_rule
 from .notation import IDENTITY, Call, FactorRule, LocalForm, Shapes, describe, factors, make_rule
 from .ops.pointwise import is_elementwise, quotient
 from .ops.random_ops import has_own_seed, natively
-from .registry import replicated_rule, rule, rule_for, rule_function
+from .registry import replicated_rule, rule, rule_for, rule_function, rule_in_a_run
 from .rewrites import DECLINED, Declined, SplitRequest, rewrite, rewrite_of
-from .rule_in_a_run import rule_in_a_run
 
 
 def rule_of(call: Call) -> FactorRule:

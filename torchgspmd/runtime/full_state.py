@@ -17,8 +17,8 @@ from ..comm.local_ops import user_order
 from ..comm.process_groups import ProcessGroups, find_groups
 from ..comm.rank_check import agree
 from ..compat.private_apis import _pytree as pytree
+from ..dtensor.op_handlers import is_sharded
 from ..dtensor.ours import is_ours
-from ..dtensor.pickling import is_sharded
 from ..dtensor.storage import spec_of, stored_shape
 from ..errors import ShardingError
 from ..layout.mesh import Coordinates, Mesh

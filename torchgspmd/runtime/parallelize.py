@@ -32,8 +32,7 @@ from ..layout.layout_rules import MeshLayout, bound, mesh_of
 from ..layout.mark import layout_of
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec, SpecLike
-from ..xla_backend.runtime import is_started
-from ..xla_backend.state import place_batch
+from ..xla_backend.runtime import is_started, place_batch
 from .module_proxy import ModuleProxy, mark_as_planned
 from .module_proxy import shard_updates as mark_updates
 from .sharded_module import ShardedModule

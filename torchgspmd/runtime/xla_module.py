@@ -22,9 +22,8 @@ from ..fx_passes.program import Program, Request
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from ..xla_backend.lower import annotate_for_xla, lower, mark_repeated, on_device, separate
-from ..xla_backend.runtime import report_host_operations, start
+from ..xla_backend.runtime import pin, place, place_tensor, report_host_operations, start, sync
 from ..xla_backend.sharding import check
-from ..xla_backend.state import pin, place, place_tensor, sync
 from .compiled_program import CompiledProgram
 from .mesh_module import MeshModule, ModuleCall
 from .module_proxy import mark_on

@@ -19,9 +19,8 @@ from ..fx_passes.units import table_text
 from ..shard_spec import ShardSpec
 from ..xla_backend.hlo import collectives
 from ..xla_backend.lower import annotate_for_xla, lower, on_device
-from ..xla_backend.runtime import start
+from ..xla_backend.runtime import place_tensor, program_text, start, sync
 from ..xla_backend.sharding import device_order, layout_text, spec_of_text
-from ..xla_backend.state import place_tensor, program_text, sync
 
 
 def compare_with_xla(plan: Plan, pin: str = "user") -> XlaComparison:

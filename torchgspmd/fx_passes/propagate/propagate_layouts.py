@@ -31,8 +31,7 @@ from ...rules.notation import Instead
 from ...shard_spec import Axes, ShardSpec
 from ..ir import Op, Rules, planned_shape, values
 from .factors import assemble, crowded, is_far, is_roomy, project
-from .layouts import Layouts
-from .rounds import PINNED, Rounds, Seed
+from .layouts import PINNED, Layouts, Rounds, Seed
 
 ELEMENTWISE, PASSING, ALL = range(3)  # stages
 

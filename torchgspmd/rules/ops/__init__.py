@@ -5,7 +5,6 @@ from . import (  # noqa: F401
     bags,
     contraction,
     cumulative,
-    factory,
     fourier,
     index_put,
     linalg,
