@@ -11,13 +11,13 @@ from torch import nn
 
 import torchgspmd as gspmd
 from torchgspmd.compiler import option_types
-from torchgspmd.compiler.option_docs import options_table
 from torchgspmd.compiler.options import (
     OPTIONS,
     AdvancedSettings,
     CheckSettings,
     MemorySettings,
     Options,
+    options_table,
     rows_for,
 )
 from torchgspmd.tools import plan_command

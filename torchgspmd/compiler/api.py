@@ -44,8 +44,7 @@ from ..layout.prefix_specs import spread_inputs
 from ..shard_spec import ShardSpec
 from .agreement import Agreement
 from .fix_candidates import check_communication, report_replicated
-from .option_docs import documented
-from .options import NAMED, Options, check_choice, is_an_option, rows_for
+from .options import NAMED, Options, check_choice, documented, is_an_option, rows_for
 from .plan import Plan
 from .plan_summary import idle_axes_text
 from .planned_call import PlannedCall, SmallSizes

@@ -24,8 +24,7 @@ from ..compat.private_apis import (
     check_torch,
     is_missing,
 )
-from ..compiler.option_docs import documented
-from ..compiler.options import Options
+from ..compiler.options import Options, documented
 from ..dtensor.storage import storable, wrap_local
 from ..errors import ShardingError
 from ..layout.layout_rules import MeshLayout, bound, mesh_of

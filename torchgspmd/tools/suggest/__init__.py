@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from ...comm.hardware import Hardware
-from ...compiler.option_docs import documented
-from ...compiler.options import Options
+from ...compiler.options import Options, documented
 from ...errors import ShardingError
 from ...fx_passes.units import parse_size
 from ..decoders import NamedDecoder, RunDecoder
