@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.private_apis import OpOverload
+from ..compat.fx_nodes import reached
+from ..compat.operators import draws
 
 
 class CachedConstants:
@@ -79,19 +80,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 def _is_computable(node: fx.Node) -> bool:
     """Return whether the node depends on no input and no random number."""
-    stack, seen = [node], {node}
-    while stack:
-        node = stack.pop()
-        random = (
-            isinstance(node.target, OpOverload)
-            and torch.Tag.nondeterministic_seeded in node.target.tags
-        )
-        if node.op == "placeholder" or random:
-            return False
-        new = [n for n in node.all_input_nodes if n not in seen]
-        seen.update(new)
-        stack += new
-    return True
+    return not any(n.op == "placeholder" or draws(n.target) for n in reached([node]))
 
 
 def _evaluate(node: fx.Node, owner: torch.nn.Module, values: dict[fx.Node, object]) -> Any:

@@ -25,6 +25,7 @@ from torch.fx import traceback as fx_traceback
 from torch.utils import checkpoint as checkpointing
 
 from ..compat.fx_nodes import copy_node
+from ..compat.operators import draws
 from ..compat.patches import setting
 from ..compat.private_apis import OpOverload, TorchDispatchMode, get_proxy_mode
 from ..errors import ShardingError
@@ -34,11 +35,6 @@ from .rewrites.loop_trace import RecomputedRegion, is_unrolling
 
 # Distinguishes the calls of one program, since a call may make several nodes.
 _calls = count()
-
-
-def draws(target: object) -> bool:
-    """Return whether an operator takes numbers from PyTorch's generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from ..compat.operators import draws
 from ..compat.private_apis import FunctionalTensor, OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError
-from .draws import draws
 from .trace_context import at_once
 
 _MOST = 1 << 20  # elements of the operands for which a kernel runs while capturing

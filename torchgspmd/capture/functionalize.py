@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.operators import aten
+from ..compat.operators import aten, draws
 from ..compat.private_apis import (
     DispatchKey,
     FunctionalTensor,
@@ -23,7 +23,7 @@ from ..compat.private_apis import (
 )
 from ..compat.private_apis import _pytree as pytree
 from ..errors import ShardingError, user_line
-from .draws import draws, one_draw
+from .draws import one_draw
 from .eager_kernels import are_without_elements, ask_kernel
 from .rewrites.value_free import SELECTING
 from .state.mutations import Tables

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..compat.fx_nodes import origin_of
-from ..compat.operators import aten
+from ..compat.fx_nodes import origin_of, reached
+from ..compat.operators import aten, draws
 from ..compat.private_apis import OpOverload
 from ..errors import ShardingError
 from ..layout.open_sizes import factors_of
@@ -127,25 +127,23 @@ def _is_like(value: object, carry: fx.Node) -> bool:
 
 def _erase_unused(graph: fx.Graph, but_last_exits: bool = False) -> None:
     """Erase unused nodes; a carry depends on its next value, and a loop on its end."""
-    used: set[fx.Node] = set()
     exits = [node for node in graph.nodes if but_last_exits and node.target in EXITS]
     last_exits = {mark_of(node).loop: node for node in exits}
-    stack = [graph.output_node()]
     conditions: dict[str, fx.Node] = {}  # loop -> the next value for its condition
     for node in graph.find_nodes(op="call_function", target=NEXT):
         if mark_of(node).ends_by_value:
             conditions.setdefault(mark_of(node).loop, node)
-    while stack:
-        node = stack.pop()
-        if node not in used:
-            used.add(node)
-            stack += node.all_input_nodes
-            if node.target is CARRY and (end := end_of(node)):
-                stack.append(end)
-            if node.target in ENTRIES and mark_of(node).loop in last_exits:
-                stack.append(last_exits[mark_of(node).loop])
-            if node.target in EXITS and (loop := mark_of(node).loop) in conditions:
-                stack.append(conditions[loop])
+
+    def needed(node: fx.Node) -> Iterator[fx.Node]:
+        yield from node.all_input_nodes
+        if node.target is CARRY and (end := end_of(node)):
+            yield end
+        if node.target in ENTRIES and mark_of(node).loop in last_exits:
+            yield last_exits[mark_of(node).loop]
+        if node.target in EXITS and (loop := mark_of(node).loop) in conditions:
+            yield conditions[loop]
+
+    used = {*reached([graph.output_node()], needed)}
     for node in reversed(graph.nodes):
         if node not in used and node.op == "call_function":
             graph.erase_node(node)
@@ -214,7 +212,7 @@ class _Residuals:
         if node.target in EXITS:
             return mark_of(node).nest[:-1]
         # A draw differs between iterations, though no operand does.
-        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and region:
+        if draws(node.target) and region:
             node.meta["loop"] = nest_text(region)
             return region
         depth = 0

@@ -15,12 +15,12 @@ import torch
 from torch import fx
 
 from ..compat.fx_nodes import copy_node, drop_unused
-from ..compat.operators import aten
+from ..compat.operators import aten, draws
 from ..compat.private_apis import OpOverload
 from ..compat.private_apis import _pytree as pytree
 from ..rules.custom_ops.loops import ENTRIES
 from .captured import TANGENT, UNKNOWN, Input
-from .draws import REGION, draws, number_draws, recompute_regions
+from .draws import REGION, number_draws, recompute_regions
 from .loop_form import loop_form
 from .prints import name_values
 from .stand_in_sizes import StandInSizes

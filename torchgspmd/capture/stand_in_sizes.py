@@ -21,6 +21,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from ..compat.fx_nodes import reached
+from ..compat.operators import draws
 from ..compat.private_apis import ShapeEnv
 from ..compat.private_apis import _pytree as pytree
 from ..layout.open_sizes import GROUP, factors_of
@@ -107,17 +109,12 @@ class StandInSizes:
         """Merge symbols that come from equal computations, such as two `n.tolist()`."""
         first: dict[Any, fx.Node] = {}
         same: dict[fx.Node, int] = {}  # node -> number of its computation
-        needed, stack = set(nodes), list(nodes)
-        while stack:
-            new = set(stack.pop().all_input_nodes) - needed
-            needed |= new
-            stack += new
+        needed = {*reached(nodes)}
         for node in graph.nodes:
             if node not in needed:
                 continue
             key: Any = node
-            tags = getattr(node.target, "tags", ())
-            if node.op == "call_function" and torch.Tag.nondeterministic_seeded not in tags:
+            if node.op == "call_function" and not draws(node.target):
                 key = (
                     node.target,
                     repr(fx.map_arg((node.args, dict(node.kwargs)), same.__getitem__)),

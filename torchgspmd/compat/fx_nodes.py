@@ -6,8 +6,9 @@ us. Programs have none. Nodes are traced with fake tensors, in a process that ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -59,6 +60,20 @@ def copy_node(
 def calls_any(graph: fx.Graph, targets: Iterable[Any]) -> bool:
     """Return whether a graph calls one of the targets, by fx's table of nodes: without a walk."""
     return any(graph.find_nodes(op="call_function", target=target) for target in targets)
+
+
+def reached(
+    starts: Iterable[fx.Node],
+    further: Callable[[fx.Node], Iterable[fx.Node]] = attrgetter("all_input_nodes"),
+) -> Iterator[fx.Node]:
+    """Yield nodes and all that `further` leads to, each once; by default their ancestors."""
+    found, stack = set[fx.Node](), [*starts]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            yield node
+            stack += further(node)
 
 
 def drop_unused(graph: fx.Graph) -> None:

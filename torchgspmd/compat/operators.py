@@ -90,6 +90,11 @@ def find(namespace: str, name: str, overload: str = "default") -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), name, None), overload, None)
 
 
+def draws(target: object) -> bool:
+    """Return whether an operator takes numbers from PyTorch's generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
 def custom_op(name: str, **options: Any):  # torch names the type in a private module
     """Return a decorator that registers a function as the operator torchgspmd::name.
 

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 
 from ..comm.local_ops import add_rows, copy_rows
 from ..comm.profiled_code import ProfiledCode
+from ..compat.fx_nodes import reached
 from ..layout.mesh import Mesh
 from ..rules.custom_ops.loops import Loop
 
@@ -343,13 +344,7 @@ def _copy_returning(graph: fx.Graph, returned: Sequence[int]) -> fx.Graph:
     values: Any = output.args[0]
     rest = [values[i] for i in returned]
     output.args = (tuple(rest),)
-    stack = [v for v in values if isinstance(v, fx.Node) and v not in rest]
-    needless: set[fx.Node] = set()
-    while stack:
-        node = stack.pop()
-        if node not in needless:
-            needless.add(node)
-            stack += node.all_input_nodes
+    needless = {*reached(v for v in values if isinstance(v, fx.Node) and v not in rest)}
     # A result of an inner loop that nobody reads still is a user of the loop.
     below = set(needless)
     for node in copy.nodes:

@@ -15,6 +15,7 @@ from ..capture import ARGUMENT, GRADIENT, MUTATION, Captured, Output
 from ..comm.hardware import Hardware, hardware_of
 from ..comm.process_groups import ProcessGroups
 from ..compat.fx_nodes import calls_any, copy_node
+from ..compat.operators import draws
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
 from .expand.decompose_ops import decompose_ops
@@ -87,8 +88,7 @@ class RunnablePlan:
     @cached_property
     def draws(self) -> bool:
         """Whether it draws random numbers."""
-        tags = (getattr(n.target, "tags", ()) for n in self.program_graph.nodes)
-        return any(torch.Tag.nondeterministic_seeded in each for each in tags)
+        return any(draws(node.target) for node in self.program_graph.nodes)
 
     def local_graph(self) -> fx.Graph:
         """Return a new copy of the graph in `program`.

@@ -17,7 +17,7 @@ from ..comm.collective import start
 from ..comm.kinds import CollectiveKind, FusedKind, collective_kinds
 from ..comm.local_ops import pad_rows, part_order, take_part, user_order
 from ..comm.profiled_code import limit_of
-from ..compat.private_apis import OpOverload
+from ..compat.operators import draws
 from ..errors import ShardingError, outside_error
 from ..layout.mesh import Mesh
 from ..shard_spec import ShardSpec
@@ -78,8 +78,7 @@ class Simulator(fx.Interpreter):
         if isinstance(target, BodyCall):
             devices = [_map(args, operator.itemgetter(i)) for i in range(self.mesh.size)]
             return _PerDevice(target.simulate(self.mesh, devices, self.run_body))
-        random = isinstance(target, OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
-        state = torch.get_rng_state() if random else None
+        state = torch.get_rng_state() if draws(target) else None
         results = []
         for device in range(self.mesh.size):
             if state is not None:

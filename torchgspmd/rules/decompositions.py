@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compat.fx_nodes import drop_unused, fake_mode
-from ..compat.operators import aten
+from ..compat.operators import aten, draws
 from ..compat.private_apis import (
     DispatchKey,
     OpOverload,
@@ -184,7 +184,7 @@ NORMS = named("""
 def unpartitioned_of(op: object, *, splitting: SplitRequest | None = None) -> Callable | None:
     """Return a decomposition as decomposition_of does. XLA draws random numbers itself."""
     function = rewrite_of("xla", op)
-    if isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+    if draws(op):
         return function
     # Fused norms are always split: XLA's partitioner would gather their operand.
     in_any_case = SplitRequest() if op in NORMS else None

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from ..capture import Input
+from ..compat.fx_nodes import reached
 from ..compat.private_apis import _pytree as pytree
 from ..compat.private_apis import _will_engine_execute_node
 from ..errors import ShardingError
@@ -201,13 +202,7 @@ class PartialBackward:
 
 def _needed_for(values: Sequence[object]) -> set[fx.Node]:
     """Return the nodes that values are computed from, themselves included."""
-    stack = [value for value in values if isinstance(value, fx.Node)]
-    needed = set(stack)
-    while stack:
-        new = set(stack.pop().all_input_nodes) - needed
-        needed |= new
-        stack += new
-    return needed
+    return {*reached(value for value in values if isinstance(value, fx.Node))}
 
 
 def _piece(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from ...compat.operators import draws
 from ...compat.private_apis import OpOverload
 from ...fx_passes.expand.split_fused import axes_along
 from ...fx_passes.ir import Rules
@@ -215,5 +216,5 @@ def _is_pure(target: Any) -> bool:
     """Return whether an operation follows from its arguments, and changes none."""
     if target is operator.getitem or not isinstance(target, OpOverload):
         return target is operator.getitem
-    draws = torch.Tag.nondeterministic_seeded in target.tags
-    return target.namespace in ("aten", "prims") and not draws and not target._schema.is_mutable
+    is_fixed = not draws(target) and not target._schema.is_mutable
+    return target.namespace in ("aten", "prims") and is_fixed

@@ -16,12 +16,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import cast
 
-import torch
 from torch import Tensor, fx
 
 from ...comm.kinds import all_gather, all_reduce, all_to_all, permute, reduce_scatter
-from ...compat.fx_nodes import written_operands
-from ...compat.operators import aten
+from ...compat.fx_nodes import reached, written_operands
+from ...compat.operators import aten, draws
 from ...fx_passes.schedule.arithmetic import flops, meta_example
 from ...rules import Call, FactorRule, LocalForm, Shapes, rule_of
 from ...rules.notation import factors
@@ -77,25 +76,21 @@ class Chains:
 
     def _chains(self, first: fx.Node) -> Iterator[Chain]:
         """Yield the chains behind a collective: to an exchange, or behind one to a collective."""
-        reached = _reached(first)
-        order = sorted(reached, key=self.place.__getitem__)
+        behind = _behind(first)
+        order = sorted(behind, key=self.place.__getitem__)
         lasts = [next((n for n in order if n.target in EXCHANGES), None)]
         if first.target in EXCHANGES:
             lasts.append(next((n for n in order if n.target in COLLECTIVES), None))
         for last in filter(None, dict.fromkeys(lasts)):
             for dim in range(len(first.meta["shape"])):
-                if (chain := self._chain(first, last, dim, reached)) is not None:
+                if (chain := self._chain(first, last, dim, behind)) is not None:
                     yield chain
 
     def _chain(
-        self, first: fx.Node, last: fx.Node, dim: int, reached: Collection[fx.Node]
+        self, first: fx.Node, last: fx.Node, dim: int, behind: Collection[fx.Node]
     ) -> Chain | None:
         """Return the chain between two collectives, along a dimension; None if there is none."""
-        needed, stack = {last}, [last]
-        while stack:
-            new = [x for x in stack.pop().all_input_nodes if x in reached and x not in needed]
-            needed.update(new)
-            stack += new
+        needed = reached([last], lambda node: [x for x in node.all_input_nodes if x in behind])
         before, chain = dict(self.cut), Chain(first, last)
         whole = self._pull(first, dim, chain) and all(
             self._push(node, chain) for node in sorted(needed, key=self.place.__getitem__)
@@ -170,18 +165,16 @@ def _phase(node: fx.Node) -> bool:
     return bool(node.meta.get("backward"))
 
 
-def _reached(first: fx.Node) -> set[fx.Node]:
+def _behind(first: fx.Node) -> set[fx.Node]:
     """Return the nodes in the same phase that need a collective, up to the next exchanges."""
-    reached, stack = set[fx.Node](), [first]
-    while stack:
-        new = [
-            u
-            for u in stack.pop().users
-            if u not in reached and u.op == "call_function" and _phase(u) == _phase(first)
-        ]
-        reached.update(new)
-        stack += [u for u in new if u.target not in EXCHANGES]
-    return reached
+
+    def further(node: fx.Node) -> Iterator[fx.Node]:
+        if node is first or node.target not in EXCHANGES:
+            for user in node.users:
+                if user.op == "call_function" and _phase(user) == _phase(first):
+                    yield user
+
+    return {*reached([first], further)} - {first}
 
 
 def tensors_in(node: fx.Node) -> list[fx.Node]:
@@ -229,8 +222,7 @@ def _tensor(node: fx.Node) -> Tensor:
 
 def draws_or_writes(node: fx.Node) -> bool:
     """Return whether an operation has an effect besides its results, or none twice the same."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or bool(written_operands(node))
+    return draws(node.target) or bool(written_operands(node))
 
 
 def _along(node: fx.Node) -> set[int] | None:

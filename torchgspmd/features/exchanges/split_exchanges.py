@@ -22,11 +22,10 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from ...compat.fx_nodes import add_node, copy_node, origin_of
-from ...compat.operators import aten
+from ...compat.operators import aten, draws
 from ...fx_passes.loop_call import BodyCall, copy_loops
 from ...fx_passes.program import Program
 from ...fx_passes.schedule.arithmetic import flops, stream_seconds
@@ -240,10 +239,10 @@ class _Parts:
         """Order the graph by keys, operands before users; random numbers stay in their order."""
         end, nodes = self.graph.output_node(), [*self.graph.nodes]
         inner = [n for n in nodes if n.op != "placeholder" and n is not end]
-        draws = [n for n in inner if torch.Tag.nondeterministic_seeded in _tags(n)]
+        drawing = [n for n in inner if draws(n.target)]
         inner_set = {*inner}
         before = {n: {x for x in n.all_input_nodes if x in inner_set} for n in inner}
-        for one, other in zip(draws, draws[1:]):
+        for one, other in zip(drawing, drawing[1:]):
             before[other].add(one)
         after: dict[fx.Node, list[fx.Node]] = {n: [] for n in inner}
         for node, needed in before.items():
@@ -260,10 +259,6 @@ class _Parts:
                 missing[user] -= 1
                 if not missing[user]:
                     heapq.heappush(ready, (self.keys[user], number[user], user))
-
-
-def _tags(node: fx.Node) -> Collection[object]:
-    return getattr(node.target, "tags", ())
 
 
 def _claims(node: fx.Node) -> dict[str, Any]:

@@ -17,11 +17,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 from ...comm.collective import start, wait
 from ...comm.kinds import KINDS, CollectiveKind
+from ...compat.operators import draws
 from ...fx_passes.loop_call import BodyCall, LoopCall, LoopOperands, loop_calls
 from ...fx_passes.schedule.arithmetic import flops
 from ...fx_passes.schedule.liveness import peak
@@ -125,9 +125,8 @@ class _Body:
 
 def _is_plain(node: fx.Node) -> bool:
     """Return whether an operation may be computed an iteration earlier."""
-    tags = getattr(node.target, "tags", ())
     is_sent = node.target in (start, wait)
-    return not (is_sent or node.meta.get("dynamic") or torch.Tag.nondeterministic_seeded in tags)
+    return not (is_sent or node.meta.get("dynamic") or draws(node.target))
 
 
 def _gathers(name: Any) -> bool:

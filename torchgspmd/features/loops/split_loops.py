@@ -16,12 +16,13 @@ reads. Both have the same operations, but for views.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
-import torch
 from torch import fx
 
+from ...compat.fx_nodes import reached
+from ...compat.operators import draws
 from ...compat.private_apis import OpOverload
 from ...fx_passes.loop_call import LoopCall, LoopOperands, loop_calls
 from ...fx_passes.schedule.arithmetic import is_view
@@ -37,7 +38,7 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
     one, two = ([i for i in body.extra if (i in first) == is_first] for is_first in (True, False))
     if not two or body.call.held or body.call.loop.ends:
         return
-    computed = body.reached(body.carried(one))
+    computed = {*reached(body.carried(one))}
     crossing: dict[fx.Node, None] = {}
 
     def crosses(x: fx.Node) -> bool:
@@ -47,10 +48,11 @@ def split_loop(node: fx.Node, first: Collection[int]) -> None:
             crossing[x] = None
         return x in crossing
 
-    later = body.reached(map(body.result, two), crosses)
+    second = map(body.result, two)
+    later = {*reached(second, lambda x: () if crosses(x) else x.all_input_nodes)}
     values = [*crossing]
     with node.graph.inserting_before(node):
-        before = body.add(computed | body.reached(values), [*range(body.call.carries)], one, values)
+        before = body.add(computed.union(reached(values)), [*range(body.call.carries)], one, values)
         stacked = {
             x: _stacked(before, body.call.carries + sum(map(body.call.is_stack, one)) + i, x)
             for i, x in enumerate(values)
@@ -73,7 +75,7 @@ def drop_unused_results(graph: fx.Graph) -> None:
         if len(read) < len(body.extra):
             carries = [*range(call.carries)]
             with graph.inserting_before(node):
-                new = body.add(body.reached(body.carried(read)), carries, read)
+                new = body.add({*reached(body.carried(read))}, carries, read)
             body.replace_results(new, carries, read)
             graph.erase_node(node)
 
@@ -96,19 +98,6 @@ class _Body:
     def carried(self, extra: Iterable[int]) -> list[fx.Node]:
         """Return the values of the next carries, of the last carries and of other results."""
         return [*self.results.again, *self.results.ends, *map(self.result, extra)]
-
-    def reached(
-        self, values: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda x: False
-    ) -> set[fx.Node]:
-        """Return values and their ancestors. ends: true for a value that is brought."""
-        result: set[fx.Node] = set()
-        stack = [*values]
-        while stack:
-            node = stack.pop()
-            if node not in result:
-                result.add(node)
-                stack += () if ends(node) else node.all_input_nodes
-        return result
 
     def add(
         self,
@@ -181,5 +170,5 @@ def _is_cheap(node: fx.Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return node.target is not operator.getitem and not bytes_of(node)
     # A random filling would differ the second time.
-    is_random = torch.Tag.nondeterministic_seeded in node.target.tags
+    is_random = draws(node.target)
     return is_view(node) or not (is_random or node.all_input_nodes)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ...compat.fx_nodes import copy_node, inline, origin_of
+from ...compat.operators import draws
 from ...compat.private_apis import _pytree as pytree
 from ...layout.mark import mark_sharding_op
 from ...rules import DECLINED, trace
@@ -89,7 +90,7 @@ def may_batch(op: Op) -> bool:
         and not any(key in node.meta for key in ("dynamic", "runs", "loop", "draw", "other"))
         and node.target not in LOOP_MARKS
         and node.target is not mark_sharding_op._opoverload
-        and torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+        and not draws(node.target)
         and not any(map(is_number, node.all_input_nodes))
     )
 

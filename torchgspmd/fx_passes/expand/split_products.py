@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, fx
 
-from ...compat.fx_nodes import copy_node
+from ...compat.fx_nodes import copy_node, reached
 from ...rules.ops import concat_slice
 from ..ir import Op, Rules, tensors_of
 from ..propagate.layouts import Layouts
@@ -285,15 +285,9 @@ class _Splitter:
         return min(here, _union(frontiers), key=lambda frontier: frontier.elements)
 
     def _depends_on(self, value: fx.Node, source: fx.Node) -> bool:
-        stack, seen = [value], set()
-        while stack:
-            node = stack.pop()
-            if node is source:
-                return True
-            if node not in seen and self.order[node] > self.order[source]:
-                seen.add(node)
-                stack += node.all_input_nodes
-        return False
+        first = self.order[source]
+        above = reached([value], lambda n: n.all_input_nodes if self.order[n] > first else ())
+        return any(node is source for node in above)
 
     def _factor_in_user(self, user: fx.Node, value: fx.Node, dim: int) -> str | None:
         """Return the factor of a value's dimension in a user; None if that needs it whole."""

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 
 from ...capture import ARGUMENT, GRADIENT, OBSERVED, TANGENT
 from ...comm.local_ops import cut_shard, pad_rows
-from ...compat.fx_nodes import copy_node, drop_unused, viewed_operands
+from ...compat.fx_nodes import copy_node, drop_unused, reached, viewed_operands
 from ...compat.operators import aten
 from ...dtensor.storage import (
     cut_padding,
@@ -107,14 +107,10 @@ def split_joint(graph: fx.Graph, tangents: int, gradients: int) -> tuple[fx.Grap
 
 def _move_to_forward(outputs: tuple, backward_nodes: set[fx.Node]) -> None:
     """Remove from `backward_nodes` the forward's results, and all their operands."""
-    stack = [o for o in outputs if isinstance(o, fx.Node)]
-    while stack:
-        node = stack.pop()
-        if node in backward_nodes and node.op == "call_function":
+    results = (o for o in outputs if isinstance(o, fx.Node))
+    for node in reached(results, lambda n: backward_nodes.intersection(n.all_input_nodes)):
+        if node.op == "call_function":
             backward_nodes.discard(node)
-        stack.extend(
-            n for n in node.all_input_nodes if n in backward_nodes and n.op == "call_function"
-        )
 
 
 def _saved_values(graph: fx.Graph, backward_nodes: set[fx.Node], grads: tuple) -> list[fx.Node]:

@@ -25,11 +25,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-import torch
 from torch import fx
 
 from ...capture import MUTATION
 from ...comm.collective import start, wait
+from ...compat.fx_nodes import reached
+from ...compat.operators import draws
 from ..loop_call import BodyCall
 from ..program import Program
 from .liveness import Ledger, budget_of, peak
@@ -118,23 +119,23 @@ def _starts_first(nodes: list[fx.Node]) -> list[fx.Node]:
     if not any(n.target is start for n in nodes):
         return nodes
     place = {node: i for i, node in enumerate(nodes)}
-    draws = [n for n in nodes if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ())]
+    drawing = [n for n in nodes if draws(n.target)]
     # Each draw depends on the one before it: another order would give other numbers.
-    before = dict(zip(draws[1:], draws))
+    before = dict(zip(drawing[1:], drawing))
     chosen: dict[fx.Node, None] = {}
     starts = (n for n in nodes if n.target is start)
     # The link is free for those that hold up computation: results that are only returned can wait.
     for collective in sorted(starts, key=_ends_in_output):
-        ancestors, stack = {collective}, [collective]
-        while stack:
-            node = stack.pop()
-            needed = [
-                x
-                for x in (*node.all_input_nodes, before.get(node))
-                if x in place and x not in ancestors and x not in chosen
-            ]
-            ancestors.update(needed)
-            stack += needed
+        ancestors = [
+            *reached(
+                [collective],
+                lambda node: [
+                    x
+                    for x in (*node.all_input_nodes, before.get(node))
+                    if x in place and x not in chosen
+                ],
+            )
+        ]
         if len(ancestors) > 1:  # A start without any begins as soon as memory allows.
             chosen.update(dict.fromkeys(sorted(ancestors, key=place.__getitem__)))
     return [*chosen, *(n for n in nodes if n not in chosen)]
@@ -318,13 +319,8 @@ def _ends_in_output(node: fx.Node) -> bool:
 
 def _ancestors(node: fx.Node, place: dict[fx.Node, int]) -> list[fx.Node]:
     """Return a node's ancestors, in order; none if random numbers are drawn for it."""
-    found: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        new = [x for x in stack.pop().all_input_nodes if x in place and x not in found]
-        found.update(new)
-        stack += new
+    _, *found = reached([node], lambda n: [x for x in n.all_input_nodes if x in place])
     # Moved draws would give other numbers than one device has.
-    if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in found):
+    if any(draws(n.target) for n in found):
         return []
     return sorted(found, key=place.__getitem__)

@@ -20,12 +20,12 @@ from math import prod
 from operator import getitem
 from typing import Any, NamedTuple, cast
 
-import torch
 from torch import fx
 
 from ...comm.kinds import FusedKind
 from ...comm.local_ops import from_host, to_host
-from ...compat.fx_nodes import copy_node, origin_of
+from ...compat.fx_nodes import copy_node, origin_of, reached
+from ...compat.operators import draws
 from ...rules.custom_ops.loops import (
     CARRY,
     ENTRIES,
@@ -183,7 +183,7 @@ class SavedValues:
             target in EXITS | {CARRY}
             or isinstance(target, FusedKind)
             or self.nests[node] in self.closed
-            or torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+            or draws(target)
             or operation.is_impure()
         ):
             return None
@@ -209,13 +209,8 @@ class SavedValues:
 
     def _needed(self, saved: Collection[fx.Node]) -> list[fx.Node]:
         """Return the values that the backward reads, and those from which it computes others."""
-        found: dict[fx.Node, None] = {}
-        stack = [use.value for use in self.uses]
-        while stack:
-            node = stack.pop()
-            if node.op == "call_function" and node not in found:
-                found[node] = None
-                stack += () if node in saved else node.all_input_nodes
+        values = (use.value for use in self.uses)
+        found = {*reached(values, lambda n: () if n in saved else n.all_input_nodes)}
         return [n for n in self.forward if n in found]
 
     def seconds(self, saving: Saving) -> float:

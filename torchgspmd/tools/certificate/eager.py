@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...capture import ARGUMENT, GRADIENT, MUTATION, OUTPUT, TANGENT
+from ...compat.operators import draws
 from ...compat.private_apis import FakeTensor
 from ...compat.private_apis import _pytree as pytree
 from ...compiler.plan import Plan
@@ -20,7 +21,7 @@ from ...compiler.planned_call import PlannedCall
 from ...errors import ShardingError
 from .claimed_layouts import close, not_eager
 from .inputs import WIDE, Rewritten, device_of
-from .one_device import OneDeviceRun, draws
+from .one_device import OneDeviceRun
 from .trial import constants_of, elements
 
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)

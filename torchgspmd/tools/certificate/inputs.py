@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from ...capture import PARAMETER, Captured
+from ...compat.fx_nodes import reached
 from ...features.pipelines.call import StageCall
 from ...fx_passes.loop_call import BodyCall, LoopCall, copy_of
 from ...rules import FlatCall
@@ -42,15 +43,12 @@ def index_bounds(graph: fx.Graph) -> dict[fx.Node, int]:
 
 def _sources(index: fx.Node) -> Iterator[fx.Node]:
     """Yield the inputs from which indices are computed."""
-    stack, seen = [index], set[fx.Node]()
-    while stack:
-        node = stack.pop()
-        if node in seen or not _is_integer(node.meta.get("val")):
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
+    integers = reached(
+        [index], lambda n: n.all_input_nodes if _is_integer(n.meta.get("val")) else ()
+    )
+    for node in integers:
+        if node.op == "placeholder" and _is_integer(node.meta.get("val")):
             yield node
-        stack += node.all_input_nodes
 
 
 def _is_integer(val: object) -> bool:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...comm.local_ops import as_ordered
+from ...compat.operators import draws
 from ...features.pipelines.list_scheduler import Order
 from ...features.pipelines.parts import SEND
 from ...rules import RENAMED
@@ -321,11 +322,6 @@ def _arrivals(
 def _equal(a: Tensor, b: Tensor) -> bool:
     # Stages without work may have NaN, which equals nothing.
     return bool(torch.equal(torch.nan_to_num(a), torch.nan_to_num(b)))
-
-
-def draws(target: object) -> bool:
-    """Return whether an operation draws by torch's generator."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def drawn(target: Callable[..., Any], name: str, args: Any, kwargs: Any) -> Any:

@@ -18,7 +18,7 @@ from torch import Tensor, fx, nn
 
 from ...capture import ARGUMENT, PARAMETER, TANGENT
 from ...comm.kinds import WIRE_OPS
-from ...compat.operators import c10d
+from ...compat.operators import c10d, draws
 from ...compat.private_apis import TorchDispatchMode
 from ...compiler.plan import Plan
 from ...dtensor.storage import stored_shape
@@ -31,7 +31,7 @@ from ...fx_passes.program import Program, Rank
 from . import messages
 from .claimed_layouts import cut, other_rank
 from .messages import InFlight, Network, OnRank, RankFault, RankGroups
-from .one_device import drawn, draws
+from .one_device import drawn
 from .trial import NoNumbers, RandomTrial
 
 _WAIT = c10d.wait_tensor.default

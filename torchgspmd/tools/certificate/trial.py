@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from ...comm.local_ops import part_order, user_order
+from ...compat.operators import draws
 from ...compiler.plan import Plan
 from ...errors import ShardingError
 from ...features.windows.pooling import BACKWARD, FORWARD
@@ -20,7 +21,7 @@ from ...shard_spec import ShardSpec
 from .claimed_layouts import close, compared, cut, fails, other_value, value_of
 from .devices import At, DeviceError, Devices, StageShards
 from .inputs import RandomInputs, Rewritten, device_of, widened
-from .one_device import OneDeviceRun, Rows, Values, draws
+from .one_device import OneDeviceRun, Rows, Values
 
 _COARSE = 1e-2  # a value that is compared with fewer digits is not judged
 
