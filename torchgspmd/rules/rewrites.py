@@ -122,13 +122,14 @@ def restored(table: dict[Any, Any]) -> Generator[dict[Any, Any], None, None]:
         table.update(before)
 
 
-def rewrite(level: str, *targets: object) -> Callable:
-    """Register a function at a level, for operators that this torch has."""
-    assert level in LEVELS
+def rewrite(levels: str, *targets: object) -> Callable:
+    """Register a function at a level, or at several, for operators that this torch has."""
+    assert {*levels.split()} <= {*LEVELS}
 
     def register(function: Callable) -> Callable:
         for target in filter(is_present, targets):
-            REWRITES.setdefault((level, target), []).append(Rewrite(level, target, function))
+            for level in levels.split():
+                REWRITES.setdefault((level, target), []).append(Rewrite(level, target, function))
         return function
 
     return register

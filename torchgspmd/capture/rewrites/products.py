@@ -73,8 +73,7 @@ def _einsum(equation: str, a: Tensor, b: Tensor) -> Any:
     return einsum(equation, a, b) if result is DECLINED else result
 
 
-@rewrite("vmap", F.linear)
-@rewrite("product", F.linear)
+@rewrite("vmap product", F.linear)
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Run F.linear without flattening the batch."""
     if weight.dim() != 2 or input.dim() < 1:
@@ -84,8 +83,7 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     return y if bias is None or y is DECLINED else y + bias.to(y.dtype)
 
 
-@rewrite("vmap", torch.matmul, Tensor.matmul, Tensor.__matmul__)
-@rewrite("product", torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@rewrite("vmap product", torch.matmul, Tensor.matmul, Tensor.__matmul__)
 def matmul(input: Tensor, other: Tensor) -> Any:
     """Run torch.matmul as a two-operand einsum."""
     if (
@@ -106,8 +104,7 @@ def matmul(input: Tensor, other: Tensor) -> Any:
     return _einsum(f"{a},{b}->{batch}{rows}{columns}", input, other)
 
 
-@rewrite("vmap", Tensor.__rmatmul__)
-@rewrite("product", Tensor.__rmatmul__)
+@rewrite("vmap product", Tensor.__rmatmul__)
 def _reflected_matmul(input: Tensor, other: Tensor) -> object:
     return matmul(other, input)
 
@@ -125,8 +122,7 @@ def _matrix_product(dims: int) -> Callable:
     return product
 
 
-@rewrite("vmap", torch.einsum)
-@rewrite("product", torch.einsum)
+@rewrite("vmap product", torch.einsum)
 def _torch_einsum(*args: Any) -> Any:
     """Run torch.einsum as a chain of two-operand contractions, from left to right."""
     equation, *operands = args

@@ -26,8 +26,7 @@ def _is_mapped(*values: object) -> bool:
     return is_vectorizing() and any(map(is_functorch_wrapped_tensor, tensors))
 
 
-@rewrite("vmap", torch.index_add, Tensor.index_add)
-@rewrite("value", torch.index_add, Tensor.index_add)
+@rewrite("vmap value", torch.index_add, Tensor.index_add)
 def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1) -> Any:
     if not _is_mapped(input, index, source):
         return DECLINED
@@ -39,8 +38,7 @@ def _index_add(input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha:
     return input.scatter_add(dim, along, added.to(input.dtype))
 
 
-@rewrite("vmap", Tensor.index_add_)
-@rewrite("value", Tensor.index_add_)
+@rewrite("vmap value", Tensor.index_add_)
 def _index_add_in_place(
     input: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: float = 1
 ) -> Any:
@@ -48,8 +46,7 @@ def _index_add_in_place(
     return total if total is DECLINED else input.copy_(total)
 
 
-@rewrite("vmap", Tensor.scatter_)
-@rewrite("value", Tensor.scatter_)
+@rewrite("vmap value", Tensor.scatter_)
 def _scatter_in_place(
     input: Tensor, dim: int, index: Tensor, *src: Any, reduce: str | None = None, **named: Any
 ) -> Any:
@@ -60,8 +57,7 @@ def _scatter_in_place(
     return input.copy_(input.scatter(dim, index, *src, **options))
 
 
-@rewrite("vmap", F.embedding)
-@rewrite("value", F.embedding)
+@rewrite("vmap value", F.embedding)
 def _embedding(
     input: Tensor,
     weight: Tensor,
@@ -83,8 +79,7 @@ def _embedding(
     return torch.where(is_padding, rows.detach(), rows)
 
 
-@rewrite("vmap", torch.histc, Tensor.histc)
-@rewrite("value", torch.histc, Tensor.histc)
+@rewrite("vmap value", torch.histc, Tensor.histc)
 def _histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Any:
     """Count by a comparison with all bins."""
     # Equal borders mean the data's minimum and maximum.
@@ -97,8 +92,7 @@ def _histc(input: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> An
     return found.sum(0).to(input.dtype)
 
 
-@rewrite("vmap", torch.bincount, Tensor.bincount)
-@rewrite("value", torch.bincount, Tensor.bincount)
+@rewrite("vmap value", torch.bincount, Tensor.bincount)
 def _bincount(input: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Any:
     """Raise where each position would have a length of its own."""
     if not _is_mapped(input, weights):

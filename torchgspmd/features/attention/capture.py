@@ -27,8 +27,7 @@ from .op import attention
 from .written import unrepeated
 
 
-@rewrite("vmap", F.scaled_dot_product_attention)
-@rewrite("product", F.scaled_dot_product_attention)
+@rewrite("vmap product", F.scaled_dot_product_attention)
 def _attention(
     query: Tensor,
     key: Tensor,

@@ -241,8 +241,7 @@ def _transformers_backward(
     return ours.grouped_mm(grad, w.mT, ends), ours.grouped_outer(x, grad, ends)
 
 
-@rewrite("vmap", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
-@rewrite("product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
+@rewrite("vmap product", _grouped_mm, getattr(F, "grouped_mm", _grouped_mm))
 def _groups(
     mat_a: Tensor,
     mat_b: Tensor,

@@ -84,8 +84,7 @@ def _is_list(value: Any) -> bool:
 # --------------------------------------------------------------------------------- moved rows
 
 
-@rewrite("vmap", F.pad)
-@rewrite("value", F.pad)
+@rewrite("vmap value", F.pad)
 def _pad(
     input: Tensor, pad: Sequence[Any], mode: str = "constant", value: float | None = None
 ) -> Any:

@@ -132,9 +132,7 @@ def _vmapped(*targets: Callable) -> Callable:
                 return DECLINED
             return function(*args, **kwargs)
 
-        for level in ("vmap", "value"):
-            rewrite(level, *targets)(replaced)
-        return replaced
+        return rewrite("vmap value", *targets)(replaced)
 
     return register
 
@@ -154,8 +152,7 @@ def _index_select(input: Tensor, dim: int, index: Tensor) -> Any:
     return with_positions(lambda n, x, i: _selected(x, n, dim, i), 0, input, index)
 
 
-@rewrite("vmap", Tensor.__getitem__)
-@rewrite("value", Tensor.__getitem__)
+@rewrite("vmap value", Tensor.__getitem__)
 def _getitem(input: Tensor, index: object) -> Any:
     """Look up rows x[i], as index_select does: torch.vmap indexes the positions, too."""
     if not (isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64)):
