@@ -17,10 +17,10 @@ from ..comm.local_ops import part_order
 from ..comm.process_groups import ProcessGroups
 from ..dtensor.storage import spec_of
 from ..errors import ShardingError
+from .checkpoint_files import allocate_state, as_plain, as_state
 from .full_state import groups_of_state, part_of_shard, tables_of
 from .shared_plan import broadcast_text
 
-_DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if type(d) is torch.dtype}
 Source = Mapping[str, Any] | Iterable[tuple[str, Tensor]] | str | Path
 
 
@@ -172,50 +172,40 @@ class _Load:
 
     def optimizer(self, optimizer: Optimizer, given: Any) -> None:
         """Load an optimizer's state, by the order of its parameters."""
-        described = _described(given) if self.is_first else None
-        self.agree("" if _is_json(described) else "the optimizer's state holds other than numbers")
-        described = self._said(described)
+        tensors, plain, problem = dict[str, Tensor](), None, ""
+        if self.is_first:
+            try:
+                plain = as_plain(given, "the optimizer", tensors)
+            except ShardingError as error:  # of rank 0 alone, for which the others would wait
+                problem = error.what
+        self.agree(problem)
+        plain = self._said(plain)
+        with torch.device("meta"):
+            allocate_state(plain, tensors)
+        described = as_state(plain, tensors)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if len(described["sizes"]) != len(parameters):
+        count = sum(len(group["params"]) for group in described["param_groups"])
+        if count != len(parameters):
             self._raise(
-                f"the optimizer has {len(parameters)} parameters, and its state is of "
-                f"{len(described['sizes'])}"
+                f"the optimizer has {len(parameters)} parameters, and its state is of {count}"
             )
-        loaded: dict[int, dict[str, Any]] = {}
-        for number, key, shape, dtype, value in described["state"]:
-            if shape is None:
-                loaded.setdefault(number, {})[key] = value
-                continue
-            p, kind = parameters[number], _DTYPES[dtype]
-            # A state with its parameter's shape is sharded as the parameter.
-            is_like = [*p.shape] == shape
-            made = torch.zeros_like(p, dtype=kind) if is_like else torch.zeros(shape, dtype=kind)
-            self.put(made, given["state"][number][key] if self.is_first else None)
-            loaded.setdefault(number, {})[key] = made.detach()
+        for number, values in described["state"].items():
+            for key, like in values.items():
+                if isinstance(like, Tensor):
+                    p, dtype = parameters[number], like.dtype
+                    # A state with its parameter's shape is sharded as the parameter.
+                    made = (
+                        torch.zeros_like(p, dtype=dtype)
+                        if p.shape == like.shape
+                        else torch.zeros(like.shape, dtype=dtype)
+                    )
+                    self.put(made, given["state"][number][key] if self.is_first else None)
+                    values[key] = made.detach()
         groups = optimizer.state_dict()["param_groups"]
-        for group, values in zip(groups, described["groups"]):
-            # JSON has made lists of tuples, such as betas.
-            group |= {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        optimizer.load_state_dict({"state": loaded, "param_groups": groups})
-
-
-def _described(given: Any) -> dict[str, Any]:
-    """Return an optimizer's state without its tensors, as JSON has it."""
-    rows: list[list] = []
-    for number, values in given["state"].items():
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                dtype = str(value.dtype).removeprefix("torch.")
-                rows.append([number, key, [*value.shape], dtype, None])
-            else:
-                rows.append([number, key, None, None, value])
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in given["param_groups"]]
-    plain = [
-        {k: [*v] if isinstance(v, tuple) else v for k, v in g.items() if not isinstance(v, Tensor)}
-        for g in groups
-    ]
-    sizes = [number for g in given["param_groups"] for number in g["params"]]
-    return {"state": rows, "groups": plain, "sizes": sizes}
+        for group, values in zip(groups, described["param_groups"]):
+            own = {k: v for k, v in values.items() if k != "params" and not isinstance(v, Tensor)}
+            group |= own
+        optimizer.load_state_dict({"state": described["state"], "param_groups": groups})
 
 
 def _is_json(value: object) -> bool:
